@@ -173,7 +173,7 @@ def _flags() -> flags.FlagValues:
 
 def _help() -> str:
     files = ", ".join(f"configs/{file.name}" for file in sorted(configs.config_folder().glob("*.py")))
-    keys = "Sections of keys, of which --help=SECTION prints the keys, their defaults and their meaning:"
+    keys = "Sections of keys (--help=SECTION prints the keys of one, with their defaults and meaning):"
     text = config_help.wrapped_text(f"{__doc__}\nConfigs: {files}\n\n{keys}\n")
     return f"{text}\n{config_help.describe_overview()}"
 

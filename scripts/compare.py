@@ -11,7 +11,7 @@ and the command line.
 With --cluster, further columns are the times that scripts/plan.py predicts for a cluster that need not exist.
 
 The script writes a table as WORKDIR/compare.md and WORKDIR/compare.csv, pictures as WORKDIR/*.png, and both as the page
-WORKDIR/compare.html, which needs no other file. docs/strategies.md explains the columns. A strategy that fails is in
+WORKDIR/compare.html, which is self-contained. docs/strategies.md explains the columns. A strategy that fails is in
 the table with the reason.
 
 Exit codes: 0 if all strategies have results; 1 if some failed; 2 for invalid arguments; 130 for a Ctrl-C, which stops
@@ -61,9 +61,9 @@ SWARM = "swarm"
 NAMES = (REFERENCE, *EXCHANGES, *SCHEDULES, *POLICIES, SWARM)
 LOG = "log.txt"
 NOTES = (
-    "The time of a step is the median of a run, without compilation. The strategies run one after another, so what "
-    "else runs on the machine changes their ratios. An emulated strategy takes turns on these devices as a simulation "
-    "in virtual time decides: its time is that of the emulation, and is not compared.",
+    "The time of a step is the median of a run, without compilation. The strategies run one after another, so "
+    "other load on the machine changes their ratios. The workers or peers of an emulated strategy take turns on these "
+    "devices, in virtual time; the time of this emulation is not compared.",
     "What a device sends and holds follows from the plan, and what is in flight during a step is an estimate.",
 )
 PREDICTED = (

@@ -3,7 +3,7 @@
     scripts/compare_runs runs/a runs/b [runs/c ...] [--output=comparison.html]
 
 The runs can be of any tasks, models and strategies, and need not be finished. With --output, the script also writes an
-HTML page, which needs no other file. To train a config with every strategy and compare them, use scripts/compare.py.
+self-contained HTML page. To train a config with every strategy and compare them, use scripts/compare.py.
 """
 
 import contextlib

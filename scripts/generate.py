@@ -130,7 +130,7 @@ def main() -> None:
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     sampling.check("--")
     if sampling.is_greedy and (sampling.top_k or sampling.top_p < 1):
-        log("--top_k and --top_p change nothing without --temperature, because the most likely token is chosen")
+        log("--top_k and --top_p have no effect without --temperature, because the most likely token is chosen")
     workdir: Path = arguments.workdir
     if is_pretrained(workdir):
         if arguments.step is not None:

@@ -108,7 +108,7 @@ def main() -> None:
     best = found[0]
     if not best.fits:
         raise UserError(
-            f"--cluster is {arguments.cluster!r}, on which nothing fits; it must have more devices or memory: "
+            f"--cluster is {arguments.cluster!r}, but nothing fits on it; it must have more devices or memory: "
             f"{best.name} needs {format_bytes(best.costs.nbytes)} on each"
         )
     if arguments.out:
@@ -238,7 +238,7 @@ def undivided(space: Space) -> list[str]:
     size, n = space.config.batch_size, space.num_devices
     if size % n == 0:
         return []
-    return [f"Without stages, nothing is possible: config.batch_size is {size}, which is not a multiple of {n}.", ""]
+    return [f"No strategy without stages is possible: config.batch_size is {size}, which is not a multiple of {n}.", ""]
 
 
 class Verified(NamedTuple):

@@ -75,7 +75,7 @@ def main() -> None:
         raise UserError(f"--port is {arguments.port}; it must be at most {LARGEST_PORT}")
     for name in ("starlette", "uvicorn"):
         if importlib.util.find_spec(name) is None:
-            raise UserError(f"the package {name} is not installed; it must be, by the extra serve: scripts/setup serve")
+            raise UserError(f"the package {name} is not installed; install the extra serve: scripts/setup serve")
     logging.set_verbosity(logging.FATAL)  # orbax also logs the errors that it raises
     limits = {
         "body_bytes": arguments.max_body,

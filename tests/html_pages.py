@@ -55,7 +55,7 @@ class Page(HTMLParser):
 
 
 def check_alone(text: str) -> Page:
-    """Check that a page is well-formed, needs no other file or script, and has both themes. Return it parsed."""
+    """Check that a page is well-formed, self-contained and without scripts, and has both themes. Return it parsed."""
     page = Page(text)
     assert not page.open
     assert page.tags.isdisjoint({"script", "link", "iframe", "object", "embed"})

@@ -92,7 +92,7 @@ def test_a_config_that_ends_the_process(
 def test_a_model_that_ends_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the command jaxpar and in scripts."""
+    """Check it for the command jaxpar and for scripts."""
     (tmp_path / "ending_models").mkdir()
     path = tmp_path / "ending_models" / "mine.py"
     path.write_text("raise SystemExit")

@@ -518,7 +518,7 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     assert process.returncode == 0
     lines = [line.rpartition("\r")[2] for line in shown.replace("\r\n", "\n").split("\n")]
     assert [line[: len("step 2/80000  loss ")] for line in lines if "left" in line][:1] == ["step 2/80000  loss "]
-    answer = lines.index("SIGINT: stopping after this step; again to abandon")
+    answer = lines.index("SIGINT: stopping after this step; a second signal exits at once, without saving")
     stopped = next(number for number, line in enumerate(lines) if line.startswith("SIGINT: stopped after step "))
     assert answer < stopped
     assert lines[stopped + 1].startswith(f"resume    cd {shlex.quote(os.getcwd())} && ")  # noqa: PTH109

@@ -27,7 +27,7 @@ class Encoded(NamedTuple):
     Attributes:
       split: the examples. Their labels are 0. Weights are positive at the first tokens of words, for tags, and at mask
         tokens, for masked language models.
-      is_truncated_N: whether a text is longer than the model, bool.
+      is_truncated_N: whether a text is longer than the model allows, bool.
     """
 
     split: Texts

@@ -37,7 +37,7 @@ class Window(NamedTuple):
 
     Attributes:
       records: for each example, the values of all its columns by name.
-      num_truncated: number of texts that are longer than the model.
+      num_truncated: number of texts that are longer than the model allows.
     """
 
     records: Sequence[Record]

@@ -61,7 +61,7 @@ class LoadedModel:
 
         Args:
           examples: texts; pairs of texts for a model of two text columns; lists of words for token classification;
-            uint8 images [N, H, W, C] or float32 vectors [N, D]. Texts longer than the model are truncated.
+            uint8 images [N, H, W, C] or float32 vectors [N, D]. Texts longer than the model allows are truncated.
           top_k: number of choices that a prediction lists. For tasks without choices, it must be 1.
 
         Raises:
@@ -99,7 +99,7 @@ class LoadedModel:
           prompts: one or more texts to continue, all at the same time.
           max_tokens: the longest continuation.
           temperature: divisor of the logits; 0: every token is the most likely one.
-          top_k: draw from the most likely tokens, this many; 0: from all.
+          top_k: number of most likely tokens to draw from; 0: all.
           top_p: draw from the fewest tokens whose probabilities sum up to at least this.
           seed: seed of the random numbers. The same seed gives the same text.
 
@@ -112,7 +112,7 @@ class LoadedModel:
         return self.generator(texts, max_tokens, Sampling(temperature, top_k, top_p, seed))
 
     def is_truncated(self, texts: Sequence[Text]) -> list[bool]:
-        """Return for each text whether it is longer than the model, which then reads its first tokens."""
+        """Return for each text whether it is longer than the model allows, so that only its first tokens are read."""
         return [bool(one) for one in self._encoder(_rows(texts)).is_truncated_N]
 
     def check(self, examples: Any, name: str = "examples") -> None:

@@ -17,7 +17,7 @@ class Sampling(NamedTuple):
 
     Attributes:
       temperature: divisor of the logits, from 1e-05 to 100,000; 0: choose the most likely token.
-      top_k: draw from the most likely tokens, this many; 0: from all.
+      top_k: number of most likely tokens to draw from; 0: all.
       top_p: draw from the fewest most likely tokens whose probabilities sum up to at least this (Holtzman et al.,
         "The Curious Case of Neural Text Degeneration", 2020); 1: from all.
       seed: seed of the random numbers, which depend on it and on the position alone.

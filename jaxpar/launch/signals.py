@@ -147,5 +147,5 @@ class Interrupt(Ending):
 
     def _received(self, count: int, number: signal.Signals) -> None:
         if count == 1 and number != signal.SIGHUP:  # a terminal that was closed shows nothing
-            print_from_thread(f"{number.name}: {self.answer}; again to abandon")
+            print_from_thread(f"{number.name}: {self.answer}; a second signal exits at once, without saving")
         super()._received(count, number)

@@ -134,10 +134,10 @@ class Service:
             except UserError as error:
                 return _refusal(400, str(error))
             except QueueFull:
-                line = f"{self._limits.waiting} texts wait already; try again later"
+                line = f"the queue is full ({self._limits.waiting} texts); try again later"
                 return _refusal(503, line, {"Retry-After": "1"})
             except ClientDisconnect:
-                return _refusal(400, "the client has gone away")
+                return _refusal(400, "the client has disconnected")
             except HTTPException:
                 raise
             except Exception as error:  # a fault of the service; it continues

@@ -93,7 +93,7 @@ class Batcher(Generic[Item, Answer]):
         except Exception as error:
             if len(batch) > 1:
                 for one in batch:
-                    if not one.future.done():  # done: its client has gone away
+                    if not one.future.done():  # done: its client has disconnected
                         await self._answer([one])
             elif not batch[0].future.done():
                 batch[0].future.set_exception(error)

@@ -72,7 +72,7 @@ class DrainingServer(uvicorn.Server):
         while len(self._connecting) + len(self.server_state.connections) < _most_connections():
             try:
                 connection, _ = self._listening.accept()
-            except ConnectionAbortedError:  # its client has gone away
+            except ConnectionAbortedError:  # its client has disconnected
                 continue
             except BlockingIOError:
                 return True

@@ -13,7 +13,7 @@ class _Stream:
     Attributes:
       request: the request.
       pieces: the pieces that were computed and not read yet; last, the exception if computing failed.
-      is_left: whether nobody reads the stream any more, because it has ended or the client has gone away.
+      is_left: whether the stream has no reader left, because it has ended or the client has disconnected.
     """
 
     def __init__(self, request: Request):

@@ -1,7 +1,7 @@
 """`swarm` in live mode: the peers are processes on Ray, on this machine or on others (jaxpar/swarm/live).
 
 The trainer holds a copy of the state on one device. Peers send each other activations and gradients. Each microbatch
-counts exactly once, so training equals that of `single` with as many accumulation steps, whatever fails.
+counts exactly once, so training equals that of `single` with as many accumulation steps, even if peers fail.
 """
 
 from collections.abc import Mapping, Sequence

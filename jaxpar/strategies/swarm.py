@@ -3,7 +3,7 @@
 A simulation in virtual time (jaxpar/swarm/run.py) decides which peer computes which pass of which microbatch, and what
 is computed again after a failure. The devices of this machine repeat its actions with the real model
 (jaxpar/swarm/executor.py). Each microbatch counts exactly once, so training is equal to `single` with as many
-accumulation steps as there are microbatches, whatever fails. Delayed updates and compressed messages change the
+accumulation steps as there are microbatches, even if peers fail. Delayed updates and compressed messages change the
 results.
 """
 

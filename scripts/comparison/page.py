@@ -1,4 +1,4 @@
-"""The page of a comparison: one HTML file with the table and the pictures, which needs no other file."""
+"""The page of a comparison: a self-contained HTML file with the table and the pictures."""
 
 from collections.abc import Mapping, Sequence
 from html import escape

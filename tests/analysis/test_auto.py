@@ -120,32 +120,31 @@ REFUSED: dict[str, tuple[list[str], float, str]] = {
     "settings of different strategies": (
         ["mesh.stage=2", "exchange=zero3", "model.remat=full", "pipeline.schedule=1f1b"],
         80e9,
-        "config.mesh.stage is 2 and config.exchange is 'zero3', with which nothing is possible on 4 devices with "
-        "config.batch_size=24; together they must be those of a strategy that",
+        "config.mesh.stage is 2 and config.exchange is 'zero3'; together they must allow a strategy on 4 devices that",
     ),
     "a batch that cannot be divided": (
         ["batch_size=23"],
         80e9,
-        "config.batch_size is 23, with which nothing is possible on 4 devices; it must be a multiple of replicas x",
+        "config.batch_size is 23; on 4 devices it must be a multiple of replicas x",
     ),
     "a partition": (["pipeline.partition=uniform"], 80e9, "config.pipeline.partition is 'uniform'; it must be 'flops'"),
     "an option of no exact exchange": (
         ["exchange_options.ratio=0.1"],
         80e9,
-        "config.exchange_options.ratio is 0.1, with which nothing is possible on 4 devices",
+        "config.exchange_options.ratio is 0.1; it must allow a strategy on 4 devices",
     ),
     "microbatches that do not divide": (
         ["pipeline.num_microbatches=5"],
         80e9,
-        "config.pipeline.num_microbatches is 5, with which nothing is possible on 4 devices with config.batch_size=24; "
-        "it must be that of a strategy that trains like one device and divides the batch into replicas x microbatches",
+        "config.pipeline.num_microbatches is 5; it must allow a strategy on 4 devices that trains like one device and "
+        "divides config.batch_size=24 into replicas x microbatches",
     ),
     "what the plan refuses": (
         ["mesh.data=2", "mesh.stage=2", "eval.batch_size=3"],
         80e9,
         "config.eval.batch_size is 3; it must be a multiple of 2, the number of replicas",
     ),
-    "no memory": ([], 1e4, "config.strategy is 'auto', with which nothing fits: "),
+    "no memory": ([], 1e4, "config.strategy is 'auto', but nothing fits: "),
 }
 
 
@@ -184,7 +183,7 @@ def test_present_gpus_are_planned_with_the_memory_that_jax_takes(
 ) -> None:
     present = replace(H100, memory_bandwidth=None, send_rates={}, memory_bytes=1e4, num_processes=8)
     monkeypatch.setattr(clusters, "find_cluster", lambda: present)
-    with pytest.raises(UserError, match=r"with which nothing fits: .* it must fit in 10 kB"):
+    with pytest.raises(UserError, match=r"but nothing fits: .* it must fit in 10 kB"):
         resolve_strategy(auto_config(folder), tmp_path)
     present = replace(present, memory_bytes=60e9)
     assert resolve_strategy(auto_config(folder), tmp_path).planned_for.endswith("HBM3, 8 processes")

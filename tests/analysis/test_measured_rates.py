@@ -123,7 +123,7 @@ DISTURBED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("what", DISTURBED)
 def test_disturbed_timings(what: str) -> None:
-    with pytest.raises(UserError, match=f"--cluster is 'here', on which {what} takes no time that can be measured; it"):
+    with pytest.raises(UserError, match=f"--cluster is 'here', but {what} is too fast to time; it"):
         with_measured_rates(H100, timings()._replace(**DISTURBED[what]), GPU_SIZES)
 
 

@@ -525,7 +525,9 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert run_script(monkeypatch, script, *odd, "--cluster=configs/clusters/8xv100_nvlink.toml") == 0
     of_v100s = capsys.readouterr().out
     assert of_v100s.startswith("8 x Tesla V100-SXM2-32GB with 16 GB: ")
-    assert "\nWithout stages, nothing is possible: config.batch_size is 62, which is not a multiple of 8.\n" in of_v100s
+    assert (
+        "\nNo strategy without stages is possible: config.batch_size is 62, which is not a multiple of 8.\n" in of_v100s
+    )
     assert "must be 'ddp' without options" not in of_v100s  # the options do not count for workers and peers
     assert re.search(r"^ .* m?s +[\d,]+ +\d\.\d\d +\d .*  async, 4 workers$", printed, re.MULTILINE)
     config = configs.load_config(str(out))
@@ -568,7 +570,7 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     config = ("--config=configs/quickstart.py", "--config.data.source=synthetic", "--config.model.num_layers=1")
     out, message = script_error(monkeypatch, capsys, script, *config, "--cluster=h100:2x8")
     assert not out
-    assert message.startswith("--cluster is 'h100:2x8', on which nothing fits; it must have more devices or memory: ")
+    assert message.startswith("--cluster is 'h100:2x8', but nothing fits on it; it must have more devices or memory: ")
 
 
 def test_steps_without_a_predicted_time(found: list[Candidate]) -> None:
@@ -621,7 +623,7 @@ def test_measured_layers_add_up_to_the_whole_gradient(monkeypatch: pytest.Monkey
 
 
 MISTAKES = {
-    "--cluster=h100:7": "config.batch_size is 256, with which nothing is possible on 7 devices; it must be",
+    "--cluster=h100:7": "config.batch_size is 256; on 7 devices it must be",
     "--config.strategy=foo": "config.strategy is 'foo'; it must be one of single, data_parallel",
     "--out=configs/quickstart.py": "--out is 'configs/quickstart.py'; it must be another file than that of --config",
     "--out=configs.py/x.py": "--out is 'configs.py/x.py'; it must be the path of a .py file in a folder that exists",

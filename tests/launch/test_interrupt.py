@@ -36,7 +36,7 @@ with Ending(nth=1, code=75, text=lambda: "stopped"):
         signal.raise_signal(signal.SIGINT)
     {AWAY}
 """
-ANSWER = "SIGINT: stopping after this step; again to abandon\n"
+ANSWER = "SIGINT: stopping after this step; a second signal exits at once, without saving\n"
 STOPPED_IMMEDIATELY = "stopped immediately; the steps since the last checkpoint are lost"
 
 
@@ -102,7 +102,7 @@ def test_the_answer_stands_below_the_progress_bar() -> None:
     ) as process:
         os.close(own)
         shown = b""
-        while not (b"away" in shown and b"abandon" in shown):
+        while not (b"away" in shown and b"saving" in shown):
             shown += os.read(terminal, 1000)
         os.write(terminal, b"\x03")
         assert process.wait(timeout=60) == 130

@@ -1,4 +1,4 @@
-"""The page of a run has the numbers of its files, escapes what users named, and needs no other file."""
+"""The page of a run has the numbers of its files, escapes what users named, and is self-contained."""
 
 import json
 import re

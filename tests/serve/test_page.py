@@ -83,7 +83,7 @@ def test_predictions(tmp_path: Path) -> None:
     assert visible(html, "number") == ["75.0%", "25.0%"]
     assert re.findall("width: ([^;]*%)", html.partition("<output")[2]) == ["75%", "25%"]
     assert "a&lt;b" in html
-    assert "The text is longer than the model" in html
+    assert "The text is longer than the model allows" in html
 
 
 def test_streams(tmp_path: Path) -> None:

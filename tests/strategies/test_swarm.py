@@ -1,4 +1,4 @@
-"""`swarm` trains like one device, whatever fails; with delayed updates, it follows a plain recurrence."""
+"""`swarm` trains like one device, even if peers fail; with delayed updates, it follows a plain recurrence."""
 
 import functools
 import itertools

@@ -170,7 +170,7 @@ def choose(space: Space, cluster: Cluster) -> Candidate:
     least = found[0]
     name, missing = least.name + report.details(least.settings), least.costs.nbytes - space.usable_bytes
     raise UserError(
-        f"config.strategy is {AUTO_STRATEGY!r}, with which nothing fits: {name} needs "
+        f"config.strategy is {AUTO_STRATEGY!r}, but nothing fits: {name} needs "
         f"{format_bytes(least.costs.nbytes)} of a device, {format_bytes(missing)} more than there is; it must fit in "
         f"{format_bytes(space.usable_bytes)}; try more devices, a lower config.batch_size or a smaller config.model"
     )
@@ -182,15 +182,12 @@ def no_candidate(space: Space) -> UserError:
     conflict = search.conflict(space)
     if conflict:
         kept = " and ".join(f"config.{key} is {value!r}" for key, value in conflict.items())
-        what = "together they must be those" if len(conflict) > 1 else "it must be that"
+        subject = "together they" if len(conflict) > 1 else "it"
         return UserError(
-            f"{kept}, with which nothing is possible on {devices} with config.batch_size={size}; {what} of a strategy "
-            "that trains like one device and divides the batch into replicas x microbatches"
+            f"{kept}; {subject} must allow a strategy on {devices} that trains like one device and divides "
+            f"config.batch_size={size} into replicas x microbatches"
         )
-    return UserError(
-        f"config.batch_size is {size}, with which nothing is possible on {devices}; it must be a multiple of "
-        "replicas x microbatches"
-    )
+    return UserError(f"config.batch_size is {size}; on {devices} it must be a multiple of replicas x microbatches")
 
 
 def describe_choice(best: Candidate, space: Space) -> str:

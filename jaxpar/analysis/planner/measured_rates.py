@@ -216,8 +216,7 @@ def _longer(seconds: float, others: float, what: str) -> float:
     """Return the difference of two timings. Raises UserError if it is not positive."""
     if seconds <= others:
         raise UserError(
-            f"--cluster is 'here', on which {what} takes no time that can be measured; it must be a machine whose "
-            "devices no other program uses"
+            f"--cluster is 'here', but {what} is too fast to time; it must be a machine with devices that are idle"
         )
     return seconds - others
 

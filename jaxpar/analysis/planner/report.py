@@ -12,7 +12,7 @@ from jaxpar.measure.flops import forward_flops
 
 OVERHEADS = {
     "waiting": "waiting for other stages",
-    "exposed": "communication that nothing hides",
+    "exposed": "exposed communication",
     "update": "the update",
 }
 
