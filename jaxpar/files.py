@@ -250,7 +250,7 @@ def locked(workdir: Path) -> Iterator[None]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            if not _is_at(file, path):
                 raise BlockingIOError  # another process locked the file and removed it
         except BlockingIOError:
             raise UserError(
@@ -259,10 +259,19 @@ def locked(workdir: Path) -> Iterator[None]:
             ) from None
         try:
             yield
-        except UserError:
-            if is_new:
+        except Exception as error:
+            if not _is_at(file, path):
+                raise UserError(
+                    f"--workdir is {str(workdir)!r}, which was moved or deleted during the run; it must stay there"
+                ) from error
+            if is_new and isinstance(error, UserError):
                 path.unlink()
                 with contextlib.suppress(OSError):  # a directory that contains files stays
                     for folder in folders:
                         folder.rmdir()
             raise
+
+
+def _is_at(file: TextIO, path: Path) -> bool:
+    """Return whether the open file is the one at this path."""
+    return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())

@@ -44,6 +44,7 @@ from jaxpar.errors import (
     is_closed_output,
     is_failure,
     message_of_exit,
+    printable,
     too_long,
     unwritten_output,
 )
@@ -190,12 +191,13 @@ def _train(
     try:
         result = training.train_config(config, workdir, Interrupt())
     except training.Stopped as stopped:
-        print(f"{stopped}\n{_resume(argv)}", flush=True)
+        print(printable(f"{stopped}\n{_resume(argv)}", keep="\n"), flush=True)
         return stopped_exit_code
     except StoppedEarly:
         print(_stopped(argv, early=True), flush=True)
         return stopped_exit_code
-    print(_closing(result, workdir, tasks.find_task(config).headline, changes_to_try(config)), flush=True)
+    closing = _closing(result, workdir, tasks.find_task(config).headline, changes_to_try(config))
+    print(printable(closing, keep="\n"), flush=True)
     return 0
 
 

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from jaxpar import checkpoint, data, files, mesh
 from jaxpar.analysis.planner.auto import resolve_strategy
 from jaxpar.checkpoint import ledger
-from jaxpar.errors import UserError
+from jaxpar.errors import UserError, printable
 from jaxpar.launch import processes
 from jaxpar.launch.signals import Interrupt
 from jaxpar.launch.watchdog import Watchdog
@@ -72,7 +72,7 @@ def train_config(config: ConfigDict, workdir: Path, interrupt: Interrupt, callba
         phases = Phases()
         with phases("setup"):
             run = build.make_run(config, workdir, phases, checked)
-            print(build.describe_run(run), flush=True)
+            print(printable(build.describe_run(run), keep="\n"), flush=True)
         is_main_thread = threading.current_thread() is threading.main_thread()  # Python handles signals only there
         with Watchdog(config.watchdog_seconds, phases), interrupt if is_main_thread else contextlib.nullcontext():
             result = run_through(run, interrupt, callbacks)

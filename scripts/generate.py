@@ -20,7 +20,7 @@ from pathlib import Path
 from absl import logging
 
 from jaxpar.command_line import Parser, integer, number
-from jaxpar.errors import UserError, exit_code
+from jaxpar.errors import UserError, exit_code, printable
 from jaxpar.inference.generate import Completion, Generator
 from jaxpar.inference.pretrained import is_pretrained, load_language_model
 from jaxpar.inference.sampling import Sampling
@@ -31,7 +31,7 @@ TOGETHER = 16  # prompts of the standard input that are continued at the same ti
 
 def log(line: str) -> None:
     """Print a line to stderr, because stdout contains the texts."""
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def print_stream(generator: Generator, prompt: str, max_tokens: int, sampling: Sampling) -> None:

@@ -23,7 +23,7 @@ from jaxpar import data
 from jaxpar.command_line import Parser, choice, integer
 from jaxpar.data.corpus import text_columns
 from jaxpar.data.rows import INPUT_READERS
-from jaxpar.errors import UserError, exit_code, format_count
+from jaxpar.errors import UserError, exit_code, format_count, printable
 from jaxpar.inference import inputs, outputs
 from jaxpar.inference.inputs import STDIN
 from jaxpar.inference.loaded import LoadedModel
@@ -33,7 +33,7 @@ from jaxpar.inference.trained import Trained, load_trained, prepare
 
 def log(line: str) -> None:
     """Print a line to stderr, because stdout can contain the predictions."""
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def predict(arguments: Namespace) -> None:

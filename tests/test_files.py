@@ -6,6 +6,7 @@ import fcntl
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,26 @@ def test_a_workdir_is_locked_until_its_process_ends(tmp_path: Path) -> None:
     process.communicate()
     with files.locked(tmp_path / "run"):
         pass
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_workdir_that_is_moved_or_deleted_during_a_run(moved: bool, tmp_path: Path) -> None:
+    """The failure of any write is explained, and a folder at the same place is left alone."""
+    workdir = tmp_path / "run"
+
+    def work() -> None:
+        with files.locked(workdir):
+            workdir.rename(tmp_path / "moved") if moved else shutil.rmtree(workdir)
+            if moved:
+                workdir.mkdir()
+                (workdir / ".lock").touch()  # of another run
+            (workdir / "ledger" / "0.jsonl").write_text("line")
+
+    with pytest.raises(
+        UserError, match=f"--workdir is '{workdir}', which was moved or deleted during the run; it must"
+    ):
+        work()
+    assert (workdir / ".lock").exists() == moved
 
 
 def test_text_of_a_device_or_a_pipe_is_refused(tmp_path: Path) -> None:

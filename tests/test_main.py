@@ -425,6 +425,15 @@ with Interrupt():
 """
 
 
+def test_control_characters_of_names_are_printed_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workdir = tmp_path / "\x1b[31mred"
+    arguments = ["--config=configs/default.py", f"--workdir={workdir}", *small_arguments(tmp_path)]
+    assert run(*arguments, "--config.num_epochs=0", "--config.num_steps=1") == 0
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert printed.count(f"{tmp_path}/\\x1b[31mred") == 2  # in the header and at the end
+
+
 def test_a_second_signal_ends_the_process_immediately() -> None:
     process = subprocess.run(
         [sys.executable, "-c", TWO_SIGNALS],

@@ -88,7 +88,7 @@ def _log_damaged(directory: Path, failed: Mapping[int, Damaged], log: Callable[[
     """Log the checkpoints that could not be read, except those that have been removed in the meantime."""
     for step, error in failed.items():
         if (directory / str(step)).exists():
-            log(f"checkpoint {directory / str(step)} is damaged: {error}")
+            log(printable(f"checkpoint {directory / str(step)} is damaged: {error}"))
 
 
 def read(path: Path, like: Canonical | None = None) -> Checkpoint:
