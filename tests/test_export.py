@@ -25,6 +25,7 @@ from jaxpar.cluster import find_cluster
 from jaxpar.errors import UserError, format_bytes
 from jaxpar.export import command, hugging_face, state_file
 from jaxpar.export.output import completed
+from tests.docs.test_pages import blocks
 from tests.models.small import fast_jit
 from tests.runs import change_info, run_script, small_config
 
@@ -108,7 +109,7 @@ def test_a_program_classifies_as_the_docs_say(workdir: Path, monkeypatch: pytest
 def test_the_readme_predicts(
     workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [block] = [one.split("```")[0] for one in (ROOT / "README.md").read_text().split("```python\n")[1:]]
+    [block] = [text for language, text in blocks("README.md") if language == "python" and "jaxpar.load(" in text]
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "quickstart").symlink_to(workdir)
     monkeypatch.chdir(tmp_path)

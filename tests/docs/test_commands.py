@@ -63,7 +63,6 @@ NOT_RUN = {
     "scripts/python scripts/swarm_simulate.py --report=replay": "needs a run",
     "scripts/setup": "installs packages",
     "scripts/swarm": "trains",
-    "scripts/test": "tests",
     "scripts/train": "trains, unless its output is an error",
     "unzip": "needs a download",
 }

@@ -7,8 +7,10 @@ import jax
 import numpy as np
 import pytest
 
+import jaxpar
 from jaxpar.errors import UserError
 from jaxpar.models import LayerRun, build
+from tests.docs.test_pages import blocks
 from tests.models.small import BATCH, CLASSES, CPU, TEXT, dropout_keys, fast_jit, make_batch, make_params, small_config
 
 
@@ -43,6 +45,22 @@ def test_example_of_the_docs(own_package: Path) -> None:
     np.testing.assert_allclose(outputs[0], outputs[2], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(outputs[1], outputs[3], rtol=1e-5, atol=1e-6)
     assert np.abs(outputs[0] - outputs[1]).max() > 1e-3
+
+
+def test_the_readme_trains_its_model(
+    own_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The program is the one of the README, on synthetic texts instead of the definitions."""
+    module, program, *_ = (text for language, text in blocks("README.md") if language == "python")
+    (own_package / "my_model.py").write_text(module)
+    config = jaxpar.load_config("configs/quickstart.py")
+    config.data.source, config.batch_size, config.strategy = "synthetic", 64, "single"
+    config.mesh.virtual_cpu_devices = 0
+    monkeypatch.setattr(jaxpar, "load_config", lambda _: config)
+    monkeypatch.chdir(tmp_path)
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes float and int32
+        exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
+    assert float(capsys.readouterr().out.split()[-1]) > 0.5  # of 8 classes
 
 
 def test_bug_in_the_users_module_is_not_hidden(own_package: Path) -> None:
