@@ -166,6 +166,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
     if sys.stdout is None:
         return fail(CLOSED)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # scripts/python starts scripts with it blocked
         with _exit_on_sigterm():
             code = command() or 0
             sys.stdout.flush()

@@ -96,6 +96,30 @@ def test_modules_in_the_current_folder_are_not_imported(arguments: list[str], tm
     assert "--workdir" in ended.stdout
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="env cannot block signals")
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (["python", str(ROOT / "scripts" / "draw.py"), "--schedule=gpipe"], 130),
+        (["launch", "--num_processes=2"], 130),
+        (["train", "--config=configs/default.py", "--workdir=never", "--stopped_exit_code=75"], 75),
+        (["python", "-c", "print()"], -signal.SIGINT),
+    ],
+)
+def test_an_interrupt_while_python_starts(command: list[str], code: int, tmp_path: Path) -> None:
+    """Without a traceback, except for Python itself."""
+    planted = "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    (tmp_path / "sitecustomize.py").write_text(f"{planted}os.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "JAXPAR_PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
+    arguments = [str(ROOT / "scripts" / command[0]), *command[1:]]
+    ended = subprocess.run(arguments, env=environment, cwd=tmp_path, text=True, capture_output=True)
+    if code < 0:
+        assert "KeyboardInterrupt" in ended.stderr
+    else:
+        assert (ended.returncode, ended.stderr) == (code, "")
+    assert not (tmp_path / "never").exists()
+
+
 def test_sets_up_once(clone: Path) -> None:
     first = run(clone, "python", "-c", "print('ran')")
     assert first.stdout == "ran\n", first
