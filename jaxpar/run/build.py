@@ -287,7 +287,8 @@ def describe_run(run: Run) -> str:
     """Return the header of a run: devices, strategy, model, data and length."""
     config, plan, cluster, model = run.config, run.plan, run.cluster, run.problem.model
     kinds = ", ".join(sorted({device.device_kind for device in run.strategy.devices}))
-    ends = f"{model.layers[0].name} .. {model.layers[-2].name}, {model.layers[-1].name}"
+    names = [layer.name for layer in model.layers]
+    layers = ", ".join(names) if len(names) < 4 else f"{names[0]} .. {names[-2]}, {names[-1]}"
     processes_text = f" in {cluster.num_processes} processes" if cluster.num_processes > 1 else ""
     sizes = ", ".join(f"{size:,} {name}" for name, size in split_sizes(run.dataset).items())
     replicas = format_count(plan.num_replicas, "replica")
@@ -297,7 +298,7 @@ def describe_run(run: Run) -> str:
         "strategy": f"{config.strategy}, {replicas}: {plan.summary}",
         "memory": f"{plan.state_bytes / 1e6:.1f} MB of state per device",
         "traffic": f"{plan.wire_bytes / 1e6:.1f} MB sent per device per step",
-        "model": f"{config.model.name}, layers {ends}; {num_parameters(model):,} parameters, {config.model.dtype}",
+        "model": f"{config.model.name}, layers {layers}; {num_parameters(model):,} parameters, {config.model.dtype}",
         "data": f"{config.data.source}, {run.problem.task.name}: {sizes} examples",
         "run": f"{run.num_steps:,} steps of {config.batch_size} examples in {run.workdir}",
     } | ({"advice": plan.advice} if plan.advice else {})

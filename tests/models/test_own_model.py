@@ -60,7 +60,9 @@ def test_the_readme_trains_its_model(
     monkeypatch.chdir(tmp_path)
     with jax.numpy_dtype_promotion("standard"):  # optax mixes float and int32
         exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
-    assert float(capsys.readouterr().out.split()[-1]) > 0.5  # of 8 classes
+    printed = capsys.readouterr().out
+    assert "model     my_package.my_model, layers embed, head; " in printed
+    assert float(printed.split()[-1]) > 0.5  # of 8 classes
 
 
 def test_bug_in_the_users_module_is_not_hidden(own_package: Path) -> None:
