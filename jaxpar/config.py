@@ -187,7 +187,9 @@ def read_config(workdir: Path) -> ConfigDict:
     """Return the config of the run in `workdir`. Raises UserError if there is no run."""
     saved = read_saved(workdir)
     if saved is None:
-        raise UserError(f"{workdir} contains no run: {workdir / 'config.json'} does not exist")
+        raise UserError(
+            f"{workdir} contains no run: {workdir / 'config.json'} {files.path_state(workdir / 'config.json')}"
+        )
     return from_keys(saved)
 
 

@@ -137,6 +137,12 @@ def test_a_missing_config_suggests_a_similar_name() -> None:
         configs.load_config("configs/quikstart.py")
 
 
+def test_a_workdir_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    with pytest.raises(UserError, match=f"{tmp_path}/run contains no run: {tmp_path}/run/config.json is inside a file"):
+        configs.read_config(tmp_path / "run")
+
+
 def test_a_config_that_is_a_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"--config is '{tmp_path}', which is a directory; it must be a config file"):
         configs.load_config(tmp_path)

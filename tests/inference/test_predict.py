@@ -428,6 +428,16 @@ def test_mistakes_end_in_one_line(
     assert {path.name for path in tmp_path.iterdir()} == contents.keys()
 
 
+def test_a_closed_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    for arguments in ([], ["--input=-"]):
+        out, lines = script_error_of(monkeypatch, capsys, f"--workdir={tmp_path}", *arguments)
+        assert (out, lines) == (
+            "",
+            ["jaxpar: the standard input is closed; it must be open, or --input must be a file"],
+        )
+
+
 def test_a_run_without_a_tokenizer(trained_run: TrainedRun) -> None:
     trained = jaxpar.load(trained_run("classification")).trained
     with pytest.raises(UserError, match="without a tokenizer; it must be a run on texts"):
