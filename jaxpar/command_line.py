@@ -4,9 +4,11 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxpar.errors import UserError, nearest
+from jaxpar.files import run_of
 
 EXAMPLE = "--config=configs/quickstart.py --workdir=runs/quickstart"  # flags that scripts/train requires
 OVERRIDE = " or --config.KEY=VALUE"  # what else an argument can be if a script takes overrides
@@ -149,6 +151,13 @@ def number(rule: str, minimum: float = 0, maximum: float = math.inf) -> Callable
         return value
 
     return parse
+
+
+def output_path(text: str) -> Path:
+    """Return the path of a file or folder to write, which must not belong to a run. The type of a flag."""
+    if run := run_of(Path(text)):
+        raise argparse.ArgumentTypeError(f"{text!r}, which belongs to the run in {str(run)!r}; it must be another path")
+    return Path(text)
 
 
 def choice(choices: Iterable[str], *, ignore_case: bool = False) -> Callable[[str], str]:

@@ -21,6 +21,31 @@ DISK_ERRORS = (
 _OS_ERROR = r"(?:os_error_code='|OS error )(\d+)"  # in tensorstore's messages; the form depends on its version
 
 
+# What a run writes into its workdir.
+FOLDERS = ("checkpoints", "ledger", "tensorboard", "profile")
+FILES = (
+    *("config.json", "data.json", "tokenizer.json", "profile.json", "metrics.jsonl", "result.json"),
+    *("report.html", "starts.jsonl"),
+    *("updates.csv", "routing.csv", "scenario.json", "curves.png", "confusion.png", "timeline.png", ".lock"),
+)
+
+
+def run_of(path: Path) -> Path | None:
+    """Return the workdir of the run to which a path belongs, or None.
+
+    The path is the workdir, or one of the files and folders that a run writes there, or in one of these folders.
+    """
+    path = path.resolve()
+    for folder in (path, *path.parents):
+        inside = path.relative_to(folder).parts
+        with contextlib.suppress(OSError):  # a folder that cannot be read
+            is_run = (folder / "starts.jsonl").is_file()
+            is_run |= (folder / "config.json").is_file() and (folder / "checkpoints").is_dir()  # of earlier versions
+            if is_run and (not inside or inside[0].removesuffix(".tmp") in (*FOLDERS, *FILES)):
+                return folder
+    return None
+
+
 def disk_error(error: BaseException) -> str | None:
     """Return the reason, such as `No space left on device`, if `error` is a disk error that the user must fix.
 

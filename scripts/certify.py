@@ -27,7 +27,7 @@ from jaxpar import data, files, mesh
 from jaxpar.analysis import certificate, delayed, reference
 from jaxpar.analysis.certificate import MOST_STEPS, QUANTITIES, ROUNDINGS, TOLERANCES
 from jaxpar.analysis.planner.auto import resolve_strategy
-from jaxpar.command_line import Parser, integer
+from jaxpar.command_line import Parser, integer, output_path
 from jaxpar.errors import UserError, exit_code, format_count
 from jaxpar.measure import provenance
 from jaxpar.measure.phases import Phases
@@ -50,7 +50,7 @@ def main() -> int:
         default=1,
         help="number of microbatches into which the reference divides a batch",
     )
-    parser.add_argument("--output", type=Path, default=Path("certificate.json"), help="JSON file to write")
+    parser.add_argument("--output", type=output_path, default="certificate.json", help="JSON file to write")
     arguments, overrides = parser.parse_with_overrides()
     config = configs.load_config(arguments.config)
     configs.override(config, overrides)

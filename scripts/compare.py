@@ -42,7 +42,7 @@ from jaxpar.analysis.planner.unranked import predicted as predicted_for
 from jaxpar.checkpoint import ledger
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import find_named
-from jaxpar.command_line import Parser, integer, names
+from jaxpar.command_line import Parser, integer, names, output_path
 from jaxpar.errors import FAILED, UserError, exit_code, format_count
 from jaxpar.launch.launcher import format_exit, forwarded
 from jaxpar.pages.verdict import CERTIFICATE
@@ -92,7 +92,7 @@ def main() -> int:
     """Train all strategies, and write the table, the pictures and the page."""
     parser = Parser(__doc__)
     parser.require("--config", "--config=configs/compare_bert.py", help="config file as PATH[:PRESET]")
-    parser.add_argument("--workdir", type=Path, default=Path("runs/compare"), help="directory of the runs")
+    parser.add_argument("--workdir", type=output_path, default="runs/compare", help="directory of the runs")
     parser.add_argument(
         "--strategies", type=names(NAMES), default=list(NAMES), help=f"some of {', '.join(NAMES)} (default: all)"
     )
@@ -325,8 +325,9 @@ def write(
     )
     for picture in drawn:
         picture.figure.savefig(workdir / f"{picture.name}.png", dpi=150)
+    size = build.num_parameters(loaded.problem.model)
     header = (
-        f"`{arguments.config}`: {config.model.name} of {parameters(loaded):,} parameters, {config.data.source}, "
+        f"`{arguments.config}`: {config.model.name} of {size:,} parameters, {config.data.source}, "
         f"{loaded.num_steps:,} steps of {config.batch_size} examples, learning rate {config.optimizer.lr:g}, seed "
         f"{config.seed}. Times are measured on {machine}."
     )
@@ -369,11 +370,6 @@ def certify_note(outcomes: Mapping[str, Outcome], planned: Mapping[str, Planned]
     overrides = planned[name].overrides
     command = ["scripts/python", "scripts/certify.py", f"--config={arguments.config}", *overrides, output]
     return f"{note} For {name}: `{shlex.join(command)}`"
-
-
-def parameters(loaded: build.Loaded) -> int:
-    """Return the number of parameters of the model."""
-    return sum(leaf.size for leaf in jax.tree.leaves(loaded.problem.model.shapes))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from matplotlib import pyplot
 from jaxpar import cluster as clusters
 from jaxpar import data, files, mesh, strategies
 from jaxpar.cluster import Cluster, Link
-from jaxpar.command_line import Parser, choice, integer, names, number
+from jaxpar.command_line import Parser, choice, integer, names, number, output_path
 from jaxpar.errors import UserError, exit_code, format_bytes
 from jaxpar.gpus import gpu_kinds
 from jaxpar.measure.phases import Phases
@@ -106,7 +106,7 @@ def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument
     parser.require("--config", "--config=configs/quickstart.py", help="config file as PATH[:PRESET]")
-    add("--workdir", type=Path, default=Path("runs/pipelines"), help="directory of the runs")
+    add("--workdir", type=output_path, default="runs/pipelines", help="directory of the runs")
     add("--stages", type=integer(2), default=2, help="number of devices: stages, or replicas of ddp")
     add("--num_microbatches", type=integer(1), default=8, help="number of microbatches of a batch")
     add("--target", type=number("a number between 0 and 1", maximum=1), default=0.7, help="accuracy to reach")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxpar import files
-from jaxpar.command_line import Parser
+from jaxpar.command_line import Parser, output_path
 from jaxpar.errors import UserError, exit_code, printable
 from jaxpar.pages.recorded import RecordedRun, read_run
 from jaxpar.pages.runs_page import comparison_page, comparison_rows, different_keys, format_rows
@@ -51,7 +51,7 @@ def main() -> None:
     """Run the command line."""
     parser = Parser(__doc__, prog="compare_runs")
     parser.require("runs", "runs/a runs/b", nargs="+", type=Path, help="workdirs of runs")
-    parser.add_argument("--output", type=Path, help="new HTML file")
+    parser.add_argument("--output", type=output_path, help="new HTML file")
     arguments = parser.parse()
     if arguments.output:
         with writing(arguments.output):

@@ -32,7 +32,7 @@ from matplotlib import pyplot
 
 from jaxpar import files, tasks
 from jaxpar.asynchronous import table
-from jaxpar.command_line import Parser, integer, names, number
+from jaxpar.command_line import Parser, integer, names, number, output_path
 from jaxpar.errors import TrainingError, exit_code
 from jaxpar.run import metrics
 from jaxpar.tasks import Score
@@ -80,7 +80,7 @@ def main() -> None:
     """Run all cases, and write the table and the plot."""
     parser = Parser(__doc__)
     parser.require("--config", "--config=configs/quickstart.py", help="config file as PATH[:PRESET]")
-    parser.add_argument("--workdir", type=Path, default=Path("runs/updates"), help="directory of the runs")
+    parser.add_argument("--workdir", type=output_path, default="runs/updates", help="directory of the runs")
     parser.add_argument("--workers", type=integer(1), default=4, help="number of workers")
     parser.add_argument(
         "--slowdown",

@@ -5,8 +5,8 @@ scripts/python scripts/draw.py --schedule=mine.csv --forward=2 --backward=2.2 --
 """
 
 import sys
-from pathlib import Path
 
+from jaxpar.command_line import output_path
 from jaxpar.errors import UserError, exit_code
 from jaxpar.files import unwritable
 from jaxpar.pipeline import flags as options
@@ -19,7 +19,7 @@ MAX_CELLS = 10_000_000  # of a text: 50 MB
 def main() -> None:
     """Run the command line."""
     parser = options.make_parser(__doc__ or "")
-    parser.add_argument("--out", type=Path, metavar="FILE.{txt,svg,png}", help="file to write")
+    parser.add_argument("--out", type=output_path, metavar="FILE.{txt,svg,png}", help="file to write")
     arguments = parser.parse()
     if arguments.out is None or arguments.out.suffix not in SUFFIXES:
         out = "missing" if arguments.out is None else repr(str(arguments.out))

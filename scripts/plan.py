@@ -48,7 +48,7 @@ from jaxpar.analysis.planner.spaces import cpu_space, gpu_space, load_problem
 from jaxpar.analysis.planner.unranked import UnrankedCandidate, predicted, unranked
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import cluster_toml, find_named
-from jaxpar.command_line import Parser, integer
+from jaxpar.command_line import Parser, integer, output_path
 from jaxpar.errors import UserError, check_choice, exit_code, format_bytes
 from jaxpar.files import unwritable, write_text
 from jaxpar.gpus import kind_of_device, name_of_kind
@@ -68,8 +68,13 @@ def main() -> None:
     parser.require("--cluster", "--cluster=h100:8", metavar="FILE|NAME:HOSTSxDEVICES|here", help="the cluster")
     add = parser.add_argument
     add("--verify", type=integer(1), default=0, metavar="N", help="compile the first N, and correct their memory")
-    add("--out", type=Path, metavar="FILE.py", help="write the first one as a config file")
-    add("--save_cluster", type=Path, metavar="FILE.toml", help="write the GPUs of --cluster=here as a cluster file")
+    add("--out", type=output_path, metavar="FILE.py", help="write the first one as a config file")
+    add(
+        "--save_cluster",
+        type=output_path,
+        metavar="FILE.toml",
+        help="write the GPUs of --cluster=here as a cluster file",
+    )
     add("--json", action="store_true", help="print all candidates as JSON")
     arguments, overrides = parser.parse_with_overrides()
     begin = time.monotonic()

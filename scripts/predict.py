@@ -20,7 +20,7 @@ from typing import Any
 from absl import logging
 
 from jaxpar import data
-from jaxpar.command_line import Parser, choice, integer
+from jaxpar.command_line import Parser, choice, integer, output_path
 from jaxpar.data.corpus import text_columns
 from jaxpar.data.rows import INPUT_READERS
 from jaxpar.errors import UserError, exit_code, format_count, printable
@@ -104,7 +104,7 @@ def main() -> None:
     example = "--workdir=runs/quickstart"
     parser.require("--workdir", example, rule="the workdir of a run", type=Path, help="workdir of a run")
     parser.add_argument("--input", help="file, or - for a pipe (default: the pipe, or texts that you enter)")
-    parser.add_argument("--output", type=Path, help="new .csv, .jsonl or .parquet file (default: standard output)")
+    parser.add_argument("--output", type=output_path, help="new .csv, .jsonl or .parquet file (default: stdout)")
     formats = [*INPUT_READERS, "npy"]
     parser.add_argument("--format", type=choice(formats), help=f"of the input: {', '.join(formats)} (default: by name)")
     parser.add_argument("--top_k", type=integer(1), default=1, help="number of choices to list (default: 1)")

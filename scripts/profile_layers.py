@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import data, mesh
-from jaxpar.command_line import Parser, choice, integer
+from jaxpar.command_line import Parser, choice, integer, output_path
 from jaxpar.errors import UserError, exit_code, format_bytes
 from jaxpar.files import unwritable
 from jaxpar.gpus import gpu_kinds
@@ -29,7 +29,7 @@ def main() -> None:
     """Run the command line."""
     parser = Parser(__doc__)
     parser.require("--config", "--config=configs/quickstart.py", help="config file as PATH[:PRESET]")
-    parser.require("--out", "--out=profile.json", type=Path, metavar="FILE.json", help="the file to write")
+    parser.require("--out", "--out=profile.json", type=output_path, metavar="FILE.json", help="the file to write")
     add = parser.add_argument
     add(
         "--device",

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.command_line import Parser, choice, integer, missing, number
+from jaxpar.command_line import Parser, choice, integer, missing, number, output_path
 from jaxpar.errors import UserError, exit_code
 from jaxpar.files import unwritable
 from jaxpar.pipeline.tables.schedule import make_table
@@ -98,7 +98,7 @@ def make_parser() -> Parser:
     parser.add_argument("--peers", default="400", help="number of equal peers, or a file of peers")
     parser.add_argument("--stages", type=integer(1), default=4, help="number of stages")
     parser.add_argument("--trace", type=Path, help="file of the trace")
-    parser.add_argument("--make_trace", type=Path, metavar="FILE", help="file to write the generated trace to")
+    parser.add_argument("--make_trace", type=output_path, metavar="FILE", help="file to write the generated trace to")
     parser.add_argument("--scenario", type=Path, help="file of the scenario to replay")
     parser.add_argument("--hours", type=hours, default=16.0, help="length of the run")
     parser.add_argument("--lifetime", type=hours, default=24.0, help="mean hours that a peer stays")
@@ -117,7 +117,7 @@ def make_parser() -> Parser:
     parser.add_argument("--backward", type=positive, default=0.3, help="seconds of a backward pass, which recomputes")
     parser.add_argument("--activation_bytes", type=positive, default=1e6, help="bytes between two stages")
     parser.add_argument("--num_microbatches", type=integer(1), default=64, help="in a global batch, for latency")
-    parser.add_argument("--out", type=Path, metavar="FILE.{png,svg}", help="picture of the load of the stages")
+    parser.add_argument("--out", type=output_path, metavar="FILE.{png,svg}", help="picture of the load of the stages")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

@@ -5,16 +5,31 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from jaxpar.command_line import Parser, integer, names, number, split_overrides
+from jaxpar.command_line import Parser, integer, names, number, output_path, split_overrides
 from jaxpar.errors import TrainingError, UserError, exit_code
 from jaxpar.export import command as export
 from jaxpar.launch import launcher
-from scripts import audit, certify, compare, compare_updates, draw, simulate
+from scripts import (
+    audit,
+    certify,
+    compare,
+    compare_pipelines,
+    compare_runs,
+    compare_updates,
+    draw,
+    plan,
+    predict,
+    profile_layers,
+    simulate,
+    swarm_simulate,
+)
 from scripts.bench import peers, pipeline
+from tests.runs import script_error
 
 CONFIG = "--config is missing; it must be set, as in --config=configs/quickstart.py"
 EXPORT = "--workdir=runs/quickstart --output=quickstart.safetensors --format=safetensors"
@@ -164,3 +179,40 @@ def test_sigterm_ends_a_command_as_an_exception(capsys: pytest.CaptureFixture[st
     assert removed == ["file"]
     assert capsys.readouterr().err == "jaxpar: terminated\n"
     assert after is signal.SIG_DFL
+
+
+OUTPUTS: list[tuple[ModuleType, str]] = [
+    *((compare_runs, "--output"), (predict, "--output"), (export, "--output"), (certify, "--output")),
+    *((compare, "--workdir"), (compare_pipelines, "--workdir"), (compare_updates, "--workdir")),
+    *((draw, "--out"), (draw, "--save"), (plan, "--out"), (plan, "--save_cluster"), (profile_layers, "--out")),
+    *((swarm_simulate, "--out"), (swarm_simulate, "--make_trace")),
+]
+
+
+@pytest.mark.parametrize(("script", "flag"), OUTPUTS, ids=lambda one: one if isinstance(one, str) else one.__name__)
+def test_no_script_writes_into_a_run(
+    script: ModuleType,
+    flag: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "5").mkdir(parents=True)
+    (run / "config.json").touch()  # as in runs of earlier versions
+    (tmp_path / "link").symlink_to(run / "checkpoints")
+    before = sorted(tmp_path.rglob("*"))
+    for path in (run, run / "checkpoints" / "999", run / "result.json", tmp_path / "link" / "x" / "y.csv"):
+        _, message = script_error(monkeypatch, capsys, script, f"{flag}={path}")
+        assert message == f"{flag} is '{path}', which belongs to the run in '{run}'; it must be another path\n"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_files_next_to_those_of_a_run_are_outputs(tmp_path: Path) -> None:
+    """A certificate stands in the workdir. A directory of a model also has a config.json."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "starts.jsonl").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    for path in ("run/certificate.json", "run/predictions.csv", "model/checkpoints/x", "run2", "none/x"):
+        assert output_path(f"{tmp_path}/{path}") == tmp_path / path

@@ -200,16 +200,16 @@ MISTAKES = {
         "{run} contains no checkpoint of step 5; its checkpoints are from steps 3, 6, 8",
     ),
     "file exists": (
-        *("{run}", "{run}/config.json", "safetensors", ""),
-        "--output is '{run}/config.json', which exists; it must be a new file",
+        *("{run}", __file__, "safetensors", ""),
+        f"--output is '{__file__}', which exists; it must be a new file",
     ),
     "directory exists": (
-        *("{run}", "{run}", "stablehlo", ""),
-        "--output is '{run}', which exists; it must be a new directory",
+        *("{run}", "{run}/..", "stablehlo", ""),
+        "--output is '{run}/..', which exists; it must be a new directory",
     ),
     "file in place of a directory": (
-        *("{run}", "{run}/config.json", "hf", ""),
-        "--output is '{run}/config.json', which exists; it must be a new directory",
+        *("{run}", __file__, "hf", ""),
+        f"--output is '{__file__}', which exists; it must be a new directory",
     ),
     "no folder": (
         *("{run}", "{tmp}/b/a", "hf", ""),

@@ -16,7 +16,7 @@ from pathlib import Path
 from absl import logging
 
 from jaxpar import checkpoint, data
-from jaxpar.command_line import Parser, choice, integer
+from jaxpar.command_line import Parser, choice, integer, output_path
 from jaxpar.errors import UserError, exit_code, format_bytes
 from jaxpar.export import hugging_face, program, state_file
 from jaxpar.export.output import check_output, completed
@@ -67,7 +67,7 @@ def main() -> None:
     """Run the command line."""
     parser = Parser(__doc__, prog="scripts/export")
     parser.require("--workdir", USAGE, type=Path, help="workdir of a run")
-    parser.require("--output", USAGE, type=Path, help="file or directory to write; it must not exist")
+    parser.require("--output", USAGE, type=output_path, help="file or directory to write; it must not exist")
     parser.require("--format", USAGE, type=choice(FORMATS), help=f"one of {', '.join(FORMATS)}")
     parser.add_argument(
         "--checkpoint",

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from jaxpar.command_line import Parser, integer, missing, number
+from jaxpar.command_line import Parser, integer, missing, number, output_path
 from jaxpar.errors import UserError
 from jaxpar.files import unwritable
 from jaxpar.pipeline.search.layer_profile import LARGEST_VALUE
@@ -74,7 +74,7 @@ def make_parser(description: str) -> Parser:
         type=number("a number between 0 and 1", maximum=1),
         help="with --auto: fraction of a microbatch's memory that is held between B and W, from 0 to 1 (default: 1)",
     )
-    add("--save", type=Path, metavar="FILE.csv", help="write the table to this file")
+    add("--save", type=output_path, metavar="FILE.csv", help="write the table to this file")
     return result
 
 

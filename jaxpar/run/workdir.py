@@ -3,17 +3,16 @@
 from pathlib import Path
 
 from jaxpar.errors import UserError
-
-FOLDERS = ("checkpoints", "ledger", "tensorboard", "profile")
-FILES = (
-    *("config.json", "data.json", "tokenizer.json", "profile.json", "metrics.jsonl", "result.json"),
-    *("report.html", "starts.jsonl"),
-    *("updates.csv", "routing.csv", "scenario.json", "curves.png", "confusion.png", "timeline.png", ".lock"),
-)
+from jaxpar.files import FILES, FOLDERS, run_of
 
 
 def check_paths(workdir: Path) -> None:
-    """Raise UserError for the first path of the workdir that exists, but is not what a run writes there."""
+    """Raise UserError for the first path of the workdir that exists, but is not what a run writes there.
+
+    Also if the workdir is in a folder that another run writes.
+    """
+    if (run := run_of(workdir)) not in (None, workdir.resolve()):
+        raise UserError(f"--workdir is {str(workdir)!r}, which belongs to the run in {run}; it must be another folder")
     for name in FOLDERS:
         _check(workdir, name, is_folder=True)
     for name in FILES:

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxpar import config as configs
 from jaxpar import tasks
-from jaxpar.command_line import Parser, integer, names
+from jaxpar.command_line import Parser, integer, names, output_path
 from jaxpar.errors import exit_code
 from jaxpar.exchange import EXCHANGES
 
@@ -48,7 +48,7 @@ def main() -> None:
         default=rows,
         help=f"exchanges to compare, by name or as one of {', '.join(map(repr, VARIANTS))} (default: all)",
     )
-    parser.add_argument("--workdir", type=Path, default=Path("runs/accuracy"), help="directory of the runs")
+    parser.add_argument("--workdir", type=output_path, default="runs/accuracy", help="directory of the runs")
     arguments, overrides = parser.parse_with_overrides()
     overrides += [f"--config.mesh.{key}={arguments.replicas}" for key in ("data", "virtual_cpu_devices")]
     settings = {row: chosen(row) for row in ("ddp", *arguments.exchanges)}

@@ -10,9 +10,8 @@ CIFAR-10.
 """
 
 import sys
-from pathlib import Path
 
-from jaxpar.command_line import Parser, integer, names
+from jaxpar.command_line import Parser, integer, names, output_path
 from jaxpar.errors import exit_code
 from scripts.bench.accuracy import compare
 from scripts.compare_updates import CASES
@@ -39,7 +38,7 @@ def main() -> None:
     parser.add_argument(
         "--cases", type=names(ROWS), default=list(ROWS), help=f"some of {', '.join(map(repr, ROWS))} (default: all)"
     )
-    parser.add_argument("--workdir", type=Path, default=Path("runs/mitigations"), help="directory of the runs")
+    parser.add_argument("--workdir", type=output_path, default="runs/mitigations", help="directory of the runs")
     arguments, overrides = parser.parse_with_overrides()
     overrides += [
         "--config.strategy=async_data_parallel",

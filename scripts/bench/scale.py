@@ -8,7 +8,6 @@ the predicted time and MFU, what takes the longest besides computing, and the me
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -22,7 +21,7 @@ from jaxpar.analysis.planner.candidates import Candidate, Space
 from jaxpar.analysis.planner.layers import TracedLayers
 from jaxpar.analysis.planner.machine import GpuMachine
 from jaxpar.cluster_file import find_named
-from jaxpar.command_line import Parser
+from jaxpar.command_line import Parser, output_path
 from jaxpar.errors import exit_code, format_bytes
 from jaxpar.measure.flops import forward_flops
 from jaxpar.target import memory_fraction
@@ -39,7 +38,7 @@ COLORS = ("#0072b2", "#009e73", "#e69f00", "#d55e00")  # Okabe and Ito, "Color U
 def main() -> None:
     """Print the table, and draw the picture."""
     parser = Parser(__doc__)
-    parser.add_argument("--out", type=Path, default=Path("docs/scale.png"), help="the picture")
+    parser.add_argument("--out", type=output_path, default="docs/scale.png", help="the picture")
     arguments = parser.parse()
     print("| model | H100s | strategy | step | MFU | limited by | memory |\n|---|---|---|---|---|---|---|")
     figure, axis = pyplot.subplots(figsize=(8, 4.5), layout="constrained")

@@ -16,10 +16,11 @@ import pytest
 from jaxpar import checkpoint, training
 from jaxpar import config as configs
 from jaxpar.errors import UserError
+from jaxpar.files import FILES, FOLDERS
 from jaxpar.run import evaluate, resume
 from jaxpar.run.build import Run
 from jaxpar.run.start import check_continued, saved_private_key
-from jaxpar.run.workdir import FILES, FOLDERS
+from jaxpar.run.workdir import check_paths
 from tests.runs import small_arguments, small_config
 from tests.selection import slow
 from tests.strategies.pipelines import relative_error
@@ -334,3 +335,14 @@ def test_files_may_move(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "given.json").write_text(json.dumps(other))
     with pytest.raises(UserError, match=r"tokenizer.json differs from .*given.json"):
         trained(folder, tmp_path / "run", moved)
+
+
+def test_a_workdir_in_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run" / "ledger").mkdir(parents=True)
+    (tmp_path / "run" / "starts.jsonl").touch()
+    for name in ("run/ledger", "run/ledger/new"):
+        where = re.escape(f"--workdir is '{tmp_path}/{name}', which belongs to the run in {tmp_path}/run; it must be")
+        with pytest.raises(UserError, match=where):
+            check_paths(tmp_path / name)
+    check_paths(tmp_path / "run")
+    check_paths(tmp_path / "run" / "new")
