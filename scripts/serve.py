@@ -5,20 +5,23 @@
 
 docs/serve.md describes the routes. Texts of concurrent requests are computed together, in batches of similar lengths.
 The model is that of the best checkpoint. SIGTERM and Ctrl-C end the service after the requests of all connections that
-were established are answered. Needs the extra `serve`: scripts/setup serve.
+were established are answered.
 """
 
 import contextlib
 import importlib.util
+import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from absl import logging
 
-from jaxpar.command_line import Parser, integer
+from jaxpar.command_line import Parser, integer, number
 from jaxpar.errors import UserError, exit_code
 from jaxpar.inference.loaded import LoadedModel
 from jaxpar.inference.trained import load_trained, prepare
@@ -63,6 +66,9 @@ def main() -> None:
     parser.require("--workdir", "--workdir=runs/quickstart", rule="the workdir of a run", type=Path, help="of a run")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
     parser.add_argument("--port", type=integer(0), default=8000, help="port to listen on; 0: any (default: 8000)")
+    parser.add_argument(
+        "--allowed_hosts", default="", help="other names by which browsers reach it: a.example,b.example"
+    )
     parser.add_argument("--step", type=integer(0), help="step of the checkpoint (default: the best one)")
     parser.add_argument("--max_body", type=integer(1), default=2**20, help="bytes of a request (default: 1,048,576)")
     parser.add_argument(
@@ -70,9 +76,21 @@ def main() -> None:
     )
     parser.add_argument("--max_queue", type=integer(1), default=1024, help="texts that can wait (default: 1,024)")
     parser.add_argument("--max_tokens", type=integer(1), default=1024, help="longest continuation (default: 1,024)")
+    parser.add_argument(
+        "--max_seconds",
+        type=number("at least 0.1", 0.1),
+        default=20,
+        help="seconds in which the head of a request arrives, and then its body (default: 20)",
+    )
     arguments = parser.parse()
     if arguments.port > LARGEST_PORT:
         raise UserError(f"--port is {arguments.port}; it must be at most {LARGEST_PORT}")
+    allowed = [host.strip().strip("[]") for host in arguments.allowed_hosts.split(",") if host.strip()]
+    for host in allowed:
+        if re.search(r"[/@*\s]|^[^:]*:[^:]*$", host):
+            raise UserError(
+                f"--allowed_hosts contains {host!r}; it must be the name of a host, without scheme and port"
+            )
     for name in ("starlette", "uvicorn"):
         if importlib.util.find_spec(name) is None:
             raise UserError(f"the package {name} is not installed; install the extra serve: scripts/setup serve")
@@ -82,11 +100,14 @@ def main() -> None:
         "characters": arguments.max_length,
         "waiting": arguments.max_queue,
         "tokens": arguments.max_tokens,
+        "seconds": arguments.max_seconds,
     }
-    serve(arguments.workdir, arguments.step, arguments.host, arguments.port, limits)
+    serve(arguments.workdir, arguments.step, arguments.host, arguments.port, allowed, limits)
 
 
-def serve(workdir: Path, step: int | None, host: str, port: int, limits: dict[str, int]) -> None:
+def serve(
+    workdir: Path, step: int | None, host: str, port: int, allowed_hosts: Collection[str], limits: dict[str, Any]
+) -> None:
     """Serve until a signal ends the service. limits: fields of `Limits`."""
     from jaxpar.serve.app import Service
     from jaxpar.serve.body import Limits
@@ -96,9 +117,11 @@ def serve(workdir: Path, step: int | None, host: str, port: int, limits: dict[st
     trained = load_trained(workdir, step, log=log)
     service = Service(LoadedModel(trained), Limits(**limits))
     with bind(host, port) as bound:
-        log(f"model     step {trained.step:,} of {workdir}; compiling its programs")
+        log(f"model     step {trained.step:,} of {workdir}")
+        begin = time.perf_counter()
         service.warm_up()
-        server = DrainingServer(service.app(), bound)
+        log(f"compiled  all usual programs in {time.perf_counter() - begin:.1f} s")
+        server = DrainingServer(service.app(host, allowed_hosts), bound, service.headers, limits["seconds"])
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
         with _free_port(host, port):

@@ -95,6 +95,21 @@ class Encoder:
         )
         return Encoded(split, np.array([bool(encoding.overflowing) for encoding in encodings]))
 
+    def blank(self, number: int, length: int) -> Texts:
+        """Return texts of `length` tokens 0 with one word or mask token each, to compile programs with."""
+        zeros_M = np.zeros(number * length, np.int32)
+        tags_M = np.where(np.arange(number * length) % length, -1, 0).astype(np.int32)
+        return Texts(
+            zeros_M,
+            np.arange(number + 1) * length,
+            zeros_M[:number],
+            zeros_M if len(self.columns) == 2 else None,
+            self._buckets,
+            self._pad_id,
+            masking=None,
+            tags_M=tags_M if self._labels in (Labels.TAGS, Labels.MASKED) else None,
+        )
+
 
 def _first_tokens(word_ids: Sequence[int | None]) -> np.ndarray:
     """Return 1 at the first token of each word, and 0 at other tokens."""

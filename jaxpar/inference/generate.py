@@ -1,8 +1,9 @@
 """Continues texts with a causal language model, one token at a time.
 
 The keys and values of earlier positions are kept (jaxpar/models/memory.py), so a token takes the same time at every
-position. Two programs compute everything: one reads the prompts, one computes the next token of each text. The next
-token is computed while the host reads the one before.
+position. Two programs compute everything: one reads the prompts, one computes the next token of each text. Both are
+compiled anew for other numbers and lengths of texts, but not for other samplings. The next token is computed while the
+host reads the one before.
 
 Array dims: B texts, T positions of the prompts, V vocabulary.
 """
@@ -19,13 +20,14 @@ from tokenizers.decoders import DecodeStream
 from jaxpar.data import tokenizer as tokenizers
 from jaxpar.errors import UserError, format_count
 from jaxpar.inference.inputs import check_unicode
-from jaxpar.inference.sampling import Sampling, choose_tokens, text_keys
+from jaxpar.inference.sampling import Sampling, Samplings, choose_tokens, stack_samplings
 from jaxpar.inference.trained import Trained
 from jaxpar.models import Params
 from jaxpar.models.gpt import resolve
 from jaxpar.models.memory import Memory, Stored, empty
 
-SMALLEST = 64  # positions; lengths are padded to this times a power of two, so that few programs are compiled
+# Lengths are padded to these numbers of positions times a power of two, so that few programs are compiled.
+SMALLEST_PROMPT, SMALLEST_TEXT = 64, 256
 
 
 class TextPiece(NamedTuple):
@@ -105,8 +107,8 @@ class Generator:
         self._vocab_size = tokenizers.vocab_size(self.tokenizer)
         self._params = jax.device_put(trained.params, trained.mesh.devices.flat[0])
         self._model = trained.model
-        self._read = jax.jit(self._read_prompts, static_argnames=("sampling", "size"))
-        self._next = jax.jit(self._next_token, static_argnames="sampling", donate_argnames="stored")
+        self._read = jax.jit(self._read_prompts, static_argnames="size")
+        self._next = jax.jit(self._next_token, donate_argnames="stored")
 
     def encode(self, prompt: str) -> list[int]:
         """Return the tokens of a prompt; an empty one begins with the end-of-text token, as a text in training does.
@@ -165,49 +167,52 @@ class Generator:
         return completions
 
     def stream_requests(self, requests: Sequence[Request]) -> Iterator[TextPiece]:
-        """Yield the continuations for requests whose samplings differ in their seeds at most, as `stream` does."""
+        """Yield the continuations for requests, as `stream` does."""
         texts = [_Text(self.tokenizer, self._end, self._limit(request)) for request in requests]
         number = _power_of_two(len(requests))
         lengths_B = np.ones(number, np.int32)
         lengths_B[: len(requests)] = [len(request.tokens) for request in requests]
-        prompts_BT = np.zeros((number, self._padded(int(lengths_B.max()))), np.int32)
+        prompts_BT = np.zeros((number, self._padded(int(lengths_B.max()), SMALLEST_PROMPT)), np.int32)
         for row, request in zip(prompts_BT, requests, strict=False):
             row[: len(request.tokens)] = request.tokens
-        sampling = requests[0].sampling._replace(seed=0)  # the keys contain the seeds, so the programs do not
-        keys_B = text_keys([request.sampling.seed for request in requests] + [0] * (number - len(requests)))
+        padding = [Sampling()] * (number - len(requests))
+        samplings = stack_samplings([request.sampling for request in requests] + padding, self._vocab_size)
         steps = max(text.limit for text in texts)
-        size = self._padded(
-            max(len(request.tokens) + text.limit for request, text in zip(requests, texts, strict=True))
-        )
-        tokens_B, stored = self._read(self._params, prompts_BT, lengths_B, keys_B, sampling=sampling, size=size)
+        size = self._padded(prompts_BT.shape[1] + steps, SMALLEST_TEXT)
+        tokens_B, stored = self._read(self._params, prompts_BT, lengths_B, samplings, size=size)
         for step in range(steps):
             ready_B = tokens_B
             if step + 1 < steps:
-                tokens_B, stored = self._next(
-                    self._params, tokens_B, lengths_B + step, keys_B, stored=stored, sampling=sampling
-                )
+                tokens_B, stored = self._next(self._params, tokens_B, lengths_B + step, samplings, stored=stored)
             for index, (text, token) in enumerate(zip(texts, np.asarray(ready_B).tolist(), strict=False)):
                 if not text.end:
                     yield TextPiece(index, *text.add(token))
             if all(text.end for text in texts):
                 return
 
+    def warm_up(self, most: int, max_tokens: int) -> None:
+        """Compile the programs for up to `most` short prompts at the same time, and for one prompt of each length."""
+        numbers = [2**e for e in range(_power_of_two(most).bit_length())]
+        longest_first = reversed(range(1, self.max_length))
+        shortest = {self._padded(length, SMALLEST_PROMPT): length for length in longest_first}  # of each padded length
+        for number, length in [*((number, 1) for number in numbers), *((1, length) for length in shortest.values())]:
+            next(self.stream_requests([Request([0] * length, max_tokens, Sampling())] * number))
+
     def _limit(self, request: Request) -> int:
         """Return the largest number of new tokens, at least 1."""
         return min(request.max_tokens, self.max_length - len(request.tokens))
 
-    def _padded(self, length: int) -> int:
+    def _padded(self, length: int, smallest: int) -> int:
         """Return the length for which a program is compiled."""
-        return min(SMALLEST * _power_of_two(-(-length // SMALLEST)), self.max_length)
+        return min(smallest * _power_of_two(-(-length // smallest)), self.max_length)
 
     def _read_prompts(
         self,
         params: Params,
         prompts_BT: jax.Array,
         lengths_B: jax.Array,
-        keys_B: jax.Array,
+        samplings: Samplings,
         *,
-        sampling: Sampling,
         size: int,
     ) -> tuple[jax.Array, Stored]:
         """Return the first new token of each text, and the memory of `size` positions."""
@@ -216,28 +221,25 @@ class Generator:
         memory = Memory(empty(spec.num_layers * spec.num_applications, shape, spec.dtype), jnp.zeros_like(lengths_B))
         x_BTD = self._model.extend(params, prompts_BT, memory)
         x_B1D = jnp.take_along_axis(x_BTD, (lengths_B - 1)[:, None, None], axis=1)
-        return self._choose(params, x_B1D, sampling, keys_B, lengths_B), memory.extended()
+        return self._choose(params, x_B1D, samplings, lengths_B), memory.extended()
 
     def _next_token(
         self,
         params: Params,
         tokens_B: jax.Array,
         positions_B: jax.Array,
-        keys_B: jax.Array,
+        samplings: Samplings,
         *,
         stored: Stored,
-        sampling: Sampling,
     ) -> tuple[jax.Array, Stored]:
         """Return the token after each of tokens_B, which are at positions_B, and the extended memory."""
         memory = Memory(stored, positions_B)
         x_B1D = self._model.extend(params, tokens_B[:, None], memory)
-        return self._choose(params, x_B1D, sampling, keys_B, positions_B + 1), memory.extended()
+        return self._choose(params, x_B1D, samplings, positions_B + 1), memory.extended()
 
-    def _choose(
-        self, params: Params, x_B1D: Any, sampling: Sampling, keys_B: jax.Array, positions_B: jax.Array
-    ) -> jax.Array:
+    def _choose(self, params: Params, x_B1D: Any, samplings: Samplings, positions_B: jax.Array) -> jax.Array:
         logits_BV = self._model.last(params, x_B1D)[:, 0, : self._vocab_size]  # a model can have more rows
-        return choose_tokens(logits_BV.astype(jnp.float32), sampling, keys_B, positions_B)
+        return choose_tokens(logits_BV.astype(jnp.float32), samplings, positions_B)
 
 
 class _Text:

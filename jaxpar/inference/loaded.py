@@ -81,6 +81,12 @@ class LoadedModel:
             windows = ((inputs.Window((), 0), self._encoder(part).split) for part in parts)
         return list(itertools.chain.from_iterable(found for _, found in self.predictor.stream(windows, top_k)))
 
+    def warm_up(self, top_k: int = 1) -> None:
+        """Compile the programs of `predict` for texts of all lengths, with one mask token at most."""
+        for length in text.buckets_of(self.trained.config):
+            splits = [(None, self._encoder.blank(number, length)) for number in self.predictor.sizes]
+            list(self.predictor.stream(splits, top_k))
+
     def generate(
         self,
         prompts: str | Sequence[str],

@@ -52,37 +52,59 @@ class Sampling(NamedTuple):
         return self.temperature == 0
 
 
-def text_keys(seeds: Sequence[int]) -> jax.Array:
-    """Return a random key for each seed."""
-    return jax.vmap(jax.random.key)(np.asarray(seeds, np.uint32))
+class Samplings(NamedTuple):
+    """The options of several texts, as arrays, so that one program computes all options."""
+
+    temperatures_B: np.ndarray  # float32
+    top_ks_B: np.ndarray  # int32
+    top_ps_B: np.ndarray  # float32
+    seeds_B: np.ndarray  # uint32
 
 
-def choose_tokens(logits_BV: jax.Array, sampling: Sampling, keys_B: jax.Array, positions_B: jax.Array) -> jax.Array:
+def stack_samplings(samplings: Sequence[Sampling], vocab_size: int) -> Samplings:
+    """Return the options of all texts. vocab_size: larger values of top_k are replaced by it."""
+    temperatures, top_ks, top_ps, seeds = zip(*samplings, strict=True)
+    return Samplings(
+        np.asarray(temperatures, np.float32),
+        np.asarray([min(top_k, vocab_size) for top_k in top_ks], np.int32),
+        np.asarray(top_ps, np.float32),
+        np.asarray(seeds, np.uint32),
+    )
+
+
+def choose_tokens(logits_BV: jax.Array, samplings: Samplings, positions_B: jax.Array) -> jax.Array:
     """Return the next token of each text, int32 [B].
 
     Args:
       logits_BV: float32.
-      sampling: temperature, then top_k, then top_p apply.
-      keys_B: one random key per text.
+      samplings: temperature, then top_k, then top_p apply.
       positions_B: position of the next token.
     """
-    if sampling.is_greedy:
-        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    logits_BV = logits_BV / sampling.temperature
-    if sampling.top_k or sampling.top_p < 1:
-        logits_BV = jnp.where(_is_likely(logits_BV, sampling.top_k, sampling.top_p), logits_BV, -jnp.inf)
-    keys_B = jax.vmap(jax.random.fold_in)(keys_B, positions_B)
-    return jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)
+    temperatures_B, top_ks_B, top_ps_B, seeds_B = map(jnp.asarray, samplings)
+    best_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+
+    def draw() -> jax.Array:
+        warm_BV = logits_BV / jnp.where(temperatures_B > 0, temperatures_B, 1)[:, None]
+        warm_BV = jax.lax.cond(
+            jnp.any((top_ks_B > 0) | (top_ps_B < 1)),
+            lambda: jnp.where(_is_likely(warm_BV, top_ks_B[:, None], top_ps_B[:, None]), warm_BV, -jnp.inf),
+            lambda: warm_BV,
+        )
+        keys_B = jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(seeds_B), positions_B)
+        drawn_B = jax.vmap(jax.random.categorical)(keys_B, warm_BV).astype(jnp.int32)
+        return jnp.where(temperatures_B > 0, drawn_B, best_B)
+
+    return jax.lax.cond(jnp.any(temperatures_B > 0), draw, lambda: best_B)
 
 
-def _is_likely(logits_BV: jax.Array, top_k: int, top_p: float) -> jax.Array:
+def _is_likely(logits_BV: jax.Array, top_ks_B1: jax.Array, top_ps_B1: jax.Array) -> jax.Array:
     """Return whether a token may be drawn. Tokens that are as likely as the last one of them may be drawn, too."""
     sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
-    if top_k:
-        sorted_BV = sorted_BV.at[:, top_k:].set(-jnp.inf)
+    is_beyond_BV = (top_ks_B1 > 0) & (jnp.arange(sorted_BV.shape[-1])[None] >= top_ks_B1)
+    sorted_BV = jnp.where(is_beyond_BV, -jnp.inf, sorted_BV)
     probabilities_BV = jax.nn.softmax(sorted_BV, axis=-1)
     before_BV = jnp.cumsum(probabilities_BV, axis=-1) - probabilities_BV
-    # The first token always stays, whatever the rounding.
-    stays_BV = (before_BV < top_p).at[:, 0].set(True) & jnp.isfinite(sorted_BV)
+    # The first token always stays, and without top_p all do, whatever the rounding.
+    stays_BV = ((before_BV < top_ps_B1) | (top_ps_B1 == 1)).at[:, 0].set(True) & jnp.isfinite(sorted_BV)
     least_B1 = jnp.min(jnp.where(stays_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
     return logits_BV >= least_B1

@@ -14,20 +14,17 @@ Mistakes are answered with {"error": LINE} and a 4xx status, a full queue with 5
 
 import asyncio
 import contextlib
-import json
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from importlib.resources import files
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from jaxpar.data import Labels
-from jaxpar.data.text import buckets_of
 from jaxpar.errors import UserError
 from jaxpar.inference.generate import Completion, Generator
 from jaxpar.inference.loaded import LoadedModel, Text
@@ -35,9 +32,12 @@ from jaxpar.inference.sampling import Sampling
 from jaxpar.serve.batching import Batcher, Latencies, QueueFull
 from jaxpar.serve.body import Limits, check_keys, read_object, take_flag, take_number
 from jaxpar.serve.events import EventStream, failure
+from jaxpar.serve.guard import Guard, refusal
+from jaxpar.serve.page import render_page, security_headers
 from jaxpar.serve.streams import Continuations
 from jaxpar.tasks import Prediction
 
+DEFAULT_TOKENS = 100  # length of a continuation
 MOST_CHOICES = 10  # that a prediction lists: programs differ by their number, so all predictions are computed with it
 Endpoint = Callable[[Mapping[str, Any]], Coroutine[Any, Any, Response]]
 
@@ -62,49 +62,45 @@ class Service:
             )
         largest = 4 * model.predictor.batch_size  # sorted by length, and cut into batches
         self._most_choices = MOST_CHOICES if self._trained.task.ranks_choices else 1
-        self._predict = Batcher(
-            self._predict_texts, largest=largest, most_waiting=limits.waiting, key=lambda _text: None
-        )
+        self._predict = Batcher(self._predict_texts, largest=largest, most_waiting=limits.waiting)
+        self._page = render_page(self._facts())
+        self.headers = security_headers(self._page)
         self.latencies = Latencies()
 
     def warm_up(self) -> None:
         """Compile programs, so that the first requests do not wait for them."""
-        is_words = self._trained.task.labels is Labels.TAGS
-        is_pair = len(self._model.columns) == 2
-        for length in buckets_of(self._trained.config):
-            text = " ".join(["a"] * length)
-            example = text.split() if is_words else (text, "a") if is_pair else text
-            for number in self._model.predictor.sizes:
-                self._predict_texts([example] * number)
+        self._model.warm_up(self._most_choices)
         if self._generator is not None:
-            self._generator([""], 2, Sampling())
+            self._generator.warm_up(self._model.predictor.batch_size, self._default_tokens)
 
-    def app(self) -> Starlette:
-        """Return the application."""
+    def app(self, host: str, allowed_hosts: Collection[str]) -> Starlette:
+        """Return the application for the hosts of `Guard`."""
         routes = [
-            Route("/", self._page),
+            Route("/", self._answer_page),
             Route("/health", self._health),
             Route("/predict", self._route(self._answer_predict), methods=["POST"]),
             Route("/generate", self._route(self._answer_generate), methods=["POST"]),
         ]
-        app = Starlette(routes=routes, exception_handlers={HTTPException: _error})
+        guard = Middleware(Guard, host=host, allowed=allowed_hosts)
+        app = Starlette(routes=routes, middleware=[guard], exception_handlers={HTTPException: _error})
         app.router.redirect_slashes = False  # /predict/ is another path
         return app
 
     # ---- routes --------------------------------------------------------------------------------------
 
-    async def _page(self, _request: Request) -> Response:
-        page = files("jaxpar.serve").joinpath("page.html").read_text("utf-8")
-        facts = {
+    async def _answer_page(self, _request: Request) -> Response:
+        return HTMLResponse(self._page)
+
+    def _facts(self) -> dict[str, Any]:
+        return {
             "task": self._trained.task.name,
             "model": self._trained.config.model.name,
-            "workdir": str(self._trained.workdir),
+            "workdir": self._trained.workdir.resolve().name,  # the path is nobody's business
             "step": self._trained.step,
             "columns": list(self._model.columns),
             "generates": self._generator is not None,
             "ranks": self._trained.task.ranks_choices,
         }
-        return HTMLResponse(page.replace("{{facts}}", json.dumps(facts).replace("<", "\\u003c")))
 
     async def _health(self, _request: Request) -> Response:
         def milliseconds(percent: float) -> float | None:
@@ -114,9 +110,7 @@ class Service:
         return JSONResponse(
             {
                 "status": "ok",
-                "workdir": str(self._trained.workdir),
-                "step": self._trained.step,
-                "task": self._trained.task.name,
+                **{name: value for name, value in self._facts().items() if name in ("workdir", "step", "task")},
                 "waiting": self._predict.num_waiting + (self._continuations.num_waiting if self._continuations else 0),
                 "answered": self.latencies.num_answered,
                 "p50_ms": milliseconds(50),
@@ -132,16 +126,16 @@ class Service:
             try:
                 response = await _unless_gone(request, answer(await read_object(request, self._limits)))
             except UserError as error:
-                return _refusal(400, str(error))
+                return refusal(400, str(error))
             except QueueFull:
                 line = f"the queue is full ({self._limits.waiting} texts); try again later"
-                return _refusal(503, line, {"Retry-After": "1"})
+                return refusal(503, line, {"Retry-After": "1"})
             except ClientDisconnect:
-                return _refusal(400, "the client has disconnected")
+                return refusal(400, "the client has disconnected")
             except HTTPException:
                 raise
             except Exception as error:  # a fault of the service; it continues
-                return _refusal(500, failure(error))
+                return refusal(500, failure(error))
             if isinstance(response, EventStream):
                 response.on_end = lambda: self.latencies.add(begin)
             else:
@@ -175,7 +169,7 @@ class Service:
                 f"the task of the model is {self._trained.task.name!r}; to generate, it must be 'causal_lm'"
             )
         check_keys(values, {"prompt"}, {"max_tokens", "temperature", "top_k", "top_p", "seed", "stream"})
-        prompt, max_tokens = values["prompt"], take_number(values, "max_tokens", min(100, self._limits.tokens), int)
+        prompt, max_tokens = values["prompt"], take_number(values, "max_tokens", self._default_tokens, int)
         if not isinstance(prompt, str):
             raise UserError(f"prompt is {prompt!r:.60}; it must be a string")
         self._check_text("prompt", prompt)
@@ -199,6 +193,10 @@ class Service:
             async for piece in pieces:
                 completion = completion.extended(piece)
         return JSONResponse(completion._asdict() | {"step": self._trained.step})
+
+    @property
+    def _default_tokens(self) -> int:
+        return min(DEFAULT_TOKENS, self._limits.tokens)
 
     def _check_text(self, name: str, text: Any) -> None:
         parts = [part for part in (text if isinstance(text, list) else [text]) if isinstance(part, str)]
@@ -238,11 +236,7 @@ async def _error(request: Request, error: Exception) -> Response:
     if error.status_code in (404, 405):
         routes = [f"{method} {one.path}" for one in request.app.routes for method in sorted(one.methods - {"HEAD"})]
         line = f"the request is {request.method} {request.url.path:.60}; it must be one of {', '.join(routes)}"
-    return _refusal(error.status_code, line, error.headers)
-
-
-def _refusal(status: int, line: str, headers: Mapping[str, str] | None = None) -> Response:
-    return JSONResponse({"error": line}, status, headers)
+    return refusal(error.status_code, line, error.headers)
 
 
 def _with_choices(value: Any, number: int) -> Any:

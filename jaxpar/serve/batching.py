@@ -8,7 +8,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, NamedTuple, TypeVar
 
@@ -21,10 +21,9 @@ class QueueFull(Exception):
 
 
 class _Waiting(NamedTuple, Generic[Item, Answer]):
-    """An item that waits for its answer. Items of different keys are not computed together."""
+    """An item that waits for its answer."""
 
     item: Item
-    key: Hashable
     future: "asyncio.Future[Answer]"
 
 
@@ -37,7 +36,6 @@ class Batcher(Generic[Item, Answer]):
         *,
         largest: int,
         most_waiting: int,
-        key: Callable[[Item], Hashable],
     ):
         """Prepare a batcher.
 
@@ -45,9 +43,8 @@ class Batcher(Generic[Item, Answer]):
           compute: function that returns one answer per item, in order. It is called in another thread.
           largest: the largest number of items that are computed together.
           most_waiting: the largest number of items that wait.
-          key: items are computed together only if they have equal keys.
         """
-        self._compute, self._largest, self._most_waiting, self._key = compute, largest, most_waiting, key
+        self._compute, self._largest, self._most_waiting = compute, largest, most_waiting
         self._waiting: deque[_Waiting[Item, Answer]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._worker: asyncio.Task[None] | None = None
@@ -67,7 +64,7 @@ class Batcher(Generic[Item, Answer]):
         if len(self._waiting) + len(items) > self._most_waiting:
             raise QueueFull
         loop = asyncio.get_running_loop()
-        mine = [_Waiting(item, self._key(item), loop.create_future()) for item in items]
+        mine = [_Waiting(item, loop.create_future()) for item in items]
         self._waiting.extend(mine)
         if self._worker is None:
             self._worker = loop.create_task(self._work())
@@ -103,15 +100,12 @@ class Batcher(Generic[Item, Answer]):
                 one.future.set_result(answer)
 
     def _take(self) -> list[_Waiting[Item, Answer]]:
-        """Remove the items of the next batch from the queue: the oldest one, and those that fit to it."""
+        """Remove the items of the next batch, the oldest ones, from the queue."""
         batch: list[_Waiting[Item, Answer]] = []
-        left: deque[_Waiting[Item, Answer]] = deque()
-        for one in self._waiting:
-            if one.future.cancelled():
-                continue
-            fits = len(batch) < self._largest and (not batch or one.key == batch[0].key)
-            (batch if fits else left).append(one)
-        self._waiting = left
+        while self._waiting and len(batch) < self._largest:
+            one = self._waiting.popleft()
+            if not one.future.cancelled():
+                batch.append(one)
         return batch
 
 

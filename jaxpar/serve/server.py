@@ -4,6 +4,8 @@ import asyncio
 import resource
 import socket
 import sys
+import time
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,18 +28,38 @@ class DrainingServer(uvicorn.Server):
     yet, when it stops listening.
     """
 
-    def __init__(self, app: ASGIApp, listening: socket.socket):
-        """Serve an application on a socket that listens."""
-        self._listening = listening
+    def __init__(self, app: ASGIApp, listening: socket.socket, headers: list[tuple[str, str]], seconds: float):
+        """Serve an application.
+
+        Args:
+          app: the application.
+          listening: a socket that listens.
+          headers: headers of all answers.
+          seconds: the longest time in which a client sends the head of a request, after which it is disconnected.
+        """
+        self._listening, self._seconds = listening, seconds
+        self._since: dict[tuple[Any, Any], float] = {}  # when a connection began to wait for a request after that one
         self._connecting: set[asyncio.Task[object]] = set()
         self._is_draining = False
-        super().__init__(uvicorn.Config(self._closing(app), log_level="warning", access_log=False, lifespan="off"))
+        options = {"http": "h11", "ws": "none", "lifespan": "off", "log_level": "warning", "access_log": False}
+        super().__init__(uvicorn.Config(self._closing(app), headers=headers, **options))  # type: ignore[arg-type]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept connections."""
         await super().startup(sockets or [])
         self._listening.setblocking(False)
         self._watch()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Close connections that have sent no request for too long. For the first one, uvicorn would wait for ever."""
+        now = time.monotonic()
+        connections: set[Any] = self.server_state.connections
+        waiting = [(one, one.cycle) for one in connections if one.cycle is None or one.cycle.response_complete]
+        self._since = {key: self._since.get(key, now) for key in waiting}
+        for (connection, _), since in self._since.items():
+            if now - since > self._seconds:
+                connection.transport.close()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer what was sent before the signal, and close all connections."""

@@ -44,12 +44,7 @@ class Continuations:
     def __init__(self, generator: Generator, *, largest: int, most_waiting: int):
         """Use a generator for at most `largest` texts at the same time, for which at most `most_waiting` texts wait."""
         self._generator = generator
-        self._batcher = Batcher(
-            self._compute,
-            largest=largest,
-            most_waiting=most_waiting,
-            key=lambda stream: stream.request.sampling._replace(seed=0),
-        )
+        self._batcher = Batcher(self._compute, largest=largest, most_waiting=most_waiting)
 
     @property
     def num_waiting(self) -> int:

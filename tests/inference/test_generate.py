@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from jaxpar.errors import UserError
 from jaxpar.inference.generate import Generator, unseen_characters
 from jaxpar.inference.pretrained import is_pretrained, load_language_model
-from jaxpar.inference.sampling import Sampling, choose_tokens, text_keys
+from jaxpar.inference.sampling import Sampling, choose_tokens, stack_samplings
 from jaxpar.inference.trained import Trained, load_trained
 
 REFERENCE = Path(__file__).parent / "reference" / "gpt_generation"
@@ -114,7 +114,13 @@ def tempered(temperature: float) -> np.ndarray:
 def test_tokens_are_drawn_with_their_probabilities(sampling: Sampling, expected: np.ndarray) -> None:
     number = 4000
     logits_BV = jnp.tile(jnp.log(PROBABILITIES.astype(np.float32)), (number, 1))
-    drawn_B = choose_tokens(logits_BV, sampling, text_keys(range(number)), jnp.zeros(number, jnp.int32))
+    # Every second text has other options, which must not matter.
+    other = Sampling(0.7, top_k=1 - sampling.top_k % 2, top_p=0.3)
+    options = [one._replace(seed=seed) for seed in range(number) for one in (sampling, other)]
+    positions_B = jnp.zeros(2 * number, jnp.int32)
+    drawn_B = choose_tokens(jnp.repeat(logits_BV, 2, axis=0), stack_samplings(options, 5), positions_B)[::2]
+    alone_B = choose_tokens(logits_BV, stack_samplings(options[::2], 5), positions_B[::2])
+    np.testing.assert_array_equal(drawn_B, alone_B)
     np.testing.assert_allclose(np.bincount(drawn_B, minlength=5) / number, expected, atol=0.03)
     assert set(np.unique(drawn_B)) <= set(np.flatnonzero(expected > 0))
 

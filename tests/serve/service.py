@@ -51,7 +51,7 @@ async def send(
     close: bool = True,
 ) -> None:
     """Send a request. close: whether it asks the service to close the connection after the answer."""
-    head = f"{method} {path} HTTP/1.1\r\nHost: a\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+    head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
     writer.write(f"{head}{'Connection: close' if close else 'A: b'}\r\n\r\n".encode() + body)
     await writer.drain()
 

@@ -31,7 +31,9 @@ class Client:
 
     @property
     def request(self) -> Request:
-        return Request({"type": "http", "method": "POST", "headers": []}, self.receive)
+        return Request(
+            {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}, self.receive
+        )
 
 
 def read(client: Client, **limits: Any) -> Any:
@@ -50,7 +52,7 @@ def test_bodies_in_parts() -> None:
 
 
 def test_too_slow_and_too_large_bodies() -> None:
-    assert refused(Client(b"{", then="silent"), body_seconds=0.05) == (408, "the body must arrive within 0.05 seconds")
+    assert refused(Client(b"{", then="silent"), seconds=0.05) == (408, "the body must arrive within 0.05 seconds")
     large = Client(*[b"x" * 10] * 5)
     assert refused(large, body_bytes=20) == (413, "the body must have at most 20 bytes")
     assert large.num_sent == 50, "it is read to its end, so that the client reads the answer"

@@ -1,5 +1,6 @@
 """Tests the page of scripts/serve in headless Chromium, against a service with fixed answers."""
 
+import base64
 import json
 import re
 import shutil
@@ -7,12 +8,14 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from jaxpar.serve.page import render_page, security_headers
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FACTS = {"task": "classification", "model": "bert", "workdir": "runs/</script>", "step": 1780, "columns": ["text"]}
@@ -31,6 +34,8 @@ def serving(page: str, status: int, answer: list[bytes], asked: list[Any]) -> It
         def do_GET(self) -> None:
             self.send_response(200)
             self.send_header("Content-Type", "text/html")
+            for name, value in security_headers(page):
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(page.encode())
 
@@ -57,8 +62,7 @@ def submit(folder: Path, text: str, status: int, answer: list[bytes], **facts: A
     """Enter a text into the page and press Ctrl-Enter. Return the page then, and the requests."""
     if CHROMIUM is None:
         pytest.skip("there is no Chromium on this machine")
-    page = files("jaxpar.serve").joinpath("page.html").read_text("utf-8")
-    page = page.replace("{{facts}}", json.dumps(FACTS | facts).replace("<", "\\u003c"))
+    page = render_page(FACTS | facts)
     page = page.replace("</html>", SUBMIT.format(text=json.dumps(text)) + "</html>")
     asked: list[Any] = []
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={folder / 'chromium'}")
@@ -66,6 +70,45 @@ def submit(folder: Path, text: str, status: int, answer: list[bytes], **facts: A
         command = [CHROMIUM, *flags, "--virtual-time-budget=3000", "--dump-dom", address]
         found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     return found.partition("<script>")[0], asked
+
+
+class Inline(HTMLParser):
+    """The texts of scripts and styles of a page, and the attributes that a content security policy would forbid."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.texts: dict[str, list[str]] = {"script": [], "style": []}
+        self.forbidden: list[str] = []
+        self._tag = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._tag = tag
+        self.forbidden += [name for name, _ in attrs if name == "style" or name.startswith("on")]
+        if tag in self.texts:
+            self.texts[tag].append("")
+
+    def handle_data(self, data: str) -> None:
+        if self._tag in self.texts:
+            self.texts[self._tag][-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._tag = ""
+
+
+def test_the_policy_allows_the_script_and_the_style_of_the_page_alone() -> None:
+    page = render_page(FACTS)
+    inline = Inline(page)
+    assert inline.forbidden == []
+    headers = dict(security_headers(page))
+    parts = (part.split(maxsplit=1) for part in headers["Content-Security-Policy"].split(";"))
+    policy = dict(parts)
+    for tag, texts in inline.texts.items():
+        [text] = texts
+        digest = subprocess.run(["sha256sum"], input=text.encode(), capture_output=True, check=True).stdout[:64]
+        assert policy[f"{tag}-src"] == f"'sha256-{base64.b64encode(bytes.fromhex(digest.decode())).decode()}'"
+    assert (policy["default-src"], policy["frame-ancestors"]) == ("'none'", "'none'")
+    assert (headers["X-Content-Type-Options"], headers["X-Frame-Options"]) == ("nosniff", "DENY")
 
 
 def visible(html: str, name: str) -> list[str]:

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 import jaxpar
 from jaxpar.errors import UserError
+from jaxpar.serve.app import Service as App
+from jaxpar.serve.body import Limits
 from scripts.serve import bind
 from tests.inference.conftest import TrainedRun
 from tests.inference.conftest import classifier as classifier
@@ -45,7 +48,8 @@ def test_health_and_page(service: Service, classifier: Path) -> None:
     status, health = ask(service.port, "/health")
     assert status == 200
     assert (health["status"], health["task"], health["waiting"]) == ("ok", "classification", 0)
-    assert health["workdir"] == str(classifier)
+    assert health["workdir"] == classifier.name
+    assert str(classifier.parent) not in str(health)
     assert health["p99_ms"] >= health["p50_ms"] > 0
     status, page = ask(service.port, "/")
     assert status == 200
@@ -134,6 +138,28 @@ def test_continuations_do_not_depend_on_other_requests(trained_run: TrainedRun) 
             assert (status, answer["error"][: len(line)]) == (400, line)
     assert ask(service.port, "/predict", {"texts": ["red"]})[1]["predictions"][0]["next"]
     assert stop(service) == (0, f"stopped   after {2 * len(requests) + 1} answers")
+
+
+@pytest.mark.parametrize("task", ["classification", "causal_lm", "masked_lm", "token_classification", "pairs"])
+def test_the_first_requests_do_not_compile(task: str, trained_run: TrainedRun) -> None:
+    compiled: list[str] = []
+    model = jaxpar.load(trained_run(task))
+    service = App(model, Limits())
+    service.warm_up()
+
+    def note(event: str, duration_secs: float, **_: str | int) -> None:  # noqa: ARG001
+        compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    for number, length in ((1, 1), (1, 4), (2, 10), (5, 30), (1, 300)):
+        words = ["red"] * length
+        text: Any = " ".join(words)
+        service._predict_texts([{"token_classification": words, "pairs": (text, "cat")}.get(task, text)] * number)
+    if task == "causal_lm":
+        model.generate(["red"], max_tokens=3)
+        model.generate(["red", "red red", "blue"], temperature=0.8, top_k=3)
+        model.generate("red " * 9, temperature=0.7, top_p=0.5, seed=3)
+    assert [event for event in compiled if "backend_compile" in event] == []
 
 
 def test_none_of_500_concurrent_requests_is_lost(service: Service, classifier: Path) -> None:
