@@ -86,7 +86,9 @@ def unknown(argument: str, flags: Iterable[str], others: str) -> UserError:
     if not argument.startswith("-"):
         return UserError(f"{argument!r} is not an argument; it must be a flag that --help lists{others}")
     flag = argument.partition("=")[0]
-    hint = nearest(flag, [known for known in flags if known != "--help"])
+    key = flag.partition(".")[2]
+    choices = [*(known for known in flags if known != "--help"), *([f"--config.{key}"] if key else [])]
+    hint = nearest(flag, choices)
     return UserError(f"{flag} is not a flag; it must be one that --help lists{others}{hint and '.' + hint}")
 
 

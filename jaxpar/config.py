@@ -22,6 +22,26 @@ from jaxpar.errors import UserError, nearest
 
 # Former name -> current name of dotted keys.
 RENAMED = {"asynchronous.cures": "asynchronous.mitigations"}
+# Names of keys in torch, DeepSpeed and Hugging Face's Trainer -> the key here.
+OTHER_NAMES = {
+    **dict.fromkeys(("learning_rate", "max_lr"), "optimizer.lr"),
+    **dict.fromkeys(("epochs", "max_epochs", "num_train_epochs"), "num_epochs"),
+    **dict.fromkeys(("steps", "max_steps", "total_steps"), "num_steps"),
+    **dict.fromkeys(("train_batch_size", "global_batch_size", "per_device_train_batch_size"), "batch_size"),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum_steps"), "optimizer.accumulation_steps"),
+    **dict.fromkeys(("max_grad_norm", "gradient_clipping", "clip_grad_norm"), "optimizer.clip_norm"),
+    **dict.fromkeys(("warmup_steps", "warmup_ratio"), "optimizer.warmup"),
+    **dict.fromkeys(("beta1", "adam_beta1"), "optimizer.b1"),
+    **dict.fromkeys(("beta2", "adam_beta2"), "optimizer.b2"),
+    **dict.fromkeys(("fp16", "bf16", "precision", "mixed_precision"), "model.dtype"),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "model.remat"),
+    **dict.fromkeys(("max_seq_length", "seq_length", "sequence_length", "block_size"), "data.max_length"),
+    **dict.fromkeys(("topk", "top_k", "k"), "exchange_options.ratio"),
+    **dict.fromkeys(("zero", "zero_stage"), "exchange"),
+    "logging_steps": "log.every_steps",
+    "save_steps": "checkpoint.every_steps",
+    "eval_steps": "eval.every_steps",
+}
 LARGEST = 2**63  # magnitudes of integers are less
 BOOL_OR_NAME = bool | str  # type of a key that is true, false or a name, such as auto
 
@@ -81,15 +101,15 @@ def load_config(name: str | Path) -> ConfigDict:
     return config.lock()
 
 
-def override(config: ConfigDict, arguments: Sequence[str]) -> None:
-    """Set keys of `config` in place from arguments such as --config.optimizer.lr=1e-4.
+def override(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
+    """Set keys of `config` in place from arguments such as --config.optimizer.lr=1e-4, and return the keys.
 
     Raises UserError for an invalid argument, and for an integer beyond int64, which no key can have.
 
     ml_collections.config_flags is not used because it reads only sys.argv and words its errors differently.
     """
     known, default = keys(config), keys(default_config())
-    rest = list(arguments)
+    rest, given = list(arguments), set()
     while rest:
         argument = rest.pop(0)
         name, equals, text = argument.partition("=")
@@ -106,6 +126,7 @@ def override(config: ConfigDict, arguments: Sequence[str]) -> None:
                 raise UserError(f"config.{key} is a section{name}; its keys are {', '.join(inside)}")
             end = key.rpartition(".")[2]
             same_end = [name for name in known if name.rpartition(".")[2] == end]
+            same_end = [OTHER_NAMES[end]] if end in OTHER_NAMES else same_end
             hint = f" Did you mean {same_end[0]!r}?" if len(same_end) == 1 else nearest(key, known)
             raise UserError(f"config.{key} does not exist{'.' if hint else ''}{hint}")
         kind = _kind(config, key)
@@ -119,10 +140,12 @@ def override(config: ConfigDict, arguments: Sequence[str]) -> None:
         is_optional = key in default and default[key] is None
         value = None if is_optional and text == "None" else _parse(key, text, kind, known[key])
         config.update_from_flattened_dict({key: value})
+        given.add(key)
     for key, value in keys(config).items():
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int) and abs(number) >= LARGEST:
                 raise UserError(f"config.{key} is {files.shortened(value)}; its magnitude must be less than 2^63")
+    return given
 
 
 def check_no_nan(config: ConfigDict) -> None:

@@ -152,11 +152,11 @@ def _main(argv: list[str]) -> int:
     place = {name: values[name].value for name in FLAGS}
     with Ending(nth=1, code=stopped, text=lambda: _stopped(argv, early=not Interrupt.was_entered)):
         config = configs.load_config(values.config)
-        configs.override(config, overrides)
+        given = configs.override(config, overrides)
         if values.print_config:
             print(config_help.format_flags(config))
             return 0
-        return _train(config, Path(values.workdir), place, argv, stopped)
+        return _train(config, given, Path(values.workdir), place, argv, stopped)
 
 
 def _flags() -> flags.FlagValues:
@@ -180,7 +180,12 @@ def _help() -> str:
 
 
 def _train(
-    config: ConfigDict, workdir: Path, place: dict[str, str | int | None], argv: list[str], stopped_exit_code: int
+    config: ConfigDict,
+    given: set[str],
+    workdir: Path,
+    place: dict[str, str | int | None],
+    argv: list[str],
+    stopped_exit_code: int,
 ) -> int:
     # Imported late, because JAX must be configured before it is used and --help does not need it.
     from jaxpar import data, mesh, tasks, training
@@ -189,7 +194,7 @@ def _train(
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     processes.meet_processes(find_place(place))
     try:
-        result = training.train_config(config, workdir, Interrupt())
+        result = training.train_config(config, workdir, Interrupt(), given=given)
     except training.Stopped as stopped:
         print(printable(f"{stopped}\n{_resume(argv)}", keep="\n"), flush=True)
         return stopped_exit_code

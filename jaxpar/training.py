@@ -8,7 +8,7 @@ import contextlib
 import math
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,7 @@ from jaxpar.run.evaluate import evaluate_split, load_batches
 from jaxpar.run.meter import build_meter
 from jaxpar.run.metrics import Progress
 from jaxpar.run.start import Past, open_ledger, save_info, start, tidy
+from jaxpar.run.unused import check_unused_keys
 
 
 class Stopped(Exception):
@@ -64,10 +65,20 @@ def train(config: ConfigDict, workdir: Path | str, callbacks: Sequence[Callback]
     return train_config(config, Path(workdir), Interrupt(ends_process=False), callbacks)
 
 
-def train_config(config: ConfigDict, workdir: Path, interrupt: Interrupt, callbacks: Sequence[Callback] = ()) -> Result:
-    """Do what `train` does, after JAX was prepared, and answer signals as `interrupt` does."""
-    config = resolve_strategy(config, workdir)
+def train_config(
+    config: ConfigDict,
+    workdir: Path,
+    interrupt: Interrupt,
+    callbacks: Sequence[Callback] = (),
+    given: Collection[str] = (),
+) -> Result:
+    """Do what `train` does, after JAX was prepared, and answer signals as `interrupt` does.
+
+    given: keys that the command line sets, which must have an effect.
+    """
+    asked, config = config, resolve_strategy(config, workdir)
     checked = build.check_run(config, workdir)
+    check_unused_keys(asked, given)
     with files.locked(workdir) if processes.is_first() else contextlib.nullcontext():
         phases = Phases()
         with phases("setup"):

@@ -44,6 +44,11 @@ MISTAKES: list[tuple[ModuleType, list[str], str]] = [
     (audit, [], CONFIG),
     (audit, ["--config"], "--config has no value; it must be written --config=VALUE"),
     (audit, ["--json=5"], "--json is '5'; it must be set without a value"),
+    (
+        audit,
+        ["--conifg.strategy=x"],
+        f"--conifg.strategy is not a flag; {LISTED}{OVERRIDE}. Did you mean '--config.strategy'?",
+    ),
     (audit, ["--jsn"], f"--jsn is not a flag; {LISTED}{OVERRIDE}. Did you mean '--json'?"),
     (audit, ["--config=x", "y"], f"'y' is not an argument; it must be a flag that --help lists{OVERRIDE}"),
     (certify, ["--num_steps=10", "--config.seed=1"], CONFIG),

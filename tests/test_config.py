@@ -53,6 +53,9 @@ def test_override(arguments: list[str], key: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--config.optimizer.learning_rate=1"], "does not exist. Did you mean 'optimizer.lr'?"),
+        (["--config.exchange_options.topk=1"], "does not exist. Did you mean 'exchange_options.ratio'?"),
+        (["--config.fp16=True"], "config.fp16 does not exist. Did you mean 'model.dtype'?"),
         (["--config.optimzer.lr=1"], "config.optimzer.lr does not exist. Did you mean 'optimizer.lr'?"),
         (["--config.optimizer=adamw"], "optimizer.name"),
         (
@@ -211,3 +214,10 @@ def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
     )
     configs.save(config, tmp_path)
     assert configs.keys(configs.read_config(tmp_path)) == configs.keys(config)
+
+
+def test_other_names_are_not_keys() -> None:
+    known = configs.keys(configs.default_config())
+    for name, key in configs.OTHER_NAMES.items():
+        assert key in known
+        assert not [one for one in known if one.rpartition(".")[2] == name], name

@@ -247,7 +247,7 @@ def test_a_text_length_whose_positions_exceed_the_memory(tmp_path: Path, capsys:
 def test_running_out_of_memory(
     error: Exception, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: Any) -> None:
+    def fails(*_: Any, **__: Any) -> None:
         raise error
 
     monkeypatch.setattr(training, "train_config", fails)

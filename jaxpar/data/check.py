@@ -25,6 +25,7 @@ def check_data(config: ConfigDict, labels: Labels) -> None:
         _check_targets(config)
     check_class_weights(config, labels)
     _check_numbers(config)
+    _check_lengths(config)
     _check_fractions(config)
     _check_files(config)
     if _is_text(config):
@@ -137,11 +138,23 @@ def _check_suffix(key: str, path: Path, source: str) -> None:
         )
 
 
-def _check_text(config: ConfigDict, labels: Labels) -> None:
+def _check_lengths(config: ConfigDict) -> None:
+    """Check the keys of texts, whatever the data is."""
     data = config.data
     buckets = tuple(data.length_buckets)
     if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
         raise UserError(f"config.data.length_buckets is {buckets}; it must be at least one length, in ascending order")
+    if not 0 < data.mask_fraction < 1:
+        raise UserError(f"config.data.mask_fraction is {data.mask_fraction}; it must be between 0 and 1")
+    for key, bound in (("max_length", 1), ("vocab_size", 32)):
+        if data[key] < bound:
+            raise UserError(f"config.data.{key} is {data[key]}; it must be at least {bound}")
+    if data.tokenizer:
+        text.named_tokenizer(config)
+
+
+def _check_text(config: ConfigDict, labels: Labels) -> None:
+    data = config.data
     least = 1 if labels is Labels.NEXT else 8
     if data.max_length < least:
         raise UserError(f"config.data.max_length is {data.max_length}; for {config.task} it must be at least {least}")
@@ -152,10 +165,6 @@ def _check_text(config: ConfigDict, labels: Labels) -> None:
         raise UserError(
             f"config.data.max_length is {data.max_length}; it must be at most config.model.max_length ({longest})"
         )
-    if data.vocab_size < 32:
-        raise UserError(f"config.data.vocab_size is {data.vocab_size}; it must be at least 32")
-    if labels is Labels.MASKED and not 0 < data.mask_fraction < 1:
-        raise UserError(f"config.data.mask_fraction is {data.mask_fraction}; it must be between 0 and 1")
     _check_columns(config, labels)
     if config.data.source != "synthetic":
         text.named_tokenizer(config)

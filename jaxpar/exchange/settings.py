@@ -17,7 +17,6 @@ CHOICES = {
     "peers": ("shift_one", "all"),
 }
 QUANTIZED = ("quantized_weights", "quantized_gradients")
-SHARES = ("ratio", "warmup")
 INT32 = 2**31 - 1  # seeds and steps are int32
 RANGES = {
     "momentum": (0.0, 0.9999),
@@ -53,10 +52,14 @@ def obstacle(name: str, num_replicas: int, settings: Mapping[str, Any]) -> tuple
             return key, f"is {value!r}; it must be one of {', '.join(CHOICES[key])}"
         if key in POSITIVE and not 0 < value < math.inf:
             return key, f"is {value!r}; it must be {'finite and ' if isinstance(value, float) else ''}greater than 0"
-        if key in SHARES and not 0 < value <= 1:
+        if key == "ratio" and not 0 < value <= 1:
             return key, f"is {value!r}; it must be greater than 0 and at most 1"
+        if key == "warmup" and not 0 < value < 1:
+            return key, f"is {value!r}; it must be greater than 0 and less than 1"
         if key in RANGES and not RANGES[key][0] <= value <= RANGES[key][1]:
             return key, f"is {value!r}; it must be between {RANGES[key][0]} and {RANGES[key][1]}"
+    if settings.get(AVERAGE) and settings.get(PASSES, 1) == 1:
+        return AVERAGE, f"is True; it has no effect without exchange_options.{PASSES} of at least 2"
     group = settings.get("group", 1)
     if num_replicas % group:
         return "group", f"is {group}; it must divide the number of replicas, {num_replicas}"

@@ -2,7 +2,7 @@
 
 The keys and values of earlier positions are kept (jaxpar/models/memory.py), so a token takes the same time at every
 position. Two programs compute everything: one reads the prompts, one computes the next token of each text. Both are
-compiled anew for other numbers and lengths of texts, but not for other samplings. The next token is computed while the
+compiled again for other numbers and lengths of texts, but not for other samplings. The next token is computed while the
 host reads the one before.
 
 Array dims: B texts, T positions of the prompts, V vocabulary.

@@ -25,6 +25,7 @@ from jaxpar.pipeline.search.layer_profile import LayerProfile, write_profile
 from jaxpar.plan import Decision, Plan
 from jaxpar.run import resume
 from jaxpar.run.callbacks import check_early_stop
+from jaxpar.run.unused import describe_unused
 from jaxpar.step import Problem, abstract
 from jaxpar.strategies import Strategy
 
@@ -84,12 +85,14 @@ def check_run(config: ConfigDict, workdir: Path, cluster: Cluster | None = None)
     cluster: the cluster to run on; None: the devices of this run.
     """
     cluster = cluster or clusters.find_cluster()
+    configs.check_no_nan(config)
     if config.model.init_from:
         hf.apply_directory(config)
     data.check_data(config, tasks.find_task(config).labels)
     model = models.check_model(config, cluster)
     optimizer.check_optimizer(config)
     decision = strategies.decide(config, cluster, model)
+    strategies.check_other_sections(config, [layer.name for layer in model.layers] if model else [])
     if config.checkpoint.keep < 1:
         raise UserError(f"config.checkpoint.keep is {config.checkpoint.keep}; it must be at least 1")
     for key in ("eval.every_steps", "checkpoint.every_steps"):
@@ -103,10 +106,10 @@ def check_run(config: ConfigDict, workdir: Path, cluster: Cluster | None = None)
         raise UserError(
             f"config.log.peak_flops is {config.log.peak_flops}; it must be finite and at least 0 (0: from the table)"
         )
-    if config.num_steps < 0 or (config.num_steps == 0 and not 0 < config.num_epochs < math.inf):
+    if config.num_steps < 0 or not 0 <= config.num_epochs < math.inf or config.num_steps == config.num_epochs == 0:
         raise UserError(
-            f"config.num_steps is {config.num_steps} and config.num_epochs is {config.num_epochs}; num_steps must be "
-            "positive, or 0 with a finite, positive num_epochs"
+            f"config.num_steps is {config.num_steps} and config.num_epochs is {config.num_epochs}; both must be finite "
+            "and at least 0, and one of them positive"
         )
     for key in ("num_steps", "num_epochs"):
         if config[key] > MAX_STEPS:
@@ -116,7 +119,6 @@ def check_run(config: ConfigDict, workdir: Path, cluster: Cluster | None = None)
             f"config.profile is {config.profile}; it must be (first step, last step), or (0, 0) to profile nothing"
         )
     watchdog.check_seconds(config.watchdog_seconds)
-    configs.check_no_nan(config)
     resume.check_resumable(config, workdir)
     return Checked(cluster, decision)
 
@@ -301,5 +303,7 @@ def describe_run(run: Run) -> str:
         "model": f"{config.model.name}, layers {layers}; {num_parameters(model):,} parameters, {config.model.dtype}",
         "data": f"{config.data.source}, {run.problem.task.name}: {sizes} examples",
         "run": f"{run.num_steps:,} steps of {config.batch_size} examples in {run.workdir}",
-    } | ({"advice": plan.advice} if plan.advice else {})
+    }
+    others = {"unused": describe_unused(config), "advice": plan.advice}
+    lines |= {name: text for name, text in others.items() if text}
     return "\n".join(f"{name:9} {text}" for name, text in lines.items())

@@ -12,15 +12,18 @@ import jax
 from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
+from jaxpar.asynchronous.options import decide_updates
 from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals, UserError, accepted, outcome, refuse_choice
 from jaxpar.models.model import Model
 from jaxpar.optimizer import refuse_optimizer, refuse_without_kernels
+from jaxpar.pipeline.executor.partition import AUTO, METHODS
 from jaxpar.plan import ACTIVATION_PARTS, Decision, Plan, refuse_memory
 from jaxpar.state import nbytes
 from jaxpar.step import Problem, saved_bytes
-from jaxpar.strategies import async_data_parallel, data_parallel, pipeline, single, swarm
+from jaxpar.strategies import async_data_parallel, data_parallel, pipeline, schedules, single, swarm
 from jaxpar.strategies.strategy import Strategy, StrategyModule
+from jaxpar.swarm.options import decide_swarm
 
 __all__ = ["STRATEGIES", "Strategy", "accepts", "build", "decide", "in_flight_bytes", "make", "plan", "possible"]
 
@@ -45,6 +48,28 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None = None) -> 
       UserError: the strategy cannot run on this cluster, or not with this batch size.
     """
     return accepted(_decide(config, cluster, model))
+
+
+def check_other_sections(config: ConfigDict, layers: Sequence[str]) -> None:
+    """Raise UserError for an invalid value in the section of a strategy that the run does not use.
+
+    layers: names of the layers; empty if they are not known.
+    """
+    accepted(_refuse_other_sections(config, layers))
+
+
+def _refuse_other_sections(config: ConfigDict, layers: Sequence[str]) -> Refusals[None]:
+    if config.strategy != "data_parallel":
+        yield from data_parallel.refuse_implementation(config)
+    if config.strategy != "async_data_parallel":
+        yield from decide_updates(config)
+    if config.strategy != "swarm":
+        yield from decide_swarm(config)
+    if config.strategy != "pipeline":
+        yield from schedules.refuse_pipeline_values(config)
+        method = config.pipeline.partition
+        for name in method.split(",") if layers and method not in (*METHODS, AUTO) else ():
+            yield from refuse_choice("pipeline.partition", name.strip(), (*METHODS, AUTO, *layers))
 
 
 def accepts(config: ConfigDict, cluster: Cluster) -> bool:

@@ -39,7 +39,7 @@ IMPLEMENTATIONS = ("auto", "shard_map", "sharding", "pmap")
 
 def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Refusals[Decision[None]]:
     """Decide on the size of the data axis. Refuses more devices than the cluster has, and an invalid exchange."""
-    yield from refuse_choice("data_parallel.implementation", config.data_parallel.implementation, IMPLEMENTATIONS)
+    yield from refuse_implementation(config)
     if config.exchange == "dp":
         yield from meshes.refuse_processes("config.exchange='dp'", cluster)
     if config.data_parallel.implementation == "pmap":
@@ -60,6 +60,11 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Ref
             "with several replicas"
         )
     return Decision(axes, *single.batch_divisor(config, axes[DATA]), num_replicas=axes[DATA], source=None)
+
+
+def refuse_implementation(config: ConfigDict) -> Refusals[None]:
+    """Refuse a config.data_parallel.implementation that does not exist."""
+    yield from refuse_choice("data_parallel.implementation", config.data_parallel.implementation, IMPLEMENTATIONS)
 
 
 def is_plain(config: ConfigDict) -> bool:

@@ -28,7 +28,7 @@ from jaxpar.pipeline.search.engine_costs import (
     flushing_costs,
 )
 from jaxpar.pipeline.search.engine_search import EnginePlan, EngineSearch
-from jaxpar.pipeline.search.layer_profile import LARGEST_VALUE, LayerProfile, read_profile
+from jaxpar.pipeline.search.layer_profile import LayerProfile, read_profile
 from jaxpar.pipeline.search.stage_costs import sync_seconds
 from jaxpar.pipeline.search.stage_search import most_workers
 from jaxpar.pipeline.tables.periodic import CONTINUOUS
@@ -81,10 +81,6 @@ def configured_division(config: ConfigDict, cluster: Cluster, model: Model | Non
     """
     c = config.pipeline
     replicas = yield from configured_replicas(config)
-    if not 0 <= c.memory_limit < LARGEST_VALUE:
-        yield UserError(
-            f"config.pipeline.memory_limit is {c.memory_limit}; it must be the bytes of a device, or 0 for no limit"
-        )
     if c.partition != AUTO:
         for key, unset in UNSET.items():
             if c[key] != unset and not (key == "memory_limit" and c.schedule == AUTO_SCHEDULE):

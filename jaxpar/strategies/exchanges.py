@@ -131,6 +131,13 @@ def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int)
             f"config.exchange_options.rank is {rank}; it must be at most {largest}, or no array of this model is "
             "compressed"
         )
+    interval = given(config).get("interval")
+    if interval is not None and interval > problem.num_steps:
+        yield UserError(
+            f"config.exchange_options.interval is {interval}; it must be at most {problem.num_steps}, the number of "
+            "steps, or the replicas never exchange anything"
+        )
+    yield from refuse_uncompressed(config, problem.model.shapes)
     o = config.optimizer
     adamw = None
     if OPTIMIZERS[o.name].is_adamw:
@@ -140,6 +147,17 @@ def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int)
     layers = [layer.name for layer in problem.model.layers]
     rule = Rule(problem.optimizer, problem.model.shapes, adamw, layers, o.clip_norm, problem.num_steps)
     return presets.make_exchange(config.exchange, Axis(DATA, num_replicas), rule, **_with_seed(config))
+
+
+def refuse_uncompressed(config: ConfigDict, arrays: Any) -> Refusals[None]:
+    """Refuse a compressor to which all of these arrays are too small."""
+    smallest = (options(config.exchange) | given(config)).get("min_compress_bytes", 0)
+    largest = max((nbytes([leaf]) for leaf in jax.tree.leaves(arrays)), default=0)
+    if smallest > largest:
+        yield UserError(
+            f"config.exchange_options.min_compress_bytes is {smallest}; it must be at most {largest}, the bytes of the "
+            f"largest array, or {config.exchange} compresses nothing"
+        )
 
 
 def refuse_beyond_gradients(

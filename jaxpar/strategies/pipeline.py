@@ -24,7 +24,7 @@ from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.cluster import Cluster
 from jaxpar.data.cache import fingerprint
-from jaxpar.errors import Refusals, UserError, format_count, refuse_choice
+from jaxpar.errors import Refusals, UserError, format_count
 from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.layout import PER_REPLICA, Layout
 from jaxpar.mesh import DATA, STAGE
@@ -40,7 +40,6 @@ from jaxpar.pipeline.executor.engine import (
     pipeline_step,
 )
 from jaxpar.pipeline.executor.lowering import LoweredTable, TableArrays, TableShape, lower_table, table_layout
-from jaxpar.pipeline.executor.programs import REMATS
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.executor.state import PackedState, StagedState
 from jaxpar.pipeline.executor.timeline import Timeline, with_filling
@@ -55,7 +54,7 @@ from jaxpar.strategies import exchanges
 from jaxpar.strategies.auto_schedule import choose_schedule
 from jaxpar.strategies.division import Division, configured_division, refuse_division
 from jaxpar.strategies.placement import IN_PLACE, batch_placer, by_replica
-from jaxpar.strategies.schedules import AUTO_SCHEDULE, refuse_evaluation, stage_delays
+from jaxpar.strategies.schedules import AUTO_SCHEDULE, refuse_evaluation, refuse_pipeline_values, stage_delays
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
@@ -65,15 +64,11 @@ STASH_IN_PLACE = IN_PLACE | {"xla_gpu_copy_insertion_use_region_analysis": True}
 
 def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refusals[Decision[Division]]:
     """Decide on the mesh and the table. Refuses an invalid config.mesh or config.pipeline."""
-    yield from refuse_choice("pipeline.remat", config.pipeline.remat, REMATS)
+    yield from refuse_pipeline_values(config)
     if config.optimizer.accumulation_steps != 1:
         yield UserError(
             f"config.optimizer.accumulation_steps is {config.optimizer.accumulation_steps}; it must be 1 with "
             "config.strategy='pipeline', which accumulates over config.pipeline.num_microbatches"
-        )
-    if config.pipeline.trace < 0:
-        yield UserError(
-            f"config.pipeline.trace is {config.pipeline.trace}; it must be a step number, or 0 to measure no step"
         )
     if config.pipeline.trace:
         yield from meshes.refuse_processes(f"config.pipeline.trace={config.pipeline.trace}", cluster)
@@ -144,6 +139,7 @@ def plan(
     bounds = yield from partition.stage_bounds(shapes.model, shapes.batch, inputs, division.partition, table.num_stages)
     stages = Stages(shapes.model, bounds, table.stages, inputs, shapes.task)
     staged = StagedState(decision.axes, shapes, stages, exchanges.on_gradients(config, num_data))
+    yield from exchanges.refuse_uncompressed(config, staged.params.packing.shapes)
     c, schedule = config.pipeline, config.pipeline.schedule
     microbatches = abstract_microbatches(shapes, num_data, table.num_microbatches)
     key = jax.eval_shape(lambda: jax.random.key(0))

@@ -2,11 +2,15 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxpar.errors import Refusals, UserError
+from jaxpar.errors import Refusals, UserError, refuse_choice
+from jaxpar.files import path_state
+from jaxpar.pipeline.executor.programs import REMATS
+from jaxpar.pipeline.search.layer_profile import LARGEST_VALUE
 from jaxpar.pipeline.tables.periodic import CONTINUOUS, continuous_obstacle, fewest_microbatches, periodic_table
 from jaxpar.pipeline.tables.replicated import WITH_REPLICAS, parse_replicas, replicated_table
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle, unknown_schedule
@@ -16,6 +20,33 @@ from jaxpar.plan import StageDelay
 
 AUTO_SCHEDULE = "auto"  # the plan chooses it, when the stages are known (auto_schedule.py)
 UNTIL_CHOSEN = "1f1b"  # the schedule with the sizes of AUTO_SCHEDULE that stands for it before
+
+
+def refuse_pipeline_values(config: ConfigDict) -> Refusals[None]:
+    """Refuse a value of config.pipeline that is out of range, whether the run has a pipeline or not."""
+    c = config.pipeline
+    yield from refuse_choice("pipeline.remat", c.remat, REMATS)
+    if c.schedule not in {*SCHEDULES, *CONTINUOUS, AUTO_SCHEDULE} and not is_table_file(c.schedule):
+        yield UserError(unknown_schedule("config.pipeline.schedule", c.schedule, (AUTO_SCHEDULE,)))
+    for key in ("num_microbatches", "num_chunks"):
+        if c[key] < 0:
+            yield UserError(f"config.pipeline.{key} is {c[key]}; it must be at least 0")
+    if c.trace < 0:
+        yield UserError(f"config.pipeline.trace is {c.trace}; it must be a step number, or 0 to measure no step")
+    if c.replicas and parse_replicas(c.replicas) is None:
+        yield UserError(
+            f"config.pipeline.replicas is {c.replicas!r}; it must list the number of devices of each stage, separated "
+            "by commas, such as 2,1,1"
+        )
+    if not 0 <= c.memory_limit < LARGEST_VALUE:
+        yield UserError(
+            f"config.pipeline.memory_limit is {c.memory_limit}; it must be the bytes of a device, or 0 for no limit"
+        )
+    if not 0 <= c.bandwidth < math.inf:
+        yield UserError(f"config.pipeline.bandwidth is {c.bandwidth}; it must be bytes per second, or 0 if not set")
+    if c.profile and not Path(c.profile).is_file():
+        state = path_state(Path(c.profile))
+        yield UserError(f"config.pipeline.profile is {c.profile!r}, which {state}; it must be the path of a profile")
 
 
 def configured_table(config: ConfigDict, replicas: Sequence[int]) -> Refusals[Table]:
@@ -94,12 +125,7 @@ def configured_replicas(config: ConfigDict) -> Refusals[tuple[int, ...]]:
     if not text:
         return ()
     replicas = parse_replicas(text)
-    if replicas is None:
-        yield UserError(
-            f"config.pipeline.replicas is {text!r}; it must list the number of devices of each stage, separated by "
-            "commas, such as 2,1,1"
-        )
-    assert replicas is not None  # refused above
+    assert replicas is not None, "refused by refuse_pipeline_values"
     if sum(replicas) != config.mesh.stage:
         yield UserError(
             f"config.pipeline.replicas is {text!r}, {sum(replicas)} devices; they must be as many as "
@@ -110,12 +136,7 @@ def configured_replicas(config: ConfigDict) -> Refusals[tuple[int, ...]]:
 
 def _table_by_name(config: ConfigDict, replicas: Sequence[int]) -> Refusals[Table]:
     c, p = config.pipeline, config.mesh.stage
-    if c.schedule not in {*SCHEDULES, *CONTINUOUS, AUTO_SCHEDULE}:
-        yield UserError(unknown_schedule("config.pipeline.schedule", c.schedule, (AUTO_SCHEDULE,)))
     name = UNTIL_CHOSEN if c.schedule == AUTO_SCHEDULE else c.schedule
-    for key in ("num_microbatches", "num_chunks"):
-        if c[key] < 0:
-            yield UserError(f"config.pipeline.{key} is {c[key]}; it must be at least 0")
     if c.num_microbatches > config.batch_size:
         yield UserError(
             f"config.pipeline.num_microbatches is {c.num_microbatches}; it must be at most config.batch_size, "

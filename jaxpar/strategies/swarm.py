@@ -27,6 +27,7 @@ from jaxpar.errors import Refusals, UserError, format_count
 from jaxpar.layout import Layout
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Model
+from jaxpar.pipeline.executor.partition import AUTO, METHODS
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.plan import Decision, DelayedUpdates, Plan, StageDelay, Traffic, state_memory
 from jaxpar.state import Canonical, State
@@ -34,7 +35,7 @@ from jaxpar.step import Problem
 from jaxpar.strategies import exchanges, live_swarm
 from jaxpar.strategies.placement import PlacedState, batch_placer, on_all
 from jaxpar.strategies.strategy import Strategy
-from jaxpar.swarm import options
+from jaxpar.swarm import live_options, options
 from jaxpar.swarm.actions import devices_of_stages, num_messages
 from jaxpar.swarm.executor import SwarmExecutor, SwarmState
 from jaxpar.swarm.failures import events_before
@@ -71,7 +72,14 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refu
             f"config.optimizer.accumulation_steps is {config.optimizer.accumulation_steps}; it must be 1 with "
             "config.strategy='swarm', which accumulates over config.swarm.num_microbatches"
         )
+    if config.swarm.mode == "live":
+        yield from live_options.refuse_without_ray()
     source = yield from options.decide_swarm(config)
+    if config.pipeline.partition == AUTO:
+        yield UserError(
+            f"config.pipeline.partition is {AUTO!r}; it must be one of {', '.join(METHODS)}, or layer names, with "
+            "config.strategy='swarm'"
+        )
     yield from meshes.refuse_sizes(config, cluster)
     if model is not None:
         yield from options.refuse_stage_count(config, [layer.name for layer in model.layers])

@@ -52,14 +52,18 @@ def refuse_other_mode(config: ConfigDict) -> Refusals[None]:
             yield UserError(f"config.{key} is {value!r}; it must be {default[key]!r} with config.swarm.mode={mode!r}")
 
 
-def refuse_live(config: ConfigDict) -> Refusals[None]:
-    """Refuse invalid settings of live mode, and a Python without Ray."""
-    s = config.swarm
+def refuse_without_ray() -> Refusals[None]:
+    """Refuse live mode in a Python without Ray."""
     if find_spec("ray") is None:
         yield UserError(
             "config.swarm.mode is 'live'; it must be 'emulated' without Ray, which `pip install 'jaxpar[swarm]'` "
             "installs, and `scripts/setup swarm` in a clone"
         )
+
+
+def refuse_live(config: ConfigDict) -> Refusals[None]:
+    """Refuse invalid settings of live mode."""
+    s = config.swarm
     is_number = s.peers.isascii() and s.peers.isdecimal() and len(s.peers) <= len(str(MOST_PEERS))
     if not is_number or not s.stages <= int(s.peers) <= MOST_PEERS:
         yield UserError(

@@ -7,7 +7,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar.errors import Refusals, UserError, refuse_choice
-from jaxpar.pipeline.executor.partition import AUTO, METHODS, layer_flops, stage_bounds
+from jaxpar.pipeline.executor.partition import layer_flops, stage_bounds
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.tables.table import loop_stages
 from jaxpar.state import State, nbytes
@@ -62,11 +62,6 @@ def decide_swarm(config: ConfigDict) -> Refusals[SwarmSource]:
     yield from _refuse_range("forward_seconds", s.forward_seconds, 1e-9, 1e9)
     if s.rebalance_seconds != 0:
         yield from _refuse_range("rebalance_seconds", s.rebalance_seconds, s.forward_seconds, 1e12, " or 0")
-    if config.pipeline.partition == AUTO:
-        yield UserError(
-            f"config.pipeline.partition is {AUTO!r}; it must be one of {', '.join(METHODS)}, or layer names, with "
-            "config.strategy='swarm'"
-        )
     if s.mode == "live":
         yield from live_options.refuse_live(config)
         return SwarmSource([], [])

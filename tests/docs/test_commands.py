@@ -17,7 +17,7 @@ from jaxpar import config as configs
 from jaxpar.analysis.planner.auto import AUTO_STRATEGY
 from jaxpar.analysis.planner.candidates import with_settings
 from jaxpar.errors import exit_code
-from jaxpar.run import build
+from jaxpar.run import build, unused
 from tests.docs.prose import ROOT
 from tests.docs.test_pages import PAGES, blocks
 
@@ -159,6 +159,12 @@ def test_values_are_accepted(command: str, tmp_path: Path, monkeypatch: pytest.M
     if config.strategy == AUTO_STRATEGY:  # chooses a strategy for this config, which must be valid for any
         config = with_settings(config, {"strategy": "single", "mesh.data": 1})
     build.check_run(config, tmp_path / "run")
+    unused.check_unused_keys(config, overridden(words))
+
+
+def overridden(words: list[str]) -> set[str]:
+    """Return the keys that a command overrides."""
+    return configs.override(configs.default_config(), [word for word in words if word.startswith("--config.")])
 
 
 def config_of(words: list[str]) -> ConfigDict:

@@ -112,8 +112,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a comma": (["mitigations=,"], ["asynchronous.mitigations is ','; it must be names separated by commas, or empty"]),
     "a comma at the end": (["mitigations=dc_asgd,"], ["is 'dc_asgd,'; it must be names separated by commas, or empty"]),
     "a strength": (
-        ["mitigations=dc_asgd", "dc_strength=nan"],
-        ["asynchronous.dc_strength is nan; it must be finite and at least 0"],
+        ["mitigations=dc_asgd", "dc_strength=inf"],
+        ["asynchronous.dc_strength is inf; it must be finite and at least 0"],
     ),
     "no momentum to correct": (
         ["mitigations=corrected_momentum", "optimizer.name=sgd", "optimizer.momentum=0"],

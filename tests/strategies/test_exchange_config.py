@@ -81,9 +81,14 @@ MISTAKES = {
     ),
     "no share": (["exchange=byteps_topk", "ratio=0"], ["options.ratio is 0.0", SHARE]),
     "more than all": (["exchange=byteps_randomk", "ratio=1.5"], ["options.ratio is 1.5", SHARE]),
-    "not a number": (["exchange=byteps_randomk", "ratio=nan"], ["options.ratio is nan", SHARE]),
-    "a negative warm-up": (["exchange=onebit_adam", "warmup=-0.1"], ["options.warmup is -0.1", SHARE]),
-    "a long warm-up": (["exchange=bagua_qadam", "warmup=5"], ["options.warmup is 5.0", SHARE]),
+    "not a number": (["exchange=byteps_randomk", "ratio=nan"], ["options.ratio is nan", "must be a number"]),
+    "a negative warm-up": (["exchange=onebit_adam", "warmup=-0.1"], ["options.warmup is -0.1", "less than 1"]),
+    "a long warm-up": (["exchange=bagua_qadam", "warmup=5"], ["options.warmup is 5.0", "less than 1"]),
+    "a warm-up of the whole run": (["exchange=powersgd", "warmup=1"], ["options.warmup is 1.0", "less than 1"]),
+    "a mean of one pass": (
+        ["exchange=horovod", "average_aggregated_gradients=True"],
+        ["average_aggregated_gradients is True", "without exchange_options.backward_passes_per_step of at least 2"],
+    ),
     "no rank": (["exchange=powersgd", "rank=0"], ["options.rank is 0", POSITIVE]),
     "a block of floats": (
         ["exchange=zero3", "block=64"],

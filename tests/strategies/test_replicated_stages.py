@@ -63,7 +63,10 @@ def test_equals_single(schedule: str, replicas: tuple[int, ...], task: Task, dat
 @pytest.mark.slow
 def test_clipping_before_a_compressor() -> None:
     """Error feedback clips the gradient of a replica of the pipeline, in which each stage counts once."""
-    exchange = "--config.exchange=byteps_topk", "--config.exchange_options.ratio=1.0"
+    exchange = (
+        "--config.exchange=byteps_topk",
+        *(f"--config.exchange_options.{one}" for one in ("ratio=1.0", "min_compress_bytes=0")),
+    )
     plain, replicated = (outcome(GPT, *settings("1f1b", of, 2, *exchange)) for of in ((1, 1), (2, 1)))
     assert worst(replicated, plain) < 1e-6
 

@@ -1,0 +1,189 @@
+"""Finds keys that were set although they have no effect, such as config.pipeline.schedule without a pipeline.
+
+On the command line this is a mistake, often a forgotten config.strategy, and it is refused. A config file may set keys
+of several strategies, of which a run uses one. A run reports those of whole sections, such as config.pipeline.
+"""
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from ml_collections import ConfigDict
+
+from jaxpar import config as configs
+from jaxpar import tasks
+from jaxpar.data import synthetic
+from jaxpar.data.check import TABLES
+from jaxpar.data.images import IMAGE_READERS
+from jaxpar.data.labels import Labels
+from jaxpar.errors import UserError
+
+TRANSFORMERS = ("bert", "gpt", "vit")
+OTHER_MODELS = ("resnet", "mlp")  # that ship with jaxpar; a user's own model may read any key
+
+
+class Effect(NamedTuple):
+    """The condition under which keys have an effect.
+
+    Attributes:
+      keys: the keys; a section stands for all keys in it.
+      holds: whether they have an effect.
+      needs: what would give them one, as the end of `it has no effect without`.
+      but: a key of the section for which this does not hold.
+    """
+
+    keys: tuple[str, ...]
+    holds: Callable[[ConfigDict], bool]
+    needs: str
+    but: str = ""
+
+
+def _strategy(*names: str) -> Callable[[ConfigDict], bool]:
+    return lambda config: config.strategy in ("auto", *names)  # the planner keeps what is set
+
+
+def _optimizer(*names: str) -> Callable[[ConfigDict], bool]:
+    return lambda config: config.optimizer.name in names
+
+
+def _labels(*kinds: Labels) -> Callable[[ConfigDict], bool]:
+    return lambda config: tasks.find_task(config).labels in kinds
+
+
+def _is_image(config: ConfigDict) -> bool:
+    source = config.data.source
+    return source in IMAGE_READERS or (source == "synthetic" and synthetic.kind(config) == "image")
+
+
+def _is_text(config: ConfigDict) -> bool:
+    source = config.data.source
+    return source not in IMAGE_READERS and (source != "synthetic" or synthetic.kind(config) == "text")
+
+
+def _from_files(config: ConfigDict) -> bool:
+    """Return whether the texts are read from files, and so have columns or need a tokenizer."""
+    return config.data.source not in (*IMAGE_READERS, "synthetic")
+
+
+SECTIONS = (
+    Effect(("asynchronous",), _strategy("async_data_parallel"), "config.strategy='async_data_parallel'"),
+    Effect(("data_parallel",), _strategy("data_parallel"), "config.strategy='data_parallel'"),
+    Effect(("swarm",), _strategy("swarm"), "config.strategy='swarm'"),
+    # A swarm cuts its stages by pipeline.partition.
+    Effect(("pipeline.partition",), _strategy("pipeline", "swarm"), "config.strategy='pipeline' or 'swarm'"),
+    Effect(("pipeline",), _strategy("pipeline"), "config.strategy='pipeline'", but="pipeline.partition"),
+)
+EFFECTS = (
+    Effect(("swarm.rule",), lambda config: config.swarm.rebalance_seconds > 0, "config.swarm.rebalance_seconds"),
+    Effect(
+        ("swarm.failures.rejoin",),
+        lambda config: bool(config.swarm.failures.lifetime or config.swarm.failures.group_lifetime),
+        "config.swarm.failures.lifetime or group_lifetime",
+    ),
+    Effect(
+        ("swarm.failures.groups", "swarm.failures.group_share"),
+        lambda config: config.swarm.failures.group_lifetime > 0,
+        "config.swarm.failures.group_lifetime",
+    ),
+    Effect(("optimizer.momentum",), _optimizer("sgd", "muon"), "config.optimizer.name='sgd' or 'muon'"),
+    Effect(
+        ("optimizer.b1", "optimizer.b2"),
+        _optimizer("adamw", "lamb", "lion", "muon"),
+        "config.optimizer.name='adamw', 'lamb', 'lion' or 'muon'",
+    ),
+    Effect(("optimizer.eps",), _optimizer("adamw", "lamb", "muon"), "config.optimizer.name='adamw', 'lamb' or 'muon'"),
+    Effect(
+        ("optimizer.final_lr",),
+        lambda config: config.optimizer.schedule != "constant",
+        "config.optimizer.schedule='cosine' or 'linear'",
+    ),
+    Effect(
+        ("optimizer.max_skipped_steps",),
+        lambda config: config.optimizer.nonfinite == "skip",
+        "config.optimizer.nonfinite='skip'",
+    ),
+    Effect(("early_stop.min_delta",), lambda config: config.early_stop.patience > 0, "config.early_stop.patience"),
+    Effect(
+        ("data.synthetic_examples",),
+        lambda config: config.data.source == "synthetic",
+        "config.data.source='synthetic'",
+    ),
+    Effect(("data.augment",), _is_image, "data of images"),
+    Effect(
+        ("data.max_length", "data.length_buckets"),
+        _is_text,
+        "data of texts",
+    ),
+    Effect(
+        ("data.vocab_size",),
+        lambda config: _is_text(config) and not config.data.tokenizer,
+        "a tokenizer that the run trains (data of texts, and config.data.tokenizer='')",
+    ),
+    Effect(("data.mask_fraction",), _labels(Labels.MASKED), "config.task='masked_lm'"),
+    Effect(("data.tokenizer",), _from_files, "texts from files"),
+    Effect(
+        ("data.text_columns",),
+        lambda config: config.data.source in TABLES,
+        f"config.data.source={', '.join(map(repr, TABLES))}",
+    ),
+    Effect(
+        ("data.label_column",),
+        lambda config: _from_files(config) and _labels(Labels.CLASSES, Labels.TAGS)(config),
+        "a column of labels (config.task='classification' or 'token_classification', and texts from files)",
+    ),
+    Effect(("data.target_columns",), _labels(Labels.TARGETS), "config.task='regression'"),
+    Effect(
+        ("data.drop_unlabelled",),
+        lambda config: _from_files(config) and _labels(Labels.CLASSES, Labels.TAGS, Labels.TARGETS)(config),
+        "columns of labels or targets",
+    ),
+    Effect(("data.validation_fraction",), lambda config: not config.data.validation, "config.data.validation=''"),
+    Effect(
+        ("data.test_fraction",),
+        lambda config: not config.data.test and config.data.source not in IMAGE_READERS,
+        "config.data.test='', and data without test files of its own",
+    ),
+    Effect(("data.prefetch",), lambda config: config.data.num_threads > 0, "config.data.num_threads"),
+    Effect(
+        ("model.attention", "model.flatten_positions"),
+        lambda config: config.model.name not in OTHER_MODELS,
+        f"a transformer (config.model.name={', '.join(map(repr, TRANSFORMERS))})",
+    ),
+)
+
+
+EVERY_EFFECT = (*SECTIONS, *EFFECTS)
+
+
+def unused_keys(config: ConfigDict, effects: Collection[Effect] = EVERY_EFFECT) -> dict[str, str]:
+    """Return, for each key that has no effect and not its default value, what would give it one."""
+    values, default = configs.keys(config), configs.keys(configs.default_config())
+    found: dict[str, str] = {}
+    for key in values:
+        if values[key] == default[key]:
+            continue
+        of_key = (effect for effect in effects if _covers(effect, key))
+        missing = next((effect.needs for effect in of_key if not effect.holds(config)), None)
+        if missing is not None:
+            found[key] = missing
+    return found
+
+
+def _covers(effect: Effect, key: str) -> bool:
+    return key != effect.but and any(key == name or key.startswith(f"{name}.") for name in effect.keys)
+
+
+def check_unused_keys(config: ConfigDict, given: Collection[str], effects: Collection[Effect] = EVERY_EFFECT) -> None:
+    """Raise UserError if one of the given keys has no effect. given: the keys that the command line sets."""
+    for key, needs in unused_keys(config, effects).items():
+        if key in given:
+            value = configs.keys(config)[key]
+            raise UserError(f"config.{key} is {value!r}; it has no effect without {needs}")
+
+
+def describe_unused(config: ConfigDict) -> str:
+    """Return the keys of whole sections that are set without effect, formatted; empty if there are none."""
+    values, words = configs.keys(config), []
+    for effect in SECTIONS:
+        named = [f"{key}={values[key]!r}" for key in unused_keys(config, (effect,))]
+        words += [f"config.{', '.join(named)} (without {effect.needs})"] if named else []
+    return "; ".join(words)
