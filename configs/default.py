@@ -151,8 +151,8 @@ def get_config() -> ConfigDict:
 
     config.model = model = ConfigDict()  # the model, its sizes, and how it is computed
     model.name = "bert"  # bert, gpt, resnet, vit, mlp, or the dotted name of your own module: my_package.my_model
-    # bert: tiny, mini, small, base, large; gpt: tiny, gpt2, gpt2_medium, gpt2_large, gpt2_xl; resnet: 18, 50;
-    # vit: tiny, small, base, large; mlp: tiny
+    # bert: tiny, mini, small, base, large; gpt: tiny, gpt2, gpt2_medium, gpt2_large, gpt2_xl, llama_1b, llama_8b;
+    # resnet: 18, 50; vit: tiny, small, base, large; mlp: tiny
     model.size = "tiny"
     model.init_from = ""  # Hugging Face directory with pretrained weights (BERT or GPT-2), which also sets the sizes
     # Overrides of model.size. None: the value of the size.

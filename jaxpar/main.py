@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from logging import CRITICAL, getLogger
 from pathlib import Path
+from typing import Any
 
 from absl import flags, logging
 from ml_collections import ConfigDict
@@ -41,6 +42,7 @@ from jaxpar.errors import (
     UserError,
     discard,
     fail,
+    format_count,
     is_closed_output,
     is_failure,
     message_of_exit,
@@ -235,7 +237,7 @@ def changes_to_try(config: ConfigDict) -> list[str]:
     return flags
 
 
-def _closing(result: Mapping[str, object], workdir: Path, headline: str, changes: Sequence[str]) -> str:
+def _closing(result: Mapping[str, Any], workdir: Path, headline: str, changes: Sequence[str]) -> str:
     """Return the lines to print at the end of a run.
 
     Args:
@@ -255,9 +257,10 @@ def _closing(result: Mapping[str, object], workdir: Path, headline: str, changes
         "tensorboard/",
     )
     results = ", ".join(name for name in left if (workdir / name).exists())
+    rate = f", {result['examples_per_second']:,.0f} examples/s" if "examples_per_second" in result else ""
     first = f"try {' or '.join(changes)} with a new --workdir;\n          " if changes else ""
     return (
-        f"\n{reached} after {result['steps']:,} steps, {result.get('examples_per_second', 0):,.0f} examples/s\n"
+        f"\n{reached} after {format_count(result['steps'], 'step')}{rate}\n"
         f"results   {workdir}/{results}\n"
         f"next      {first}use the model (docs/predict.md), or train on your own data (docs/data.md)"
     )

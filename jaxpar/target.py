@@ -17,7 +17,7 @@ from jax.experimental import topologies
 from jaxpar import cluster as clusters
 from jaxpar.cluster import DEFAULT_FRACTION, Cluster
 from jaxpar.cluster_file import find_named
-from jaxpar.errors import UserError
+from jaxpar.errors import UserError, format_bytes
 
 HERE = "here"
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
@@ -54,6 +54,13 @@ def memory_fraction() -> float:
     if not re.fullmatch(r"\d*\.?\d+", text) or not 0 < float(text) <= 1:
         raise UserError(f"{name} is {text!r}; it must be a number above 0 and up to 1, such as 0.9")
     return float(text)
+
+
+def what_jax_takes(usable_bytes: float, digits: int = 3) -> str:
+    """Return a sentence about the memory of a GPU that a run can use, and the variable that sets it."""
+    fraction = memory_fraction()
+    usable, whole = (format_bytes(nbytes, digits) for nbytes in (usable_bytes, usable_bytes / fraction))
+    return f"JAX takes {usable} of the {whole} of a GPU ({FRACTION}={fraction:g})"
 
 
 def find_target(text: str, key: str = "--target") -> Target:

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar import config as configs
-from jaxpar import data, mesh, strategies
+from jaxpar import data, mesh, models, strategies
 from jaxpar.analysis import audit, findings
 from jaxpar.analysis.buffers import buffers_at_peak
 from jaxpar.analysis.planner.auto import resolve_strategy
@@ -110,6 +110,7 @@ def run(
         programs = strategy.compile()
     rows = audit.audit(programs, strategy.plan, problem.task)
     audited: dict[str, Any] = {
+        "model": models.describe_model(config, problem.model, problem.batch),
         "layout": strategy.plan.summary,
         "collectives": [row._asdict() | {"ratio": row.ratio, "explained": row.is_explained} for row in rows],
         "devices": [
@@ -191,7 +192,7 @@ def predicted(programs: Sequence[CompiledProgram], problem: Problem, dtype: str,
 
 def format_audit(audited: dict[str, Any]) -> str:
     """Return the audit as tables."""
-    lines = [audited["layout"], ""]
+    lines = [audited["model"], audited["layout"], ""]
     lines.append(f"{'collective':20} {'axis':8} {'dtype':9} {'per step':>8} {'bytes sent':>14} {'theory':>14}  ratio")
     for row in audited["collectives"]:
         theory = "" if row["theory"] is None else f"{row['theory']:,.0f}"

@@ -36,7 +36,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
-from jaxpar import files, mesh, strategies
+from jaxpar import files, mesh, models, strategies
 from jaxpar.analysis.planner.candidates import Candidate, Space, StateRatios, state_ratios
 from jaxpar.analysis.planner.unranked import predicted as predicted_for
 from jaxpar.checkpoint import ledger
@@ -325,7 +325,7 @@ def write(
     )
     for picture in drawn:
         picture.figure.savefig(workdir / f"{picture.name}.png", dpi=150)
-    size = build.num_parameters(loaded.problem.model)
+    size = models.num_parameters(loaded.problem.model)
     header = (
         f"`{arguments.config}`: {config.model.name} of {size:,} parameters, {config.data.source}, "
         f"{loaded.num_steps:,} steps of {config.batch_size} examples, learning rate {config.optimizer.lr:g}, seed "

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar import config as configs
-from jaxpar import data, mesh
+from jaxpar import data, mesh, models
 from jaxpar.analysis import fit
 from jaxpar.analysis.fit import Fit, Sizes, Tried
 from jaxpar.analysis.planner.auto import resolve_strategy
@@ -28,7 +28,7 @@ from jaxpar.command_line import Parser, choice, names
 from jaxpar.errors import exit_code, format_bytes
 from jaxpar.pipeline.executor.programs import REMATS
 from jaxpar.run import build
-from jaxpar.target import FRACTION, Target, find_target
+from jaxpar.target import Target, find_target, what_jax_takes
 
 
 def main() -> int:
@@ -50,16 +50,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         config = resolve_strategy(config, Path(folder), target)
         fit.check_strategy(config)
-        sizes, fits = run(config, Path(folder), target, arguments.vary, arguments.remat)
+        model, sizes, fits = run(config, Path(folder), target, arguments.vary, arguments.remat)
     if arguments.json:
-        print(json.dumps(as_json(config, target, sizes, fits), indent=1))
+        print(json.dumps({"model": model, **as_json(config, target, sizes, fits)}, indent=1))
     else:
-        print(as_text(config, target, sizes, fits))
+        print(model, as_text(config, target, sizes, fits), sep="\n")
     return 0 if any(one.largest for one in fits) else 1
 
 
-def run(config: Any, workdir: Path, target: Target, vary: str, remats: list[str]) -> tuple[Sizes, list[Fit]]:
-    """Return the sizes and the largest that fits for each remat. Prints each attempt to stderr."""
+def run(config: Any, workdir: Path, target: Target, vary: str, remats: list[str]) -> tuple[str, Sizes, list[Fit]]:
+    """Return a description of the model, the sizes, and the largest that fits for each remat. Prints the attempts."""
     cluster, decision = build.check_run(config, workdir, target.cluster)
     loaded = build.load_parts(config, workdir, cluster)
     if vary == fit.BATCH:
@@ -74,8 +74,9 @@ def run(config: Any, workdir: Path, target: Target, vary: str, remats: list[str]
             flush=True,
         )
 
-    info = loaded.dataset.info
-    return sizes, list(fit.find_fits(config, loaded.problem, info, target, sizes, remats, report))
+    info, problem = loaded.dataset.info, loaded.problem
+    model = models.describe_model(config, problem.model, problem.batch)
+    return model, sizes, list(fit.find_fits(config, problem, info, target, sizes, remats, report))
 
 
 def format_tried(tried: Tried) -> str:
@@ -113,8 +114,7 @@ def as_text(config: Any, target: Target, sizes: Sizes, fits: list[Fit]) -> str:
     what = "batch_size" if sizes.key == "batch_size" else "microbatch"
     value_of = dict(zip(sizes.sizes, sizes.values, strict=True))
     lines = [
-        f"JAX takes {exact(target.usable_bytes)} of the {exact(target.memory_bytes)} of a GPU "
-        f"({FRACTION}={target.usable_bytes / target.memory_bytes:g})",
+        what_jax_takes(target.usable_bytes, digits=4),
         "",
         f"{fit.remat_key(config):14} {'largest ' + what:>18} {'needs':>9}  next",
     ]

@@ -38,7 +38,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
-from jaxpar import data, mesh, strategies
+from jaxpar import data, mesh, models, strategies
 from jaxpar.analysis import audit, step_time
 from jaxpar.analysis.planner import report, search
 from jaxpar.analysis.planner.auto import AUTO_STRATEGY, check_kept, kept_settings, no_candidate
@@ -93,6 +93,8 @@ def main() -> None:
         raise UserError(f"--save_cluster is {str(arguments.save_cluster)!r}; it must be unset without --cluster={HERE}")
     else:
         space = make_space(config, cluster_of(arguments.cluster), target)
+    if not arguments.json:
+        print(models.describe_model(config, space.problem.model, space.problem.batch), flush=True)
     found = search.candidates(space)
     if not found:
         raise no_candidate(space)
@@ -114,7 +116,7 @@ def main() -> None:
     if not best.fits:
         raise UserError(
             f"--cluster is {arguments.cluster!r}, but nothing fits on it; it must have more devices or memory: "
-            f"{best.name} needs {format_bytes(best.costs.nbytes)} on each"
+            f"{best.name} needs {format_bytes(best.costs.nbytes)} on each. {report.advise_memory(space)}"
         )
     if arguments.out:
         write("--out", arguments.out, report.config_file(arguments.config, overrides, best, arguments.cluster))
@@ -213,6 +215,7 @@ def describe(
     lines = [
         f"{cluster.num_devices} x {cluster.device_kind}{memory}{hosts}: {len(found):,} candidates in {seconds:.1f} s, "
         f"of which {sum(one.fits for one in found):,} fit; {work.examples:,} examples in a step",
+        report.describe_memory(space),
         "",
         *report.rows(each[:SHOWN], work),
         "",

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+from collections.abc import Mapping
 from types import ModuleType
 
 import jax
@@ -10,12 +11,12 @@ from ml_collections import ConfigDict
 
 from jaxpar.cluster import Cluster
 from jaxpar.data import DataInfo
-from jaxpar.errors import UserError, check_choice, nearest
+from jaxpar.errors import UserError, check_choice, format_count, nearest
 from jaxpar.models.model import Batch, Context, LayerRun, Model, Params, Tie
-from jaxpar.models.options import check_attention, decide_computation
+from jaxpar.models.options import OVERRIDES, check_attention, decide_computation
 from jaxpar.models.remat import REMAT_POLICIES
 
-__all__ = ["MODELS", "Batch", "Context", "LayerRun", "Model", "Params", "Tie", "build", "check_model"]
+__all__ = ["MODELS", "Batch", "Context", "LayerRun", "Model", "Params", "Tie", "build", "check_model", "describe_model"]
 
 # The models, each with the smallest data set that it can be built for.
 MODELS = {
@@ -78,6 +79,44 @@ def build(config: ConfigDict, info: DataInfo, cluster: Cluster) -> Model:
                 "be float32 (layers can cast their parameters to the dtype of the computation)"
             )
     return model
+
+
+def num_parameters(model: Model) -> int:
+    """Return the number of parameters of a model."""
+    return sum(leaf.size for leaf in jax.tree.leaves(model.shapes))
+
+
+def describe_model(config: ConfigDict, model: Model, batch: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> str:
+    """Return what is trained, in one line: the model, the keys that override its size, and the shape of a batch.
+
+    batch: a batch of the longest examples, or its shapes.
+    """
+    name, size, first = config.model.name, config.model.size, model.layers[0]
+    words, inputs = [], batch["inputs"]
+    if name in MODELS:
+        of_size = _module(name).SIZES[size]
+        changed = {key: config.model[key] for key in OVERRIDES if config.model[key] is not None}
+        values = of_size | changed
+        if config.model.init_from:
+            name += f" from {config.model.init_from}"
+        elif others := [f"{key}={value}" for key, value in changed.items() if of_size.get(key, value) != value]:
+            was = ", ".join(f"{of_size[one.partition('=')[0]]}" for one in others)
+            name += f" of size {size}, but config.model has {', '.join(others)} (not {was})"
+        else:
+            name += f" of size {size}"
+        words = [f"width {values['hidden_size']:,}"]
+        words += [format_count(values["num_heads"], "head")] if "num_heads" in values else []
+        words += [f"vocabulary {first.shapes['tokens'].shape[0]:,}"] if "tokens" in first.shapes else []
+    if inputs.ndim == 2 and jnp.issubdtype(inputs.dtype, jnp.integer):
+        words.append(f"batches of {inputs.shape[0]:,} x {inputs.shape[1]:,} tokens")
+    names = [layer.name for layer in model.layers]
+    layers = ", ".join(names) if len(names) < 4 else f"{names[0]} .. {names[-2]}, {names[-1]}"
+    parts = [
+        f"{name}, layers {layers}",
+        f"{num_parameters(model):,} parameters, {config.model.dtype}",
+        ", ".join(words),
+    ]
+    return "; ".join(filter(None, parts))
 
 
 def _check_choices(config: ConfigDict) -> None:

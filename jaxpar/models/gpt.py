@@ -7,6 +7,7 @@ Array dims: B examples, T positions, D features, V vocabulary, C classes.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +33,15 @@ from jaxpar.models.options import BLOCK_DEFAULTS, Spec, check_task, pick, transf
 from jaxpar.tasks import Task
 from jaxpar.tasks.token_logits import TokenLogits
 
-SIZES = {
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "dropout": 0.0, "num_kv_heads": 8}
+SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"num_layers": 2, "hidden_size": 128, "num_heads": 2},
     "gpt2": {"num_layers": 12, "hidden_size": 768, "num_heads": 12},
     "gpt2_medium": {"num_layers": 24, "hidden_size": 1024, "num_heads": 16},
     "gpt2_large": {"num_layers": 36, "hidden_size": 1280, "num_heads": 20},
     "gpt2_xl": {"num_layers": 48, "hidden_size": 1600, "num_heads": 25},
+    "llama_1b": {"num_layers": 16, "hidden_size": 2048, "num_heads": 32, "mlp_size": 8192, **LLAMA},  # of Llama 3.2
+    "llama_8b": {"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "mlp_size": 14336, **LLAMA},  # of Llama 3
 }
 DEFAULTS = {
     "num_kv_heads": None,

@@ -36,6 +36,8 @@ PLACES = ("data.train", "data.validation", "data.test", "data.tokenizer", "model
 StrategyState = Any  # the state in the form of the run's strategy
 MAX_STEPS = 2**31 - 1  # the step counter is an int32
 REPEATS = 10  # measurements of each layer for a profile
+FEW_STEPS, ENOUGH_STEPS = 100, 250  # of a run that learns little, and of one for which flags are advised
+SMALLEST_BATCH = 16  # that is advised, unless the devices need a larger one
 PREPARATION = 3  # size of the temporary arrays with which a batch of text is prepared, in batches
 Result = dict[str, Any]  # the contents of result.json
 
@@ -274,36 +276,47 @@ def check_batches(config: ConfigDict, dataset: data.Dataset, strategy: Strategy[
         check_host_memory(f"config.{key} is {size}", needed, f"preparing and holding {format_count(number, 'batch')}")
 
 
-def num_parameters(model: models.Model) -> int:
-    """Return the number of parameters of a model."""
-    return sum(leaf.size for leaf in jax.tree.leaves(model.shapes))
-
-
 def split_sizes(dataset: data.Dataset) -> dict[str, int]:
     """Return the number of examples of each split."""
     splits = zip(("training", "validation", "test"), dataset[1:4], strict=True)
     return {name: len(split) if split else 0 for name, split in splits}
 
 
+def advise_length(config: ConfigDict, num_examples: int, num_steps: int, divisor: int = 1) -> str:
+    """Return the flags for a longer run if the epochs of a config are few steps; empty if they are not.
+
+    num_examples: of the training split. divisor: of the batch.
+    """
+    if config.num_steps or num_steps >= FEW_STEPS:
+        return ""
+    size, wanted = config.batch_size, max(num_examples // 12, SMALLEST_BATCH)
+    if wanted < size:
+        rounded = 1 << wanted.bit_length() - 1
+        size = min(size, -(-rounded // divisor) * divisor)
+    epochs = math.ceil(ENOUGH_STEPS / math.ceil(num_examples / size) / 5) * 5
+    flags = f"--config.batch_size={size} " if size < config.batch_size else ""
+    return f"{format_count(num_steps, 'step')} are few; train longer, with {flags}--config.num_epochs={epochs}"
+
+
 def describe_run(run: Run) -> str:
     """Return the header of a run: devices, strategy, model, data and length."""
-    config, plan, cluster, model = run.config, run.plan, run.cluster, run.problem.model
+    config, plan, cluster, problem = run.config, run.plan, run.cluster, run.problem
     kinds = ", ".join(sorted({device.device_kind for device in run.strategy.devices}))
-    names = [layer.name for layer in model.layers]
-    layers = ", ".join(names) if len(names) < 4 else f"{names[0]} .. {names[-2]}, {names[-1]}"
     processes_text = f" in {cluster.num_processes} processes" if cluster.num_processes > 1 else ""
     sizes = ", ".join(f"{size:,} {name}" for name, size in split_sizes(run.dataset).items())
     replicas = format_count(plan.num_replicas, "replica")
+    others = [("unused", describe_unused(config)), ("advice", plan.advice)]
+    if not contains_run(run.workdir):
+        length = advise_length(config, len(run.dataset.train), run.num_steps, plan.decision.batch_divisor)
+        others.append(("advice", length))
     lines = {
         "platform": f"{cluster.platform}, {format_count(cluster.num_devices, 'device')}{processes_text} ({kinds}), "
         f"jax {jax.__version__}",
         "strategy": f"{config.strategy}, {replicas}: {plan.summary}",
         "memory": f"{plan.state_bytes / 1e6:.1f} MB of state per device",
         "traffic": f"{plan.wire_bytes / 1e6:.1f} MB sent per device per step",
-        "model": f"{config.model.name}, layers {layers}; {num_parameters(model):,} parameters, {config.model.dtype}",
-        "data": f"{config.data.source}, {run.problem.task.name}: {sizes} examples",
-        "run": f"{run.num_steps:,} steps of {config.batch_size} examples in {run.workdir}",
+        "model": models.describe_model(config, problem.model, problem.batch),
+        "data": f"{config.data.source}, {problem.task.name}: {sizes} examples",
+        "run": f"{format_count(run.num_steps, 'step')} of {config.batch_size} examples in {run.workdir}",
     }
-    others = {"unused": describe_unused(config), "advice": plan.advice}
-    lines |= {name: text for name, text in others.items() if text}
-    return "\n".join(f"{name:9} {text}" for name, text in lines.items())
+    return "\n".join(f"{name:9} {text}" for name, text in [*lines.items(), *others] if text)

@@ -22,7 +22,7 @@ from jaxpar.measure.phases import Phases
 WAITING = {"compile": "compiling", "input": "waiting for data", "eval": "evaluating", "checkpoint": "saving"}
 SHOWN_AFTER = 1.0  # seconds after which the bar shows one of these phases
 NARROW = 60  # columns of a terminal; on a narrower one, only the time left and the loss fit
-LONG_COMPILATION = 10.0  # seconds after which a line reports the first compilation, if there is no bar
+LONG_COMPILATION = 10.0  # seconds after which a line reports a compilation, if there is no bar; each next one doubles
 MetricsRow = dict[str, Any]  # step, split and the metrics by name
 
 
@@ -99,7 +99,7 @@ class Progress:
     """One printed line per log interval and, on a terminal, a progress bar below these lines.
 
     Within `with`, a thread shows on the bar for how long the run has been compiling, evaluating or saving. Without a
-    terminal, or on one whose width is unknown (0), there is no bar, and one line reports a long compilation.
+    terminal, or on one whose width is unknown (0), there is no bar; lines at growing intervals report compilations.
     """
 
     def __init__(self, start: int, total: int, phases: Phases):
@@ -141,14 +141,17 @@ class Progress:
             self._bar.update()
 
     def _watch(self) -> None:
-        is_silent = self._bar is None
+        next_line = LONG_COMPILATION
         while not self._done.wait(SHOWN_AFTER):
             phase, seconds = WAITING.get(self._phases.name), time.monotonic() - self._phases.began_at
             if phase is not None and self._bar is not None and seconds >= SHOWN_AFTER:
                 self._bar.set_postfix_str(f"{phase} {format_clock(seconds)}")  # until the next step
-            elif self._phases.name == "compile" and is_silent and seconds >= LONG_COMPILATION:
-                self.print_line(f"step {self._phases.step}/{self._total}  compiling for {format_clock(seconds)}")
-                is_silent = False
+            elif self._bar is None and self._phases.name == "compile":
+                if seconds >= next_line:
+                    self.print_line(f"step {self._phases.step}/{self._total}  compiling for {format_clock(seconds)}")
+                    next_line *= 2
+            else:
+                next_line = LONG_COMPILATION
 
     def log(self, step: int, metrics: dict[str, float], shown: Sequence[str]) -> None:
         """Print the metrics of a log interval whose names are in `shown`, the rate and the time left."""

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar import checkpoint, files
+from jaxpar import checkpoint, files, models
 from jaxpar.data import Split
-from jaxpar.errors import TrainingError
+from jaxpar.errors import TrainingError, format_count
 from jaxpar.launch import processes
 from jaxpar.launch.place import command_of
 from jaxpar.measure import provenance
 from jaxpar.run import classes, metrics
-from jaxpar.run.build import Result, Run, StrategyState, num_parameters, split_sizes
+from jaxpar.run.build import Result, Run, StrategyState, advise_length, split_sizes
 from jaxpar.run.callbacks import Callbacks, Measurement
 from jaxpar.run.evaluate import evaluate_split
 from jaxpar.tasks import Task
@@ -48,12 +48,17 @@ def finish(
     """
     result = test_split(run, state, run.dataset.test, steps, log, callbacks) if run.dataset.test else {}
     check_losses(run, steps, log)
+    if predicts_no_better(result):
+        flags = advise_length(run.config, len(run.dataset.train), run.num_steps, run.plan.decision.batch_divisor)
+        longer = "config.num_steps" if run.config.num_steps else "config.num_epochs"
+        advice = flags or f"raise {longer}, or change config.optimizer.lr"
+        print(f"advice    the model learned nothing, it predicts no better than a constant; {advice}", flush=True)
     trained = log.rows("train")
     rates = {name: [row[name] for row in trained if row.get(name) is not None] for name in RATES}
     skipped = sum(row.get("skipped_steps") or 0 for row in trained)
     if skipped:
         reason = "because their losses or gradients were not finite"
-        print(f"skipped   {skipped} of {steps} steps, {reason}", flush=True)
+        print(f"skipped   {skipped} of {format_count(steps, 'step')}, {reason}", flush=True)
     devices = run.strategy.devices
     result |= {
         "train_loss": trained[-1].get("loss") if trained else None,  # None if all steps of the interval were skipped
@@ -63,7 +68,7 @@ def finish(
         "in_flight": run.strategy.num_in_flight(state),
         "discarded": list(discarded),
         **{name: statistics.median(values) for name, values in rates.items() if values},
-        "parameters": num_parameters(run.problem.model),
+        "parameters": models.num_parameters(run.problem.model),
         "splits": split_sizes(run.dataset),
         "strategy": run.config.strategy,
         "devices": [str(device) for device in devices],
@@ -85,6 +90,14 @@ def finish(
             title = f"{run.config.model.name} on {run.config.data.source}, {run.config.strategy}"
             draw_curves(run.workdir, run.problem.task, title)
     return result
+
+
+def predicts_no_better(result: Result) -> bool:
+    """Return whether a constant predicts the test split as well: the most frequent class, or the mean."""
+    accuracy, baseline = result.get("test_accuracy"), result.get("test_majority_accuracy")
+    if accuracy is not None and baseline is not None:
+        return bool(accuracy <= baseline)
+    return "test_r2" in result and bool(result["test_r2"] <= 0)
 
 
 def check_losses(run: Run, steps: int, log: metrics.Log) -> None:

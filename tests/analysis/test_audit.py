@@ -443,7 +443,7 @@ def test_the_script_prints_json_and_fails_where_a_row_is_unexplained(
 ) -> None:
     assert run(monkeypatch, tmp_path, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["layout", "collectives", "devices", "buffers"]
+    assert list(found) == ["model", "layout", "collectives", "devices", "buffers"]
     [row] = [row for row in found["collectives"] if row["dtype"] != SCALARS]
     assert row["explained"]
     assert (row["kind"], row["axis"], row["dtype"], row["number"]) == (

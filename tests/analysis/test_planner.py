@@ -518,13 +518,13 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     out = tmp_path / "best.py"
     assert run_script(monkeypatch, script, *base, "--cluster=h100:4", f"--out={out}") == 0
     printed = capsys.readouterr().out
-    assert re.search(r"^4 x NVIDIA H100 80GB HBM3: \d+ candidates in", printed)
+    assert re.search(r"^bert of size tiny, layers .*\n4 x NVIDIA H100 80GB HBM3: \d+ candidates in", printed)
     assert "Your config: " in printed
     assert "Without stages" not in printed
     odd = [*base[:2], "--config.batch_size=62", "--config.exchange_options.bucket_bytes=1000"]
     assert run_script(monkeypatch, script, *odd, "--cluster=configs/clusters/8xv100_nvlink.toml") == 0
     of_v100s = capsys.readouterr().out
-    assert of_v100s.startswith("8 x Tesla V100-SXM2-32GB with 16 GB: ")
+    assert "\n8 x Tesla V100-SXM2-32GB with 16 GB: " in of_v100s
     assert (
         "\nNo strategy without stages is possible: config.batch_size is 62, which is not a multiple of 8.\n" in of_v100s
     )
@@ -569,8 +569,10 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     monkeypatch.setattr(script, "cluster_of", lambda *_: replace(H100, memory_bytes=1000))
     config = ("--config=configs/quickstart.py", "--config.data.source=synthetic", "--config.model.num_layers=1")
     out, message = script_error(monkeypatch, capsys, script, *config, "--cluster=h100:2x8")
-    assert not out
+    assert out.startswith("bert of size tiny, but config.model has num_layers=1 (not 2), layers embed, ")
     assert message.startswith("--cluster is 'h100:2x8', but nothing fits on it; it must have more devices or memory: ")
+    end = "JAX takes 750 B of the 1 kB of a GPU (XLA_CLIENT_MEM_FRACTION=0.75); a larger fraction gives a run more."
+    assert message.endswith(f"{end} {report.OFFLOAD}\n")
 
 
 def test_steps_without_a_predicted_time(found: list[Candidate]) -> None:

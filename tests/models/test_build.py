@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import pytest
 
+from jaxpar import config as configs
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
-from jaxpar.models import MODELS, bert, build, check_model, gpt
+from jaxpar.models import MODELS, bert, build, check_model, describe_model, gpt
 from tests.models.small import CPU, IMAGE, TEXT, VECTOR, info_of, small_config
 
 
@@ -39,6 +40,8 @@ GPT_PARAMS = {
     "gpt2_large": 774_030_080,
     "gpt2_xl": 1_557_611_200,
 }
+# Llama 3.2 1B has 1,235,814,400 parameters. Llama 3 8B has 8,030,261,248, of which the head is not tied here.
+LLAMA_PARAMS = {"llama_1b": 1_235_814_400, "llama_8b": 8_030_261_248 - 128_256 * 4096}
 
 
 @pytest.mark.parametrize("size", bert.SIZES)
@@ -49,9 +52,26 @@ def test_bert_sizes(size: str) -> None:
 
 @pytest.mark.parametrize("size", GPT_PARAMS)
 def test_gpt_sizes(size: str) -> None:
-    assert set(gpt.SIZES) == {"tiny", *GPT_PARAMS}
+    assert set(gpt.SIZES) == {"tiny", *GPT_PARAMS, *LLAMA_PARAMS}
     shapes = shapes_of("gpt", size, "causal_lm", TEXT, vocab_size=50257, max_length=1024)
     assert num_params(shapes) == GPT_PARAMS[size]
+
+
+@pytest.mark.parametrize("size", LLAMA_PARAMS)
+def test_llama_sizes(size: str) -> None:
+    assert num_params(shapes_of("gpt", size, "causal_lm", TEXT, vocab_size=128_256)) == LLAMA_PARAMS[size]
+
+
+def test_the_description_of_a_model() -> None:
+    """It names the keys that override the size, which the config of a small model sets."""
+    config, tokens = configs.load_config("configs/gpt_wordnet.py"), jax.ShapeDtypeStruct((8, 1024), "int32")
+    configs.override(config, ["--config.model.size=gpt2_xl", "--config.model.max_length=1024"])
+    line = describe_model(config, build(config, TEXT._replace(vocab_size=50257), CPU), {"inputs": tokens})
+    assert line.startswith("gpt of size gpt2_xl, but config.model has num_layers=4 (not 48), layers embed .. block_3, ")
+    assert line.endswith("float32; width 1,600, 25 heads, vocabulary 50,257, batches of 8 x 1,024 tokens")
+    config.model.num_layers = None
+    line = describe_model(config, build(config, TEXT._replace(vocab_size=50257), CPU), {"inputs": tokens})
+    assert line.startswith("gpt of size gpt2_xl, layers embed .. block_47, head; 1,557,611,200 parameters, float32; ")
 
 
 @pytest.mark.parametrize(("size", "count"), [("18", 11_689_512), ("50", 25_557_032)])

@@ -1,4 +1,4 @@
-"""Tests of the parts of a run: the profile that a run measures for config.pipeline.partition=auto."""
+"""Tests of the parts of a run: the profile for config.pipeline.partition=auto, and the advice on short runs."""
 
 import json
 from pathlib import Path
@@ -87,3 +87,35 @@ def test_a_refused_run_leaves_no_profile(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config\.pipeline\.memory_limit is 1; it must be larger"):
         make_run(config, workdir)
     assert read_profile(workdir / "profile.json") == profile
+
+
+# (examples, batch size, divisor of the batch): the advised batch size and epochs
+ADVISED = {
+    (210, 256, 1): (16, 20),
+    (210, 256, 24): (24, 30),
+    (10_000, 256, 1): (256, 10),
+    (7, 8, 1): (8, 250),
+    (700, 480, 1): (32, 15),
+    (25_600, 256, 1): (256, None),
+}
+
+
+@pytest.mark.parametrize(("examples", "batch_size", "divisor"), ADVISED)
+def test_advice_on_the_length_of_short_runs(examples: int, batch_size: int, divisor: int) -> None:
+    """What is advised takes 250 steps or more, and is not advised again."""
+    config, (size, epochs) = configs.default_config(), ADVISED[examples, batch_size, divisor]
+    config.batch_size = batch_size
+    advice = build.advise_length(config, examples, -(-examples // batch_size), divisor)
+    if epochs is None:
+        assert not advice
+        return
+    flags = [word for word in advice.split() if word.startswith("--")]
+    assert flags[-1] == f"--config.num_epochs={epochs}"
+    assert flags[:-1] == ([f"--config.batch_size={size}"] if size < batch_size else [])
+    configs.override(config, flags)
+    assert size % divisor == 0
+    num_steps = epochs * -(-examples // size)
+    assert num_steps >= 250
+    assert not build.advise_length(config, examples, num_steps, divisor)
+    config.num_steps = 1  # as the user wants it
+    assert not build.advise_length(config, examples, 1, divisor)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpar import checkpoint, data, models, training
+from jaxpar import config as configs
 from jaxpar.cluster import find_cluster
 from jaxpar.errors import TrainingError
 from tests.checkpoint.test_private import config
@@ -108,3 +109,21 @@ def test_a_loss_that_is_not_finite_at_the_end_is_an_error(split: str, tmp_path: 
     result = training.train(config(*large, *fractions, "--config.optimizer.nonfinite=skip"), tmp_path)
     assert not np.isfinite(result["test_loss"])
     assert json.loads((tmp_path / "result.json").read_text())["test_loss"] is None
+
+
+def test_a_small_file_is_advised_on_and_then_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 237 rows, an epoch in batches of 256 is one step, which teaches nothing."""
+    rows = (f"room {i} was {('good', 'bad')[i % 2]},{i % 2}" for i in range(237))
+    (tmp_path / "rows.csv").write_text("\n".join(["text,label", *rows]))
+    source = "--config.data.source=csv", f"--config.data.train={tmp_path}/rows.csv", "--config.model.name=bert"
+    settings = config(*source, "--config.batch_size=256", "--config.num_epochs=1", "--config.num_steps=0")
+    settings.optimizer.lr = 0.0  # so that it learns nothing for sure
+    result = training.train(settings, tmp_path / "short")
+    assert result["test_accuracy"] <= result["test_majority_accuracy"]
+    begins, ends = (line for line in capsys.readouterr().out.splitlines() if line.startswith("advice"))
+    flags = [word for word in begins.split() if word.startswith("--")]
+    assert ends.endswith(" ".join(flags))
+    settings.optimizer.lr = 1e-3
+    configs.override(settings, flags)
+    assert training.train(settings, tmp_path / "long")["test_accuracy"] > 0.9
+    assert "advice" not in capsys.readouterr().out

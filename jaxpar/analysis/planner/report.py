@@ -9,7 +9,9 @@ from jaxpar.analysis.planner.unranked import UnrankedCandidate
 from jaxpar.config import config_folder
 from jaxpar.errors import format_bytes
 from jaxpar.measure.flops import forward_flops
+from jaxpar.target import what_jax_takes
 
+OFFLOAD = "config.exchange_options.offload=True with config.exchange=zero2 keeps the optimizer state on the host."
 OVERHEADS = {
     "waiting": "waiting for other stages",
     "exposed": "exposed communication",
@@ -119,6 +121,18 @@ def unranked_rows(candidates: Sequence[UnrankedCandidate], workload: StepWork) -
             for one in candidates
         ),
     ]
+
+
+def describe_memory(space: Space) -> str:
+    """Return a sentence about the memory of a device that a run can use."""
+    if space.machine.cluster.platform == "cpu":
+        return f"A run can use {format_bytes(space.usable_bytes)} of memory for a device."
+    return f"{what_jax_takes(space.usable_bytes)}; a larger fraction gives a run more."
+
+
+def advise_memory(space: Space) -> str:
+    """Return what gives a run more memory, if nothing fits."""
+    return f"{describe_memory(space)}{'' if space.machine.cluster.platform == 'cpu' else ' ' + OFFLOAD}"
 
 
 def explain(candidate: Candidate, best: Candidate, workload: StepWork) -> str:
