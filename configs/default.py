@@ -154,7 +154,7 @@ def get_config() -> ConfigDict:
     # bert: tiny, mini, small, base, large; gpt: tiny, gpt2, gpt2_medium, gpt2_large, gpt2_xl, llama_1b, llama_8b;
     # resnet: 18, 50; vit: tiny, small, base, large; mlp: tiny
     model.size = "tiny"
-    model.init_from = ""  # Hugging Face directory with pretrained weights (BERT or GPT-2), which also sets the sizes
+    model.init_from = ""  # Hugging Face directory with pretrained weights (docs/models.md), which also sets the sizes
     # Overrides of model.size. None: the value of the size.
     model.num_layers = placeholder(int)  # number of blocks
     model.hidden_size = placeholder(int)  # features of the hidden states; resnet: channels of the first stage
@@ -167,6 +167,14 @@ def get_config() -> ConfigDict:
     model.norm = placeholder(str)  # gpt: layernorm, rmsnorm
     model.activation = placeholder(str)  # gelu, gelu_tanh, relu; gpt also swiglu
     model.positions = placeholder(str)  # gpt: learned, rotary
+    model.head_dim = placeholder(int)  # gpt: features of an attention head; None: hidden_size / num_heads
+    model.norm_eps = placeholder(float)  # gpt: added to the variance in norms; default 1e-5
+    model.qkv_bias = placeholder(bool)  # gpt with norm rmsnorm: biases of queries, keys and values; default False
+    model.rope_base = placeholder(float)  # gpt with positions rotary: base of the frequencies; default 10000
+    # gpt with positions rotary: scaling of the frequencies, in JSON as in config.json of Hugging Face; None: no scaling
+    # {"rope_type": "linear", "factor": 2.0}, or rope_type llama3 with its four numbers (docs/models.md)
+    model.rope_scaling = placeholder(str)
+    model.tied_embeddings = placeholder(bool)  # gpt for causal_lm: the head is the embedding; default True
     model.pooling = placeholder(str)  # bert (classification and regression), vit: cls, mean
     model.patch_size = placeholder(int)  # vit: height and width of a patch, in pixels
     # bert, gpt, vit, mlp: number of times that each block is applied, one after another, with the same parameters

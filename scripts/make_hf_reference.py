@@ -38,21 +38,29 @@ BERT = transformers.BertConfig(
 GPT2 = transformers.GPT2Config(
     vocab_size=40, n_embd=16, n_layer=2, n_head=4, n_positions=12, num_labels=3, pad_token_id=0, eos_token_id=1
 )
-LLAMA = transformers.LlamaConfig(
-    vocab_size=40,
-    hidden_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=24,
-    max_position_embeddings=12,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=True,
-    num_labels=3,
-    pad_token_id=0,
-    bos_token_id=None,
-    eos_token_id=1,
+DECODER = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 12,
+    "num_labels": 3,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+LLAMA = transformers.LlamaConfig(**DECODER, rms_norm_eps=1e-5, tie_word_embeddings=True)
+# The first frequency is kept, the second interpolated, the others divided.
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = transformers.LlamaConfig(
+    **DECODER, head_dim=8, rope_parameters={**SCALED, "rope_theta": 500.0, "original_max_position_embeddings": 64}
 )
+MISTRAL = transformers.MistralConfig(
+    **DECODER, sliding_window=None, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
+)
+QWEN2 = transformers.Qwen2Config(**DECODER, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
 MEAN = "bert_mean"
 MODELS = {
     "bert_classification": (transformers.BertForSequenceClassification, BERT),
@@ -61,6 +69,9 @@ MODELS = {
     "gpt_classification": (transformers.GPT2ForSequenceClassification, GPT2),
     "llama_causal_lm": (transformers.LlamaForCausalLM, LLAMA),
     "llama_classification": (transformers.LlamaForSequenceClassification, LLAMA),
+    "llama3_causal_lm": (transformers.LlamaForCausalLM, LLAMA3),
+    "mistral_causal_lm": (transformers.MistralForCausalLM, MISTRAL),
+    "qwen2_causal_lm": (transformers.Qwen2ForCausalLM, QWEN2),
 }
 
 
@@ -159,12 +170,16 @@ def check(directory: Path) -> bool:
         "gpt_classification": transformers.AutoModelForSequenceClassification,
         "llama_causal_lm": transformers.AutoModelForCausalLM,
         "llama_classification": transformers.AutoModelForSequenceClassification,
+        "llama3_causal_lm": transformers.AutoModelForCausalLM,
+        "mistral_causal_lm": transformers.AutoModelForCausalLM,
+        "qwen2_causal_lm": transformers.AutoModelForCausalLM,
     }[directory.name]
     model, report = automatic.from_pretrained(directory, output_loading_info=True)
     example = load_file(REFERENCE / directory.name / "example.safetensors")
     difference = (logits(model.eval(), example) - example["logits"]).abs().max().item()
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     problems = {key: value for key, value in report.items() if value}
+    kind = transformers.LlamaForCausalLM if directory.name.startswith("mistral") else kind  # the same without a window
     good = type(model) is kind and difference < 1e-5 and not problems
     print(f"{directory.name}: {type(model).__name__}, max difference {difference:.1e}, {problems or 'all keys match'}")
     print(f"  {type(tokenizer).__name__}, {len(tokenizer)} tokens, {tokenizer('a word').input_ids}")

@@ -4,9 +4,10 @@ A BERT classifier that pools by the mean has no class in `transformers`. It is w
 the encoder, the pooling and the classifier as a linear map, whose output is the logits.
 """
 
+import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +22,13 @@ from jaxpar.data import tokenizer as tokenizers
 from jaxpar.errors import UserError
 from jaxpar.models import bert, gpt
 from jaxpar.models.hf import check_blocks
-from jaxpar.models.hf_families import FAMILIES, Family
+from jaxpar.models.hf_families import FAMILIES, Family, rope_settings
 from jaxpar.models.model import Params
 from jaxpar.models.options import Spec
 from jaxpar.tasks import Task
 
 MODULES = ("Transformer", "Pooling", "Dense")  # the modules of `sentence_transformers.models`, in order
+SHARD_BYTES = 5 * 10**9  # of a file with tensors; more of them are several files with an index
 LINEAR = "torch.nn.modules.linear.Identity"  # activation of a Dense module
 
 
@@ -39,6 +41,8 @@ class Equivalent(NamedTuple):
       spec: the resolved options of the model.
       task: the task of the model.
       is_mean: whether it pools by the mean, which needs `sentence-transformers`.
+      is_tied: whether the head of a language model is the token embedding.
+      rope_scaling: config.model.rope_scaling.
     """
 
     kind: str
@@ -46,6 +50,8 @@ class Equivalent(NamedTuple):
     spec: Spec
     task: Task
     is_mean: bool
+    is_tied: bool = True
+    rope_scaling: str | None = None
 
 
 def save_directory(params: Params, config: ConfigDict, info: DataInfo, tokenizer: Path, directory: Path) -> None:
@@ -71,13 +77,13 @@ def save_directory(params: Params, config: ConfigDict, info: DataInfo, tokenizer
     ids = {f"{use}_id": index for use, (_, index) in special.items() if use in ("bos_token", "eos_token")}
     names = {use: token for use, (token, _) in special.items()}
     uses = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": info.input_shape[0]}
-    tensors = _tensors(params, model)
     shutil.copyfile(tokenizer, directory / "tokenizer.json")
     _write_json(directory / "tokenizer_config.json", {**uses, **names})
     _write_json(directory / "config.json", {**_settings(model, info), **ids})
+    tensors = _tensors(params, model)
     if model.is_mean:
-        _save_modules(tensors, info, directory)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        tensors = iter(_save_modules(dict(tensors), info, directory).items())
+    _save_shards(tensors, directory)
 
 
 def find_equivalent(config: ConfigDict, info: DataInfo) -> Equivalent:
@@ -93,14 +99,15 @@ def find_equivalent(config: ConfigDict, info: DataInfo) -> Equivalent:
         task, spec, pooling = bert.resolve(config, info)
         return Equivalent("bert", FAMILIES["bert"], spec, task, pooling == "mean")
     task, spec = gpt.resolve(config, info)
-    kind = next(kind for kind, family in FAMILIES.items() if family.options.get("norm") == spec.norm)
-    model = Equivalent(kind, FAMILIES[kind], spec, task, False)
+    kind = "gpt2" if spec.norm == "layernorm" else "qwen2" if spec.qkv_bias else "llama"
+    is_tied = config.model.tied_embeddings is not False
+    model = Equivalent(kind, FAMILIES[kind], spec, task, False, is_tied, config.model.rope_scaling)
     _check_options(model)
     return model
 
 
 def _check_options(model: Equivalent) -> None:
-    """Raise UserError if the model mixes options of GPT-2 and Llama."""
+    """Raise UserError if the model mixes options of GPT-2, Llama and Qwen 2."""
     kind, family, spec = model.kind, model.family, model.spec
     accepted = {key: [value] for key, value in family.options.items()} | {"activation": list(family.activations)}
     for key, values in accepted.items():
@@ -114,12 +121,21 @@ def _check_options(model: Equivalent) -> None:
             f"config.model.num_kv_heads is {spec.num_kv_heads}; it must equal num_heads ({spec.num_heads}), "
             f"because Hugging Face {kind} has no grouped-query attention"
         )
+    if spec.head_dim * spec.num_heads != spec.hidden_size and "head_dim" not in family.varied:
+        raise UserError(
+            f"config.model.head_dim is {spec.head_dim}; it must be hidden_size / num_heads, as in Hugging Face {kind}"
+        )
+    if not model.is_tied and "tied_embeddings" not in family.varied:
+        raise UserError(
+            f"config.model.tied_embeddings is False; it must be None, because the head of Hugging Face {kind} is tied"
+        )
 
 
 def _settings(model: Equivalent, info: DataInfo) -> dict[str, Any]:
     """Return the contents of config.json, without the ids of special tokens."""
     family, spec = model.family, model.spec
-    settings = {theirs: getattr(spec, ours) for ours, theirs in family.keys.items()}
+    values = {**dataclasses.asdict(spec), "tied_embeddings": model.is_tied}
+    settings = {theirs: values[ours] for ours, theirs in (family.keys | family.varied).items()}
     settings[family.keys["activation"]] = family.activations[spec.activation]
     rates = {rate: spec.dropout for rate, default in family.rates.items() if default is not None}
     settings |= {**family.fixed, **rates, family.unapplied: 0.0}
@@ -128,6 +144,8 @@ def _settings(model: Equivalent, info: DataInfo) -> dict[str, Any]:
         settings |= {"bos_token_id": None, "eos_token_id": None}
     if spec.positions == "rotary":
         settings["max_position_embeddings"] = info.input_shape[0]
+        settings |= {"sliding_window": None} if "sliding_window" in family.defaults else {}
+        settings |= rope_settings(spec.rope.base, model.rope_scaling)
     if names := info.targets or info.class_names:
         settings["id2label"] = {str(index): name for index, name in enumerate(names)}
         settings["label2id"] = {name: index for index, name in enumerate(names)}
@@ -142,22 +160,49 @@ def _class(model: Equivalent) -> str:
     return "BertModel" if model.is_mean else model.family.classes[model.task.head]
 
 
-def _tensors(params: Params, model: Equivalent) -> dict[str, np.ndarray]:
-    """Return the tensors of model.safetensors by name. A class without a head has no prefix."""
+def _tensors(params: Params, model: Equivalent) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the names and tensors. A class without a head has no prefix."""
     flat = flatten_dict(params, sep=".")
     prefix = "" if model.is_mean else model.family.prefix
-    tensors, left = {}, set(flat)
+    left = set(flat)
     for tensor in model.family.tensors(model.spec.num_layers):
         if tensor.keys[0] in flat:
             arrays = [np.asarray(flat[key], np.float32) for key in tensor.keys]
-            tensors[prefix * tensor.prefixed + tensor.name] = tensor.from_ours(arrays)
             left -= set(tensor.keys)
+            yield prefix * tensor.prefixed + tensor.name, tensor.from_ours(arrays)
     assert not left, left
-    return tensors
 
 
-def _save_modules(tensors: dict[str, np.ndarray], info: DataInfo, directory: Path) -> None:
-    """Write the files that `sentence-transformers` reads besides those of BERT, and remove the classifier's tensors."""
+def _save_shards(tensors: Iterator[tuple[str, np.ndarray]], directory: Path) -> None:
+    """Write model.safetensors, or files of at most SHARD_BYTES with their index, holding one of them in memory."""
+    shards: list[list[str]] = []
+    shard: dict[str, np.ndarray] = {}
+    total = 0
+
+    def write() -> None:
+        shards.append(list(shard))
+        save_file(shard, directory / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        shard.clear()
+
+    for name, array in tensors:
+        if shard and sum(one.nbytes for one in shard.values()) + array.nbytes > SHARD_BYTES:
+            write()
+        shard[name] = array
+        total += array.nbytes
+    write()
+    files = ["model.safetensors"]
+    if len(shards) > 1:
+        files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+        places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        _write_json(
+            directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places}
+        )
+    for number, file in enumerate(files, start=1):
+        (directory / f"{number}.safetensors").rename(directory / file)
+
+
+def _save_modules(tensors: dict[str, np.ndarray], info: DataInfo, directory: Path) -> dict[str, np.ndarray]:
+    """Write the files that `sentence-transformers` reads besides those of BERT, and return the tensors of BERT."""
     kernel_CD, bias_C = tensors.pop("classifier.weight"), tensors.pop("classifier.bias")
     C, D = kernel_CD.shape
     paths = [f"{index}_{name}" * (index > 0) for index, name in enumerate(MODULES)]
@@ -180,6 +225,7 @@ def _save_modules(tensors: dict[str, np.ndarray], info: DataInfo, directory: Pat
     shape = {"in_features": D, "out_features": C, "bias": True}
     _write_json(dense / "config.json", {**shape, "activation_function": LINEAR})
     save_file({"linear.weight": kernel_CD, "linear.bias": bias_C}, dense / "model.safetensors", {"format": "pt"})
+    return tensors
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[str, int]]:

@@ -43,7 +43,7 @@ def load_language_model(
     path = named_tokenizer(config)
     assert path is not None
     tokenizer = Tokenizer.from_str(read_tokenizer(path))
-    config.data.max_length = config.model.max_length
+    config.data.max_length = hf.longest_text(directory)
     info = DataInfo("text", (config.data.max_length,), 0, (), vocab_size(tokenizer), 0)
     devices = clusters.devices() if devices is None else devices
     model = models.build(config, info, clusters.find_cluster())

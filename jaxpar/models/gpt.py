@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al. 2019), with options for Llama blocks, for causal language modelling and classification.
 
 norm=rmsnorm, activation=swiglu, positions=rotary and num_kv_heads < num_heads give the blocks of Llama (Touvron et al.
-2023). Unlike in the original Llama, the head stays tied to the embedding.
+2023), and tied_embeddings=False its head.
 
 Array dims: B examples, T positions, D features, V vocabulary, C classes.
 """
@@ -15,7 +15,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from jaxpar.data import DataInfo
-from jaxpar.errors import check_choice
+from jaxpar.errors import UserError, check_choice
 from jaxpar.models.layers import (
     ACTIVATIONS,
     INIT_SCALE,
@@ -52,31 +52,39 @@ DEFAULTS = {
     "norm": "layernorm",
     "activation": "gelu_tanh",
     "positions": "learned",
+    "head_dim": None,
+    "norm_eps": 1e-5,
+    "qkv_bias": False,
+    "rope_base": None,
+    "rope_scaling": None,
     **BLOCK_DEFAULTS,
 }
-NORM_EPS = 1e-5
+LM_DEFAULTS = {**DEFAULTS, "tied_embeddings": True}  # of causal language models
 
 
 def build(config: ConfigDict, info: DataInfo) -> Model:
     """Build the layers embed, block_0 to block_(num_layers - 1), head. Outputs logits [B, T, V] or [B, C], float32."""
     task, spec = resolve(config, info)
     if task.head == "causal_lm":
-        return transformer(config, spec, partial(Embed, spec), partial(CausalLMHead, spec), TIED_HEAD)
+        ties = () if config.model.tied_embeddings is False else TIED_HEAD
+        return transformer(config, spec, partial(Embed, spec), partial(CausalLMHead, spec), ties)
     return transformer(config, spec, partial(Embed, spec), partial(LastTokenHead, spec, info.num_outputs))
 
 
 def resolve(config: ConfigDict, info: DataInfo) -> tuple[Task, Spec]:
     """Return the task and the decoder's Spec."""
     task = check_task(config, info, heads=("causal_lm", "example"), kinds=("text",))
-    values = pick(config, SIZES, DEFAULTS)
+    values = pick(config, SIZES, LM_DEFAULTS if task.head == "causal_lm" else DEFAULTS)
     check_choice("model.norm", values["norm"], ("layernorm", "rmsnorm"))
     check_choice("model.activation", values["activation"], ACTIVATIONS)
     check_choice("model.positions", values["positions"], ("learned", "rotary"))
-    return task, transformer_spec(config, info, values, norm_eps=NORM_EPS, causal=True)
+    if not 0 < values["norm_eps"] < 1:
+        raise UserError(f"config.model.norm_eps is {values['norm_eps']}; it must be greater than 0 and less than 1")
+    return task, transformer_spec(config, info, values, norm_eps=values["norm_eps"], causal=True)
 
 
 class CausalLMHead(nnx.Module):
-    """Language-model head: the final norm, then the token embedding as the decoder."""
+    """Language-model head: the final norm, then logits by a matrix [V, D], that of the embedding if they are tied."""
 
     def __init__(self, spec: Spec, rngs: nnx.Rngs):
         self.spec = spec

@@ -1,4 +1,4 @@
-"""Reads BERT, GPT-2 and Llama weights from Hugging Face `transformers` directories; jaxpar/export writes them.
+"""Reads weights from Hugging Face `transformers` directories; jaxpar/export writes them.
 
 A directory contains config.json, model.safetensors (or several files with an index) and a tokenizer. The weights are
 the same numbers in both formats, so the logits agree to float32 rounding.
@@ -16,8 +16,14 @@ from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
 from jaxpar.files import file_of, parse_json, path_state
 from jaxpar.models import gpt, hf_labels, hf_tensors
-from jaxpar.models.hf_families import FAMILIES, Family
+from jaxpar.models.hf_families import FAMILIES, Family, rope_options, sliding_window
 from jaxpar.models.model import Model, Params
+
+VALID = {  # what the values of `Family.varied` must be
+    "norm_eps": "a number, greater than 0 and less than 1",
+    "tied_embeddings": "true or false",
+    "head_dim": "a positive integer",
+}
 
 
 def apply_directory(config: ConfigDict) -> None:
@@ -35,14 +41,20 @@ def apply_directory(config: ConfigDict) -> None:
             f"config.model.name is {config.model.name!r}, but {path} describes a {family.model!r} model; "
             f"set config.model.name={family.model}"
         )
-    for key, option in family.options.items():
-        if config.model[key] is None and gpt.DEFAULTS[key] != option:
+    for key, option in _options(family, theirs, path, config.task).items():
+        if config.model[key] is None and gpt.LM_DEFAULTS[key] != option:
             config.model[key] = option
         elif config.model[key] not in (None, option):
             raise UserError(
                 f"config.model.{key} is {config.model[key]!r}, but {path} describes a model with {option!r}; "
                 f"do not set config.model.{key}"
             )
+    longest = sliding_window({**family.defaults, **theirs})
+    if longest is not None and config.data.max_length > longest:
+        raise UserError(
+            f"config.data.max_length is {config.data.max_length}; it must be at most {longest}, the sliding_window in "
+            f"{path}, because models here attend to all earlier tokens"
+        )
     if "dropout" not in family.keys and config.model.dropout is None:
         config.model.dropout = 0.0
     for key, name in family.keys.items():
@@ -58,6 +70,50 @@ def apply_directory(config: ConfigDict) -> None:
                 f"config.model.{key} is {config.model[key]!r}, but {path} has {name} {value!r}; "
                 f"do not set config.model.{key}"
             )
+
+
+def longest_text(directory: Path) -> int:
+    """Return the length of the longest text of the model in a directory. Raises UserError if it has none."""
+    path, family, theirs = _read_config(directory)
+    settings = {**family.defaults, **theirs}
+    name = family.keys.get("max_length", "max_position_embeddings")
+    if not _is_size(settings.get(name)):
+        raise UserError(f"{path} has {name} {settings.get(name)!r:.60}; it must be a positive integer")
+    return min(settings[name], sliding_window(settings) or settings[name])
+
+
+def _options(family: Family, theirs: Mapping[str, Any], path: Path, task: str) -> dict[str, Any]:
+    """Return the keys of config.model that have defaults here, with the values that the model in a directory has."""
+    settings = {**family.defaults, **theirs}
+    options: dict[str, Any] = {**family.options}
+    for key, name in family.varied.items():
+        value: Any = settings.get(name, gpt.LM_DEFAULTS[key])
+        is_valid = {
+            "norm_eps": type(value) in (int, float) and 0 < value < 1,
+            "tied_embeddings": isinstance(value, bool),
+            "head_dim": value is None or _is_size(value),
+        }
+        if not is_valid[key]:
+            raise UserError(f"{path} has {name} {value!r:.60}; it must be {VALID[key]}")
+        options[key] = value
+    if task != "causal_lm":
+        options.pop("tied_embeddings", None)
+    sizes = [settings[family.keys[key]] for key in ("hidden_size", "num_heads")]
+    if options.get("head_dim") == sizes[0] / sizes[1]:
+        options["head_dim"] = None
+    if options.get("positions") == "rotary":
+        try:
+            options |= rope_options(settings)
+        except ValueError as error:
+            raise UserError(
+                f"config.model.init_from is {str(path.parent)!r}, whose rotary positions have {error} in config.json; "
+                "it must be a model with positions as in docs/models.md"
+            ) from error
+    return options
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def check_blocks(config: ConfigDict) -> None:
@@ -117,12 +173,18 @@ def _read_config(directory: Path) -> tuple[Path, Family, dict[str, Any]]:
         raise UserError(f"{path} lacks {', '.join(missing)}; it must be the config.json of a {kind} model")
     for key, name in family.keys.items():
         value = {**family.defaults, **theirs}[name]
-        is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
         if key == "dropout" and not (isinstance(value, int | float) and 0 <= value < 1):
             raise UserError(f"{path} has {name} {value!r}; it must be a number, at least 0 and less than 1")
-        if key not in ("dropout", "activation") and not is_size and not (name in family.defaults and value is None):
+        if (
+            key not in ("dropout", "activation")
+            and not _is_size(value)
+            and not (name in family.defaults and value is None)
+        ):
             raise UserError(f"{path} has {name} {value!r}; it must be a positive integer")
     _check_fixed(family, {**family.defaults, **theirs}, path)
+    window = sliding_window({**family.defaults, **theirs})
+    if window is not None and not _is_size(window):
+        raise UserError(f"{path} has sliding_window {window!r:.60}; it must be a positive integer")
     return path, family, theirs
 
 
@@ -130,7 +192,6 @@ def _check_fixed(family: Family, settings: Mapping[str, Any], path: Path) -> Non
     """Raise UserError if a setting has another value than the models here."""
     accepted = {name: [value] for name, value in family.fixed.items()}
     accepted[family.keys["activation"]] = list(family.activations.values())
-    accepted["head_dim"] = [None, settings[family.keys["hidden_size"]] // settings[family.keys["num_heads"]]]
     for name, values in accepted.items():
         if name in settings and settings[name] not in values:
             possible = [repr(value) for value in values if value is not None or len(values) == 1]

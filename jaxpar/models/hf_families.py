@@ -1,10 +1,11 @@
 """The kinds of Hugging Face models that have an equivalent here, and how their config.json maps to config.model."""
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-from jaxpar.models import bert, gpt, hf_tensors
-from jaxpar.models.layers import ROTARY_BASE
+from jaxpar.models import bert, hf_tensors
+from jaxpar.models.rotary import Rope, scaling_problem
 
 
 class Family(NamedTuple):
@@ -13,6 +14,7 @@ class Family(NamedTuple):
     Attributes:
       model: value of config.model.name.
       options: config.model keys with the value of each that gives this kind of model.
+      varied: further config.model keys -> config.json key, for values with a default here, which are not set then.
       keys: config.model key -> config.json key. Without dropout, the model has none.
       activations: config.model.activation -> the activation in config.json.
       defaults: default values of config.json keys that can be absent.
@@ -25,7 +27,8 @@ class Family(NamedTuple):
     """
 
     model: str
-    options: dict[str, str]
+    options: dict[str, str | bool]
+    varied: dict[str, str]
     keys: dict[str, str]
     activations: dict[str, str]
     defaults: dict[str, object]
@@ -37,10 +40,40 @@ class Family(NamedTuple):
     tensors: Callable[[int], Iterator[hf_tensors.Tensor]]
 
 
+_LLAMA = Family(
+    model="gpt",
+    options={"norm": "rmsnorm", "positions": "rotary", "qkv_bias": False},
+    varied={"norm_eps": "rms_norm_eps", "tied_embeddings": "tie_word_embeddings", "head_dim": "head_dim"},
+    keys={
+        "num_layers": "num_hidden_layers",
+        "hidden_size": "hidden_size",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "mlp_size": "intermediate_size",
+        "vocab_size": "vocab_size",
+        "activation": "hidden_act",
+    },
+    activations={"swiglu": "silu"},
+    defaults={
+        "num_key_value_heads": None,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "head_dim": None,
+    },
+    rates={},
+    unapplied="attention_dropout",
+    fixed={"attention_bias": False, "mlp_bias": False},
+    prefix="model.",
+    classes={"example": "LlamaForSequenceClassification", "causal_lm": "LlamaForCausalLM"},
+    tensors=hf_tensors.llama,
+)
 FAMILIES = {
     "bert": Family(
         model="bert",
         options={},
+        varied={},
         keys={
             "num_layers": "num_hidden_layers",
             "hidden_size": "hidden_size",
@@ -74,6 +107,7 @@ FAMILIES = {
     "gpt2": Family(
         model="gpt",
         options={"norm": "layernorm", "positions": "learned"},
+        varied={"norm_eps": "layer_norm_epsilon"},
         keys={
             "num_layers": "n_layer",
             "hidden_size": "n_embd",
@@ -89,7 +123,6 @@ FAMILIES = {
         rates={"embd_pdrop": 0.1},
         unapplied="attn_pdrop",
         fixed={
-            "layer_norm_epsilon": gpt.NORM_EPS,
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
             "add_cross_attention": False,
@@ -99,39 +132,50 @@ FAMILIES = {
         classes={"example": "GPT2ForSequenceClassification", "causal_lm": "GPT2LMHeadModel"},
         tensors=hf_tensors.gpt,
     ),
-    "llama": Family(
-        model="gpt",
-        options={"norm": "rmsnorm", "positions": "rotary"},
-        keys={
-            "num_layers": "num_hidden_layers",
-            "hidden_size": "hidden_size",
-            "num_heads": "num_attention_heads",
-            "num_kv_heads": "num_key_value_heads",
-            "mlp_size": "intermediate_size",
-            "vocab_size": "vocab_size",
-            "activation": "hidden_act",
-        },
-        activations={"swiglu": "silu"},
-        defaults={
-            "num_key_value_heads": None,
-            "hidden_act": "silu",
-            "attention_dropout": 0.0,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": False,
-        },
-        rates={},
-        unapplied="attention_dropout",
-        fixed={
-            "rms_norm_eps": gpt.NORM_EPS,
-            "rope_theta": ROTARY_BASE,
-            "rope_scaling": None,
-            "rope_parameters": {"rope_type": "default", "rope_theta": ROTARY_BASE},  # since transformers 5
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": True,
-        },
-        prefix="model.",
-        classes={"example": "LlamaForSequenceClassification", "causal_lm": "LlamaForCausalLM"},
-        tensors=hf_tensors.llama,
+    "llama": _LLAMA,
+    "mistral": _LLAMA._replace(
+        defaults={**_LLAMA.defaults, "num_key_value_heads": 8, "sliding_window": 4096},
+        fixed={},
+        classes={"example": "MistralForSequenceClassification", "causal_lm": "MistralForCausalLM"},
+    ),
+    "qwen2": _LLAMA._replace(
+        options={**_LLAMA.options, "qkv_bias": True},
+        defaults={**_LLAMA.defaults, "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096},
+        fixed={},
+        classes={"example": "Qwen2ForSequenceClassification", "causal_lm": "Qwen2ForCausalLM"},
     ),
 }
+
+
+def sliding_window(settings: Mapping[str, Any]) -> int | None:
+    """Return the number of positions that a position attends to; None: all. settings: config.json with its defaults."""
+    return settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
+
+
+def rope_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rope_base and rope_scaling of config.model for a config.json; None: the default.
+
+    Raises ValueError for a base or a scaling that models here do not have.
+    """
+    name = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"  # the first: transformers 5
+    if not isinstance(settings.get(name), dict | None):
+        raise ValueError(f"{name} {settings[name]!r:.60}, which must be an object,")
+    values = dict(settings.get(name) or {})
+    base = values.pop("rope_theta", settings.get("rope_theta", Rope().base))
+    kind = values.pop("type", "default")
+    values.setdefault("rope_type", kind)
+    if type(base) not in (int, float) or not 1 < base < float("inf"):
+        raise ValueError(f"rope_theta {base!r:.60}, which must be a number greater than 1,")
+    scaling = None
+    if values != {"rope_type": "default"}:
+        if problem := scaling_problem(values):
+            raise ValueError(f"the scaling {values!r:.200} ({problem})")
+        scaling = json.dumps(values, sort_keys=True)
+    return {"rope_base": None if base == Rope().base else float(base), "rope_scaling": scaling}
+
+
+def rope_settings(base: float, scaling: str | None) -> dict[str, Any]:
+    """Return the keys of config.json for rotary positions: those of transformers 5, and those of earlier versions."""
+    values = json.loads(scaling) if scaling else None
+    parameters = {**(values or {"rope_type": "default"}), "rope_theta": base}
+    return {"rope_theta": base, "rope_scaling": values, "rope_parameters": parameters}

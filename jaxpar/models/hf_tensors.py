@@ -2,7 +2,8 @@
 
 The names are from the `transformers` classes BertForMaskedLM, BertForSequenceClassification,
 BertForTokenClassification, GPT2LMHeadModel, GPT2ForSequenceClassification, LlamaForCausalLM and
-LlamaForSequenceClassification. BertModel, GPT2Model and LlamaModel use the same names without the prefix.
+LlamaForSequenceClassification; those of Mistral and Qwen 2 are the names of Llama. BertModel, GPT2Model and LlamaModel
+use the same names without the prefix.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -91,7 +92,7 @@ def gpt(num_layers: int) -> Iterator[Tensor]:
 
 
 def llama(num_layers: int) -> Iterator[Tensor]:
-    """Yield all tensors of Llama and its classifier. The language-model head is the token embedding.
+    """Yield all tensors of Llama and its heads. Only Qwen 2 has biases.
 
     Queries and keys need no permutation: both sides rotate feature i of a head together with feature i + K/2.
     """
@@ -100,11 +101,13 @@ def llama(num_layers: int) -> Iterator[Tensor]:
         for theirs, ours in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "out")):
             kernel = f"block_{i}.attention.{ours}.kernel"
             yield Tensor(f"layers.{i}.self_attn.{theirs}_proj.weight", (kernel,), transposed=True)
+            yield Tensor(f"layers.{i}.self_attn.{theirs}_proj.bias", (f"block_{i}.attention.{ours}.bias",))
         for name in ("gate", "up", "down"):
             yield Tensor(f"layers.{i}.mlp.{name}_proj.weight", (f"block_{i}.mlp.{name}.kernel",), transposed=True)
         yield Tensor(f"layers.{i}.input_layernorm.weight", (f"block_{i}.attention_norm.scale",))
         yield Tensor(f"layers.{i}.post_attention_layernorm.weight", (f"block_{i}.mlp_norm.scale",))
     yield Tensor("norm.weight", ("head.norm.scale",))
+    yield Tensor("lm_head.weight", ("head.tokens",), prefixed=False, head=True)
     yield Tensor("score.weight", ("head.classifier.kernel",), transposed=True, prefixed=False, head=True)
 
 

@@ -18,6 +18,7 @@ from jaxpar.models.attention import attend, attend_earlier
 from jaxpar.models.bottleneck import Maker, with_bottlenecks
 from jaxpar.models.model import Context, Model, Tie
 from jaxpar.models.options import Spec
+from jaxpar.models.rotary import rotate
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -26,7 +27,6 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "swiglu": jax.nn.silu,  # applied to the gate
 }
 INIT_SCALE = 0.02  # standard deviation of the initial weights in BERT and GPT-2
-ROTARY_BASE = 10_000.0
 
 
 def dropout(x: jax.Array, rate: float, context: Context, site: int) -> jax.Array:
@@ -51,12 +51,17 @@ def classifier(spec: Spec, num_classes: int, rngs: nnx.Rngs, *, bias: bool = Tru
     return nnx.Linear(spec.hidden_size, num_classes, use_bias=bias, dtype=jnp.float32, kernel_init=init, rngs=rngs)
 
 
-def linear(num_in: int, num_out: int, spec: Spec, rngs: nnx.Rngs, *, scale: float = INIT_SCALE) -> nnx.Linear:
-    """Return a linear map of a transformer: kernel [in, out] drawn from a normal distribution, bias zero."""
+def linear(
+    num_in: int, num_out: int, spec: Spec, rngs: nnx.Rngs, *, scale: float = INIT_SCALE, bias: bool = False
+) -> nnx.Linear:
+    """Return a linear map of a transformer: kernel [in, out] drawn from a normal distribution, bias zero.
+
+    With norm layernorm, it always has a bias.
+    """
     return nnx.Linear(
         num_in,
         num_out,
-        use_bias=spec.norm == "layernorm",
+        use_bias=bias or spec.norm == "layernorm",
         dtype=spec.dtype,
         kernel_init=nnx.initializers.normal(scale),
         rngs=rngs,
@@ -102,22 +107,6 @@ def from_inputs(function: Callable[..., jax.Array], dtype: Any) -> Callable[...,
     computed = jax.custom_vjp(function)
     computed.defvjp(lambda *inputs: (function(*inputs), inputs), backward)
     return computed
-
-
-def rotate(x_BTHK: jax.Array, positions_BT: jax.Array | None = None) -> jax.Array:
-    """Apply rotary positions (Su et al. 2021, section 3.4.2).
-
-    Pair (i, i + K/2) at position t is rotated by t * base^(-2i/K), as in Llama. positions_BT: the positions, the same
-    for all examples if B is 1; None: 0 to T - 1.
-    """
-    half = x_BTHK.shape[-1] // 2
-    if positions_BT is None:
-        positions_BT = jnp.arange(x_BTHK.shape[1])[None, :]
-    frequencies_K = ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles_BTK = positions_BT.astype(jnp.float32)[:, :, None] * frequencies_K[None, None, :]
-    cos, sin = jnp.cos(angles_BTK)[:, :, None, :], jnp.sin(angles_BTK)[:, :, None, :]
-    a, b = (x_BTHK[..., :half].astype(jnp.float32), x_BTHK[..., half:].astype(jnp.float32))
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHK.dtype)
 
 
 class Embed(nnx.Module):
@@ -169,11 +158,11 @@ class Attention(nnx.Module):
 
     def __init__(self, spec: Spec, rngs: nnx.Rngs, *, out_scale: float):
         self.spec = spec
-        width, kv_width = spec.hidden_size, spec.num_kv_heads * spec.head_dim
-        self.query = linear(width, width, spec, rngs)
-        self.key = linear(width, kv_width, spec, rngs)
-        self.value = linear(width, kv_width, spec, rngs)
-        self.out = linear(width, width, spec, rngs, scale=out_scale)
+        width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.query = linear(spec.hidden_size, width, spec, rngs, bias=spec.qkv_bias)
+        self.key = linear(spec.hidden_size, kv_width, spec, rngs, bias=spec.qkv_bias)
+        self.value = linear(spec.hidden_size, kv_width, spec, rngs, bias=spec.qkv_bias)
+        self.out = linear(width, spec.hidden_size, spec, rngs, scale=out_scale)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         """Compute the attention output: [B, T, D] -> [B, T, D]."""
@@ -184,7 +173,7 @@ class Attention(nnx.Module):
         v_BTGK = self.value(x).reshape(B, T, spec.num_kv_heads, spec.head_dim)
         if spec.positions == "rotary":
             positions_BT = None if context.memory is None else context.memory.positions(T)
-            q_BTHK, k_BTGK = rotate(q_BTHK, positions_BT), rotate(k_BTGK, positions_BT)
+            q_BTHK, k_BTGK = (rotate(x, spec.rope, positions_BT) for x in (q_BTHK, k_BTGK))
         if context.memory is not None:
             y_BTHK = attend_earlier(q_BTHK, *context.memory.extend(k_BTGK, v_BTGK), context.memory.positions(T))
         else:
@@ -192,7 +181,7 @@ class Attention(nnx.Module):
             is_masked = "mask" in context.batch and not spec.causal
             lengths_B = real_lengths(context.batch["mask"]) if is_masked else None
             y_BTHK = attend(q_BTHK, k_BTGK, v_BTGK, spec.attention, is_causal=spec.causal, lengths_B=lengths_B)
-        return self.out(y_BTHK.reshape(x.shape)).reshape(B, T, D)
+        return self.out(y_BTHK.reshape(*x.shape[:-1], -1)).reshape(B, T, D)
 
 
 def real_lengths(mask_BT: jax.Array) -> jax.Array:

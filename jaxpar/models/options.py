@@ -12,6 +12,7 @@ from jaxpar import tasks
 from jaxpar.cluster import Cluster
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError, check_choice
+from jaxpar.models.rotary import Rope, rope_of
 from jaxpar.tasks import Head, Task
 
 AttentionKernel = Literal["xla", "batched", "cudnn"]
@@ -30,6 +31,12 @@ OVERRIDES = (
     "norm",
     "activation",
     "positions",
+    "head_dim",
+    "norm_eps",
+    "qkv_bias",
+    "rope_base",
+    "rope_scaling",
+    "tied_embeddings",
     "pooling",
     "patch_size",
     "num_applications",
@@ -37,6 +44,7 @@ OVERRIDES = (
     "bottleneck",
     "bottleneck_factor",
 )
+ROTARY = ("rope_base", "rope_scaling")  # keys of config.model that only rotary positions have
 # Of every model with blocks. None: the default, which configs/default.py gives.
 BLOCK_DEFAULTS = dict.fromkeys(("num_applications", "bottlenecks", "bottleneck", "bottleneck_factor"))
 
@@ -57,6 +65,9 @@ class Spec:
       dtype: dtype of the computation.
       flatten_positions: whether linear maps multiply one matrix [B x T, D] rather than an array [B, T, D].
       num_applications: number of times that each block is applied, one after another.
+      head_dim: number of features of an attention head.
+      qkv_bias: whether queries, keys and values have biases also with rmsnorm, as in Qwen 2.
+      rope: frequencies of rotary positions.
     """
 
     num_layers: int
@@ -78,11 +89,9 @@ class Spec:
     attention: AttentionKernel
     flatten_positions: bool
     num_applications: int
-
-    @property
-    def head_dim(self) -> int:
-        """Number of features of an attention head."""
-        return self.hidden_size // self.num_heads
+    head_dim: int
+    qkv_bias: bool = False
+    rope: Rope = dataclasses.field(default_factory=Rope)
 
 
 def check_task(config: ConfigDict, info: DataInfo, *, heads: Sequence[Head], kinds: Sequence[str]) -> Task:
@@ -152,20 +161,17 @@ def transformer_spec(
     """
     positions, activation, norm = (values["positions"], values["activation"], values["norm"])
     hidden, heads = values["hidden_size"], values["num_heads"]
-    if hidden % heads:
+    if hidden % heads and not values.get("head_dim"):
         raise UserError(
             f"config.model.hidden_size is {hidden}; it must be a multiple of config.model.num_heads ({heads})"
         )
+    head_dim = values.get("head_dim") or hidden // heads
     kv_heads = values["num_kv_heads"] or heads
     if heads % kv_heads:
         raise UserError(
             f"config.model.num_heads is {heads}; it must be a multiple of config.model.num_kv_heads ({kv_heads})"
         )
-    if positions == "rotary" and hidden // heads % 2:
-        raise UserError(
-            f"config.model.hidden_size / num_heads is {hidden} / {heads} = {hidden // heads}; it must be even, because "
-            "config.model.positions is 'rotary'"
-        )
+    _check_positions_and_biases(values, head_dim)
     dtype = jnp.dtype(config.model.dtype)
     return Spec(
         num_layers=values["num_layers"],
@@ -184,10 +190,35 @@ def transformer_spec(
         positions=positions,
         causal=causal,
         dtype=dtype,
-        attention=attention_kernel(config.model.attention, dtype, hidden // heads),
+        attention=attention_kernel(config.model.attention, dtype, head_dim),
         flatten_positions=config.model.flatten_positions,
         num_applications=values["num_applications"] or 1,
+        head_dim=head_dim,
+        qkv_bias=values.get("qkv_bias", False),
+        rope=rope_of(values.get("rope_base"), values.get("rope_scaling")),
     )
+
+
+def _check_positions_and_biases(values: Mapping[str, Any], head_dim: int) -> None:
+    """Raise UserError if rotary positions or biases are incompatible with the other values."""
+    positions = values["positions"]
+    if positions == "rotary" and head_dim % 2:
+        name = "hidden_size / num_heads is {hidden_size} / {num_heads} =".format(**values)
+        raise UserError(
+            f"config.model.{'head_dim is' if values['head_dim'] else name} {head_dim}; it must be even, because "
+            "config.model.positions is 'rotary'"
+        )
+    for key in ROTARY:
+        if positions != "rotary" and values.get(key) is not None:
+            raise UserError(
+                f"config.model.{key} is {values[key]!r}; it must be None, because config.model.positions is "
+                f"{positions!r}"
+            )
+    if values["norm"] == "layernorm" and values.get("qkv_bias"):
+        raise UserError(
+            "config.model.qkv_bias is True; it must be None with config.model.norm='layernorm', where all linear maps "
+            "have biases"
+        )
 
 
 def _mlp_size(hidden: int, activation: str) -> int:

@@ -76,6 +76,7 @@ def resolve(config: ConfigDict, info: DataInfo, values: dict[str, Any]) -> Spec:
         attention=attention_kernel(config.model.attention, dtype, hidden // heads),
         flatten_positions=config.model.flatten_positions,
         num_applications=values["num_applications"] or 1,
+        head_dim=hidden // heads,
     )
 
 

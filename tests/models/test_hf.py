@@ -18,7 +18,7 @@ from jaxpar import checkpoint
 from jaxpar import config as configs
 from jaxpar.data import DataInfo, read_info, write_info
 from jaxpar.errors import UserError
-from jaxpar.export import command
+from jaxpar.export import command, hugging_face
 from jaxpar.export.hugging_face import save_directory
 from jaxpar.export.output import completed
 from jaxpar.models import Model, build, hf
@@ -35,7 +35,7 @@ def config_of(name: str, directory: Path | None = None, **overrides: Any) -> Con
     """Return a config that reads reference `name`."""
     kind, _, task = name.partition("_")
     sizes = {"num_layers": None, "hidden_size": None, "num_heads": None, **overrides}
-    model = {"llama": "gpt"}.get(kind, kind)
+    model = kind if kind == "bert" else "gpt"
     return small_config(model, task, init_from=str(directory or REFERENCE / name), **sizes)
 
 
@@ -80,8 +80,10 @@ def tokenizer(tmp_path: Path) -> Path:
 
 
 def test_references_are_complete() -> None:
-    heads = {"bert": ("classification", "masked_lm")} | dict.fromkeys(("gpt", "llama"), ("causal_lm", "classification"))
-    assert [f"{kind}_{head}" for kind, kinds in heads.items() for head in kinds] == NAMES
+    heads: dict[str, tuple[str, ...]] = {"bert": ("classification", "masked_lm")}
+    heads |= dict.fromkeys(("gpt", "llama"), ("causal_lm", "classification"))
+    heads |= dict.fromkeys(("llama3", "mistral", "qwen2"), ("causal_lm",))
+    assert sorted(f"{kind}_{head}" for kind, kinds in heads.items() for head in kinds) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -108,9 +110,13 @@ def test_export_equals_the_file_read(name: str, tmp_path: Path, tokenizer: Path)
     after = json.loads((tmp_path / "out" / "config.json").read_text())
     # jaxpar has no attention dropout; n_inner None means 4 D.
     ignored = {"attn_pdrop", "attention_probs_dropout_prob", "n_inner"}
-    if name.startswith("llama"):  # rotary positions have no limit here, so that of the texts is exported
+    if config.model.positions == "rotary":  # they have no limit here, so that of the texts is exported
         ignored.add("max_position_embeddings")
         assert after["max_position_embeddings"] == 10
+        assert "lm_head.weight" in ours or after["tie_word_embeddings"] or config.task != "causal_lm"
+    if name.startswith("mistral"):  # without a sliding window, it is Llama
+        ignored |= {"model_type", "architectures"}
+        assert after["architectures"] == ["LlamaForCausalLM"]
     differing = {key for key in before.keys() & after.keys() - ignored if before[key] != after[key]}
     assert differing <= {"id2label", "label2id", "pad_token_id", "bos_token_id", "eos_token_id"}
     if config.task == "classification":
@@ -184,15 +190,100 @@ def test_llama_options_come_from_the_directory(tmp_path: Path) -> None:
     assert config.model.dropout == 0.2
 
 
+LLAMA3 = {
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 64,
+}
+
+
+def test_options_of_other_decoders() -> None:
+    """Only values that differ from the defaults here are set; a classifier has no head that could be tied."""
+    keys = ("head_dim", "norm_eps", "qkv_bias", "rope_base", "rope_scaling", "tied_embeddings")
+    linear, llama3 = (json.dumps(one, sort_keys=True) for one in ({"rope_type": "linear", "factor": 2.0}, LLAMA3))
+    expected: dict[str, tuple[Any, ...]] = {
+        "llama_causal_lm": (None, None, None, None, None, None),
+        "llama3_causal_lm": (8, 1e-6, None, 500.0, llama3, False),
+        "mistral_causal_lm": (None, 1e-6, None, 1e6, linear, False),
+        "qwen2_causal_lm": (None, 1e-6, True, 1e6, None, False),
+    }
+    for name, values in expected.items():
+        config = config_of(name)
+        hf.apply_directory(config)
+        assert tuple(config.model[key] for key in keys) == values, name
+    config = config_of("qwen2_classification", REFERENCE / "qwen2_causal_lm")
+    hf.apply_directory(config)
+    assert (config.model.qkv_bias, config.model.tied_embeddings) == (True, None)
+
+
+def test_scalings_of_earlier_versions(tmp_path: Path) -> None:
+    """Before transformers 5, rope_theta was a key of its own, and rope_type had the name type at first."""
+    for name, old in (("llama3", LLAMA3), ("mistral", {"type": "linear", "factor": 2.0})):
+        copy = Path(shutil.copytree(REFERENCE / f"{name}_causal_lm", tmp_path / name))
+        base = json.loads((copy / "config.json").read_text())["rope_parameters"]["rope_theta"]
+        rewrite(copy / "config.json", rope_parameters=None, rope_theta=base, rope_scaling=old)
+        configs_read = [config_of(f"{name}_causal_lm", directory) for directory in (copy, REFERENCE / copy.name)]
+        configs_read[1].model.init_from = str(REFERENCE / f"{name}_causal_lm")
+        for config in configs_read:
+            hf.apply_directory(config)
+            config.model.init_from = ""
+        assert configs_read[0].to_dict() == configs_read[1].to_dict()
+
+
+def test_a_window_as_long_as_the_texts(tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(REFERENCE / "mistral_causal_lm", tmp_path / "mistral"))
+    rewrite(copy / "config.json", sliding_window=64)
+    load("mistral_causal_lm", copy)
+    assert hf.longest_text(copy) == 12
+    rewrite(copy / "config.json", sliding_window=8)
+    assert hf.longest_text(copy) == 8
+    rewrite(copy / "config.json", max_position_embeddings=None)
+    with pytest.raises(UserError, match="has max_position_embeddings None; it must be a positive integer"):
+        hf.longest_text(copy)
+
+
+def test_shards_are_written_and_read_one_at_a_time(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, params, config = load("qwen2_causal_lm")
+    monkeypatch.setattr(hugging_face, "SHARD_BYTES", 4000)
+    export(params, config, tokenizer, tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert [file.name for file in files] == sorted(set(index["weight_map"].values()))
+    assert len(files) > 3
+    assert files[0].name == f"model-00001-of-{len(files):05}.safetensors"
+    sizes = [sum(array.nbytes for array in load_file(file).values()) for file in files]
+    assert sum(sizes) == index["metadata"]["total_size"]
+    assert max(sizes) <= 4000
+    jax.tree.map(np.testing.assert_array_equal, load("qwen2_causal_lm", tmp_path / "out")[1], params)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tie_word_embeddings": False}, "with tie_word_embeddings False in config.json; it must be True$"),
-        ({"tie_word_embeddings": None}, "with tie_word_embeddings False in config.json; it must be True$"),
-        ({"rms_norm_eps": None}, "with rms_norm_eps 1e-06 in config.json; it must be 1e-05$"),
-        ({"head_dim": 8}, "with head_dim 8 in config.json; it must be 4$"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "with rope_parameters .*'llama3'.* it must"),
-        ({"rope_theta": 5e5}, "with rope_theta 500000.0 in config.json; it must be 10000.0$"),
+        ({"tie_word_embeddings": "no"}, "has tie_word_embeddings 'no'; it must be true or false$"),
+        ({"rms_norm_eps": 1}, "has rms_norm_eps 1; it must be a number, greater than 0 and less than 1$"),
+        ({"head_dim": 0}, "has head_dim 0; it must be a positive integer$"),
+        ({"head_dim": 8}, r"q_proj.weight has the wrong shape: .*\(16, 16\), but the model has \(16, 32\)"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "scaling .*'llama3'} .the keys must be rope_type, factor, low"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "scaling .*'yarn'} .rope_type must be linear or llama3. in"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 0.5}},
+            "must be positive numbers, and factor at least 1",
+        ),
+        ({"rope_parameters": {**LLAMA3, "low_freq_factor": 4}}, "low_freq_factor must be less than high_freq_factor"),
+        (
+            {"rope_parameters": [1]},
+            r"rotary positions have rope_parameters \[1\], which must be an object, in config.json",
+        ),
+        ({"rope_parameters": {"rope_theta": 1}}, "have rope_theta 1, which must be a number greater than 1, in"),
+        ({"rope_parameters": None, "rope_theta": "1e6"}, "rope_theta '1e6', which must be a number greater than 1"),
+        (
+            {"model_type": "mistral", "sliding_window": 32},
+            "max_length is 64; it must be at most 32, the sliding_window",
+        ),
+        ({"model_type": "mistral", "sliding_window": "8"}, "has sliding_window '8'; it must be a positive integer$"),
+        ({"model_type": "qwen2"}, "has no tensor model.layers.0.self_attn.q_proj.bias; its files do not match"),
         ({"attention_bias": True}, "with attention_bias True in config.json; it must be False$"),
         ({"hidden_act": "gelu"}, "with hidden_act 'gelu' in config.json; it must be 'silu'$"),
         ({"num_key_value_heads": 0}, "num_key_value_heads 0; it must be a positive integer$"),
@@ -516,6 +607,8 @@ def test_sizes_of_the_config_that_contradict() -> None:
             "activation is 'swiglu'.*; it must be 'gelu' or 'gelu_tanh' or 'relu'$",
         ),
         ("gpt", "causal_lm", {"positions": "rotary"}, "config.model.positions is 'rotary'.*; it must be 'learned'$"),
+        ("gpt", "causal_lm", {"head_dim": 6}, "config.model.head_dim is 6; it must be hidden_size / num_heads"),
+        ("gpt", "causal_lm", {"tied_embeddings": False}, "config.model.tied_embeddings is False; it must be None"),
         ("gpt", "causal_lm", {"norm": "rmsnorm"}, "config.model.positions is 'learned'.*; it must be 'rotary'$"),
         ("mlp", "classification", {}, "config.model.name is 'mlp'; .* it must be one of bert, gpt"),
         ("bert", "classification", {"num_applications": 2}, "num_applications is 2, which Hugging Face models do not"),

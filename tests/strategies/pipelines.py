@@ -35,6 +35,11 @@ TRANSFORMER = {"hidden_size": 16, "num_heads": 2, "mlp_size": 32, "max_length": 
 SIZES: dict[str, dict[str, Any]] = {
     "bert": TRANSFORMER,
     "gpt": TRANSFORMER,
+    "untied llama": {
+        **{"name": "gpt", "hidden_size": 16, "num_heads": 2, "mlp_size": 32, "dropout": 0.2, "num_kv_heads": 1},
+        **{"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "rope_base": 500.0, "head_dim": 6},
+        **{"qkv_bias": True, "tied_embeddings": False},
+    },
     "resnet": {"size": "18", "hidden_size": 32, "dropout": 0.2},
     "mlp": {"size": "tiny", "hidden_size": 16, "dropout": 0.2},
     TWO_STREAMS: {"hidden_size": 16, "dropout": 0.2},

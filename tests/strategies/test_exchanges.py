@@ -96,6 +96,7 @@ EXACT = {
     "zero3": (MLP_SGD, replicated("zero3", TWICE)),
     "hsdp": (MLP, replicated("hsdp", option("group", 2), TWICE)),
     "zero3, gpt, remat": (GPT, replicated("zero3", "--config.model.remat=dots", n=8)),
+    "zero3, untied llama": (Task("untied llama", "causal_lm"), replicated("zero3")),
     "zero3, resnet": (RESNET, replicated("zero3", option("bucket_bytes", 1000))),
 }
 

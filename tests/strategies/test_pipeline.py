@@ -98,6 +98,8 @@ CASES = [
 LARGE_CASES = [Case("1f1b", 8, 2, GPT_8, "none"), Case("zb_v", 8, 2, DEEP_BERT, "full")]
 ONE_STAGE_CASES = [Case("1f1b", 1, 1, GPT_SGD, "none"), Case("zb_v", 1, 2, BERT_SGD, "full")]
 
+UNTIED = Case("1f1b", 2, 1, Task("untied llama", "causal_lm"), "none")
+
 
 def assert_equal(got: Outcome, expected: Outcome, norm_error: float = 1e-6) -> None:
     """Assert equality with a relative error of 1e-6 per array, and of 2e-6 for the gradient of one step."""
@@ -143,7 +145,7 @@ def test_every_value_has_a_fast_case() -> None:
     assert {case.remat for case in FAST} == {"none", "full", "dots"}
 
 
-@pytest.mark.parametrize("case", slow_except(FAST, CASES + ONE_STAGE_CASES), ids=str)
+@pytest.mark.parametrize("case", slow_except([*FAST, UNTIED], [*CASES, *ONE_STAGE_CASES, UNTIED]), ids=str)
 def test_equals_single(case: Case) -> None:
     # After 14 blocks of convolutions and norms, rounding occasionally decides which of two pixels is the maximum.
     norm_error = 5e-6 if case.task.model == "resnet" and case.task.layers == 14 else 1e-6
