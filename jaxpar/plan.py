@@ -154,12 +154,17 @@ class Plan(Generic[Details]):
         return [sum(n for part, n in parts.items() if not part.endswith(ON_HOST)) for parts in self.memory]
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of the state on the device that holds the largest part of it."""
-        return max(
+    def device_state_bytes(self) -> list[int]:
+        """Bytes of the state that each device holds, by device index."""
+        return [
             sum(n for part, n in parts.items() if not part.endswith(ON_HOST) and part not in ACTIVATION_PARTS)
             for parts in self.memory
-        )
+        ]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state on the device that holds the largest part of it."""
+        return max(self.device_state_bytes)
 
     @property
     def wire_bytes(self) -> int:

@@ -64,7 +64,8 @@ NOTES = (
     "The time of a step is the median of a run, without compilation. The strategies run one after another, so "
     "other load on the machine changes their ratios. The workers or peers of an emulated strategy take turns on these "
     "devices, in virtual time; the time of this emulation is not compared.",
-    "What a device sends and holds follows from the plan, and what is in flight during a step is an estimate.",
+    "What a device sends and its state follow from the plan. In flight are the gradients and activations of a step, "
+    "as an estimate; the stashes of a pipeline are those of its plan.",
 )
 PREDICTED = (
     "Predicted times are those of scripts/plan.py, for the same batch on all devices of the cluster, where pipelines "
@@ -359,8 +360,8 @@ def prediction_notes(predicted: Mapping[str, Prediction]) -> list[str]:
 def certify_note(outcomes: Mapping[str, Outcome], planned: Mapping[str, Planned], arguments: argparse.Namespace) -> str:
     """Return the note on the last column, with the command that certifies the last strategy that is finished."""
     note = (
-        "The last column is what the plan promises, up to rounding. Certificates measure it, and their verdicts are "
-        "added to the column."
+        "What a strategy computes by its plan holds up to rounding. Certificates measure it; the last column has their "
+        "verdicts."
     )
     finished = [name for name, row in outcomes.items() if not row.failed]
     if not finished:

@@ -9,10 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jaxpar.errors import format_bytes
-from scripts.comparison.table import EMULATED, Outcome
+from scripts.comparison.table import EMULATED, REFERENCE, Outcome
 
 # Colors of Okabe and Ito, "Color Universal Design", 2008, by value of config.strategy. All are visible on white and on
-# black. The strategies of a color differ in line style and marker.
+# black.
 COLORS = {
     "single": "#808080",
     "data_parallel": "#0072b2",
@@ -20,8 +20,10 @@ COLORS = {
     "async_data_parallel": "#d55e00",
     "swarm": "#cc79a7",
 }
-LINES = ("-", "--", "-.", ":")
-MARKERS = ("o", "s", "^", "v", "D")
+# Of curves: first that of REFERENCE, then the others, which also differ in their markers.
+CURVES = ("#808080", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b")
+MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*")
+MOST_LINES = len(CURVES)  # in a panel
 INK = "#010101"  # the color of text and axes, which `svg` replaces by the color of the text of the page
 COLORED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
 STYLE: dict[Any, Any] = dict.fromkeys(COLORED, INK) | {
@@ -60,9 +62,9 @@ def pictures(
                 "throughput", f"Examples per second, measured on {machine}", draw_throughput(timed, colors, batch_size)
             ),
             Picture(
-                metric, f"{metric.capitalize()} against time, measured on {machine}", draw_curves(timed, colors, metric)
+                metric, f"{metric.capitalize()} against time, measured on {machine}", draw_curves(timed, kinds, metric)
             ),
-            Picture("memory", "Memory of the fullest device, according to the plan", draw_memory(outcomes, colors)),
+            Picture("memory", "Memory of the fullest device", draw_memory(outcomes, colors)),
         ]
 
 
@@ -83,7 +85,7 @@ def draw_throughput(timed: Mapping[str, Outcome], colors: Mapping[str, str], bat
 
 
 def draw_memory(outcomes: Mapping[str, Outcome], colors: Mapping[str, str]) -> Figure:
-    """Draw two bars in a line for each strategy: the bytes that the plan counts, and those in flight during a step."""
+    """Draw two bars in a line for each strategy: the bytes of the state, and those in flight during a step."""
     rows = {name: row for name, row in outcomes.items() if row.device_bytes}
     figure, axis = _bars(list(rows))
     for place, (name, row) in enumerate(rows.items()):
@@ -91,38 +93,46 @@ def draw_memory(outcomes: Mapping[str, Outcome], colors: Mapping[str, str]) -> F
         axis.barh(place, held / 1e6, color=colors[name])
         bar = axis.barh(place, more / 1e6, left=held / 1e6, color=colors[name], alpha=0.4)
         axis.bar_label(bar, [format_bytes(held + more)], padding=3, fontsize=8)
-    axis.set_xlabel("MB: state and stashes, from the plan (solid); in flight during a step, estimated (light)")
+    axis.set_xlabel("MB: state, from the plan (solid); in flight during a step (light)")
     axis.margins(x=0.18)
     return figure
 
 
-def draw_curves(timed: Mapping[str, Outcome], colors: Mapping[str, str], metric: str) -> Figure:
-    """Draw the metric on the validation split against the time of the steps, without compilation and evaluations."""
-    figure = Figure(figsize=(WIDTH, 6), layout="constrained")
-    axis = figure.subplots()
-    for place, (name, row) in enumerate(timed.items()):
-        assert row.step_seconds
-        seconds = [step * row.step_seconds for step, _ in row.curve]
-        label = f"{name} ({EMULATED})" if row.is_emulated else name
-        style, marker = LINES[place % len(LINES)], MARKERS[place % len(MARKERS)]
-        axis.plot(
-            seconds,
-            [value for _, value in row.curve],
-            style,
-            color=colors[name],
-            marker=marker,
-            ms=3,
-            lw=1.2,
-            label=label,
-        )
-    axis.set_xlabel("seconds of training: steps x time of a step")
-    axis.set_ylabel(f"validation {metric}")
-    axis.set_xlim(left=0)
-    axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.3)
-    if timed:
-        figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+def draw_curves(timed: Mapping[str, Outcome], kinds: Mapping[str, str], metric: str) -> Figure:
+    """Draw the metric on the validation split against the time of the steps, without compilation and evaluations.
+
+    There is a panel for each kind of strategy, or several, so that a panel has few curves; all show REFERENCE.
+    """
+    panels = curve_panels(timed, kinds)
+    rows = -(-len(panels) // 2)
+    figure = Figure(figsize=(WIDTH, 0.6 + 2.8 * rows), layout="constrained")
+    for place, names in enumerate(panels, 1):
+        axis = figure.add_subplot(rows, min(len(panels), 2), place)
+        for name, color, marker in zip(names, CURVES[REFERENCE not in names :], MARKERS, strict=False):
+            row = timed[name]
+            assert row.step_seconds
+            points = [(step * row.step_seconds, value) for step, value in row.curve]
+            label = f"{name} ({EMULATED})" if row.is_emulated else name
+            axis.plot(*zip(*points, strict=True), color=color, marker=marker, ms=3, lw=1.2, label=label)
+        axis.set_xlabel("time of the steps (s)")
+        axis.set_ylabel(f"validation {metric}")
+        axis.set_xlim(left=0)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7, frameon=False)
     return figure
+
+
+def curve_panels(timed: Mapping[str, Outcome], kinds: Mapping[str, str]) -> list[list[str]]:
+    """Return the strategies of each panel, of one kind besides REFERENCE, and at most MOST_LINES."""
+    drawn = [name for name, row in timed.items() if row.curve]
+    first = [REFERENCE] if REFERENCE in drawn else []
+    panels = []
+    for kind in dict.fromkeys(kinds[name] for name in drawn if name != REFERENCE):
+        names = [name for name in drawn if kinds[name] == kind and name != REFERENCE]
+        size = MOST_LINES - 1
+        panels += [[*first, *names[start : start + size]] for start in range(0, len(names), size)]
+    return panels or [first]
 
 
 def _bars(names: Sequence[str]) -> tuple[Figure, Axes]:

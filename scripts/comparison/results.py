@@ -30,6 +30,7 @@ def read_result(workdir: Path) -> dict[str, Any]:
 def read_outcome(config: ConfigDict, plan: Plan[Any], workdir: Path, loaded: build.Loaded) -> Outcome:
     """Return the outcome of a finished run."""
     result, task = read_result(workdir), loaded.problem.task
+    stashed = max(plan.device_bytes) - plan.state_bytes  # activations that the plan of a pipeline counts
     rate = result.get("examples_per_second")
     rows = [row for row in metrics.read_metrics(workdir) if row["split"] == "validation"]
     curve = tuple((row["step"], row[task.curve]) for row in rows if row.get(task.curve) is not None)
@@ -37,8 +38,8 @@ def read_outcome(config: ConfigDict, plan: Plan[Any], workdir: Path, loaded: bui
         step_seconds=config.batch_size / rate if rate else None,
         is_emulated=is_emulated(config),
         wire_bytes=plan.wire_bytes,
-        device_bytes=tuple(plan.device_bytes),
-        in_flight_bytes=sum(strategies.in_flight_bytes(plan, loaded.problem).values()),
+        device_bytes=tuple(plan.device_state_bytes),
+        in_flight_bytes=stashed + sum(strategies.in_flight_bytes(plan, loaded.problem).values()),
         metric=result[find_score(loaded).key],
         staleness=find_staleness(plan, result),
         guarantee=find_guarantee(plan),

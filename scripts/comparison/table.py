@@ -28,8 +28,9 @@ class Outcome:
         was measured.
       is_emulated: whether the strategy ran in virtual time, so that its time here is that of the emulation.
       wire_bytes: bytes that a device sends in a step, according to the plan.
-      device_bytes: bytes that each device holds, according to the plan.
-      in_flight_bytes: estimate of the bytes that a step needs on a device in addition.
+      device_bytes: bytes of the state that each device holds, according to the plan.
+      in_flight_bytes: bytes that a step needs on the fullest device in addition, such as gradients and activations: of
+        a pipeline from the plan, otherwise an estimate.
       metric: the metric of the task on the held-out split.
       staleness: mean and maximum number of updates that are missing in the weights from which gradients are computed.
       guarantee: how the results relate to those of one device, according to the plan.
@@ -89,8 +90,8 @@ def comparison_columns(
         *time_columns(measured, f"measured on {machine}", batch_size=batch_size, emulated=emulated),
         _numbers("sent by a device", "sent_bytes", [row.wire_bytes for row in rows], format_bytes),
         Column(
-            "held by a device",
-            "held_bytes",
+            "state of a device",
+            "state_bytes",
             [max(row.device_bytes, default=None) for row in rows],
             [format_range(row.device_bytes) for row in rows],
         ),
@@ -98,7 +99,8 @@ def comparison_columns(
         _numbers(metric.replace("_", " "), metric, [row.metric for row in rows], lambda x: format(x, metric_format)),
         _numbers("mean staleness", "staleness_mean", [row.staleness and row.staleness[0] for row in rows], two_digits),
         _numbers("maximum staleness", "staleness_max", [row.staleness and row.staleness[1] for row in rows], str),
-        _text("certificate", "certificate", [format_certificate(row) for row in rows]),
+        _text("by its plan", "guarantee", [row.guarantee for row in rows]),
+        _text("measured by a certificate", "certificate", [format_certificate(row) for row in rows]),
     ]  # fmt: skip
 
 
@@ -166,10 +168,8 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_certificate(row: Outcome) -> str:
-    """Return the guarantee and the verdict of a strategy, or the reason why it failed."""
-    if row.failed:
-        return f"failed: {row.failed}"
-    return f"{row.guarantee}; certified: {row.certificate}" if row.certificate else row.guarantee
+    """Return the verdict of a strategy, or the reason why it failed."""
+    return f"failed: {row.failed}" if row.failed else row.certificate or "not certified"
 
 
 def format_range(nbytes: Sequence[int]) -> str:

@@ -5,6 +5,8 @@ are compared, with config.batch_size examples in a step.
 """
 
 import math
+import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +17,22 @@ from jaxpar.analysis.planner.pipeline_candidates import candidate_of_pipeline, o
 from jaxpar.analysis.planner.replica_candidates import candidate_of_replicas, of_replicas
 from jaxpar.plan import Plan
 
+FIRST_REPORT = 3.0  # seconds after which a search reports its progress
+
 
 def candidates(space: Space) -> list[Candidate]:
     """Return all candidates, the fastest that fit first, then the others by the memory that they need."""
-    return ranked(one for one in _all(space) if space.keeps(one.settings))
+    return ranked(one for one in _reported(_all(space)) if space.keeps(one.settings))
+
+
+def _reported(found: Iterator[Candidate]) -> Iterator[Candidate]:
+    """Yield the candidates, and print to stderr how many there are so far, at growing intervals."""
+    began, next_line = time.monotonic(), FIRST_REPORT
+    for number, one in enumerate(found, 1):
+        yield one
+        if (seconds := time.monotonic() - began) >= next_line:
+            print(f"planner   {number:,} candidates in {seconds:.0f} s", file=sys.stderr, flush=True)
+            next_line = 2 * seconds
 
 
 def _all(space: Space) -> Iterator[Candidate]:
