@@ -63,7 +63,7 @@ def test_llama_sizes(size: str) -> None:
 
 
 def test_the_description_of_a_model() -> None:
-    """It names the keys that override the size, which the config of a small model sets."""
+    """The line names the keys that override the size, which the config of a small model sets."""
     config, tokens = configs.load_config("configs/gpt_wordnet.py"), jax.ShapeDtypeStruct((8, 1024), "int32")
     configs.override(config, ["--config.model.size=gpt2_xl", "--config.model.max_length=1024"])
     line = describe_model(config, build(config, TEXT._replace(vocab_size=50257), CPU), {"inputs": tokens})

@@ -102,7 +102,7 @@ ADVISED = {
 
 @pytest.mark.parametrize(("examples", "batch_size", "divisor"), ADVISED)
 def test_advice_on_the_length_of_short_runs(examples: int, batch_size: int, divisor: int) -> None:
-    """What is advised takes 250 steps or more, and is not advised again."""
+    """The advised flags give 250 steps or more, and no further advice."""
     config, (size, epochs) = configs.default_config(), ADVISED[examples, batch_size, divisor]
     config.batch_size = batch_size
     advice = build.advise_length(config, examples, -(-examples // batch_size), divisor)

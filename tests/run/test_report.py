@@ -112,7 +112,7 @@ def test_a_loss_that_is_not_finite_at_the_end_is_an_error(split: str, tmp_path: 
 
 
 def test_a_small_file_is_advised_on_and_then_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 237 rows, an epoch in batches of 256 is one step, which teaches nothing."""
+    """An epoch of 237 rows in batches of 256 is one step, which teaches nothing."""
     rows = (f"room {i} was {('good', 'bad')[i % 2]},{i % 2}" for i in range(237))
     (tmp_path / "rows.csv").write_text("\n".join(["text,label", *rows]))
     source = "--config.data.source=csv", f"--config.data.train={tmp_path}/rows.csv", "--config.model.name=bert"
