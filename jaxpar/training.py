@@ -224,7 +224,7 @@ class Loop:
         if "log" in due:
             results = self._meter.metrics(self._clock()) | {"learning_rate": float(run.schedule(step - 1))}
             self._log.write(step, "train", results)
-            bar.log(step, results, ["loss", run.problem.task.curve])
+            bar.log(step, results, ["loss", run.problem.task.curve], run.problem.task.rate_unit)
             measured["train"] = results
         validation_loss = None
         if "eval" in due and run.dataset.validation:

@@ -153,11 +153,16 @@ class Progress:
             else:
                 next_line = LONG_COMPILATION
 
-    def log(self, step: int, metrics: dict[str, float], shown: Sequence[str]) -> None:
-        """Print the metrics of a log interval whose names are in `shown`, the rate and the time left."""
+    def log(self, step: int, metrics: dict[str, float], shown: Sequence[str], unit: str = "examples") -> None:
+        """Print the metrics of a log interval whose names are in `shown`, the rate and the time left.
+
+        unit: of the rate, `Task.rate_unit`.
+        """
         words = format_metrics({name: metrics[name] for name in shown if name in metrics})
-        if "examples_per_second" in metrics:
-            words += f"  {metrics['examples_per_second']:,.0f} examples/s"
+        if f"{unit}_per_second" in metrics:
+            words += f"  {metrics[f'{unit}_per_second']:,.0f} {unit}/s"
+        if unit == "tokens" and "mfu" in metrics:
+            words += f"  MFU {metrics['mfu']:.1%}"
         if skipped := metrics.get("skipped_steps"):
             words += f"  {format_count(int(skipped), 'step')} skipped"
         elif "loss" not in metrics:

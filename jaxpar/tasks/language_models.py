@@ -77,6 +77,7 @@ MASKED_LM = Task(
     metrics=cross_entropy.accuracy_and_perplexity,
     curve="accuracy",
     loss_unit="nats",
+    rate_unit="tokens",
     headline="test perplexity {perplexity:.2f}",
     score=Score("perplexity", ".2f", is_exponential=True),
     positions=masked_positions,

@@ -80,6 +80,7 @@ class Task:
         metrics than a training step.
       curve: the metric that is logged and plotted next to the loss.
       loss_unit: unit of the loss, for the axis label.
+      rate_unit: what a log line counts per second: examples, or tokens, with the MFU if it is known.
       headline: format string of the last line of a run; its fields are keys of result.json.
       score: the metric that ranks runs.
       readout: (output of the model's last layer, batch, top_k) -> arrays by name, with B examples in dim 0: what
@@ -109,6 +110,7 @@ class Task:
     predictions: Callable[[Mapping[str, np.ndarray], Mapping[str, np.ndarray], Names], list[Prediction]]
     positions: Callable[[Mapping[str, np.ndarray]], np.ndarray] | None = None
     ranks_choices: bool = False
+    rate_unit: str = "examples"
     result_keys: Mapping[str, str] = field(default_factory=dict)
     evaluation_terms: Callable[[Any, Mapping[str, jax.Array]], Terms] | None = None
     logged_only: tuple[str, ...] = ()

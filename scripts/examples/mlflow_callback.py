@@ -4,8 +4,8 @@
     scripts/python scripts/examples/mlflow_callback.py --config=configs/quickstart.py --workdir=runs/mlflow
 
 `mlflow ui --backend-store-uri=sqlite:///runs/mlflow/mlflow.db` then shows the run. If the command is repeated, the run
-is resumed, and the same run of MLflow continues. Weights & Biases and other trackers attach in the same way: a callback
-is a function that gets a `Measurement`.
+is resumed, and the same run of MLflow continues. Other trackers attach in the same way: a callback is a function that
+gets a `Measurement`.
 """
 
 import math

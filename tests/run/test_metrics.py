@@ -28,6 +28,7 @@ from jaxpar.run.meter import Meter
 from jaxpar.step import Metrics
 from jaxpar.tasks import Sums
 from jaxpar.tasks.classification import TASK
+from jaxpar.tasks.language_models import CAUSAL_LM
 
 
 def test_metrics_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +240,15 @@ def test_metrics_that_are_not_finite_are_null(tmp_path: Path) -> None:
 def test_the_progress_of_a_pipeline_that_fills(capsys: pytest.CaptureFixture[str]) -> None:
     metrics.Progress(0, 10, Phases()).log(5, {"skipped_steps": 0.0, "examples_per_second": 3.0}, ["loss"])
     assert "step 5/10  no loss yet, the pipeline is filling  3 examples/s  " in capsys.readouterr().out
+
+
+def test_the_line_of_a_language_model_has_tokens_and_mfu(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = {"examples_per_second": 10.0, "tokens_per_second": 12345.6, "mfu": 0.4125}
+    progress = metrics.Progress(0, 10, Phases())
+    progress.log(5, {"loss": 1.5, **rates}, ["loss"], CAUSAL_LM.rate_unit)
+    assert "step 5/10  loss 1.5000  12,346 tokens/s  MFU 41.2%  " in capsys.readouterr().out
+    progress.log(6, {"loss": 1.5, **rates}, ["loss"], TASK.rate_unit)
+    assert "step 6/10  loss 1.5000  10 examples/s  " in capsys.readouterr().out
 
 
 def test_skipped_steps_are_in_the_progress_line(capsys: pytest.CaptureFixture[str]) -> None:
