@@ -1,4 +1,4 @@
-"""Continues texts with the language model of a run, or with a GPT-2 in Hugging Face format.
+"""Continues texts with the language model of a run, or with one in Hugging Face format.
 
     scripts/generate --workdir=runs/gpt --prompt="a small" [--prompt=TEXT ...] [--max_tokens=100]
         [--temperature=0.8 --top_k=50 --top_p=0.95 --seed=0] [--step=N] [--json]
