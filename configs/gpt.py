@@ -21,6 +21,8 @@ def get_config(preset: str = "gpt2") -> ConfigDict:
     config.task, config.model.name, config.model.size = "causal_lm", "gpt", preset
     config.model.dtype, config.model.remat, config.model.dropout = "bfloat16", "full", 0.0
     config.model.vocab_size = 128_256 if preset.startswith("llama") else 50_304  # rows, whatever the tokenizer has
+    if preset.startswith("llama"):  # as Llama 3, and only its small models tie the head
+        config.model.rope_base, config.model.tied_embeddings = 500_000.0, preset == "llama_1b"
     config.data.vocab_size, config.data.max_length, config.data.length_buckets = 50_257, 1024, (1024,)
     config.batch_size = 256
     config.optimizer.lr, config.optimizer.warmup, config.optimizer.final_lr = 3e-4, 0.02, 0.1
