@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from jaxpar.cluster import Cluster
-from jaxpar.errors import Refusals, UserError, format_bytes
+from jaxpar.errors import Refusals, UserError, format_bytes, format_count
 from jaxpar.layout import SHARDED, Layout
 
 Source = TypeVar("Source", covariant=True)
@@ -256,14 +256,18 @@ def _relief(plan: Plan[object], parts: Mapping[str, int], shared: bool) -> str:
 
 def format_private_key(key: Mapping[str, Any]) -> str:
     """Format a private key in one line: `byteps_onebit block=2048 .. on 2 replicas`."""
-    words = []
+    words, counts = [], []
     for name, value in key.items():
         if isinstance(value, Mapping):
             words += [f"{option}={chosen}" for option, chosen in sorted(value.items())]
         elif name == ARRAYS:
             continue  # a hash is of no use to the reader
-        elif isinstance(value, str):
-            words.append(value)
+        elif isinstance(value, int):
+            counts.append(format_count(value, name.removesuffix("es" if name.endswith("ches") else "s")))
         else:
-            words.append(f"on {value} {name}" if isinstance(value, int) else f"{name}={','.join(map(str, value))}")
-    return " ".join(words)
+            words.append(value if name in ("exchange", "schedule", "policy") else f"{name}={_listed(value)}")
+    return " ".join(words) + (f" on {', '.join(counts)}" if counts else "")
+
+
+def _listed(value: Any) -> str:
+    return value if isinstance(value, str) else ",".join(map(str, value))

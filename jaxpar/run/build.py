@@ -116,7 +116,7 @@ def check_run(config: ConfigDict, workdir: Path, cluster: Cluster | None = None)
     for key in ("num_steps", "num_epochs"):
         if config[key] > MAX_STEPS:
             raise UserError(f"config.{key} is {config[key]}; it must be at most {MAX_STEPS:,}")
-    if len(config.profile) != 2 or not 0 <= config.profile[0] <= config.profile[1]:
+    if len(config.profile) != 2 or not min(config.profile[1], 1) <= config.profile[0] <= config.profile[1]:
         raise UserError(
             f"config.profile is {config.profile}; it must be (first step, last step), or (0, 0) to profile nothing"
         )
@@ -295,7 +295,8 @@ def advise_length(config: ConfigDict, num_examples: int, num_steps: int, divisor
         size = min(size, -(-rounded // divisor) * divisor)
     epochs = math.ceil(ENOUGH_STEPS / math.ceil(num_examples / size) / 5) * 5
     flags = f"--config.batch_size={size} " if size < config.batch_size else ""
-    return f"{format_count(num_steps, 'step')} are few; train longer, with {flags}--config.num_epochs={epochs}"
+    too_few = f"{format_count(num_steps, 'step')} {'is' if num_steps == 1 else 'are'} too few"
+    return f"{too_few}; train longer, with {flags}--config.num_epochs={epochs}"
 
 
 def describe_run(run: Run) -> str:

@@ -38,7 +38,7 @@ class Effect(NamedTuple):
 
 
 def _strategy(*names: str) -> Callable[[ConfigDict], bool]:
-    return lambda config: config.strategy in ("auto", *names)  # the planner keeps what is set
+    return lambda config: config.strategy in names
 
 
 def _optimizer(*names: str) -> Callable[[ConfigDict], bool]:
@@ -66,11 +66,12 @@ def _from_files(config: ConfigDict) -> bool:
 
 SECTIONS = (
     Effect(("asynchronous",), _strategy("async_data_parallel"), "config.strategy='async_data_parallel'"),
-    Effect(("data_parallel",), _strategy("data_parallel"), "config.strategy='data_parallel'"),
+    # The planner keeps what is set of the strategies that it chooses from.
+    Effect(("data_parallel",), _strategy("auto", "data_parallel"), "config.strategy='data_parallel'"),
     Effect(("swarm",), _strategy("swarm"), "config.strategy='swarm'"),
     # A swarm cuts its stages by pipeline.partition.
-    Effect(("pipeline.partition",), _strategy("pipeline", "swarm"), "config.strategy='pipeline' or 'swarm'"),
-    Effect(("pipeline",), _strategy("pipeline"), "config.strategy='pipeline'", but="pipeline.partition"),
+    Effect(("pipeline.partition",), _strategy("auto", "pipeline", "swarm"), "config.strategy='pipeline' or 'swarm'"),
+    Effect(("pipeline",), _strategy("auto", "pipeline"), "config.strategy='pipeline'", but="pipeline.partition"),
 )
 EFFECTS = (
     Effect(("swarm.rule",), lambda config: config.swarm.rebalance_seconds > 0, "config.swarm.rebalance_seconds"),
@@ -108,15 +109,17 @@ EFFECTS = (
         "config.data.source='synthetic'",
     ),
     Effect(("data.augment",), _is_image, "data of images"),
+    Effect(("data.max_length",), _is_text, "data of texts"),
     Effect(
-        ("data.max_length", "data.length_buckets"),
-        _is_text,
-        "data of texts",
+        ("data.length_buckets",),
+        lambda config: _is_text(config) and tasks.find_task(config).labels is not Labels.NEXT,
+        "data of texts, and another config.task than 'causal_lm', whose blocks have config.data.max_length tokens",
     ),
+    Effect(("model.size",), lambda config: not config.model.init_from, "config.model.init_from=''"),
     Effect(
         ("data.vocab_size",),
-        lambda config: _is_text(config) and not config.data.tokenizer,
-        "a tokenizer that the run trains (data of texts, and config.data.tokenizer='')",
+        lambda config: _is_text(config) and not (config.data.tokenizer or config.model.init_from),
+        "a tokenizer that the run trains (data of texts, config.data.tokenizer='' and config.model.init_from='')",
     ),
     Effect(("data.mask_fraction",), _labels(Labels.MASKED), "config.task='masked_lm'"),
     Effect(("data.tokenizer",), _from_files, "texts from files"),

@@ -51,14 +51,22 @@ class DrainingServer(uvicorn.Server):
         self._watch()
 
     async def on_tick(self, counter: int) -> bool:
-        """Close connections that have sent no request for too long. For the first one, uvicorn would wait for ever."""
+        """Close connections whose clients have sent no request, or read nothing of an answer, for too long.
+
+        For a first request, and for a client that reads, uvicorn would wait for ever.
+        """
         now = time.monotonic()
         connections: set[Any] = self.server_state.connections
         waiting = [(one, one.cycle) for one in connections if one.cycle is None or one.cycle.response_complete]
-        self._since = {key: self._since.get(key, now) for key in waiting}
-        for (connection, _), since in self._since.items():
+        unread = [(one, one.transport.get_write_buffer_size()) for one in connections]
+        unread = [(one, size) for one, size in unread if size > 0]  # whose size changes as the client reads
+        self._since = {key: self._since.get(key, now) for key in (*waiting, *unread)}
+        for (connection, state), since in self._since.items():
             if now - since > self._seconds:
-                connection.transport.close()
+                if isinstance(state, int):
+                    connection.transport.abort()  # a close would first wait for the client to read
+                else:
+                    connection.transport.close()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -16,6 +16,7 @@ from jaxpar import files
 from jaxpar.errors import FAILED, UserError
 from jaxpar.launch.launcher import LAUNCHER, MAX_FORWARDED, POLL_SECONDS, start_process
 from jaxpar.pages.verdict import different_settings
+from jaxpar.run.unused import unused_keys
 from jaxpar.tasks import Score
 
 UNTESTED = Score("train_loss", ".4f")  # metric by which runs without a test split are compared
@@ -75,7 +76,19 @@ def prepare_run(name: str, workdir: Path, overrides: list[str]) -> list[str]:
         files.write_text(workdir / SETTINGS, json.dumps(configs.keys(config), indent=1) + "\n")
     except OSError as error:
         raise files.unusable(workdir, error) from error
-    return [sys.executable, "-m", "jaxpar.main", f"--config={name}", f"--workdir={workdir}", *overrides]
+    used = with_effect(config, overrides)
+    return [sys.executable, "-m", "jaxpar.main", f"--config={name}", f"--workdir={workdir}", *used]
+
+
+def with_effect(config: ConfigDict, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides without those that have no effect on this run, which are meant for others."""
+    unused, kept, has_effect = unused_keys(config), [], True
+    for argument in overrides:
+        if argument.startswith("--"):  # not the value of the flag before it
+            key = argument.partition("=")[0].removeprefix("--").removeprefix("no").removeprefix("config.")
+            has_effect = key not in unused
+        kept += [argument] if has_effect else []
+    return kept
 
 
 def run_logged(command: list[str], log: Path, signals: list[int]) -> int:

@@ -26,7 +26,7 @@ KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "asynchronous.num_workers=2": ((), ASYNC),
     "asynchronous.delays.slowdown=3.0": (SWARM, ASYNC),
     "data_parallel.implementation=pmap": (("strategy=single",), ()),
-    "swarm.stages=3": (("strategy=pipeline",), SWARM),
+    "swarm.stages=3": (("strategy=auto",), SWARM),
     "swarm.rule=paper": (SWARM, (*SWARM, "swarm.rebalance_seconds=60")),
     "swarm.failures.rejoin=5.0": (SWARM, (*SWARM, "swarm.failures.lifetime=100")),
     "swarm.failures.groups=2": (
@@ -43,10 +43,12 @@ KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "optimizer.max_skipped_steps=5": ((), ("optimizer.nonfinite=skip",)),
     "early_stop.min_delta=0.1": ((), ("early_stop.patience=2",)),
     "data.synthetic_examples=64": ((), ("data.source=synthetic",)),
+    "data.max_length=16": (("model.name=vit", "data.source=synthetic"), ()),
     "data.augment=True": ((), ("model.name=vit", "data.source=synthetic")),
     "data.max_length=8": (MLP, ()),
-    "data.length_buckets=(8, 16)": (MLP, ()),
-    "data.vocab_size=64": (("data.tokenizer=vocab.txt",), ()),
+    "data.length_buckets=(8, 16)": (("task=causal_lm", "model.name=gpt"), ()),
+    "data.vocab_size=64": (("model.init_from=folder",), ()),
+    "model.size=mini": (("model.init_from=folder",), ()),
     "data.mask_fraction=0.3": ((), ("task=masked_lm",)),
     "data.tokenizer=vocab.txt": (("data.source=synthetic",), ()),
     "data.text_columns=('a',)": (("data.source=wordnet",), ("data.source=csv",)),
@@ -131,6 +133,7 @@ WRONG = {
     "data.mask_fraction=inf": "must be between 0 and 1",
     "data.max_length=-7": "config.data.max_length is -7; it must be at least 1",
     "data.length_buckets=(0,)": "must be at least one length",
+    "profile=(0, 2)": "must be \\(first step, last step\\)",
     "num_epochs=-0.5": "num_epochs is -0.5; both must be finite and at least 0",
 }
 

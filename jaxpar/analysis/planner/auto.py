@@ -188,6 +188,11 @@ def no_candidate(space: Space) -> UserError:
             f"{kept}; {subject} must allow a strategy on {devices} that trains like one device and divides "
             f"config.batch_size={size} into replicas x microbatches"
         )
+    if space.num_devices == 1:
+        single = with_settings(space.config, {"strategy": "single", "mesh.data": 1})
+        reason = strategies.possible(single, space.problem, space.machine.cluster)
+        if isinstance(reason, str):  # its state alone needs more memory than the device has
+            return UserError(reason)
     return UserError(f"config.batch_size is {size}; on {devices} it must be a multiple of replicas x microbatches")
 
 

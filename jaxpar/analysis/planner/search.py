@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from jaxpar.analysis.planner.candidates import Candidate, Settings, Space, ranked
 from jaxpar.analysis.planner.pipeline_candidates import candidate_of_pipeline, of_pipelines
 from jaxpar.analysis.planner.replica_candidates import candidate_of_replicas, of_replicas
+from jaxpar.errors import format_count
 from jaxpar.plan import Plan
 
 FIRST_REPORT = 3.0  # seconds after which a search reports its progress
@@ -31,7 +32,9 @@ def _reported(found: Iterator[Candidate]) -> Iterator[Candidate]:
     for number, one in enumerate(found, 1):
         yield one
         if (seconds := time.monotonic() - began) >= next_line:
-            print(f"planner   {number:,} candidates in {seconds:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"planner   {format_count(number, 'candidate')} so far, in {seconds:.0f} s", file=sys.stderr, flush=True
+            )
             next_line = 2 * seconds
 
 
