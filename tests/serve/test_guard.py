@@ -141,6 +141,24 @@ def test_silent_connections_do_not_keep_others_out(service: Service) -> None:
     resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE, before)
 
 
+def test_a_client_that_reads_no_answer_is_disconnected(service: Service) -> None:
+    """It asks for the page more often than the buffers of the system can hold."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(0.5)
+    client.connect(("127.0.0.1", service.port))
+    requests = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50_000
+
+    def send() -> None:
+        for _ in range(40):  # 20 s; the service allows 1
+            with contextlib.suppress(TimeoutError):
+                client.sendall(requests)
+
+    with pytest.raises(ConnectionError):
+        send()
+    client.close()
+
+
 def test_a_connection_that_sends_requests_stays_open(service: Service) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=30)
     connection.connect()
