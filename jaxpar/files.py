@@ -22,6 +22,7 @@ _OS_ERROR = r"(?:os_error_code='|OS error )(\d+)"  # in tensorstore's messages; 
 
 
 # What a run writes into its workdir.
+MOST_CHARACTERS = 131_072  # of a value in a table of a user
 FOLDERS = ("checkpoints", "ledger", "tensorboard", "profile")
 FILES = (
     *("config.json", "data.json", "tokenizer.json", "profile.json", "metrics.jsonl", "result.json"),
@@ -73,12 +74,13 @@ def read_csv(file: Iterable[str], first: int = 1) -> Iterator[tuple[int, list[st
 
     Raises ValueError for invalid CSV. first: the number of the first line.
     """
+    csv.field_size_limit(MOST_CHARACTERS)  # a setting of the process, which data of longer texts raises
     reader = csv.reader(file, strict=True)
     try:
         for row in reader:
             yield reader.line_num + first - 1, row
     except csv.Error as error:
-        rule = f"quotes must be closed, and values must have at most {csv.field_size_limit():,} characters"
+        rule = f"quotes must be closed, and values must have at most {MOST_CHARACTERS:,} characters"
         raise ValueError(f"line {reader.line_num + first - 1}: {error}; {rule}") from error
 
 

@@ -104,7 +104,7 @@ def find_gpu(name: str, key: str = "device kind", others: Sequence[str] = ()) ->
     kinds = gpu_kinds()
     if name.lower() in kinds:
         return kinds[name.lower()]
-    if name.endswith(".toml") or Path(name).is_dir():
+    if name.endswith(".toml") or (name and Path(name).is_dir()):
         return read_gpu(Path(name), key)
     known = [*kinds, *others]
     begins = [kind for kind in kinds if kind.startswith(name.lower() + "-")]  # a100: one of several sizes

@@ -28,7 +28,7 @@ from jaxpar.launch.launcher import free_port
 from jaxpar.launch.place import BIND, FLAGS, bind_address, find_place
 from jaxpar.run import metrics
 from tests.checkpoint.test_private import VALUES
-from tests.runs import small_arguments, small_config
+from tests.runs import WITHOUT_TEXTS, small_arguments, small_config
 from tests.selection import slow
 from tests.strategies.pipelines import relative_error
 from tests.test_train import final_params, stop_at
@@ -207,7 +207,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "one of three pipelines across both": (*PIPELINE, "--config.mesh.stage=2", "--config.mesh.data=3"),
     "texts": ("--config.mesh.data=4",),
 }
-MORE = [*(f"--config.{key}={value}" for key, value in VALUES.items()), "--config.model.num_layers=2"]
+MORE = [*(f"--config.{key}={value}" for key, value in VALUES.items()), "--config.model.num_layers=2", *WITHOUT_TEXTS]
 STEPS = ["--config.num_steps=12", "--config.batch_size=24", "--config.eval.every_steps=6"]
 
 

@@ -1,5 +1,6 @@
 """Tests user-defined models: modules on PYTHONPATH with the same `build` function as the models in jaxpar."""
 
+import sys
 import textwrap
 from pathlib import Path
 
@@ -25,6 +26,8 @@ def own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     package = tmp_path / "my_package"
     package.mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.split(".")[0] == "my_package"]:
+        monkeypatch.delitem(sys.modules, name)  # of another test
     return package
 
 
