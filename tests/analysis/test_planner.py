@@ -575,6 +575,15 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert message.endswith(f"{end} {report.OFFLOAD}\n")
 
 
+def test_a_state_that_is_too_large_for_one_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """8e9 parameters with Adam's moments in float32 need 96 GB; no batch size is to blame."""
+    config = ("--config=configs/gpt.py:llama_8b", "--config.data.source=synthetic")
+    _, message = script_error(monkeypatch, capsys, script, *config, "--cluster=h100:1")
+    assert message.startswith("config.strategy is 'single', which needs 96.4 GB on device 0 (parameters 32.1 GB, ")
+
+
 def test_steps_without_a_predicted_time(found: list[Candidate]) -> None:
     """The time of `dp` is that of the planner alone: its programs lack the copies between devices."""
     one = next(one for one in found if one.name == "dp")
