@@ -265,7 +265,8 @@ def format_private_key(key: Mapping[str, Any]) -> str:
         elif isinstance(value, int):
             counts.append(format_count(value, name.removesuffix("es" if name.endswith("ches") else "s")))
         else:
-            words.append(value if name in ("exchange", "schedule", "policy") else f"{name}={_listed(value)}")
+            is_name = isinstance(value, str) and name != "remat"
+            words.append(value if is_name else f"{name}={_listed(value)}")
     return " ".join(words) + (f" on {', '.join(counts)}" if counts else "")
 
 

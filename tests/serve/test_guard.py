@@ -142,7 +142,7 @@ def test_silent_connections_do_not_keep_others_out(service: Service) -> None:
 
 
 def test_a_client_that_reads_no_answer_is_disconnected(service: Service) -> None:
-    """It asks for the page more often than the buffers of the system can hold."""
+    """The answers that it asks for are more than the buffers of the system can hold."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.settimeout(0.5)
