@@ -90,14 +90,18 @@ def audit(programs: Sequence[CompiledProgram], plan: Plan[object], task: Task) -
       plan: the plan of the strategy.
       task: the task that the programs train.
     """
-    mesh, num_scalars = plan.axes, max(MAX_SCALARS, task.num_sums + 3)
-    measured: dict[tuple[str, str, str], list[float]] = {}
+    num_scalars = max(MAX_SCALARS, task.num_sums + 3)
+    by_device: dict[tuple[str, str, str], dict[jax.Device, list[float]]] = {}
     for program in programs:
         text, frequencies = program.compiled.as_text(), program.frequencies
         assert text is not None
         for (kind, groups, dtype), (count, nbytes) in _collectives(text, frequencies, num_scalars).items():
-            entry = measured.setdefault((kind, axis_of(groups, mesh), dtype), [0.0, 0.0])
-            entry[0], entry[1] = entry[0] + count, entry[1] + nbytes
+            of_devices = by_device.setdefault((kind, axis_of(groups, program.axes or plan.axes), dtype), {})
+            for device in devices_of(program):
+                entry = of_devices.setdefault(device, [0.0, 0.0])
+                entry[0], entry[1] = entry[0] + program.runs * count, entry[1] + program.runs * nbytes
+    # Of the device that sends most.
+    measured = {key: max(of.values(), key=lambda entry: entry[1]) for key, of in by_device.items()}
     theory: dict[tuple[str, str, str], list[float]] = {}
     for one in plan.traffic:
         entry = theory.setdefault((one.kind, one.axis, one.dtype), [0.0, 0.0])

@@ -33,6 +33,8 @@ from jaxpar.pipeline.executor import partition
 from jaxpar.pipeline.executor.branches import device_branches
 from jaxpar.pipeline.executor.continuous import continuous_step, padded, update_trips
 from jaxpar.pipeline.executor.continuous_state import ContinuousState
+from jaxpar.pipeline.executor.dispatch import dispatch_order
+from jaxpar.pipeline.executor.dispatch_costs import activation_memory, dispatch_traffic, dispatched_layouts
 from jaxpar.pipeline.executor.engine import (
     PipelineEngine,
     make_engine,
@@ -50,11 +52,18 @@ from jaxpar.pipeline.tables.table import Table
 from jaxpar.plan import ARRAYS, Decision, DelayedUpdates, Plan, Traffic, state_memory
 from jaxpar.state import nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
-from jaxpar.strategies import exchanges
+from jaxpar.strategies import dispatched, exchanges
 from jaxpar.strategies.auto_schedule import choose_schedule
 from jaxpar.strategies.division import Division, configured_division, refuse_division
 from jaxpar.strategies.placement import IN_PLACE, batch_placer, by_replica
-from jaxpar.strategies.schedules import AUTO_SCHEDULE, refuse_evaluation, refuse_pipeline_values, stage_delays
+from jaxpar.strategies.schedules import (
+    AUTO_SCHEDULE,
+    DISPATCH,
+    LOCKSTEP,
+    refuse_evaluation,
+    refuse_pipeline_values,
+    stage_delays,
+)
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
@@ -65,6 +74,7 @@ STASH_IN_PLACE = IN_PLACE | {"xla_gpu_copy_insertion_use_region_analysis": True}
 def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refusals[Decision[Division]]:
     """Decide on the mesh and the table. Refuses an invalid config.mesh or config.pipeline."""
     yield from refuse_pipeline_values(config)
+    yield from refuse_executor(config, cluster)
     if config.optimizer.accumulation_steps != 1:
         yield UserError(
             f"config.optimizer.accumulation_steps is {config.optimizer.accumulation_steps}; it must be 1 with "
@@ -94,6 +104,21 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refu
     return Decision(axes, axes[DATA] * m, words, axes[DATA], division, division.needs_profile)
 
 
+def refuse_executor(config: ConfigDict, cluster: Cluster) -> Refusals[None]:
+    """Refuse an executor that cannot run the schedule, or measure it, on this cluster."""
+    c = config.pipeline
+    if c.executor != DISPATCH:
+        return
+    yield from meshes.refuse_processes(f"config.pipeline.executor={DISPATCH!r}", cluster)
+    reasons = {
+        f"config.pipeline.schedule={c.schedule!r}, which never drains": c.schedule in CONTINUOUS,
+        f"config.pipeline.trace={c.trace}, which measures clocks": c.trace > 0,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            yield UserError(f"config.pipeline.executor is {c.executor!r}; it must be {LOCKSTEP!r} with {reason}")
+
+
 @dataclass(frozen=True)
 class PipelineDetails:
     """The details of a plan that `build` needs.
@@ -107,6 +132,7 @@ class PipelineDetails:
       state: distribution of the state; `staged`, unless the pipeline never drains.
       remat: none, full or dots: which values the forward pass saves for the backward pass.
       trace: number of the step whose actions are measured; 0: none.
+      executor: one of EXECUTORS.
     """
 
     schedule: str
@@ -117,6 +143,7 @@ class PipelineDetails:
     state: StagedState | ContinuousState
     remat: str
     trace: int
+    executor: str
 
 
 def plan(
@@ -168,16 +195,27 @@ def plan(
         private_key[ARRAYS] = fingerprint({"private": arrays})
         delays = DelayedUpdates(stage_delays(table, stages.layers), differs)
         differs = "; ".join(filter(None, [CONTINUOUS[c.schedule].reason, differs]))
-    details = PipelineDetails(schedule, table, lowered, stages, staged, state, c.remat, c.trace)
-    memory = tuple({**parts, **engine.activation_bytes} for parts in state_memory(state.memory))
+    details = PipelineDetails(schedule, table, lowered, stages, staged, state, c.remat, c.trace, c.executor)
+    if c.executor == DISPATCH:
+        order, programs = dispatch_order(table), engine.programs
+        activations = activation_memory(order, programs) * num_data
+        layouts = dispatched_layouts(staged, decision.axes)._asdict()
+        held: Mapping[str, Layout] = layouts
+        traffic = dispatch_traffic(order, programs, staged.all_reduce)
+        private_key |= {"executor": c.executor}
+    else:
+        activations = [engine.activation_bytes] * math.prod(decision.axes.values())
+        layouts, held = state.layouts._asdict(), state.memory
+        traffic = plan_traffic(shapes.model, details, engine)
+    memory = tuple({**parts, **of_device} for parts, of_device in zip(state_memory(held), activations, strict=True))
     return Plan(
         "pipeline",
         decision,
         summarize_stages(schedule, table, stages),
-        state.layouts._asdict(),
+        layouts,
         details,
         memory,
-        plan_traffic(shapes.model, details, engine),
+        traffic,
         exchanges.name(config),
         private_key if table.period or has_residuals else {},
         differs,
@@ -250,8 +288,10 @@ def plan_traffic(model: Model, details: PipelineDetails, engine: PipelineEngine)
     return (*transfers, *gradients, within, tied)
 
 
-def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[PackedState]:
+def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[Any]:
     """Build a planned pipeline on the first of these devices."""
+    if plan.details.executor == DISPATCH:
+        return dispatched.build(plan, problem, devices)
     meshes.check_partitioner()
     details, num_data = plan.details, plan.num_replicas
     table = details.table

@@ -34,12 +34,16 @@ class CompiledProgram(NamedTuple):
       arguments: the keys of Plan.memory that the first arguments belong to, if each argument is one part of the state.
       branches: the branches that the devices take, for each named conditional in which they differ. The devices wait
         for each other at the end of a clock.
+      runs: how often a step runs the program.
+      axes: sizes of the axes of its mesh; empty: those of the plan.
     """
 
     compiled: jax.stages.Compiled
     frequencies: Mapping[str, tuple[float, ...]] = {}
     arguments: tuple[str, ...] = ()
     branches: Mapping[str, DeviceBranches] = {}
+    runs: int = 1
+    axes: Mapping[str, int] = {}
 
 
 class FromCanonical(Protocol[S_co]):

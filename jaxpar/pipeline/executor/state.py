@@ -100,15 +100,19 @@ class StagedTree:
         """Return, for each leaf on a device, whether the device owns it. The other leaves are copies."""
         return [self.layout.owner_of(leaf) == device for leaf in self._numbers[device]]
 
+    def split(self, tree: Any) -> list[Any]:
+        """Return each device's part of a canonical tree, as NumPy arrays, named as on the example of its kind."""
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+        structures = [jax.tree.structure(self.packing.tree(kind)) for kind in self._kinds]
+        return [
+            jax.tree.unflatten(structure, [leaves[i] for i in numbers])
+            for structure, numbers in zip(structures, self._numbers, strict=True)
+        ]
+
     def scatter(self, tree: Any) -> list[Packed]:
         """Return each device's part of a canonical tree, packed, as NumPy arrays."""
-        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-        packed = []
-        for kind, numbers in zip(self._kinds, self._numbers, strict=True):
-            structure = jax.tree.structure(self.packing.tree(kind))
-            held = jax.tree.unflatten(structure, [leaves[i] for i in numbers])
-            packed.append(self.packing.pack(kind, held, np))
-        return packed
+        parts = zip(self._kinds, self.split(tree), strict=True)
+        return [self.packing.pack(kind, held, np) for kind, held in parts]
 
     def distribute(self, tree: Any, mesh: Mesh) -> Packed:
         """Return the packed arrays of a canonical tree, distributed over the mesh."""
@@ -116,11 +120,15 @@ class StagedTree:
         return tuple(_on_mesh(by_device, like) for *by_device, like in arrays)
 
     def collect(self, packed: Sequence[np.ndarray]) -> Any:
-        """Return the canonical tree, with each leaf taken from the device that owns it. packed: global arrays."""
+        """Return the canonical tree of packed global arrays."""
+        kinds = enumerate(self._kinds)
+        return self.assemble([self.packing.unpack(kind, [array[device] for array in packed]) for device, kind in kinds])
+
+    def assemble(self, parts: Sequence[Any]) -> Any:
+        """Return the canonical tree, with each leaf taken from the device that owns it. The inverse of `split`."""
         leaves: list[Any] = [None] * self._num_leaves
-        for device, (kind, numbers) in enumerate(zip(self._kinds, self._numbers, strict=True)):
-            held = jax.tree.leaves(self.packing.unpack(kind, [array[device] for array in packed]))
-            for i, leaf in zip(numbers, held, strict=True):
+        for device, (numbers, held) in enumerate(zip(self._numbers, parts, strict=True)):
+            for i, leaf in zip(numbers, jax.tree.leaves(held), strict=True):
                 if self.layout.owner_of(i) == device:
                     leaves[i] = leaf
         return jax.tree.unflatten(self._structure, leaves)

@@ -1,0 +1,178 @@
+"""Builds a planned pipeline whose stages are programs of their own, dispatched in the order of the table.
+
+config.pipeline.executor chooses between it and the engine in lock step (pipeline.py). The state, the exchange and the
+optimizer step are those of lock step; what differs is that nothing is packed and no device waits for a clock.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import serialization
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpar import mesh as meshes
+from jaxpar import state as states
+from jaxpar import step as steps
+from jaxpar.launch import processes
+from jaxpar.mesh import DATA
+from jaxpar.models.model import Batch
+from jaxpar.pipeline.executor.columns import ON_ALL, MeshColumns
+from jaxpar.pipeline.executor.dispatch import SHARED_SPECS, StageDispatcher, StepInputs
+from jaxpar.pipeline.executor.dispatch_update import DispatchedState, StageUpdates
+from jaxpar.pipeline.executor.enqueue import DEVICES, Compiler, Host, Program, program_on
+from jaxpar.pipeline.executor.state import StagedState
+from jaxpar.pipeline.tables.schedule import forward_only
+from jaxpar.plan import Plan
+from jaxpar.state import Canonical, State
+from jaxpar.step import Metrics, Problem, with_shardings
+from jaxpar.strategies.placement import IN_PLACE, batch_placer, by_replica
+from jaxpar.strategies.strategy import CompiledProgram, Strategy
+from jaxpar.tasks import Sums
+
+
+def build(plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[DispatchedState]:
+    """Build the strategy on the first of these devices."""
+    details, num_data = plan.details, plan.num_replicas
+    table, stages, staged = details.table, details.stages, details.staged
+    mesh = meshes.make_mesh(plan.axes, devices)
+    columns = MeshColumns(mesh, stages.groups)
+    state_of, updates = StateOnGroups(staged, columns), StageUpdates(staged, columns, IN_PLACE)
+    num_phases = details.lowered.shape.num_phases
+    training = StageDispatcher(stages, table, columns, num_phases=num_phases, remat=details.remat)
+    begin = begin_program(mesh, table.num_microbatches)
+    settled = meshes.settled if num_data > 1 else lambda x: x
+
+    @functools.cache
+    def evaluation(num_examples: int) -> tuple[Program, StageDispatcher]:
+        """Return the programs of a forward pass with as many microbatches as divide a replica's examples."""
+        number = math.gcd(num_examples, table.num_microbatches)
+        forward = forward_only(table.num_devices, number, table.stages)
+        return split_program(mesh, number), StageDispatcher(stages, forward, columns, num_phases=1, remat="none")
+
+    def train(state: DispatchedState, batch: Batch, host: Host = DEVICES) -> tuple[DispatchedState, Metrics]:
+        step, inputs = settled(host.call(begin, state.step, state.key, batch))
+        totals = training.run(columns.split_groups(state.params), columns.split(inputs), host)
+        after, metrics = updates(state, totals, host)
+        return after._replace(step=step), metrics
+
+    def evaluate(state: DispatchedState, batch: Batch) -> Sums:
+        split, forward = evaluation(len(batch["index"]) // num_data)
+        inputs = columns.split(DEVICES.call(split, batch))
+        return updates.sums(forward.run(columns.split_groups(state.params), inputs))
+
+    def init(key: jax.Array) -> DispatchedState:
+        state = state_of.init(key)
+        return state._replace(private=updates.init_private(state.params))
+
+    def from_canonical(tree: Canonical, private: Canonical | None = None) -> DispatchedState:
+        state = state_of.from_canonical(tree)
+        initial = updates.init_private(state.params)
+        shardings = jax.tree.map(lambda x: x.sharding, initial)
+        saved = jax.device_put(serialization.from_state_dict(initial, private), shardings) if private else initial
+        return state._replace(private=saved)
+
+    def compile_programs() -> list[CompiledProgram]:
+        compiler = Compiler()
+        train(state_of.abstract(updates), with_shardings(problem.batch, by_replica(mesh)), compiler)
+        return [
+            CompiledProgram(one.compiled, arguments=one.program.kinds, runs=one.runs, axes=dict(one.program.mesh.shape))
+            for one in compiler.called.values()
+        ]
+
+    return Strategy(
+        plan,
+        tuple(mesh.devices.flat),
+        init=init,
+        place=batch_placer(mesh),
+        step=train,
+        evaluate=evaluate,
+        to_canonical=state_of.to_canonical,
+        from_canonical=from_canonical,
+        compile=compile_programs,
+        to_private=lambda state: serialization.to_state_dict(state.private) if jax.tree.leaves(state.private) else {},
+    )
+
+
+def begin_program(mesh: Mesh, num_microbatches: int) -> Program:
+    """Return the program that begins a step: (step, run's key, batch) -> next step, inputs of the actions."""
+
+    def on_device(step: jax.Array, key: jax.Array, batch: Batch) -> tuple[jax.Array, StepInputs]:
+        weight = jax.lax.pmean(steps.batch_weight(batch), DATA)  # so that the gradient is the mean over replicas
+        key_data = jax.random.key_data(steps.dropout_key(key, step))
+        return step + 1, StepInputs(key_data, weight, steps.microbatches(batch, num_microbatches))
+
+    specs, kinds = (ON_ALL, ON_ALL, PartitionSpec(DATA)), ("inputs", "inputs", "inputs")
+    return program_on(mesh, on_device, specs, (ON_ALL, SHARED_SPECS), kinds)
+
+
+def split_program(mesh: Mesh, num_microbatches: int) -> Program:
+    """Return the program that begins an evaluation: batch -> inputs of the actions."""
+
+    def on_device(batch: Batch) -> StepInputs:
+        return StepInputs(None, jnp.ones(()), steps.microbatches(batch, num_microbatches))
+
+    return program_on(mesh, on_device, (PartitionSpec(DATA),), SHARED_SPECS, ("inputs",))
+
+
+class StateOnGroups:
+    """Converts the state between its canonical form and that of the groups, without the private state."""
+
+    def __init__(self, staged: StagedState, columns: MeshColumns):
+        self._staged, self._columns = staged, columns
+        self._firsts = [group[0] for group in columns.groups]
+        self._on_groups = [NamedSharding(mesh, ON_ALL) for mesh in columns.of_group]
+        self._on_all = NamedSharding(columns.mesh, ON_ALL)
+
+    def init(self, key: jax.Array) -> DispatchedState:
+        """Return the state at step 0."""
+        init_key, run_key = states.split(key)
+        data, made = np.asarray(jax.random.key_data(init_key)), []
+        stages, optimizer = self._staged.stages, self._staged.problem.optimizer
+        for column, sharding in zip(self._firsts, self._on_groups, strict=True):
+
+            def of_group(data: jax.Array, column: int = column) -> tuple[Any, Any]:
+                shifts = jnp.asarray(stages.shifts[column])
+                params = stages.init(jax.random.wrap_key_data(data), stages.kinds[column], shifts)
+                return params, optimizer.init(params)
+
+            made.append(jax.jit(of_group, out_shardings=sharding)(data))
+        params, moments = zip(*made, strict=True)
+        step, key = jax.device_put((np.zeros((), np.int32), np.asarray(run_key)), self._on_all)
+        return DispatchedState(step, key, params, moments, ())
+
+    def from_canonical(self, tree: Canonical) -> DispatchedState:
+        """Return a canonical state on the groups."""
+        problem = self._staged.problem
+        state = states.from_canonical(tree, states.abstract_state(problem.model, problem.optimizer))
+        step, key = jax.device_put((state.step, state.key), self._on_all)
+        parts = self._staged.params.split(state.params), self._staged.optimizer.split(state.optimizer)
+        params, optimizer = (
+            tuple(jax.device_put(of[column], on) for column, on in zip(self._firsts, self._on_groups, strict=True))
+            for of in parts
+        )
+        return DispatchedState(step, key, params, optimizer, ())
+
+    def to_canonical(self, state: DispatchedState) -> Canonical:
+        """Return the canonical state, as NumPy arrays."""
+        step, key, params, optimizer = processes.fetch(state[:4])
+        groups = [self._columns.group_of[column] for column in range(len(self._columns.of_column))]
+        held = self._staged.params.assemble([params[group] for group in groups])
+        moments = self._staged.optimizer.assemble([optimizer[group] for group in groups])
+        return states.to_canonical(State(step, key, held, moments))
+
+    def abstract(self, updates: StageUpdates) -> DispatchedState:
+        """Return the shapes of the state, with shardings."""
+        params, optimizer = self._staged.params.packing, self._staged.optimizer.packing
+        kinds = [self._staged.stages.kinds[column] for column in self._firsts]
+        like = states.abstract_state(self._staged.problem.model, self._staged.problem.optimizer)
+        step, key = with_shardings((like.step, like.key), self._on_all)
+        of_params, of_optimizer = (
+            tuple(with_shardings(of.tree(kind), on) for kind, on in zip(kinds, self._on_groups, strict=True))
+            for of in (params, optimizer)
+        )
+        return DispatchedState(step, key, of_params, of_optimizer, updates.abstract_private(of_params))

@@ -1,0 +1,82 @@
+"""Compares the executors of pipelines: time of a step in lock step, divided by that of dispatched stages.
+
+    scripts/python scripts/bench/executors.py [--widths=128,256,768] [--stages=2,4,8] [--schedules=1f1b,zb_h1]
+        [--rounds=7] [--config.KEY=VALUE ...]
+
+The GPT has 8 layers, a microbatch has 4 texts of 128 random tokens, and there are 4 microbatches per stage, on virtual
+CPU devices. The two take turns, and the medians are compared; their first losses must be equal to 1e-5. The last column
+is the time of the host in which it enqueues the programs and transfers of a step, per action of the table.
+"""
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpar import config as configs
+from jaxpar import data, mesh, strategies
+from jaxpar.command_line import Parser, integer, names
+from jaxpar.errors import TrainingError, exit_code
+from jaxpar.pipeline.tables.schedule import SCHEDULES
+from jaxpar.strategies import Strategy
+from scripts.bench.peers import HEAD, widths
+from scripts.bench.pipeline_case import Maker
+from scripts.bench.steps import race
+
+EXECUTORS = ("lockstep", "dispatch")
+TOLERANCE = 1e-5
+
+
+def main() -> None:
+    """Print a row for each width, number of stages and schedule."""
+    parser = Parser(__doc__)
+    parser.add_argument("--widths", type=widths, default=[128, 256, 768], help="widths of the model")
+    parser.add_argument("--stages", type=names("248"), default=["2", "4", "8"], help="numbers of stages")
+    parser.add_argument("--schedules", type=names(SCHEDULES), default=["1f1b", "zb_h1"], help="schedules")
+    parser.add_argument("--rounds", type=integer(1), default=7, help="steps of each, after those that do not count")
+    arguments, overrides = parser.parse_with_overrides()
+    config = configs.default_config()
+    configs.override(config, [f"--config.mesh.virtual_cpu_devices={max(map(int, arguments.stages))}"])
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    mesh.partition_by_gspmd()
+    print("width  stages  schedule    lockstep   dispatch  ratio  host, us per action")
+    for width in arguments.widths:
+        sizes = (f"--config.model.hidden_size={width}", f"--config.model.num_heads={width // HEAD}")
+        for p in map(int, arguments.stages):
+            for schedule in arguments.schedules:
+                words = compare(Maker((*overrides, *sizes), 4), p, schedule, arguments.rounds)
+                print(f"{width:5}  {p:6}  {schedule:9}  {words}", flush=True)
+
+
+def compare(maker: Maker, p: int, schedule: str, rounds: int) -> str:
+    """Return the columns of a row with measured values."""
+    cases = {name: maker.more(f"--config.pipeline.executor={name}").pipeline(p, schedule) for name in EXECUTORS}
+    strategies_of = {name: strategies.make(case.config, case.problem) for name, case in cases.items()}
+    batch = cases["dispatch"].batch
+    timings = race(strategies_of, batch, rounds=rounds)
+    lockstep, dispatch = (timings[name] for name in EXECUTORS)
+    if not abs(lockstep.first_loss - dispatch.first_loss) <= TOLERANCE * abs(lockstep.first_loss):
+        raise TrainingError(f"the losses differ: {lockstep.first_loss} and {dispatch.first_loss}")
+    strategy = strategies_of["dispatch"]
+    details: Any = strategy.plan.details
+    host = host_seconds(strategy, batch) / len(details.table.actions)
+    ratio = lockstep.seconds / dispatch.seconds
+    return f"{lockstep.seconds:7.3f} s  {dispatch.seconds:7.3f} s  {ratio:5.2f}  {host * 1e6:19.0f}"
+
+
+def host_seconds(strategy: Strategy[Any], batch: Mapping[str, np.ndarray]) -> float:
+    """Return the time in which the host enqueues a step, with nothing in flight: the shortest of several."""
+    state, placed, seconds = strategy.init(jax.random.key(0)), strategy.place(batch), []
+    for _ in range(5):
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        state, _ = strategy.step(state, placed)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

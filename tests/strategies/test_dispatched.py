@@ -1,0 +1,195 @@
+"""Pipelines whose stages are dispatched as programs of their own train like one device, and like lock step."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from jaxpar.analysis import audit
+from jaxpar.errors import UserError
+from jaxpar.exchange.exchange import AllReduce
+from jaxpar.pipeline.executor.dispatch import dispatch_order
+from jaxpar.pipeline.executor.dispatch_costs import activation_memory
+from jaxpar.pipeline.executor.engine import make_engine
+from jaxpar.pipeline.tables.table import ACTION_KINDS, action_inputs
+from jaxpar.state import nbytes
+from jaxpar.strategies import exchanges
+from jaxpar.strategies.pipeline import abstract_microbatches
+from jaxpar.tasks.classification import TASK
+from tests.selection import slow_except
+from tests.strategies.pipelines import (
+    NUM_MICROBATCHES,
+    Task,
+    advance,
+    assert_bitwise_equal,
+    assert_survives,
+    filled,
+    make,
+    make_batch,
+    make_config,
+    make_problem,
+    outcome,
+    pipeline,
+    plan_of,
+    shared,
+    start,
+)
+from tests.strategies.test_layouts import assert_all_is_where_layout_says, nbytes_by_device
+from tests.strategies.test_pipeline import CASES, Case, assert_equal
+from tests.strategies.test_replicated_stages import settings
+
+DISPATCH = "--config.pipeline.executor=dispatch"
+BERT, GPT = Task("bert", "masked_lm", layers=4), Task("gpt", "causal_lm", "sgd", layers=2)
+ONEBIT = "--config.exchange=byteps_onebit", "--config.exchange_options.min_compress_bytes=0"
+# Separate B and W, several chunks, the last stage on the first device, several devices of a kind, every remat.
+FAST = [
+    case
+    for case in CASES
+    if (case.schedule, case.stages) in (("1f1b", 2), ("interleaved_1f1b", 2), ("zb_h1", 4), ("zb_v", 2), ("1f1b", 8))
+]
+
+
+@pytest.mark.parametrize("case", slow_except(FAST, CASES), ids=str)
+def test_equals_single(case: Case) -> None:
+    overrides = (*case.overrides, DISPATCH)
+    norm_error = 5e-6 if case.task.model == "resnet" and case.task.layers == 14 else 1e-6
+    assert_equal(outcome(case.task, *overrides), outcome(case.task), norm_error)
+    assert_survives(shared(case.task, *overrides), filled(start(case.task)))
+
+
+@pytest.mark.parametrize(("replicas", "data"), [((2, 1), 2), ((1, 3), 1)], ids=str)
+def test_replicated_stages_equal_single(replicas: tuple[int, ...], data: int) -> None:
+    overrides = (*settings("1f1b", replicas, data), DISPATCH)
+    assert_equal(outcome(BERT, *overrides), outcome(BERT))
+    assert_survives(shared(BERT, *overrides), filled(start(BERT)))
+
+
+def test_each_replica_clips_by_its_norm_over_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As lock step does, here before an exact exchange: what a compressor sends depends on how arrays are packed."""
+    on_gradients = exchanges.on_gradients
+
+    def clipping(config: ConfigDict, num_replicas: int) -> AllReduce:
+        return on_gradients(config, num_replicas)._replace(clip_norm=config.optimizer.clip_norm)
+
+    monkeypatch.setattr(exchanges, "on_gradients", clipping)
+    overrides = pipeline("1f1b", 2, replicas=2)
+    dispatched, lockstep = (advance(make(BERT, *overrides, *more), BERT, start(BERT)) for more in ((DISPATCH,), ()))
+    assert_equal(dispatched, lockstep)
+    assert max(lockstep.norms) <= 1 < max(outcome(BERT).norms)  # the mean of what was clipped
+
+
+def test_residuals_survive_a_checkpoint() -> None:
+    strategy = shared(BERT, *pipeline("1f1b", 2, *ONEBIT, DISPATCH, replicas=2))
+    state = strategy.from_canonical(start(BERT))
+    for step in range(2):
+        state, _ = strategy.step(state, strategy.place(make_batch(BERT, step)))
+    private, tree = jax.device_get((strategy.to_private(state), strategy.to_canonical(state)))
+    assert any(np.any(x) for x in jax.tree.leaves(private))
+    again = strategy.from_canonical(tree, private)
+    assert_bitwise_equal(strategy.to_private(again), private)
+    ends = [strategy.step(each, strategy.place(make_batch(BERT, 2))) for each in (state, again)]
+    assert_bitwise_equal(*[strategy.to_canonical(end) for end, _ in ends])
+
+
+def test_a_nonfinite_gradient_changes_nothing() -> None:
+    strategy = shared(BERT, *pipeline("1f1b", 2, *ONEBIT, replicas=2), DISPATCH)
+    before = start(BERT)
+    params = jax.tree.map(np.copy, before["params"])
+    params["block_3"]["mlp"]["up"]["kernel"][0, 0] = np.inf
+    state, metrics = strategy.step(
+        strategy.from_canonical(before | {"params": params}), strategy.place(make_batch(BERT, 0))
+    )
+    assert not bool(metrics.finite)
+    after = strategy.to_canonical(state)
+    assert int(after["step"]) == 1
+    assert_bitwise_equal(after["params"], params)
+    assert_bitwise_equal(after["optimizer"], before["optimizer"])
+    assert not any(np.any(x) for x in jax.tree.leaves(jax.device_get(strategy.to_private(state))))
+
+
+def test_evaluation_equals_single() -> None:
+    tree = start(BERT)
+    for size in (16, 12):  # with 8 microbatches, and with 4
+        sums = [
+            strategy.evaluate(strategy.from_canonical(tree), strategy.place(make_batch(BERT, 3, size)))
+            for strategy in (shared(BERT), shared(BERT, *pipeline("zb_v", 2), DISPATCH))
+        ]
+        for expected, got in zip(*map(jax.tree.leaves, sums), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_initial_parameters_equal_those_of_lock_step() -> None:
+    overrides = pipeline("1f1b", 2, replicas=2)
+    trees = [shared(BERT, *overrides, *more) for more in ((), (DISPATCH,))]
+    assert_bitwise_equal(*[strategy.to_canonical(strategy.init(jax.random.key(5))) for strategy in trees])
+
+
+def test_every_input_precedes_the_action_that_reads_it() -> None:
+    for case in CASES:
+        details: Any = plan_of(case.task, *case.overrides, DISPATCH).details
+        table = details.table
+        made: set[tuple[int, int, int]] = set()
+        order = dispatch_order(table)
+        for (_, _, phase, microbatch, stage, _), kind in zip(order, table.actions["kind"].tolist(), strict=True):
+            assert made.issuperset(action_inputs(kind, microbatch, stage, table.num_stages))
+            assert phase == ACTION_KINDS[kind].phase
+            made.add((phase, microbatch, stage))
+
+
+# ---- plans and compiled programs --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [(), ONEBIT], ids=["exact", "with residuals"])
+def test_the_state_is_where_the_plan_says(more: tuple[str, ...]) -> None:
+    strategy = shared(BERT, *pipeline("1f1b", 2, *more, replicas=2), DISPATCH)
+    state, plan = strategy.init(jax.random.key(0)), strategy.plan
+    held = nbytes_by_device((state.params, state.optimizer, state.private), 4)
+    kinds = ("parameters", "optimizer", "private")
+    assert held == [sum(parts.get(kind, 0) for kind in kinds) for parts in plan.memory]
+    assert held[0] != held[1]  # no stage is as large as the largest one
+    assert_all_is_where_layout_says(state.private, plan.layouts["private"], 4, "private")
+
+
+def test_stashes_of_1f1b() -> None:
+    """Stage i of p holds p - i microbatches, and the last one none while it waits."""
+    p, task = 4, BERT._replace(layers=8)
+    cuts = "--config.pipeline.partition=block_1,block_3,block_5"
+    overrides = (*pipeline("1f1b", p, cuts), DISPATCH)
+    details: Any = plan_of(task, *overrides).details
+    microbatches = abstract_microbatches(make_problem(make_config(task, *overrides), task), 1, NUM_MICROBATCHES)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    programs = make_engine(details.staged, details.lowered.shape, microbatches, key, "none").programs
+    memory = activation_memory(dispatch_order(details.table), programs)
+    for column, parts in enumerate(memory):
+        saved = programs.programs[int(programs.numbers[column, 0])].cut.saved
+        assert parts["stashes"] == (p - column) * nbytes(list(saved.values()))
+
+
+def test_programs_and_their_audit() -> None:
+    strategy = shared(BERT, *pipeline("zb_h1", 2, replicas=2), DISPATCH)
+    programs = strategy.compile()
+    assert sorted(program.runs for program in programs)[-6:] == [NUM_MICROBATCHES] * 6  # F, B and W of two stages
+    assert not any("conditional(" in (program.compiled.as_text() or "") for program in programs)
+    rows = audit.audit(programs, strategy.plan, TASK)
+    assert [row for row in rows if not row.is_explained] == []
+    [gradients] = [row for row in rows if row.dtype == "float32" and row.kind == "all-reduce"]
+    [copies] = [row for row in rows if row.kind == "copy"]
+    assert (gradients.axis, gradients.ratio, copies.axis) == ("data", 1, "stage")
+    measured = audit.memory(programs, strategy)
+    for parts in measured:
+        for kind in ("parameters", "optimizer"):
+            assert parts[kind].nbytes == parts[kind].theory
+
+
+def test_refused() -> None:
+    two = pipeline("1f1b", 2)
+    wrong = {
+        ("--config.pipeline.executor=dispatched",): "must be one of lockstep, dispatch",
+        (DISPATCH, "--config.pipeline.schedule=pipedream"): "never drains",
+        (DISPATCH, "--config.pipeline.trace=3"): "measures clocks",
+    }
+    for overrides, message in wrong.items():
+        with pytest.raises(UserError, match=message):
+            plan_of(BERT, *two, *overrides)
