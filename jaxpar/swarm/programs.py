@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxpar import step as steps
 from jaxpar.models.model import Batch, Params
 from jaxpar.pipeline.executor.programs import StageInputs, StageOutputs, StagePrograms
-from jaxpar.pipeline.executor.stages import Stages
+from jaxpar.pipeline.executor.stages import Stages, sum_over_stages
 from jaxpar.state import State
 from jaxpar.step import Metrics, Problem
 from jaxpar.swarm.ledger import BACKWARD_PASS, FORWARD_PASS
@@ -95,14 +95,3 @@ def by_layer(stages: Stages, gradient: Params, stage: int) -> Params:
     """Return the gradient of a stage by the names of its layers. The inverse of `stage_params`."""
     names = stages.local_names(stage)
     return {names[name]: arrays for name, arrays in gradient.items()}
-
-
-def sum_over_stages(gradients: Sequence[Params]) -> Params:
-    """Return the gradient of all layers. That of a tied array is the sum over the stages that use it."""
-    total: Params = {}
-    for gradient in gradients:
-        for layer, arrays in gradient.items():
-            of_layer = total.setdefault(layer, {})
-            for name, array in arrays.items():
-                of_layer[name] = jax.tree.map(jnp.add, of_layer[name], array) if name in of_layer else array
-    return total

@@ -36,6 +36,7 @@ from jaxpar.pipeline.executor.columns import (
 )
 from jaxpar.pipeline.executor.dispatch import StepTotals
 from jaxpar.pipeline.executor.enqueue import DEVICES, Host, Program, program_on
+from jaxpar.pipeline.executor.stages import sum_over_stages
 from jaxpar.pipeline.executor.state import StagedState
 from jaxpar.pipeline.tables.table import StageDevices
 from jaxpar.state import State
@@ -191,12 +192,7 @@ class StageUpdates:
 
     def _merged(self, group: int, of_chunks: Sequence[Params]) -> Params:
         """Return the gradient of a device, summed over its chunks and the replicas of its stage. For `shard_map`."""
-        held: Params = {}
-        for of_chunk in of_chunks:
-            for layer, arrays in of_chunk.items():
-                of_layer = held.setdefault(layer, {})
-                for name, x in arrays.items():
-                    of_layer[name] = jax.tree.map(jnp.add, of_layer[name], x) if name in of_layer else x
+        held = sum_over_stages(of_chunks)
         return jax.lax.psum(held, STAGE) if len(self._columns.groups[group]) > 1 else held
 
     def _make_square(self, group: int) -> Program:

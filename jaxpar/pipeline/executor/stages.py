@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.models.model import Model, Params, Tie
@@ -152,3 +153,14 @@ class Stages:
             if self._inputs[self.span(a, chunk)[0]] != self._inputs[self.span(b, chunk)[0]]:
                 return False
         return True
+
+
+def sum_over_stages(gradients: Sequence[Params]) -> Params:
+    """Return the gradient of the layers of these stages; that of a tied array is the sum over stages that use it."""
+    total: Params = {}
+    for gradient in gradients:
+        for layer, arrays in gradient.items():
+            of_layer = total.setdefault(layer, {})
+            for name, array in arrays.items():
+                of_layer[name] = jax.tree.map(jnp.add, of_layer[name], array) if name in of_layer else array
+    return total

@@ -29,6 +29,7 @@ from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.models.model import Params
 from jaxpar.pipeline.executor.programs import StagePrograms
+from jaxpar.pipeline.executor.stages import sum_over_stages
 from jaxpar.state import Canonical, State
 from jaxpar.step import Metrics, Problem
 from jaxpar.swarm.costs import Workload
@@ -43,7 +44,7 @@ from jaxpar.swarm.live.shapes import StepShapes
 from jaxpar.swarm.live.step import Diverged, LiveStep
 from jaxpar.swarm.live.tickets import PeerSettings, SwarmSpec
 from jaxpar.swarm.live_options import LiveDetails
-from jaxpar.swarm.programs import SwarmPrograms, sum_over_stages
+from jaxpar.swarm.programs import SwarmPrograms
 from jaxpar.swarm.table import RoutingTable, make_routing_table, write_routing
 from jaxpar.tasks import Sums, mean_loss
 
