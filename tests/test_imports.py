@@ -96,7 +96,7 @@ def test_files_import_without_a_cycle() -> None:
 
 # Names that several modules define because they implement the same contract.
 CONTRACTS = {
-    *("build", "decide", "plan"),  # strategies, and models
+    *("build", "decide", "plan", "resources"),  # strategies, models, and executors of pipelines
     *("resolve", "load", "metrics", "sums", "predictions", "main"),  # models; data sources; tasks; scripts
     *("SIZES", "DEFAULTS", "NORM_EPS", "TASK"),  # models; tasks
 }

@@ -1,6 +1,6 @@
 """Builds a planned pipeline whose stages are programs of their own, dispatched in the order of the table.
 
-config.pipeline.executor chooses between it and the engine in lock step (pipeline.py). The state, the exchange and the
+config.pipeline.executor chooses between it and the engine in lock step (lockstep.py). The state, the exchange and the
 optimizer step are those of lock step; what differs is that nothing is packed and no device waits for a clock.
 """
 
@@ -19,23 +19,37 @@ from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.launch import processes
+from jaxpar.layout import Layout
 from jaxpar.mesh import DATA
-from jaxpar.models.model import Batch
+from jaxpar.models.model import Batch, Model
 from jaxpar.pipeline.executor.columns import ON_ALL, MeshColumns
-from jaxpar.pipeline.executor.dispatch import SHARED_SPECS, StageDispatcher, StepInputs
+from jaxpar.pipeline.executor.dispatch import SHARED_SPECS, StageDispatcher, StepInputs, dispatch_order
+from jaxpar.pipeline.executor.dispatch_costs import activation_memory, dispatch_traffic, dispatched_layouts
 from jaxpar.pipeline.executor.dispatch_update import DispatchedState, StageUpdates
+from jaxpar.pipeline.executor.engine import PipelineEngine
 from jaxpar.pipeline.executor.enqueue import DEVICES, Compiler, Host, Program, program_on
 from jaxpar.pipeline.executor.state import StagedState
 from jaxpar.pipeline.tables.schedule import forward_only
-from jaxpar.plan import Plan
+from jaxpar.plan import Plan, state_memory
 from jaxpar.state import Canonical, State
 from jaxpar.step import Metrics, Problem, with_shardings
+from jaxpar.strategies.pipeline_details import ExecutorResources, PipelineDetails
 from jaxpar.strategies.placement import IN_PLACE, batch_placer, by_replica
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
 
-def build(plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[DispatchedState]:
+def resources(details: PipelineDetails, engine: PipelineEngine, _model: Model) -> ExecutorResources:
+    """Return the layouts of the state, and what each device holds and sends."""
+    order, programs, staged = dispatch_order(details.table), engine.programs, details.staged
+    axes = staged.packed.axes
+    layouts: dict[str, Layout] = dispatched_layouts(staged, axes)._asdict()
+    activations = activation_memory(order, programs) * axes[DATA]
+    held = [{**parts, **of_device} for parts, of_device in zip(state_memory(layouts), activations, strict=True)]
+    return ExecutorResources(layouts, tuple(held), dispatch_traffic(order, programs, staged.all_reduce))
+
+
+def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[DispatchedState]:
     """Build the strategy on the first of these devices."""
     details, num_data = plan.details, plan.num_replicas
     table, stages, staged = details.table, details.stages, details.staged

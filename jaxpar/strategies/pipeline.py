@@ -6,56 +6,39 @@ microbatches. Schedules are tables (jaxpar/pipeline/tables/schedule.py), and one
 the data axis exchange gradients as config.exchange specifies.
 """
 
-import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, PartitionSpec
 from ml_collections import ConfigDict
 
 from jaxpar import mesh as meshes
-from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.cluster import Cluster
 from jaxpar.data.cache import fingerprint
 from jaxpar.errors import Refusals, UserError, format_count
-from jaxpar.exchange.reduce import ring_traffic
-from jaxpar.layout import PER_REPLICA, Layout
-from jaxpar.mesh import DATA, STAGE
+from jaxpar.layout import PER_REPLICA
+from jaxpar.mesh import DATA
 from jaxpar.models.model import Batch, Model, Tie
 from jaxpar.pipeline.executor import partition
-from jaxpar.pipeline.executor.branches import device_branches
-from jaxpar.pipeline.executor.continuous import continuous_step, padded, update_trips
 from jaxpar.pipeline.executor.continuous_state import ContinuousState
-from jaxpar.pipeline.executor.dispatch import dispatch_order
-from jaxpar.pipeline.executor.dispatch_costs import activation_memory, dispatch_traffic, dispatched_layouts
 from jaxpar.pipeline.executor.engine import (
     PipelineEngine,
     make_engine,
-    pipeline_evaluation,
-    pipeline_step,
 )
-from jaxpar.pipeline.executor.lowering import LoweredTable, TableArrays, TableShape, lower_table, table_layout
+from jaxpar.pipeline.executor.lowering import TableShape, lower_table
 from jaxpar.pipeline.executor.stages import Stages
-from jaxpar.pipeline.executor.state import PackedState, StagedState
-from jaxpar.pipeline.executor.timeline import Timeline, with_filling
+from jaxpar.pipeline.executor.state import StagedState
 from jaxpar.pipeline.tables.periodic import CONTINUOUS
-from jaxpar.pipeline.tables.schedule import SCHEDULES, forward_only
-from jaxpar.pipeline.tables.simulate import Span, Times, simulate_table
+from jaxpar.pipeline.tables.schedule import SCHEDULES
 from jaxpar.pipeline.tables.table import Table
-from jaxpar.plan import ARRAYS, Decision, DelayedUpdates, Plan, Traffic, state_memory
-from jaxpar.state import nbytes
-from jaxpar.step import Metrics, Problem, with_shardings
-from jaxpar.strategies import dispatched, exchanges
+from jaxpar.plan import ARRAYS, Decision, DelayedUpdates, Plan, state_memory
+from jaxpar.step import Problem
+from jaxpar.strategies import dispatched, exchanges, lockstep
 from jaxpar.strategies.auto_schedule import choose_schedule
 from jaxpar.strategies.division import Division, configured_division, refuse_division
-from jaxpar.strategies.placement import IN_PLACE, batch_placer, by_replica
+from jaxpar.strategies.pipeline_details import PipelineDetails
 from jaxpar.strategies.schedules import (
     AUTO_SCHEDULE,
     DISPATCH,
@@ -64,11 +47,9 @@ from jaxpar.strategies.schedules import (
     refuse_pipeline_values,
     stage_delays,
 )
-from jaxpar.strategies.strategy import CompiledProgram, Strategy
-from jaxpar.tasks import Sums
+from jaxpar.strategies.strategy import Strategy
 
-# Lets XLA write to a stash in place inside the branch of an action. Otherwise it copies whole stashes in every clock.
-STASH_IN_PLACE = IN_PLACE | {"xla_gpu_copy_insertion_use_region_analysis": True}
+EXECUTOR_MODULES: dict[str, Any] = {LOCKSTEP: lockstep, DISPATCH: dispatched}
 
 
 def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refusals[Decision[Division]]:
@@ -117,33 +98,6 @@ def refuse_executor(config: ConfigDict, cluster: Cluster) -> Refusals[None]:
     for reason, holds in reasons.items():
         if holds:
             yield UserError(f"config.pipeline.executor is {c.executor!r}; it must be {LOCKSTEP!r} with {reason}")
-
-
-@dataclass(frozen=True)
-class PipelineDetails:
-    """The details of a plan that `build` needs.
-
-    Attributes:
-      schedule: the schedule: its name or path, or how the plan chose it.
-      table: the table of the schedule.
-      lowered: the table in the form that the engine runs, as NumPy arrays.
-      stages: the stages.
-      staged: distribution of the state between flushes, and the exchange of gradients between replicas.
-      state: distribution of the state; `staged`, unless the pipeline never drains.
-      remat: none, full or dots: which values the forward pass saves for the backward pass.
-      trace: number of the step whose actions are measured; 0: none.
-      executor: one of EXECUTORS.
-    """
-
-    schedule: str
-    table: Table
-    lowered: LoweredTable
-    stages: Stages
-    staged: StagedState
-    state: StagedState | ContinuousState
-    remat: str
-    trace: int
-    executor: str
 
 
 def plan(
@@ -197,25 +151,16 @@ def plan(
         differs = "; ".join(filter(None, [CONTINUOUS[c.schedule].reason, differs]))
     details = PipelineDetails(schedule, table, lowered, stages, staged, state, c.remat, c.trace, c.executor)
     if c.executor == DISPATCH:
-        order, programs = dispatch_order(table), engine.programs
-        activations = activation_memory(order, programs) * num_data
-        layouts = dispatched_layouts(staged, decision.axes)._asdict()
-        held: Mapping[str, Layout] = layouts
-        traffic = dispatch_traffic(order, programs, staged.all_reduce)
         private_key |= {"executor": c.executor}
-    else:
-        activations = [engine.activation_bytes] * math.prod(decision.axes.values())
-        layouts, held = state.layouts._asdict(), state.memory
-        traffic = plan_traffic(shapes.model, details, engine)
-    memory = tuple({**parts, **of_device} for parts, of_device in zip(state_memory(held), activations, strict=True))
+    needed = EXECUTOR_MODULES[c.executor].resources(details, engine, shapes.model)
     return Plan(
         "pipeline",
         decision,
         summarize_stages(schedule, table, stages),
-        layouts,
+        needed.layouts,
         details,
-        memory,
-        traffic,
+        needed.memory,
+        needed.traffic,
         exchanges.name(config),
         private_key if table.period or has_residuals else {},
         differs,
@@ -267,153 +212,7 @@ def summarize_stages(schedule: str, table: Table, stages: Stages) -> str:
     )
 
 
-def plan_traffic(model: Model, details: PipelineDetails, engine: PipelineEngine) -> tuple[Traffic, ...]:
-    """Return the traffic of a device in a step: one transfer per clock and route used in it, and the gradients."""
-    table, stages = details.table, details.stages
-    clocks = details.lowered.shape.clocks
-    sends = sum(clock.num_transfers for clock in clocks) * table.num_clocks // len(clocks)
-    transfers = [
-        Traffic("collective-permute", array.dtype.name, STAGE, sends * nbytes([array]), messages=sends)
-        for array in engine.transfers.shapes
-    ]
-    copied = {(tie.source, tie.source_name) for device in stages.examples for tie in stages.copies(device)}
-    copied_bytes = nbytes([model.shapes[layer][name] for layer, name in sorted(copied)])
-    # The sum of the gradients of tied arrays.
-    tied = ring_traffic("all-reduce", 2, STAGE, table.num_devices, copied_bytes, "float32", num_vectors=len(copied))
-    params = details.staged.params.packing
-    gradients = details.staged.all_reduce.traffic(params.shapes)
-    most = max((len(group) for group in stages.groups), default=1)
-    # The sum of the gradients of the replicas of a stage.
-    within = ring_traffic("all-reduce", 2, STAGE, most, params.nbytes, "float32", num_vectors=len(params.shapes))
-    return (*transfers, *gradients, within, tied)
-
-
 def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[Any]:
     """Build a planned pipeline on the first of these devices."""
-    if plan.details.executor == DISPATCH:
-        return dispatched.build(plan, problem, devices)
-    meshes.check_partitioner()
-    details, num_data = plan.details, plan.num_replicas
-    table = details.table
-    mesh, staged, timeline = meshes.make_mesh(plan.axes, devices), details.staged, Timeline(details.trace)
-    of_state = details.state
-    like = states.abstract_state(problem.model, problem.optimizer)
-    step, timed_step = (jit_train_step(details, mesh, each) for each in (None, timeline))
-    forward = jit_on_mesh(pipeline_evaluation(staged), staged.params.packed, PartitionSpec(), mesh)
-    one_at_a_time = partial(meshes.one_at_a_time, mesh=mesh)
-
-    def on_devices(lowered: LoweredTable) -> LoweredTable:
-        """Place the arrays of a table on the mesh."""
-        shape, arrays = lowered
-        return LoweredTable(shape, jax.device_put(arrays, table_layout(plan.axes, arrays).shardings(mesh)))
-
-    @functools.cache
-    def training() -> LoweredTable:
-        return on_devices(details.lowered)
-
-    @functools.cache
-    def evaluation(num_examples: int) -> LoweredTable:
-        """Return a forward-only table with as many of the training microbatches as divide a replica's examples."""
-        number = math.gcd(num_examples, table.num_microbatches)
-        return on_devices(lower_table(forward_only(table.num_devices, number, table.stages)))
-
-    def train(state: PackedState, batch: dict[str, jax.Array]) -> tuple[PackedState, Metrics]:
-        run = timed_step if timeline.next_step() else step
-        lowered = training()
-        return one_at_a_time(run)(lowered.shape, state, batch, lowered.arrays)
-
-    def evaluate(state: PackedState, batch: dict[str, jax.Array]) -> Sums:
-        lowered = evaluation(len(batch["index"]) // num_data)
-        return one_at_a_time(forward)(lowered.shape, of_state.newest(state).params, batch, lowered.arrays)
-
-    def from_canonical(tree: states.Canonical, private: states.Canonical | None = None) -> PackedState:
-        timeline.steps_before(int(tree["step"]))
-        return of_state.distribute(states.from_canonical(tree, like), private, mesh)
-
-    def report(_: PackedState, workdir: Path) -> dict[str, Any]:
-        if details.trace:
-            timeline.save(workdir / "timeline.png", details.schedule, table)
-        return {}
-
-    def timelines() -> dict[str, Sequence[Span]]:
-        planned = simulate_table(with_filling(table), Times(1, 1, 1)).timeline
-        titles: dict[str, Sequence[Span]] = {f"{details.schedule}, planned, if F, B and W take equal time": planned}
-        if timeline.is_measured:
-            measured = timeline.spans(table)
-            seconds = float(max(span.end for span in measured))
-            titles[f"{details.schedule}, measured in step {details.trace}: {seconds:.3g} s"] = measured
-        return titles
-
-    on_mesh, never_drains = batch_placer(mesh), isinstance(of_state, ContinuousState)
-
-    def place(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        return on_mesh(padded(batch, problem.batch) if never_drains else batch)
-
-    def num_in_flight(state: PackedState) -> int:
-        most = max(stage.updated_after for stage in plan.delays.stages) if plan.delays else 0
-        return min(int(jax.device_get(state.private.num_entered)), most) if never_drains else 0
-
-    trips = update_trips(details.lowered.shape, table.num_clocks)
-
-    def compile_programs() -> list[CompiledProgram]:
-        branches = device_branches(details.lowered, staged.stages)
-        frequencies = trips | {scope: one.fractions for scope, one in branches.items()}
-        return [CompiledProgram(lower_step(plan, problem, mesh).compile(), frequencies, branches=branches)]
-
-    return Strategy(
-        plan,
-        tuple(mesh.devices.flat),
-        init=lambda key: of_state.init(key, mesh),
-        place=place,
-        step=train,
-        evaluate=evaluate,
-        to_canonical=lambda state: states.to_canonical(of_state.gather(state)),
-        from_canonical=from_canonical,
-        compile=compile_programs,
-        to_private=of_state.private_state,
-        num_in_flight=num_in_flight,
-        report=report,
-        timelines=timelines,
-    )
-
-
-def lower_step(plan: Plan[PipelineDetails], problem: Problem, mesh: Mesh) -> jax.stages.Lowered:
-    """Trace and lower a training step for the problem's batch, from shapes alone."""
-    shape, arrays = plan.details.lowered
-    state, tables = plan.details.state.packed.abstract(mesh), table_layout(plan.axes, arrays).abstract(mesh)
-    batch = with_shardings(problem.batch, by_replica(mesh))
-    lowered: jax.stages.Lowered = jit_train_step(plan.details, mesh).lower(shape, state, batch, tables)
-    return lowered
-
-
-def jit_train_step(details: PipelineDetails, mesh: Mesh, timeline: Timeline | None = None) -> Any:
-    """Jit a training step: (table's shape, state, batch, table's arrays) -> (state, metrics). It donates the state.
-
-    Tables of the same shape, with arrays of the same size, share a compiled program.
-    """
-    state, packed = details.state, details.state.packed
-    if isinstance(state, ContinuousState):
-        function = continuous_step(state, details.remat, timeline)
-    else:
-        function = pipeline_step(state, details.remat, timeline)
-    return jit_on_mesh(function, packed, (packed.specs, PartitionSpec()), mesh, donate_argnums=1)
-
-
-def jit_on_mesh(function: Callable[..., Any], of_state: Layout, out_specs: Any, mesh: Mesh, **options: Any) -> Any:
-    """Jit a function over the mesh: (table's shape, state, batch, table's arrays) -> results.
-
-    Inside `shard_map`, `function` receives each device's parts of these arguments.
-    """
-
-    def mapped(shape: TableShape, state: Any, batch: Batch, arrays: TableArrays) -> Any:
-        tables = table_layout(of_state.axes, arrays)
-
-        def on_device(state: Any, batch: Batch, arrays: TableArrays) -> Any:
-            return function(shape, state, batch, tables.local(arrays))
-
-        in_specs = of_state.specs, PartitionSpec(DATA), tables.specs
-        return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
-            state, batch, arrays
-        )
-
-    return jax.jit(mapped, static_argnums=0, compiler_options=STASH_IN_PLACE, **options)
+    strategy: Strategy[Any] = EXECUTOR_MODULES[plan.details.executor].build(plan, problem, devices)
+    return strategy

@@ -17,7 +17,8 @@ from jaxpar.pipeline.executor.engine import PipelineEngine, make_engine
 from jaxpar.pipeline.executor.lowering import NONE
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.step import Problem
-from jaxpar.strategies import pipeline
+from jaxpar.strategies import lockstep, pipeline
+from jaxpar.strategies.pipeline_details import PipelineDetails
 from scripts.bench import scan_and_mask
 from scripts.bench.scan_and_mask import ScanAndMask
 from scripts.bench.steps import Contender, make_problem
@@ -125,7 +126,7 @@ def step_lowering(case: Case) -> Callable[[], jax.stages.Lowered]:
     """Return a function that traces and lowers the step for abstract arguments."""
     if case.config.strategy == "pipeline" and not case.is_masked:
         parts = Parts(case)
-        return lambda: pipeline.lower_step(parts.plan, case.problem, parts.mesh)
+        return lambda: lockstep.lower_step(parts.plan, case.problem, parts.mesh)
     contender = case.contender
     jitted: Any = contender.jitted if isinstance(contender, ScanAndMask) else contender.step  # jitted on one device
     state = jax.eval_shape(contender.init, jax.random.key(0))
@@ -160,7 +161,7 @@ class Parts:
     def __init__(self, case: Case):
         self.case = case
         self.plan = strategies.plan(case.config, case.problem, clusters.find_cluster())
-        self.details: pipeline.PipelineDetails = self.plan.details
+        self.details: PipelineDetails = self.plan.details
         self.table: Table = self.details.table
         self.mesh = meshes.make_mesh(self.plan.axes, clusters.devices())
         self.stages, self.lowered = self.details.stages, self.details.lowered

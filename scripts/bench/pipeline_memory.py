@@ -12,7 +12,7 @@ from jaxpar.pipeline.executor.engine import PipelineEngine
 from jaxpar.pipeline.executor.packing import Packed
 from jaxpar.pipeline.executor.programs import StageInputs
 from jaxpar.state import State
-from jaxpar.strategies.pipeline import STASH_IN_PLACE
+from jaxpar.strategies.lockstep import STASH_IN_PLACE
 from scripts.bench.pipeline_case import FAST, Case, Parts, nbytes, temporary_bytes
 
 Stashes = dict[tuple[int, int], Packed]

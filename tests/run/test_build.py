@@ -13,7 +13,7 @@ from jaxpar.measure.phases import Phases
 from jaxpar.pipeline.executor.layer_times import LayerPrograms
 from jaxpar.pipeline.search.layer_profile import LayerProfile, read_profile, write_profile
 from jaxpar.run import build
-from jaxpar.strategies.pipeline import PipelineDetails
+from jaxpar.strategies.pipeline_details import PipelineDetails
 from tests.runs import small_config
 
 

@@ -23,7 +23,7 @@ from jaxpar.plan import Plan
 from jaxpar.state import Canonical
 from jaxpar.step import Problem, abstract
 from jaxpar.strategies import Strategy
-from jaxpar.strategies.pipeline import PipelineDetails
+from jaxpar.strategies.pipeline_details import PipelineDetails
 
 NUM_STEPS = 10
 BATCH, LENGTH, VOCABULARY, CLASSES = 16, 8, 24, 5

@@ -19,8 +19,9 @@ from jaxpar.pipeline.tables.simulate import Times
 from jaxpar.pipeline.tables.table import ACTION_KINDS, BW, Action, F, Table, loop_stages, place_actions
 from jaxpar.pipeline.tables.table_file import write_table
 from jaxpar.pipeline.tables.validate import check_table
-from jaxpar.strategies import pipeline as strategy
+from jaxpar.strategies import lockstep
 from jaxpar.strategies.division import configured_division
+from jaxpar.strategies.pipeline_details import PipelineDetails
 from tests.strategies.pipelines import (
     NUM_MICROBATCHES,
     Task,
@@ -113,8 +114,8 @@ def test_tables_of_one_shape_share_a_program(monkeypatch: pytest.MonkeyPatch) ->
     overrides = pipeline("gpipe", p, f"--config.pipeline.num_microbatches={m}", "--config.pipeline.partition=uniform")
     piped, traced = make(TASK, *overrides), []
     details, mesh = piped.plan.details, meshes.make_mesh(piped.plan.axes, piped.devices)
-    assert isinstance(details, strategy.PipelineDetails)
-    step = meshes.one_at_a_time(strategy.jit_train_step(details, mesh), mesh)
+    assert isinstance(details, PipelineDetails)
+    step = meshes.one_at_a_time(lockstep.jit_train_step(details, mesh), mesh)
 
     class Programs(StagePrograms):
         def __init__(self, *args: Any, **options: Any):

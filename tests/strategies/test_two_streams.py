@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar.errors import UserError, accepted
 from jaxpar.pipeline.executor.partition import stage_bounds
-from jaxpar.strategies.pipeline import PipelineDetails
+from jaxpar.strategies.pipeline_details import PipelineDetails
 from tests.models.two_streams import FEATURES, SUMMARY, Streams
 from tests.strategies.pipelines import (
     BATCH,

@@ -1,0 +1,48 @@
+"""The details of a planned pipeline, from which its executors are built (lockstep.py, dispatched.py)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxpar.layout import Layout
+from jaxpar.pipeline.executor.continuous_state import ContinuousState
+from jaxpar.pipeline.executor.lowering import LoweredTable
+from jaxpar.pipeline.executor.stages import Stages
+from jaxpar.pipeline.executor.state import StagedState
+from jaxpar.pipeline.tables.table import Table
+from jaxpar.plan import Traffic
+
+
+@dataclass(frozen=True)
+class PipelineDetails:
+    """The details of a plan that `build` needs.
+
+    Attributes:
+      schedule: the schedule: its name or path, or how the plan chose it.
+      table: the table of the schedule.
+      lowered: the table in the form that the engine runs, as NumPy arrays.
+      stages: the stages.
+      staged: distribution of the state between flushes, and the exchange of gradients between replicas.
+      state: distribution of the state; `staged`, unless the pipeline never drains.
+      remat: none, full or dots: which values the forward pass saves for the backward pass.
+      trace: number of the step whose actions are measured; 0: none.
+      executor: one of EXECUTORS.
+    """
+
+    schedule: str
+    table: Table
+    lowered: LoweredTable
+    stages: Stages
+    staged: StagedState
+    state: StagedState | ContinuousState
+    remat: str
+    trace: int
+    executor: str
+
+
+class ExecutorResources(NamedTuple):
+    """The fields of `Plan` that depend on the executor of a pipeline."""
+
+    layouts: Mapping[str, Layout]
+    memory: tuple[dict[str, int], ...]
+    traffic: tuple[Traffic, ...]
