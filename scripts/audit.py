@@ -55,7 +55,7 @@ from jaxpar.measure.kernels import ATTENTION
 from jaxpar.measure.phases import Phases
 from jaxpar.measure.source_lines import present_lines
 from jaxpar.run import build
-from jaxpar.run.unused import SECTIONS, check_unused_keys
+from jaxpar.run.unused import check_unused_keys
 from jaxpar.step import Problem
 from jaxpar.strategies.strategy import CompiledProgram
 from jaxpar.target import FRACTION, Target, find_target
@@ -77,7 +77,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     arguments, overrides = parser.parse_with_overrides()
     config = configs.load_config(arguments.config)
-    check_unused_keys(config, configs.override(config, overrides), SECTIONS)
+    check_unused_keys(config, configs.override(config, overrides))
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     for flag in ("program", "time"):
         if getattr(arguments, flag) and arguments.target is None:

@@ -32,7 +32,7 @@ from jaxpar.errors import UserError, exit_code, format_count
 from jaxpar.measure import provenance
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
-from jaxpar.run.unused import SECTIONS, check_unused_keys
+from jaxpar.run.unused import check_unused_keys
 
 
 def main() -> int:
@@ -54,7 +54,7 @@ def main() -> int:
     parser.add_argument("--output", type=output_path, default="certificate.json", help="JSON file to write")
     arguments, overrides = parser.parse_with_overrides()
     config = configs.load_config(arguments.config)
-    check_unused_keys(config, configs.override(config, overrides), SECTIONS)
+    check_unused_keys(config, configs.override(config, overrides))
     check(config, arguments)
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     with tempfile.TemporaryDirectory() as folder:

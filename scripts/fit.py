@@ -28,6 +28,7 @@ from jaxpar.command_line import Parser, choice, names
 from jaxpar.errors import exit_code, format_bytes
 from jaxpar.pipeline.executor.programs import REMATS
 from jaxpar.run import build
+from jaxpar.run.unused import check_unused_keys
 from jaxpar.target import Target, find_target, what_jax_takes
 
 
@@ -44,7 +45,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     arguments, overrides = parser.parse_with_overrides()
     config = configs.load_config(arguments.config)
-    configs.override(config, overrides)
+    check_unused_keys(config, configs.override(config, overrides))
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     target = find_target(arguments.target)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):

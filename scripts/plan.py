@@ -53,6 +53,7 @@ from jaxpar.errors import UserError, check_choice, exit_code, format_bytes
 from jaxpar.files import unwritable, write_text
 from jaxpar.gpus import kind_of_device, name_of_kind
 from jaxpar.run import build
+from jaxpar.run.unused import EFFECTS, check_unused_keys
 from jaxpar.step import Problem
 from jaxpar.strategies import STRATEGIES
 from jaxpar.target import HERE, Target, find_target, memory_fraction
@@ -83,7 +84,7 @@ def main() -> None:
         raise UserError(f"--verify is {arguments.verify}; it must be unset with --cluster={HERE}")
     target = find_target(arguments.cluster, "--cluster") if arguments.verify else None
     config = configs.load_config(arguments.config)
-    configs.override(config, overrides)
+    check_unused_keys(config, configs.override(config, overrides), EFFECTS)  # sections: of several strategies
     if arguments.out:
         check_path("--out", arguments.out, ".py", arguments.config)
     check_choice("strategy", config.strategy, [*STRATEGIES, AUTO_STRATEGY])

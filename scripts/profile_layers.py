@@ -22,6 +22,7 @@ from jaxpar.gpus import gpu_kinds
 from jaxpar.pipeline.executor.layer_times import LayerPrograms
 from jaxpar.pipeline.search.layer_profile import LayerProfile, write_profile
 from jaxpar.run import build
+from jaxpar.run.unused import EFFECTS, check_unused_keys
 from jaxpar.step import Problem
 
 
@@ -46,7 +47,7 @@ def main() -> None:
     add("--repeats", type=integer(1), default=10, metavar="N", help="measurements of each layer (default: 10)")
     arguments, overrides = parser.parse_with_overrides()
     config = configs.load_config(arguments.config)
-    configs.override(config, overrides)
+    check_unused_keys(config, configs.override(config, overrides), EFFECTS)  # a profile is for any strategy
     if not arguments.out.parent.is_dir() or arguments.out.is_dir():
         raise UserError(f"--out is {str(arguments.out)!r}; it must be the path of a file in a folder that exists")
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")

@@ -40,7 +40,6 @@ def small_arguments(folder: Path) -> list[str]:
         "data.train": path,
         "data.vocab_size": 128,
         "data.max_length": 16,
-        "data.length_buckets": "16,",
         "model.num_layers": 1,
         "model.hidden_size": 16,
         "model.num_heads": 2,
@@ -62,7 +61,6 @@ def small_arguments(folder: Path) -> list[str]:
 WITHOUT_TEXTS = [
     "--config.data.max_length=64",
     "--config.data.vocab_size=8192",
-    "--config.data.length_buckets=16,32,64,128,256,512",
 ]
 
 

@@ -29,12 +29,14 @@ class Effect(NamedTuple):
       holds: whether they have an effect.
       needs: what would give them one, as the end of `it has no effect without`.
       but: a key of the section for which this does not hold.
+      instead: a key that takes the place of these: whoever gives both expects that.
     """
 
     keys: tuple[str, ...]
     holds: Callable[[ConfigDict], bool]
     needs: str
     but: str = ""
+    instead: str = ""
 
 
 def _strategy(*names: str) -> Callable[[ConfigDict], bool]:
@@ -102,6 +104,12 @@ EFFECTS = (
         lambda config: config.optimizer.nonfinite == "skip",
         "config.optimizer.nonfinite='skip'",
     ),
+    Effect(("num_epochs",), lambda config: config.num_steps == 0, "config.num_steps=0", instead="num_steps"),
+    Effect(
+        ("eval.every_steps",),
+        lambda config: bool(config.data.validation or config.data.validation_fraction > 0),
+        "a validation split (config.data.validation, or a config.data.validation_fraction above 0)",
+    ),
     Effect(("early_stop.min_delta",), lambda config: config.early_stop.patience > 0, "config.early_stop.patience"),
     Effect(
         ("data.synthetic_examples",),
@@ -157,17 +165,14 @@ EFFECTS = (
 EVERY_EFFECT = (*SECTIONS, *EFFECTS)
 
 
-def unused_keys(config: ConfigDict, effects: Collection[Effect] = EVERY_EFFECT) -> dict[str, str]:
-    """Return, for each key that has no effect and not its default value, what would give it one."""
+def unused_keys(config: ConfigDict, effects: Collection[Effect] = EVERY_EFFECT) -> dict[str, Effect]:
+    """Return, for each key that has no effect and not its default value, the condition that does not hold."""
     values, default = configs.keys(config), configs.keys(configs.default_config())
-    found: dict[str, str] = {}
+    found: dict[str, Effect] = {}
     for key in values:
-        if values[key] == default[key]:
-            continue
-        of_key = (effect for effect in effects if _covers(effect, key))
-        missing = next((effect.needs for effect in of_key if not effect.holds(config)), None)
-        if missing is not None:
-            found[key] = missing
+        of_key = [effect for effect in effects if _covers(effect, key) and not effect.holds(config)]
+        if of_key and values[key] != default[key]:
+            found[key] = of_key[0]
     return found
 
 
@@ -177,10 +182,10 @@ def _covers(effect: Effect, key: str) -> bool:
 
 def check_unused_keys(config: ConfigDict, given: Collection[str], effects: Collection[Effect] = EVERY_EFFECT) -> None:
     """Raise UserError if one of the given keys has no effect. given: the keys that the command line sets."""
-    for key, needs in unused_keys(config, effects).items():
-        if key in given:
+    for key, effect in unused_keys(config, effects).items():
+        if key in given and effect.instead not in given:
             value = configs.keys(config)[key]
-            raise UserError(f"config.{key} is {value!r}; it has no effect without {needs}")
+            raise UserError(f"config.{key} is {value!r}; it has no effect without {effect.needs}")
 
 
 def describe_unused(config: ConfigDict) -> str:

@@ -36,12 +36,13 @@ from jaxpar.pipeline.tables.table import Table, U
 from jaxpar.step import Problem
 from jaxpar.strategies import Strategy, data_parallel, pipeline, replicas
 from scripts import certify as script
-from tests.runs import small_arguments
+from tests.runs import WITHOUT_TEXTS, small_arguments
 from tests.selection import slow_except
 
 ROOT = Path(__file__).parents[2]
 # 213 training examples in batches of 24: one of the 9 batches of an epoch has padding examples.
 MLP = ["model.name=mlp", "model.num_heads=None", "model.mlp_size=None", "data.source=synthetic", "data.train="]
+MLP += [one.removeprefix("--config.") for one in WITHOUT_TEXTS]
 MLP += ["data.synthetic_examples=250", "model.num_layers=2", "model.dropout=0.2"]
 BERT = ["model.dropout=0.2", "model.num_layers=2"]
 SHARD_MAP = ["data_parallel.implementation=shard_map"]

@@ -13,7 +13,7 @@ from tests.runs import refused, small_arguments
 
 # Keys and sections that always have an effect, or that another check refuses if they have none.
 ALWAYS = (
-    *("seed", "task", "strategy", "planned_for", "mesh", "batch_size", "num_epochs", "num_steps", "eval", "checkpoint"),
+    *("seed", "task", "strategy", "planned_for", "mesh", "batch_size", "num_steps", "eval.batch_size", "checkpoint"),
     *("log", "watchdog_seconds", "profile", "cache_dir", "early_stop.patience", "exchange", "exchange_options"),
     *("model", "data.source", "data.train", "data.validation", "data.test", "data.class_weights", "data.num_threads"),
     *(f"optimizer.{key}" for key in ("name", "lr", "schedule", "warmup", "weight_decay", "clip_norm")),
@@ -41,6 +41,8 @@ KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "optimizer.eps=1e-06": (("optimizer.name=lion",), ()),
     "optimizer.final_lr=0.1": (("optimizer.schedule=constant",), ()),
     "optimizer.max_skipped_steps=5": ((), ("optimizer.nonfinite=skip",)),
+    "num_epochs=3.0": (("num_steps=5",), ()),
+    "eval.every_steps=5": (("data.validation_fraction=0",), ()),
     "early_stop.min_delta=0.1": ((), ("early_stop.patience=2",)),
     "data.synthetic_examples=64": ((), ("data.source=synthetic",)),
     "data.max_length=16": (("model.name=vit", "data.source=synthetic"), ()),
@@ -76,6 +78,11 @@ def test_a_key_without_effect_is_refused(setting: str) -> None:
         check_unused_keys(config_with(*without, setting), {key})
     check_unused_keys(config_with(*without, setting), set())  # a config file may set it
     check_unused_keys(config_with(*with_effect, setting), {key})
+
+
+def test_num_steps_takes_the_place_of_num_epochs() -> None:
+    """A config with num_steps hides num_epochs; whoever adds num_steps to a command with num_epochs knows that."""
+    check_unused_keys(config_with("num_steps=5", "num_epochs=3"), {"num_steps", "num_epochs"})
 
 
 def test_default_values_are_accepted() -> None:
