@@ -201,6 +201,12 @@ def keys(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
+def changed_keys(config: ConfigDict) -> dict[str, Any]:
+    """Return the dotted keys, with their values, that differ from configs/default.py."""
+    default = keys(default_config())
+    return {key: value for key, value in keys(config).items() if value != default[key]}
+
+
 def save(config: ConfigDict, workdir: Path) -> None:
     """Write the dotted keys and values of the config to workdir/config.json."""
     files.write_text(workdir / "config.json", json.dumps(keys(config), indent=1) + "\n")

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
-
-from jaxpar import config as configs
 
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax")
 PROJECT = Path(__file__).parents[2]  # of a clone
@@ -47,9 +44,3 @@ def describe_devices(used: Sequence[jax.Device]) -> dict[str, Any]:
 def flags() -> dict[str, Any]:
     """Return the settings of XLA and JAX that affect numerical results."""
     return {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "")} | {name: getattr(jax.config, name) for name in JAX_SETTINGS}
-
-
-def changed(config: ConfigDict) -> dict[str, Any]:
-    """Return the config keys, with their values, that differ from configs/default.py."""
-    default = configs.keys(configs.default_config())
-    return {key: value for key, value in configs.keys(config).items() if value != default[key]}

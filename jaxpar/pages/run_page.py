@@ -283,7 +283,7 @@ def config_tables(run: RecordedRun) -> list[str]:
     """Return the keys that differ from configs/default.py, and all keys."""
     default, values = configs.keys(configs.default_config()), configs.keys(run.config)
     changed: list[Row] = [
-        [key, repr(value), repr(default[key])] for key, value in values.items() if value != default[key]
+        [key, repr(value), repr(default[key])] for key, value in configs.changed_keys(run.config).items()
     ]
     return [
         paragraph(f"{format_count(len(changed), 'key')} with another value than in `configs/default.py`:"),

@@ -165,13 +165,14 @@ EFFECTS = (
 EVERY_EFFECT = (*SECTIONS, *EFFECTS)
 
 
-def unused_keys(config: ConfigDict, effects: Collection[Effect] = EVERY_EFFECT) -> dict[str, Effect]:
-    """Return, for each key that has no effect and not its default value, the condition that does not hold."""
-    values, default = configs.keys(config), configs.keys(configs.default_config())
-    found: dict[str, Effect] = {}
-    for key in values:
+def unused_keys(
+    config: ConfigDict, keys: Collection[str], effects: Collection[Effect] = EVERY_EFFECT
+) -> dict[str, Effect]:
+    """Return, for each of the keys that has no effect, the condition that does not hold."""
+    found = {}
+    for key in keys:
         of_key = [effect for effect in effects if _covers(effect, key) and not effect.holds(config)]
-        if of_key and values[key] != default[key]:
+        if of_key:
             found[key] = of_key[0]
     return found
 
@@ -181,17 +182,20 @@ def _covers(effect: Effect, key: str) -> bool:
 
 
 def check_unused_keys(config: ConfigDict, given: Collection[str], effects: Collection[Effect] = EVERY_EFFECT) -> None:
-    """Raise UserError if one of the given keys has no effect. given: the keys that the command line sets."""
-    for key, effect in unused_keys(config, effects).items():
-        if key in given and effect.instead not in given:
-            value = configs.keys(config)[key]
-            raise UserError(f"config.{key} is {value!r}; it has no effect without {effect.needs}")
+    """Raise UserError if one of the given keys has no effect. given: the keys that the command line sets.
+
+    A key that is given its default value, which is zero or empty, leaves something off, and is accepted.
+    """
+    values, changed = configs.keys(config), configs.changed_keys(config)
+    for key, effect in unused_keys(config, given, effects).items():
+        if (values[key] or key in changed) and effect.instead not in given:
+            raise UserError(f"config.{key} is {values[key]!r}; it has no effect without {effect.needs}")
 
 
 def describe_unused(config: ConfigDict) -> str:
     """Return the keys of whole sections that are set without effect, formatted; empty if there are none."""
-    values, words = configs.keys(config), []
+    changed, words = configs.changed_keys(config), []
     for effect in SECTIONS:
-        named = [f"{key}={values[key]!r}" for key in unused_keys(config, (effect,))]
+        named = [f"{key}={changed[key]!r}" for key in unused_keys(config, changed, (effect,))]
         words += [f"config.{', '.join(named)} (without {effect.needs})"] if named else []
     return "; ".join(words)

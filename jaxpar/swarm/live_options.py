@@ -44,11 +44,11 @@ class LiveDetails:
 
 def refuse_other_mode(config: ConfigDict) -> Refusals[None]:
     """Refuse keys that do not apply to config.swarm.mode, unless they have their default values."""
-    mode, values, default = config.swarm.mode, configs.keys(config), configs.keys(configs.default_config())
+    mode, default = config.swarm.mode, configs.keys(configs.default_config())
     others = ONLY_EMULATED if mode == "live" else ONLY_LIVE
-    for key, value in values.items():
+    for key, value in configs.changed_keys(config).items():
         section, *names = key.split(".")
-        if section == "swarm" and names[0] in others and value != default[key]:
+        if section == "swarm" and names[0] in others:
             yield UserError(f"config.{key} is {value!r}; it must be {default[key]!r} with config.swarm.mode={mode!r}")
 
 

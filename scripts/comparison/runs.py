@@ -82,7 +82,7 @@ def prepare_run(name: str, workdir: Path, overrides: list[str]) -> list[str]:
 
 def with_effect(config: ConfigDict, overrides: Sequence[str]) -> list[str]:
     """Return the overrides without those that have no effect on this run, which are meant for others."""
-    unused, kept, has_effect = unused_keys(config), [], True
+    unused, kept, has_effect = unused_keys(config, configs.keys(config)), [], True
     for argument in overrides:
         if argument.startswith("--"):  # not the value of the flag before it
             key = argument.partition("=")[0].removeprefix("--").removeprefix("no").removeprefix("config.")

@@ -85,9 +85,13 @@ def test_num_steps_takes_the_place_of_num_epochs() -> None:
     check_unused_keys(config_with("num_steps=5", "num_epochs=3"), {"num_steps", "num_epochs"})
 
 
-def test_default_values_are_accepted() -> None:
-    config = config_with("strategy=single", "pipeline.num_microbatches=0", "optimizer.momentum=0.9")
-    check_unused_keys(config, configs.keys(config).keys())
+def test_a_default_value_without_effect_is_refused() -> None:
+    """Whoever gives a key expects an effect, but for a zero or an empty value, which leaves something off."""
+    config = config_with("strategy=single")
+    check_unused_keys(config, {"pipeline.num_microbatches", "pipeline.trace", "early_stop.min_delta"})
+    for key in ("pipeline.schedule", "optimizer.momentum"):
+        with pytest.raises(UserError, match=rf"config\.{key} is .*; it has no effect without "):
+            check_unused_keys(config, {key})
 
 
 def test_every_key_is_listed_once() -> None:
@@ -109,7 +113,7 @@ def test_config_files_report_whole_sections() -> None:
         "config.swarm.stages=3 (without config.strategy='swarm'); "
         "config.pipeline.remat='full', pipeline.schedule='gpipe' (without config.strategy='pipeline')"
     )
-    assert "optimizer.momentum" in unused_keys(config)
+    assert list(unused_keys(config, ["optimizer.momentum", "optimizer.lr"])) == ["optimizer.momentum"]
     assert describe_unused(config_with("strategy=auto", "pipeline.schedule=gpipe")) == ""
 
 

@@ -69,10 +69,10 @@ def resolve_strategy(config: ConfigDict, workdir: Path, target: Target | None = 
 
 def kept_settings(config: ConfigDict) -> Settings:
     """Return the keys among those of a candidate that a config sets to another value than the default."""
-    own, default = configs.keys(config), configs.keys(configs.default_config())
+    changed = configs.changed_keys(config)
     options = [f"{OPTIONS}{name}" for name in config.exchange_options]
     keys = dict.fromkeys(("mesh.data", *DEFAULTS_OF_CHOICES, *options))
-    return {key: own[key] for key in keys if own[key] != default[key]}
+    return {key: changed[key] for key in keys if key in changed}
 
 
 def check_kept(kept: Settings, num_devices: int) -> None:
