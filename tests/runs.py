@@ -57,11 +57,9 @@ def small_arguments(folder: Path) -> list[str]:
     return [f"--config.{key}={value}" for key, value in values.items()]
 
 
-# Overrides after those of `small_arguments` for data without texts, on which its keys of texts have no effect.
-WITHOUT_TEXTS = [
-    "--config.data.max_length=64",
-    "--config.data.vocab_size=8192",
-]
+def without_texts(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments without the keys of texts of `small_arguments`, which have no effect on other data."""
+    return [one for one in arguments if not one.startswith(("--config.data.max_length=", "--config.data.vocab_size="))]
 
 
 def small_config(folder: Path, *overrides: str) -> ConfigDict:

@@ -25,7 +25,7 @@ from jaxpar.errors import UserError
 from jaxpar.launch import watchdog
 from tests.checkpoint.test_private import VALUES
 from tests.launch.test_processes import assert_close
-from tests.runs import WITHOUT_TEXTS, small_arguments
+from tests.runs import small_arguments, without_texts
 from tests.selection import slow
 from tests.test_train import assert_bitwise_equal
 
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments(folder: Path, workdir: Path, *overrides: str) -> list[str]:
     settings = [f"--config.{key}={value}" for key, value in SETTINGS.items()]
-    own = [*small_arguments(folder), *WITHOUT_TEXTS, *settings, *overrides]
+    own = [*without_texts(small_arguments(folder)), *settings, *overrides]
     return ["--config=configs/default.py", f"--workdir={workdir}", *own]
 
 

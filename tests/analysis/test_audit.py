@@ -21,7 +21,7 @@ from jaxpar.run import build
 from jaxpar.strategies.strategy import CompiledProgram
 from jaxpar.tasks.classification import TASK
 from scripts import audit as script
-from tests.runs import WITHOUT_TEXTS, run_script, small_arguments
+from tests.runs import run_script, small_arguments, without_texts
 from tests.strategies.pipelines import TRANSFORMER, VOCABULARY, Task, make, make_config, make_problem, pipeline
 from tests.strategies.test_exchanges import TWICE, option, replicated
 
@@ -415,7 +415,7 @@ SMALL = [*SYNTHETIC, "model.name=mlp", "model.num_heads=None", "model.mlp_size=N
 
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> int:
-    small = [*small_arguments(folder), *WITHOUT_TEXTS, *(f"--config.{key}" for key in SMALL)]
+    small = [*without_texts(small_arguments(folder)), *(f"--config.{key}" for key in SMALL)]
     return run_script(monkeypatch, script, "--config=configs/default.py", *small, *arguments)
 
 

@@ -20,15 +20,17 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
 
 from jaxpar import checkpoint, training
+from jaxpar import config as configs
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import launcher, processes
 from jaxpar.launch.launcher import free_port
 from jaxpar.launch.place import BIND, FLAGS, bind_address, find_place
 from jaxpar.run import metrics
 from tests.checkpoint.test_private import VALUES
-from tests.runs import WITHOUT_TEXTS, small_arguments, small_config
+from tests.runs import small_arguments, without_texts
 from tests.selection import slow
 from tests.strategies.pipelines import relative_error
 from tests.test_train import final_params, stop_at
@@ -207,7 +209,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "one of three pipelines across both": (*PIPELINE, "--config.mesh.stage=2", "--config.mesh.data=3"),
     "texts": ("--config.mesh.data=4",),
 }
-MORE = [*(f"--config.{key}={value}" for key, value in VALUES.items()), "--config.model.num_layers=2", *WITHOUT_TEXTS]
+MORE = [*(f"--config.{key}={value}" for key, value in VALUES.items()), "--config.model.num_layers=2"]
 STEPS = ["--config.num_steps=12", "--config.batch_size=24", "--config.eval.every_steps=6"]
 
 
@@ -216,9 +218,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")
 
 
-def settings(name: str) -> list[str]:
+def settings(folder: Path, name: str) -> list[str]:
     """Return the overrides for a small MLP on vectors, or BERT on texts, with the strategy of RUNS."""
-    return [*([] if name == "texts" else MORE), *STEPS, *RUNS[name]]
+    own = small_arguments(folder)
+    return [*(own if name == "texts" else [*without_texts(own), *MORE]), *STEPS, *RUNS[name]]
+
+
+def configured(folder: Path, name: str) -> ConfigDict:
+    """Return the config of `settings`."""
+    config = configs.default_config()
+    configs.override(config, settings(folder, name))
+    return config
 
 
 def num_devices(name: str) -> int:
@@ -231,7 +241,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def launch(folder: Path, workdir: Path, name: str, *overrides: str, restarts: int = 0) -> "subprocess.Popen[str]":
-    own = [*small_arguments(folder), *settings(name), *overrides]
+    own = [*settings(folder, name), *overrides]
     arguments = ["--config=configs/default.py", f"--workdir={workdir}", *own]
     command = [sys.executable, "-m", "jaxpar.launch.launcher", "--num_processes=2", f"--max_restarts={restarts}", "--"]
     return subprocess.Popen(
@@ -268,7 +278,7 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     @functools.cache
     def trained(name: str) -> Path:
         workdir = tmp_path_factory.mktemp("alone") / "run"
-        training.train(small_config(folder, *settings(name)), workdir)
+        training.train(configured(folder, name), workdir)
         return workdir
 
     return trained
@@ -321,7 +331,7 @@ def test_from_two_processes_to_one_and_back(folder: Path, tmp_path: Path, alone:
         with pytest.MonkeyPatch.context() as patch:
             stop_at(patch, 2, signal.SIGTERM)
             with pytest.raises(training.Stopped):
-                training.train(small_config(folder, *settings("data_parallel")), workdir)
+                training.train(configured(folder, "data_parallel"), workdir)
     out, _ = finished(launch(folder, workdir, "a pipeline across both"))
     assert any(line.startswith("[0] resumed   from step") for line in out)
     assert "[0] ledger    every example of 12 steps was used exactly once" in out
@@ -379,7 +389,7 @@ def test_a_user_error_is_not_retried(folder: Path, tmp_path: Path) -> None:
 def test_processes_that_slurm_starts(folder: Path, tmp_path: Path, alone: Callable[[str], Path]) -> None:
     """Processes need only the environment variables of SLURM, which this test sets."""
     job = str(free_port())
-    arguments = [*small_arguments(folder), *settings("data_parallel"), "--config.mesh.virtual_cpu_devices=2"]
+    arguments = [*settings(folder, "data_parallel"), "--config.mesh.virtual_cpu_devices=2"]
     command = [sys.executable, "-m", "jaxpar.main", "--config=configs/default.py", f"--workdir={tmp_path}/run"]
     started = [
         subprocess.Popen(
@@ -400,7 +410,7 @@ def test_processes_that_slurm_starts(folder: Path, tmp_path: Path, alone: Callab
 def test_processes_that_are_given_different_runs(folder: Path, tmp_path: Path) -> None:
     """Without the check, a checkpoint would mix parts of different models, and the ledger would not detect it."""
     place = [f"--coordinator_address=localhost:{free_port()}", "--num_processes=2"]
-    arguments = [*small_arguments(folder), *settings("texts"), "--config.mesh.virtual_cpu_devices=2", *place]
+    arguments = [*settings(folder, "texts"), "--config.mesh.virtual_cpu_devices=2", *place]
     other = tmp_path / "other.csv"
     other.write_text((folder / "data.csv").read_text() + "one more row,none\n")
     command = [sys.executable, "-m", "jaxpar.main", "--config=configs/default.py", f"--workdir={tmp_path}/run"]
