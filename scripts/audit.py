@@ -21,8 +21,9 @@ large arrays in loops, the number of kernels, and how often the host waits for t
 time without need (jaxpar/analysis/findings.py); those that are normal for the strategy have the reason.
 
 --time predicts the time of a step: of each kernel by its FLOPs and bytes and the rates of the GPU, of collectives by
-the link that they cross (jaxpar/analysis/step_time.py). It prints what takes longest, and MFU as a run does. The step
-must be one program, without copies by the host: not that of async_data_parallel, swarm, exchange dp, or offload.
+the link that they cross (jaxpar/analysis/step_time.py). It prints what takes longest, and MFU as a run does. The
+programs of dispatched stages run as soon as their inputs have arrived (jaxpar/analysis/enqueued.py). Not predicted are
+the steps of async_data_parallel and swarm, exchange dp, and offload.
 
 The exit code is 1 if no formula explains a collective, and 2 for invalid arguments.
 """
@@ -232,7 +233,7 @@ def format_time(time: dict[str, Any]) -> list[str]:
     """Return the predicted time of a step as lines."""
     seconds = time["seconds"]
     tokens = f", {time['tokens_per_second']:,.0f} tokens/s" if time["tokens_per_second"] else ""
-    exposed = f"{1e3 * time['exposed_seconds']:.3g} ms of it wait for collectives"
+    exposed = f"{1e3 * time['exposed_seconds']:.3g} ms of it are waits for other GPUs"
     lines = [
         f"predicted time of a step: {1e3 * seconds:.3g} ms ({time['examples_per_second']:,.0f} examples/s{tokens}, MFU "
         f"{time['mfu']:.3f}); {exposed}"

@@ -96,7 +96,9 @@ def audit(programs: Sequence[CompiledProgram], plan: Plan[object], task: Task) -
         text, frequencies = program.compiled.as_text(), program.frequencies
         assert text is not None
         for (kind, groups, dtype), (count, nbytes) in _collectives(text, frequencies, num_scalars).items():
-            of_devices = by_device.setdefault((kind, axis_of(groups, program.axes or plan.axes), dtype), {})
+            of_devices = by_device.setdefault(
+                (kind, axis_of(groups, program.mesh.shape if program.mesh else plan.axes), dtype), {}
+            )
             for device in devices_of(program):
                 entry = of_devices.setdefault(device, [0.0, 0.0])
                 entry[0], entry[1] = entry[0] + program.runs * count, entry[1] + program.runs * nbytes
@@ -199,6 +201,8 @@ class DeviceBytes(NamedTuple):
 
 def devices_of(program: CompiledProgram) -> set[jax.Device]:
     """Return the devices that run a program."""
+    if program.mesh:
+        return set(program.mesh.devices.flat)
     shardings = jax.tree.leaves(program.compiled.input_shardings)
     return {device for sharding in shardings for device in sharding.device_set}
 
@@ -245,7 +249,7 @@ def needed_bytes(programs: Sequence[CompiledProgram], strategy: Strategy[Strateg
                 "temporary arrays": max(analysis.temp_size_in_bytes, assigned),
                 "machine code": analysis.generated_code_size_in_bytes,
                 "other state": max(
-                    _not_read(arguments[device], parts)
+                    _not_read(arguments[device], parts, is_whole_step=not program.calls)
                     for device, parts in zip(strategy.devices, plan.memory, strict=True)
                     if device in arguments
                 ),
@@ -263,9 +267,13 @@ def _on_host(parts: Mapping[str, int]) -> int:
     return sum(nbytes for kind, nbytes in parts.items() if kind.endswith(ON_HOST))
 
 
-def _not_read(read: Mapping[str, int], planned: Mapping[str, int]) -> int:
-    """Return the bytes of the state on a device that a program does not read. Both have bytes by kind."""
-    held = {kind: n for kind, n in planned.items() if kind not in ACTIVATION_PARTS and not kind.endswith(ON_HOST)}
+def _not_read(read: Mapping[str, int], planned: Mapping[str, int], *, is_whole_step: bool) -> int:
+    """Return the bytes on a device that a program does not read. Both have bytes by kind.
+
+    is_whole_step: whether the stashes and transfers of a pipeline are temporary arrays of the program.
+    """
+    inside = ACTIVATION_PARTS if is_whole_step else ()
+    held = {kind: n for kind, n in planned.items() if kind not in inside and not kind.endswith(ON_HOST)}
     return sum(max(nbytes - read.get(kind, 0), 0) for kind, nbytes in held.items())
 
 
@@ -282,7 +290,7 @@ def _arguments(
     arguments, _ = program.compiled.args_info
     shardings, _ = program.compiled.input_shardings
     kinds = [*program.arguments, *(_kinds(one, of_stage) for one in arguments[len(program.arguments) :])]
-    nbytes_on: dict[jax.Device, dict[str, int]] = {}
+    nbytes_on: dict[jax.Device, dict[str, int]] = {device: {} for device in devices_of(program)}
 
     def add(kind: str, info: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding | None) -> None:
         if sharding is None:  # the program does not read it
@@ -290,7 +298,7 @@ def _arguments(
         kind += ON_HOST if kind + ON_HOST in planned else ""
         nbytes = math.prod(sharding.shard_shape(info.shape)) * np.dtype(info.dtype).itemsize
         for device in sharding.device_set:
-            parts = nbytes_on.setdefault(device, {})
+            parts = nbytes_on[device]
             parts[kind] = parts.get(kind, 0) + nbytes
 
     jax.tree.map(add, jax.tree.broadcast(tuple(kinds), arguments), arguments, shardings)

@@ -12,14 +12,15 @@ The rates are those of jaxpar/analysis/rates.py.
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, reduce
 from typing import NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxpar.analysis import enqueued
 from jaxpar.analysis.audit import SENT, groups_of, pairs_of
-from jaxpar.analysis.rates import collective_seconds, launch_seconds, memory_seconds, product_seconds
+from jaxpar.analysis.rates import ENQUEUE_SECONDS, collective_seconds, launch_seconds, memory_seconds, product_seconds
 from jaxpar.analysis.schedule import is_kernel
 from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals, UserError
@@ -89,6 +90,7 @@ class StepTime(NamedTuple):
         )
 
 
+WAIT = "wait"  # the kind of the time in which a device has nothing to run
 NOTHING = StepTime(0.0, 0.0, 0.0, {})
 
 
@@ -113,17 +115,38 @@ def refuse_step(config: ConfigDict) -> Refusals[None]:
 
 
 def predict(programs: Sequence[CompiledProgram], cluster: Cluster) -> StepTime:
-    """Return the predicted time of programs that run one after the other, once each.
+    """Return the predicted time of the programs of a step on the device that is busy longest.
+
+    Programs without calls run one after the other, once each. For others, see enqueued.py.
 
     Raises:
       UserError: a rate of the GPU is unknown.
     """
-    total = NOTHING
+    times = []
     for program in programs:
         text = program.compiled.as_text()
         assert text is not None
-        total = total.plus(_Roofline(HloProgram(text), program, cluster).time())
-    return total
+        times.append(_Roofline(HloProgram(text), program, cluster).time())
+    if any(program.calls for program in programs):
+        return _time_of_calls(programs, times, cluster)
+    return reduce(StepTime.plus, times, NOTHING)
+
+
+def _time_of_calls(programs: Sequence[CompiledProgram], times: Sequence[StepTime], cluster: Cluster) -> StepTime:
+    def send(sender: int, receiver: int, nbytes: int) -> float:
+        return collective_seconds(cluster, [(sender, receiver)], nbytes)
+
+    seconds = [time.seconds for time in times]
+    per_process = cluster.num_devices // cluster.num_processes
+    intervals = enqueued.simulate(programs, enqueued.Costs(seconds, send, ENQUEUE_SECONDS, per_process))
+    of_devices = enqueued.busy(programs, seconds)
+    busiest = max(of_devices, key=lambda device: of_devices[device])
+    total = NOTHING
+    for program, time in zip(programs, times, strict=True):
+        if busiest in enqueued.ids(program):
+            total = total.plus(time, program.runs)
+    wait = max(interval.end for interval in intervals) - total.seconds
+    return total.plus(StepTime(wait, wait, 0.0, {Part(WAIT, "of the busiest device for the others"): wait}))
 
 
 class _Roofline:
@@ -132,6 +155,7 @@ class _Roofline:
     def __init__(self, program: HloProgram, compiled: CompiledProgram, cluster: Cluster) -> None:
         self._program, self._frequency, self._cluster = program, by_scope(compiled.frequencies), cluster
         self._branches = compiled.branches
+        self._devices = enqueued.ids(compiled) if compiled.mesh else None
         self._of_computation = cache(self._walk)
 
     def time(self) -> StepTime:
@@ -233,7 +257,9 @@ class _Roofline:
         return StepTime(seconds, 0.0, flops, {Part(kind, _source(name, instruction)): seconds})
 
     def _collective_seconds(self, computation: str, instruction: Instruction) -> float:
-        groups = pairs_of(instruction) or groups_of(instruction)
+        groups: Sequence[Sequence[int]] = pairs_of(instruction) or groups_of(instruction)
+        if self._devices:  # the groups number the devices of the program
+            groups = [[self._devices[number] for number in group] for group in groups]
         kind, size = instruction.operation.removesuffix("-start"), max(map(len, groups), default=1)
         nbytes = sum(array.nbytes for array in self._program.operand_types(computation, instruction))
         return collective_seconds(self._cluster, groups, SENT[kind](size) * nbytes)

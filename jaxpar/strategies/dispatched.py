@@ -29,9 +29,11 @@ from jaxpar.pipeline.executor.dispatch_update import DispatchedState, StageUpdat
 from jaxpar.pipeline.executor.engine import PipelineEngine
 from jaxpar.pipeline.executor.enqueue import DEVICES, Compiler, Host, Program, program_on
 from jaxpar.pipeline.executor.state import StagedState
+from jaxpar.pipeline.executor.stopwatch import Stopwatch
+from jaxpar.pipeline.executor.timeline import ActionNumbers, Timeline
 from jaxpar.pipeline.tables.schedule import forward_only
 from jaxpar.plan import Plan, state_memory
-from jaxpar.state import Canonical, State
+from jaxpar.state import Canonical, State, nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies.pipeline_details import ExecutorResources, PipelineDetails
 from jaxpar.strategies.placement import IN_PLACE, batch_placer, by_replica
@@ -45,7 +47,11 @@ def resources(details: PipelineDetails, engine: PipelineEngine, _model: Model) -
     axes = staged.packed.axes
     layouts: dict[str, Layout] = dispatched_layouts(staged, axes)._asdict()
     activations = activation_memory(order, programs) * axes[DATA]
-    held = [{**parts, **of_device} for parts, of_device in zip(state_memory(layouts), activations, strict=True)]
+    gradients = [{"gradients": nbytes(staged.params.packing.tree(kind))} for kind in details.stages.kinds] * axes[DATA]
+    held = [
+        parts | more | of_device
+        for parts, more, of_device in zip(state_memory(layouts), gradients, activations, strict=True)
+    ]
     return ExecutorResources(layouts, tuple(held), dispatch_traffic(order, programs, staged.all_reduce))
 
 
@@ -60,6 +66,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     training = StageDispatcher(stages, table, columns, num_phases=num_phases, remat=details.remat)
     begin = begin_program(mesh, table.num_microbatches)
     settled = meshes.settled if num_data > 1 else lambda x: x
+    timeline = Timeline(details.trace, details.schedule, table)
 
     @functools.cache
     def evaluation(num_examples: int) -> tuple[Program, StageDispatcher]:
@@ -68,7 +75,16 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         forward = forward_only(table.num_devices, number, table.stages)
         return split_program(mesh, number), StageDispatcher(stages, forward, columns, num_phases=1, remat="none")
 
-    def train(state: DispatchedState, batch: Batch, host: Host = DEVICES) -> tuple[DispatchedState, Metrics]:
+    def train(state: DispatchedState, batch: Batch) -> tuple[DispatchedState, Metrics]:
+        if not timeline.next_step():
+            return run(state, batch, DEVICES)
+        stopwatch = Stopwatch()
+        results = run(state, batch, stopwatch)
+        for action, times in zip(dispatch_order(table), stopwatch.times(), strict=True):
+            timeline.record(action.column, ActionNumbers(action.phase, action.microbatch, action.chunk), *times)
+        return results
+
+    def run(state: DispatchedState, batch: Batch, host: Host) -> tuple[DispatchedState, Metrics]:
         step, inputs = settled(host.call(begin, state.step, state.key, batch))
         totals = training.run(columns.split_groups(state.params), columns.split(inputs), host)
         after, metrics = updates(state, totals, host)
@@ -84,6 +100,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         return state._replace(private=updates.init_private(state.params))
 
     def from_canonical(tree: Canonical, private: Canonical | None = None) -> DispatchedState:
+        timeline.steps_before(int(tree["step"]))
         state = state_of.from_canonical(tree)
         initial = updates.init_private(state.params)
         shardings = jax.tree.map(lambda x: x.sharding, initial)
@@ -92,9 +109,9 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
 
     def compile_programs() -> list[CompiledProgram]:
         compiler = Compiler()
-        train(state_of.abstract(updates), with_shardings(problem.batch, by_replica(mesh)), compiler)
+        run(state_of.abstract(updates), with_shardings(problem.batch, by_replica(mesh)), compiler)
         return [
-            CompiledProgram(one.compiled, arguments=one.program.kinds, runs=one.runs, axes=dict(one.program.mesh.shape))
+            CompiledProgram(one.compiled, arguments=one.program.kinds, calls=one.calls, mesh=one.program.mesh)
             for one in compiler.called.values()
         ]
 
@@ -109,6 +126,8 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         from_canonical=from_canonical,
         compile=compile_programs,
         to_private=lambda state: serialization.to_state_dict(state.private) if jax.tree.leaves(state.private) else {},
+        report=timeline.report,
+        timelines=timeline.charts,
     )
 
 

@@ -8,7 +8,6 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,9 +30,8 @@ from jaxpar.pipeline.executor.engine import (
 )
 from jaxpar.pipeline.executor.lowering import LoweredTable, TableArrays, TableShape, lower_table, table_layout
 from jaxpar.pipeline.executor.state import PackedState
-from jaxpar.pipeline.executor.timeline import Timeline, with_filling
+from jaxpar.pipeline.executor.timeline import Timeline
 from jaxpar.pipeline.tables.schedule import forward_only
-from jaxpar.pipeline.tables.simulate import Span, Times, simulate_table
 from jaxpar.plan import Plan, Traffic, state_memory
 from jaxpar.state import nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
@@ -78,8 +76,8 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     """Build the strategy on the first of these devices."""
     meshes.check_partitioner()
     details, num_data = plan.details, plan.num_replicas
-    table = details.table
-    mesh, staged, timeline = meshes.make_mesh(plan.axes, devices), details.staged, Timeline(details.trace)
+    table, staged = details.table, details.staged
+    mesh, timeline = meshes.make_mesh(plan.axes, devices), Timeline(details.trace, details.schedule, table)
     of_state = details.state
     like = states.abstract_state(problem.model, problem.optimizer)
     step, timed_step = (jit_train_step(details, mesh, each) for each in (None, timeline))
@@ -114,20 +112,6 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         timeline.steps_before(int(tree["step"]))
         return of_state.distribute(states.from_canonical(tree, like), private, mesh)
 
-    def report(_: PackedState, workdir: Path) -> dict[str, Any]:
-        if details.trace:
-            timeline.save(workdir / "timeline.png", details.schedule, table)
-        return {}
-
-    def timelines() -> dict[str, Sequence[Span]]:
-        planned = simulate_table(with_filling(table), Times(1, 1, 1)).timeline
-        titles: dict[str, Sequence[Span]] = {f"{details.schedule}, planned, if F, B and W take equal time": planned}
-        if timeline.is_measured:
-            measured = timeline.spans(table)
-            seconds = float(max(span.end for span in measured))
-            titles[f"{details.schedule}, measured in step {details.trace}: {seconds:.3g} s"] = measured
-        return titles
-
     on_mesh, never_drains = batch_placer(mesh), isinstance(of_state, ContinuousState)
 
     def place(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -156,8 +140,8 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         compile=compile_programs,
         to_private=of_state.private_state,
         num_in_flight=num_in_flight,
-        report=report,
-        timelines=timelines,
+        report=timeline.report,
+        timelines=timeline.charts,
     )
 
 

@@ -86,18 +86,16 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refu
 
 
 def refuse_executor(config: ConfigDict, cluster: Cluster) -> Refusals[None]:
-    """Refuse an executor that cannot run the schedule, or measure it, on this cluster."""
+    """Refuse an executor that cannot run the schedule on this cluster."""
     c = config.pipeline
     if c.executor != DISPATCH:
         return
     yield from meshes.refuse_processes(f"config.pipeline.executor={DISPATCH!r}", cluster)
-    reasons = {
-        f"config.pipeline.schedule={c.schedule!r}, which never drains": c.schedule in CONTINUOUS,
-        f"config.pipeline.trace={c.trace}, which measures clocks": c.trace > 0,
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            yield UserError(f"config.pipeline.executor is {c.executor!r}; it must be {LOCKSTEP!r} with {reason}")
+    if c.schedule in CONTINUOUS:
+        yield UserError(
+            f"config.pipeline.executor is {c.executor!r}; it must be {LOCKSTEP!r} with "
+            f"config.pipeline.schedule={c.schedule!r}, which never drains"
+        )
 
 
 def plan(

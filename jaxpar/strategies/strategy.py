@@ -6,12 +6,14 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals
 from jaxpar.models.model import Model
 from jaxpar.pipeline.executor.branches import DeviceBranches
+from jaxpar.pipeline.executor.enqueue import Call
 from jaxpar.pipeline.tables.simulate import Span
 from jaxpar.plan import Decision, Plan
 from jaxpar.state import Canonical
@@ -34,16 +36,21 @@ class CompiledProgram(NamedTuple):
       arguments: the keys of Plan.memory that the first arguments belong to, if each argument is one part of the state.
       branches: the branches that the devices take, for each named conditional in which they differ. The devices wait
         for each other at the end of a clock.
-      runs: how often a step runs the program.
-      axes: sizes of the axes of its mesh; empty: those of the plan.
+      calls: the calls of the program in a step; empty: one call, after the programs before it in the list.
+      mesh: its mesh; None: that of the plan.
     """
 
     compiled: jax.stages.Compiled
     frequencies: Mapping[str, tuple[float, ...]] = {}
     arguments: tuple[str, ...] = ()
     branches: Mapping[str, DeviceBranches] = {}
-    runs: int = 1
-    axes: Mapping[str, int] = {}
+    calls: tuple[Call, ...] = ()
+    mesh: Mesh | None = None
+
+    @property
+    def runs(self) -> int:
+        """Number of times that a step runs the program."""
+        return len(self.calls) or 1
 
 
 class FromCanonical(Protocol[S_co]):

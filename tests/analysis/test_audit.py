@@ -306,7 +306,7 @@ def sent_by(instruction: str) -> list[CollectiveRow]:
     text += f"  ROOT %sent = f32[100]{{0}} {instruction}\n}}\n"
     on_a_device = SimpleNamespace(device_set={"a device"})
     compiled = SimpleNamespace(as_text=lambda: text, input_shardings=[on_a_device])
-    program: Any = SimpleNamespace(compiled=compiled, frequencies={}, axes={}, runs=1)
+    program: Any = SimpleNamespace(compiled=compiled, frequencies={}, mesh=None, runs=1)
     return audit.audit([program], Plan("single", Decision(MESH, 1, "", 2, None), "", {}, None, ()), TASK)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from jaxpar.analysis.schedule import MatrixProduct, ScheduledCollective, schedule_of
+from jaxpar.strategies.strategy import CompiledProgram
 
 META = 'metadata={op_name="jit(step)/%s"}'
 TEXT = f"""HloModule jit_step, is_scheduled=true, replica_count=2, num_partitions=4
@@ -71,8 +72,8 @@ backend_config={{"known_trip_count":{{"n":"5"}}}}, {META % "loop/while"}
 
 
 def program(text: str = TEXT, **frequencies: Any) -> Any:
-    compiled = SimpleNamespace(as_text=lambda: text)
-    return SimpleNamespace(compiled=compiled, frequencies={"choose": (0.25, 0.75)} | frequencies, branches={})
+    compiled: Any = SimpleNamespace(as_text=lambda: text)
+    return CompiledProgram(compiled, {"choose": (0.25, 0.75)} | frequencies)
 
 
 def test_schedule() -> None:

@@ -14,6 +14,7 @@ from jaxpar.analysis.step_time import Part, predict, refuse_step, short_source
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError, accepted
 from jaxpar.pipeline.executor.branches import DeviceBranches
+from jaxpar.strategies.strategy import CompiledProgram
 
 META = 'metadata={op_name="jit(step)/%s"}'
 BRANCHES = "".join(
@@ -32,7 +33,7 @@ def cluster(**changes: Any) -> Cluster:
 def time_of(entry: str, others: str = "", frequencies: Any = None, branches: Any = None, **changes: Any) -> Any:
     text = f"{others}ENTRY %main (x: f32[1000]) -> f32[1000] {{\n  %x = f32[1000]{{0}} parameter(0)\n  {entry}\n}}\n"
     compiled = SimpleNamespace(as_text=lambda: text)
-    program: Any = SimpleNamespace(compiled=compiled, frequencies=frequencies or {}, branches=branches or {})
+    program = CompiledProgram(compiled, frequencies or {}, branches=branches or {})  # type: ignore[arg-type]
     return predict([program], cluster(**changes))
 
 

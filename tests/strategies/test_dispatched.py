@@ -188,7 +188,6 @@ def test_refused() -> None:
     wrong = {
         ("--config.pipeline.executor=dispatched",): "must be one of lockstep, dispatch",
         (DISPATCH, "--config.pipeline.schedule=pipedream"): "never drains",
-        (DISPATCH, "--config.pipeline.trace=3"): "measures clocks",
     }
     for overrides, message in wrong.items():
         with pytest.raises(UserError, match=message):

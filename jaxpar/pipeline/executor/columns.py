@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.layout import Tree
 from jaxpar.mesh import DATA, STAGE
+from jaxpar.pipeline.executor.enqueue import arrivals_of, made
 
 ON_ALL, DIVIDED = PartitionSpec(), PartitionSpec(None, DATA)
 BY_REPLICA, LOCAL = PartitionSpec(DATA), PartitionSpec(DATA, STAGE)
@@ -88,7 +89,8 @@ def restricted(tree: Tree, mesh: Mesh) -> Tree:
 def _assembled(parts: Sequence[Any], shape: tuple[int, ...], sharding: NamedSharding) -> Any:
     """Return the array whose shards are those of `parts` on its devices; of shapes, the shape."""
     if isinstance(parts[0], jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(shape, parts[0].dtype, sharding=sharding)
+        arrivals = {call: nbytes for part in parts for call, nbytes in arrivals_of(part).items()}
+        return made(jax.ShapeDtypeStruct(shape, parts[0].dtype), sharding, arrivals)
     shards: Mapping[Any, Any] = {shard.device: shard.data for part in parts for shard in part.addressable_shards}
     in_order = [shards[device] for device in sharding.mesh.devices.flat if device in shards]
     return jax.make_array_from_single_device_arrays(shape, sharding, in_order)

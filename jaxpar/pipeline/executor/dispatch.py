@@ -98,7 +98,7 @@ class StageDispatcher:
         self._order, self._numbers = dispatch_order(table), stages.program_numbers
         self._program = functools.cache(self._make_program)
         self._zeros = functools.cache(self._make_zeros)
-        self._on_columns: dict[tuple[int, int], Any] = {}
+        self._on_columns: dict[tuple[Host, int, int], Any] = {}
 
     def run(self, params: Sequence[Params], inputs: Sequence[StepInputs], host: Host = DEVICES) -> StepTotals:
         """Enqueue all actions.
@@ -120,7 +120,7 @@ class StageDispatcher:
             has_grads = 0 < phase == self._num_phases - 1
             if has_grads:
                 accumulated = totals.grads[column][chunk]
-            result, sums, grads, made = host.call(
+            result, sums, grads, made, _ = host.call(
                 self._program(column, chunk, phase),
                 parts[column][chunk],
                 inputs[column],
@@ -147,10 +147,11 @@ class StageDispatcher:
 
     def _number(self, host: Host, column: int, number: int) -> Any:
         """Return an int32 on a column, which it keeps: to send one takes longer than to enqueue a program."""
-        if (column, number) not in self._on_columns:
+        key = host, column, number
+        if key not in self._on_columns:
             sharding = NamedSharding(self._columns.of_column[column], ON_ALL)
-            self._on_columns[column, number] = host.send(np.asarray(number, np.int32), sharding)
-        return self._on_columns[column, number]
+            self._on_columns[key] = host.send(np.asarray(number, np.int32), sharding)
+        return self._on_columns[key]
 
     def _make_zeros(self, column: int) -> Program:
         def on_device(parts: list[Params]) -> list[Params]:
@@ -159,7 +160,11 @@ class StageDispatcher:
         return program_on(self._columns.of_column[column], on_device, (ON_ALL,), LOCAL, ("parameters",))
 
     def _make_program(self, column: int, chunk: int, phase: int) -> Program:
-        """Return the program of a phase: (see `run`) -> transfer to send, metric sums, gradients, values to stash."""
+        """Return the program of a phase.
+
+        Its results are the transfer to send, metric sums, gradients, values to stash, and a zero, which is ready when
+        the program has run.
+        """
         number, is_first = int(self._numbers[column, chunk]), self._stages.placement[column, chunk] == 0
 
         def on_device(
@@ -177,11 +182,12 @@ class StageDispatcher:
             if outputs.dparams is not None:
                 grads = jax.tree.map(jnp.add, grads, outputs.dparams)
             result = outputs.y if phase == 0 else None if is_first else outputs.dx
-            return with_leading((result, outputs.sums, grads, made))
+            return with_leading((result, outputs.sums, grads, made, jnp.zeros(())))
 
         specs = (ON_ALL, SHARED_SPECS, ON_ALL, ON_ALL, LOCAL, LOCAL, LOCAL)
         kinds = ("parameters", "inputs", "inputs", "inputs", "transfers", "stashes", "gradients")
-        return program_on(self._columns.of_column[column], on_device, specs, LOCAL, kinds, donate_argnums=6)
+        program = program_on(self._columns.of_column[column], on_device, specs, LOCAL, kinds, donate_argnums=6)
+        return program._replace(is_action=True)
 
     def programs(self, microbatch: Batch, key: Any) -> StagePrograms:
         """Return the stage programs for a microbatch and a key of these shapes."""

@@ -4,7 +4,9 @@ A step is one Python function that calls programs and sends arrays through a hos
 `Compiler`, whose arrays are shapes with shardings, the same function lists the programs of a step, for an audit.
 """
 
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -20,11 +22,13 @@ class Program(NamedTuple):
       jitted: the function.
       mesh: the mesh.
       kinds: for an audit, the kind of bytes in each argument, such as parameters.
+      is_action: whether a call is an action of the table.
     """
 
     jitted: Any
     mesh: Mesh
     kinds: tuple[str, ...]
+    is_action: bool = False
 
 
 def program_on(
@@ -58,17 +62,48 @@ class _Devices:
 DEVICES = _Devices()
 
 
+class Arrival(NamedTuple):
+    """Inputs of a call that an earlier call made.
+
+    Attributes:
+      call: number of the earlier call.
+      nbytes: bytes that were sent to each device of the later one.
+    """
+
+    call: int
+    nbytes: int
+
+
+class Call(NamedTuple):
+    """One run of a program in a step.
+
+    Attributes:
+      number: its place in the order in which the host enqueues the calls of a step.
+      inputs: its inputs that earlier calls of the step made.
+    """
+
+    number: int
+    inputs: tuple[Arrival, ...]
+
+
 class Called(NamedTuple):
-    """A compiled program, and how often a step runs it."""
+    """A compiled program, and its calls in a step."""
 
     program: Program
     compiled: jax.stages.Compiled
     results: Any  # shapes with shardings
-    runs: int
+    calls: tuple[Call, ...]
+
+
+class Made(jax.ShapeDtypeStruct):
+    """The shape of an array that calls of a step made. arrivals: bytes that were sent to a device since, by call."""
+
+    __slots__ = ("arrivals",)
+    arrivals: Mapping[int, int]
 
 
 class Compiler:
-    """Compiles each program when it is called for the first time, and counts the calls.
+    """Compiles each program when it is called for the first time, and lists the calls.
 
     Attributes:
       called: the programs, in the order of their first calls.
@@ -76,6 +111,7 @@ class Compiler:
 
     def __init__(self) -> None:
         self.called: dict[int, Called] = {}
+        self._num_calls = 0
 
     def call(self, program: Program, *args: Any) -> Any:
         """Return the shapes of the results."""
@@ -83,16 +119,37 @@ class Compiler:
         if key not in self.called:
             lowered = program.jitted.lower(*args)
             compiled = lowered.compile()
-            results = jax.tree.map(_with_sharding, lowered.out_info, compiled.output_shardings)
-            self.called[key] = Called(program, compiled, results, 0)
-        called = self.called[key]
-        self.called[key] = called._replace(runs=called.runs + 1)
-        return called.results
+            results = jax.tree.map(
+                lambda x, sharding: made(x, sharding, {}), lowered.out_info, compiled.output_shardings
+            )
+            self.called[key] = Called(program, compiled, results, ())
+        arrived: Counter[int] = Counter()
+        for x in jax.tree.leaves(args):
+            arrived.update(arrivals_of(x))
+        number, called = self._num_calls, self.called[key]
+        self._num_calls += 1
+        call = Call(number, tuple(Arrival(*of_call) for of_call in arrived.items()))
+        self.called[key] = called._replace(calls=(*called.calls, call))
+        return jax.tree.map(lambda x: made(x, x.sharding, {number: 0}), called.results)
 
     def send(self, tree: Tree, sharding: Sharding) -> Any:
         """Return the same shapes with another sharding."""
-        return jax.tree.map(lambda x: _with_sharding(x, sharding), tree)
+
+        def of_leaf(x: Any) -> Made:
+            is_there = isinstance(x, Made) and x.sharding.device_set == sharding.device_set
+            received = 0 if is_there else math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            return made(x, sharding, {call: nbytes + received for call, nbytes in arrivals_of(x).items()})
+
+        return jax.tree.map(of_leaf, tree)
 
 
-def _with_sharding(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+def made(x: Any, sharding: Sharding, arrivals: Mapping[int, int]) -> Made:
+    """Return the shape of x with a sharding, and the bytes that were sent to a device since it was made."""
+    shape = Made(x.shape, x.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+    shape.arrivals = arrivals
+    return shape
+
+
+def arrivals_of(x: Any) -> Mapping[int, int]:
+    """Return `Made.arrivals`; empty for an array that no call of the step made."""
+    return x.arrivals if isinstance(x, Made) else {}

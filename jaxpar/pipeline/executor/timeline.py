@@ -25,15 +25,22 @@ class ActionNumbers(NamedTuple):
 
 
 class Timeline:
-    """Records the start and end times of every action of the first replica, with callbacks to the host.
+    """Records the start and end times of every action of one step.
 
-    The measured actions and gaps include the time of the callbacks. The step before the measured one runs the same
-    program, so the measured step includes no compilation or other one-time work.
+    In lock step, callbacks to the host measure those of the first replica (`begin` and `end`), and the actions and gaps
+    include their time. For dispatched stages, the host waits for the results (`record`, stopwatch.py). The step before
+    the measured one runs the same program, so the measured step includes no compilation or other one-time work.
     """
 
-    def __init__(self, step: int):
-        """step: number of the step to measure, counted from 1 at the start of training; 0: none."""
-        self._step, self._now = step, 0
+    def __init__(self, step: int, schedule: str, table: Table):
+        """Set what is measured.
+
+        Args:
+          step: number of the step to measure, counted from 1 at the start of training; 0: none.
+          schedule: name of the schedule, for titles.
+          table: the table.
+        """
+        self._step, self._now, self._schedule, self._table = step, 0, schedule, table
         self._times: dict[tuple[int, ...], list[float]] = {}  # by device, phase, microbatch and chunk
 
     def steps_before(self, number: int) -> None:
@@ -67,6 +74,10 @@ class Timeline:
         self._note(of_action, [leaf.ravel()[0] for leaf in jax.tree.leaves(results)])
         return results
 
+    def record(self, device: int, of_action: ActionNumbers, start: float, end: float) -> None:
+        """Record an action that ran from `start` to `end`, in seconds of any one clock."""
+        self._times[device, *of_action] = [start, end]
+
     def _note(self, of_action: ActionNumbers, after: Any) -> jax.Array:
         def note(replica: Any, device: Any, phase: Any, microbatch: Any, chunk: Any, _after: Any) -> np.ndarray:
             if replica == 0:
@@ -77,45 +88,59 @@ class Timeline:
         place = jax.lax.axis_index(DATA), jax.lax.axis_index(STAGE)
         return io_callback(note, jax.ShapeDtypeStruct((), jnp.float32), *place, *of_action, after)
 
-    def spans(self, table: Table) -> list[Span]:
-        """Return the measured actions of a step of `table`, in seconds since the start of the first action.
+    def spans(self) -> list[Span]:
+        """Return the measured actions of a step, in seconds since the start of the first action.
 
         While a pipeline without a flush is filling, some actions of its table do not run.
         """
         jax.effects_barrier()
         first = min(min(times) for times in self._times.values())
         spans = []
-        m = table.num_microbatches
-        for device, kind, microbatch, chunk in table.actions[["device", "kind", "microbatch", "chunk"]].tolist():
+        m, actions = self._table.num_microbatches, self._table.actions
+        for device, kind, microbatch, chunk in actions[["device", "kind", "microbatch", "chunk"]].tolist():
             number = -(microbatch // m) * m + microbatch % m  # as in Actions.microbatch
             key = device, ACTION_KINDS[kind].phase, number, chunk
-            if table.period and key not in self._times:
+            if self._table.period and key not in self._times:
                 continue  # the pipeline is filling, and the microbatch belongs to a batch before the first one
             start, end = self._times[key]
             spans.append(Span(device, kind, microbatch, chunk, start - first, end - first))
         return spans
 
-    def save(self, path: Path, schedule: str, table: Table) -> None:
-        """Draw the timeline simulated with the measured action times, and the measured timeline below it.
+    def charts(self) -> dict[str, Sequence[Span]]:
+        """Return, by title, the planned actions of a step, and the measured ones if the step has run."""
+        planned = simulate_table(with_filling(self._table), Times(1, 1, 1)).timeline
+        titles: dict[str, Sequence[Span]] = {f"{self._schedule}, planned, if F, B and W take equal time": planned}
+        if self.is_measured:
+            measured = self.spans()
+            seconds = float(max(span.end for span in measured))
+            titles[f"{self._schedule}, measured in step {self._step}: {seconds:.3g} s"] = measured
+        return titles
 
-        If the step has not run, print a line about it instead.
+    def report(self, _state: Any, workdir: Path) -> dict[str, Any]:
+        """Draw workdir/timeline.png: simulated with the measured times of the actions, and below it as measured.
+
+        If the step has not run, print a line about it instead; if none is to be measured, do nothing. A function for
+        `Strategy.report`.
         """
+        if not self._step:
+            return {}
         if not self.is_measured:
             print(f"timeline  none: this run did not include step {self._step}")
-            return
+            return {}
         from jaxpar.pipeline.tables import draw  # imports matplotlib, which is slow to load
 
-        measured = self.spans(table)
-        times = measured_times(table, measured)
-        planned = simulate_table(with_filling(table), times)
-        rates = [describe_planned(table, times), f"bubble {measured_bubble_rate(measured):.1%}"]
-        title = f"{schedule}, step {self._step}"
+        path, measured = workdir / "timeline.png", self.spans()
+        times = measured_times(self._table, measured)
+        planned = simulate_table(with_filling(self._table), times)
+        rates = [describe_planned(self._table, times), f"bubble {measured_bubble_rate(measured):.1%}"]
+        title = f"{self._schedule}, step {self._step}"
         charts = [
             (f"{title}, planned from the measured action times: {rates[0]}", planned.timeline),
             (f"{title}, measured: {rates[1]}", measured),
         ]
         draw.save_charts(path, charts)
         print(f"timeline  {path}: planned {rates[0]}, measured {rates[1]}")
+        return {}
 
 
 def with_filling(table: Table) -> Table:
