@@ -194,7 +194,10 @@ def _train(
     from jaxpar.launch import processes
 
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
-    processes.meet_processes(find_place(place))
+    found = find_place(place)
+    if mesh.sends_between_cpus(config):
+        processes.listen_for_arrays(found, config.mesh.virtual_cpu_devices)
+    processes.meet_processes(found)
     try:
         result = training.train_config(config, workdir, Interrupt(), given=given)
     except training.Stopped as stopped:

@@ -2,8 +2,8 @@
 
 The host of each process enqueues the calls on its devices one after the other, and waits for none of them. A device
 runs its calls in this order, each as soon as its inputs have arrived. A result is sent when it is complete, while its
-device runs the next call. What a device sends to different devices does not share a link: in a pipeline, activations and their
-gradients go to different neighbours.
+device runs the next call. What a device sends to different devices does not share a link: in a pipeline, activations
+and their gradients go to different neighbours.
 """
 
 from collections.abc import Callable, Mapping, Sequence

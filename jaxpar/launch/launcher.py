@@ -22,7 +22,6 @@ import os
 import resource
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,7 +31,7 @@ from typing import TextIO
 
 from jaxpar.command_line import EXAMPLE, Parser, integer, missing
 from jaxpar.errors import FAILED, HANGS, USER_ERROR, UserError, exit_code, format_bytes, is_failure
-from jaxpar.launch.place import BIND, COMMAND, FLAGS
+from jaxpar.launch.place import BIND, COMMAND, FLAGS, free_port
 from jaxpar.launch.signals import SIGNALS
 from jaxpar.memory import host_bytes
 
@@ -275,14 +274,6 @@ def forwarded(signals: list[int]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def free_port() -> int:
-    """Return a free TCP port on 127.0.0.1."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def visible_gpus() -> list[str]:

@@ -177,6 +177,23 @@ def _own_addresses(name: str, address: str) -> set[str]:
     return own
 
 
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a free TCP port on an address of this machine."""
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def own_address(coordinator_address: str) -> str:
+    """Return the IP address from which this machine reaches the coordinator."""
+    host, _, port = coordinator_address.rpartition(":")
+    family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(where)  # sends nothing
+        address: str = probe.getsockname()[0]
+        return address
+
+
 def _is_address(text: str) -> bool:
     host, _, port = text.rpartition(":")
     return host != "" and port.isdecimal() and int(port) < 65536

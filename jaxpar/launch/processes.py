@@ -15,11 +15,11 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxpar import cluster, mesh
 from jaxpar.errors import TrainingError
-from jaxpar.launch.place import Place, bind_address
+from jaxpar.launch.place import Place, bind_address, free_port, own_address
 from jaxpar.layout import Tree
 
 
@@ -41,6 +41,25 @@ def meet_processes(place: Place | None) -> None:
     )
     if not is_first():
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # only process 0 prints
+
+
+def listen_for_arrays(place: Place | None, num_devices: int) -> None:
+    """Let `jax.device_put` send arrays to CPU devices of other processes. Call before JAX touches a device.
+
+    Each process listens on the address from which it reaches the coordinator. GPUs need none of this.
+
+    num_devices: number of CPU devices of this process.
+    """
+    if place is None:
+        return
+    host = own_address(place.coordinator_address)
+    shown = f"[{host}]" if ":" in host else host
+    jax.config.update("jax_force_dcn_cross_host_transfers", True)
+    jax.config.update("jax_cross_host_transfer_socket_address", f"{shown}:{free_port(host)}")
+    jax.config.update("jax_cross_host_transport_addresses", f"{shown}:0")
+    # XLA's number of threads. A collective occupies one for each device while it waits for other processes, which may
+    # wait for an array that this process still sends, in another thread.
+    os.environ.setdefault("NPROC", str((os.cpu_count() or 1) + 2 * max(num_devices, 1)))
 
 
 def is_first() -> bool:
@@ -150,6 +169,29 @@ def fetch(tree: Tree) -> Tree:
         return np.asarray(x)
 
     return jax.tree.map(whole, tree)
+
+
+def fetch_replicated(tree: Tree) -> Tree:
+    """Fetch arrays to the host, one after another, each of which is replicated on devices of some processes."""
+
+    def whole(x: jax.Array) -> np.ndarray:
+        owners = {device.process_index for device in x.sharding.device_set}  # type: ignore[attr-defined]
+        own = np.asarray(x) if jax.process_index() in owners else np.zeros(x.shape, x.dtype)
+        if len(owners) == jax.process_count():
+            return own
+        return np.asarray(multihost_utils.broadcast_one_to_all(own, jax.process_index() == min(owners)))
+
+    return jax.tree.map(whole, tree)
+
+
+def placed(tree: Tree, sharding: Sharding) -> Tree:
+    """Return host arrays, which every process has, on devices, of which a process may have none."""
+
+    def on_devices(x: jax.Array | np.ndarray) -> jax.Array:
+        whole = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: whole[index], dtype=whole.dtype)
+
+    return jax.tree.map(on_devices, tree)
 
 
 def divided(tree: Tree) -> Tree:

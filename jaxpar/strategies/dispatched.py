@@ -66,6 +66,8 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     training = StageDispatcher(stages, table, columns, num_phases=num_phases, remat=details.remat)
     begin = begin_program(mesh, table.num_microbatches)
     settled = meshes.settled if num_data > 1 else lambda x: x
+    # Collectives of all devices may follow, such as those that agree on a signal, while arrays are still in flight.
+    at_end = meshes.settled if jax.process_count() > 1 else lambda x: x
     timeline = Timeline(details.trace, details.schedule, table)
 
     @functools.cache
@@ -87,13 +89,14 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     def run(state: DispatchedState, batch: Batch, host: Host) -> tuple[DispatchedState, Metrics]:
         step, inputs = settled(host.call(begin, state.step, state.key, batch))
         totals = training.run(columns.split_groups(state.params), columns.split(inputs), host)
-        after, metrics = updates(state, totals, host)
+        after, metrics = at_end(updates(state, totals, host))
         return after._replace(step=step), metrics
 
     def evaluate(state: DispatchedState, batch: Batch) -> Sums:
         split, forward = evaluation(len(batch["index"]) // num_data)
         inputs = columns.split(DEVICES.call(split, batch))
-        return updates.sums(forward.run(columns.split_groups(state.params), inputs))
+        sums: Sums = at_end(updates.sums(forward.run(columns.split_groups(state.params), inputs)))
+        return sums
 
     def init(key: jax.Array) -> DispatchedState:
         state = state_of.init(key)
@@ -185,14 +188,14 @@ class StateOnGroups:
         step, key = jax.device_put((state.step, state.key), self._on_all)
         parts = self._staged.params.split(state.params), self._staged.optimizer.split(state.optimizer)
         params, optimizer = (
-            tuple(jax.device_put(of[column], on) for column, on in zip(self._firsts, self._on_groups, strict=True))
+            tuple(processes.placed(of[column], on) for column, on in zip(self._firsts, self._on_groups, strict=True))
             for of in parts
         )
         return DispatchedState(step, key, params, optimizer, ())
 
     def to_canonical(self, state: DispatchedState) -> Canonical:
         """Return the canonical state, as NumPy arrays."""
-        step, key, params, optimizer = processes.fetch(state[:4])
+        step, key, params, optimizer = processes.fetch_replicated(state[:4])
         groups = [self._columns.group_of[column] for column in range(len(self._columns.of_column))]
         held = self._staged.params.assemble([params[group] for group in groups])
         moments = self._staged.optimizer.assemble([optimizer[group] for group in groups])

@@ -26,8 +26,7 @@ from jaxpar import checkpoint, training
 from jaxpar import config as configs
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import launcher, processes
-from jaxpar.launch.launcher import free_port
-from jaxpar.launch.place import BIND, FLAGS, bind_address, find_place
+from jaxpar.launch.place import BIND, FLAGS, bind_address, find_place, free_port
 from jaxpar.run import metrics
 from tests.checkpoint.test_private import VALUES
 from tests.runs import small_arguments, without_texts
@@ -206,7 +205,19 @@ RUNS: dict[str, tuple[str, ...]] = {
     "data_parallel": ("--config.mesh.data=4",),
     "zero3": ("--config.mesh.data=4", "--config.exchange=zero3"),
     "a pipeline across both": (*PIPELINE, "--config.mesh.stage=4", "--config.mesh.data=1"),
+    "dispatched stages across both": (
+        *PIPELINE,
+        "--config.mesh.stage=4",
+        "--config.mesh.data=1",
+        "--config.pipeline.executor=dispatch",
+    ),
     "one of three pipelines across both": (*PIPELINE, "--config.mesh.stage=2", "--config.mesh.data=3"),
+    "dispatched, one of three pipelines across both": (
+        *PIPELINE,
+        "--config.mesh.stage=2",
+        "--config.mesh.data=3",
+        "--config.pipeline.executor=dispatch",
+    ),
     "texts": ("--config.mesh.data=4",),
 }
 MORE = [*(f"--config.{key}={value}" for key, value in VALUES.items()), "--config.model.num_layers=2"]
@@ -233,7 +244,7 @@ def configured(folder: Path, name: str) -> ConfigDict:
 
 def num_devices(name: str) -> int:
     """Return the number of devices of both processes."""
-    return 6 if name == "one of three pipelines across both" else 4
+    return 6 if "one of three pipelines" in name else 4
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -289,7 +300,8 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     "name",
     [
         "a pipeline across both",
-        *(slow(name) for name in RUNS if name.startswith(("texts", "zero3", "one of"))),
+        "dispatched stages across both",
+        *(slow(name) for name in RUNS if name.startswith(("texts", "zero3")) or "one of" in name),
     ],
 )
 def test_two_processes_compute_what_one_does(

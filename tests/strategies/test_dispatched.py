@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from jaxpar import strategies
 from jaxpar.analysis import audit
+from jaxpar.cluster import named_cluster
 from jaxpar.errors import UserError
 from jaxpar.exchange.exchange import AllReduce
 from jaxpar.pipeline.executor.dispatch import dispatch_order
@@ -192,3 +194,6 @@ def test_refused() -> None:
     for overrides, message in wrong.items():
         with pytest.raises(UserError, match=message):
             plan_of(BERT, *two, *overrides)
+    config = make_config(BERT, *pipeline("1f1b", 2, *ONEBIT, replicas=2), DISPATCH)
+    with pytest.raises(UserError, match="cannot save the residuals"):
+        strategies.plan(config, make_problem(config, BERT), named_cluster("cpu", 4, num_processes=2))

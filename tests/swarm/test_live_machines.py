@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.launch.launcher import free_port
+from jaxpar.launch.place import free_port
 from jaxpar.swarm.live.cluster import clusters_here
 from tests.runs import small_arguments
 from tests.strategies.pipelines import relative_error

@@ -93,4 +93,4 @@ def _assembled(parts: Sequence[Any], shape: tuple[int, ...], sharding: NamedShar
         return made(jax.ShapeDtypeStruct(shape, parts[0].dtype), sharding, arrivals)
     shards: Mapping[Any, Any] = {shard.device: shard.data for part in parts for shard in part.addressable_shards}
     in_order = [shards[device] for device in sharding.mesh.devices.flat if device in shards]
-    return jax.make_array_from_single_device_arrays(shape, sharding, in_order)
+    return jax.make_array_from_single_device_arrays(shape, sharding, in_order, dtype=parts[0].dtype)

@@ -92,6 +92,8 @@ class StageUpdates:
         self._has_collectives = columns.mesh.shape[DATA] > 1 or bool(stages.groups)
         self._last = columns.group_of[StageDevices(stages.placement).of(stages.num_stages - 1)[0]]  # of the last stage
         one, scalars = ("gradients",), ("inputs",)
+        own = [g for g in groups if any(x.process_index == jax.process_index() for x in on_group[g].devices.flat)]
+        self._here = self._last if self._last in own or not own else own[0]  # a group with devices of this process
         self._square = [self._make_square(g) for g in groups]
         self._reduce = [self._make_reduce(g) for g in groups]
         self._update = [self._make_update(g, options) for g in groups]
@@ -137,12 +139,13 @@ class StageUpdates:
             for g in groups
         ]
         params, optimizer, private, metrics = zip(*updated, strict=True)
-        return state._replace(params=params, optimizer=optimizer, private=private), metrics[self._last]
+        return state._replace(params=params, optimizer=optimizer, private=private), metrics[self._here]
 
     def sums(self, totals: StepTotals) -> Sums:
         """Return the metric sums over all microbatches and replicas."""
-        total: Sums = self._alone(DEVICES, self._total, self._local_sums(totals, DEVICES))
-        return total
+        total = self._alone(DEVICES, self._total, self._local_sums(totals, DEVICES))
+        of_groups: list[Sums] = [self._to(DEVICES, g, total) for g in range(len(self._columns.groups))]
+        return of_groups[self._here]
 
     def init_private(self, params: Sequence[Params]) -> tuple[Tree, ...]:
         """Return the private state of the exchange at step 0. params: by group."""

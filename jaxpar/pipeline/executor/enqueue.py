@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
-from jax.sharding import Mesh, Sharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
+from jaxpar.launch import processes
 from jaxpar.layout import Tree
 
 
@@ -45,7 +47,7 @@ class Host(Protocol):
     def call(self, program: Program, *args: Any) -> Any:
         """Enqueue a program, and return its results."""
 
-    def send(self, tree: Tree, sharding: Sharding) -> Any:
+    def send(self, tree: Tree, sharding: NamedSharding) -> Any:
         """Return arrays on other devices."""
 
 
@@ -55,11 +57,36 @@ class _Devices:
     def call(self, program: Program, *args: Any) -> Any:
         return program.jitted(*args)
 
-    def send(self, tree: Tree, sharding: Sharding) -> Any:
-        return jax.device_put(tree, sharding)
+    def send(self, tree: Tree, sharding: NamedSharding) -> Any:
+        if jax.process_count() == 1:
+            return jax.device_put(tree, sharding)
+        return jax.tree.map(lambda x: _sent_between_processes(x, sharding), tree)
 
 
 DEVICES = _Devices()
+
+
+def _sent_between_processes(x: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Send the shards of an array one by one. Every process calls this for the same arrays in the same order.
+
+    x: an array of one of the forms of columns.py, or a host array, which all processes have.
+    """
+    if not isinstance(x, jax.Array):
+        return processes.placed(x, sharding)
+    assert isinstance(x.sharding, NamedSharding)
+    from_mesh, shards = x.sharding.mesh.devices, {shard.device: shard.data for shard in x.addressable_shards}
+    own, shape, parts = jax.process_index(), x.sharding.shard_shape(x.shape), []
+    for (replica, column), device in np.ndenumerate(sharding.mesh.devices):
+        sender = from_mesh[replica, column % from_mesh.shape[1]]
+        if sender.process_index == device.process_index == own:
+            parts.append(jax.device_put(shards[sender], device))
+        elif sender.process_index != device.process_index:
+            # The processes number these transfers, so that all of them must take part in each.
+            local, on_sender = [shards[sender]] if sender in shards else [], SingleDeviceSharding(sender)
+            shard = jax.make_array_from_single_device_arrays(shape, on_sender, local, dtype=x.dtype)
+            sent = jax.device_put(shard, SingleDeviceSharding(device))
+            parts += [sent] if device.process_index == own else []
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts, dtype=x.dtype)
 
 
 class Arrival(NamedTuple):
@@ -132,7 +159,7 @@ class Compiler:
         self.called[key] = called._replace(calls=(*called.calls, call))
         return jax.tree.map(lambda x: made(x, x.sharding, {number: 0}), called.results)
 
-    def send(self, tree: Tree, sharding: Sharding) -> Any:
+    def send(self, tree: Tree, sharding: NamedSharding) -> Any:
         """Return the same shapes with another sharding."""
 
         def of_leaf(x: Any) -> Made:

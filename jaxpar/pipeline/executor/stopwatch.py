@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.layout import Tree
 from jaxpar.pipeline.executor.enqueue import DEVICES, Program
@@ -35,7 +35,7 @@ class Stopwatch:
             self._actions.append((program.mesh, enqueued, inputs, thread.submit(_ready, results[-1])))
         return results
 
-    def send(self, tree: Tree, sharding: Sharding) -> Any:
+    def send(self, tree: Tree, sharding: NamedSharding) -> Any:
         """Return arrays on other devices. What an action made is sent right after its call."""
         sent = DEVICES.send(tree, sharding)
         made = self._actions[-1][-1] if self._actions else None
