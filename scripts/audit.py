@@ -47,7 +47,7 @@ from jaxpar.analysis.buffers import buffers_at_peak
 from jaxpar.analysis.planner.auto import resolve_strategy
 from jaxpar.analysis.rates import refuse_rates
 from jaxpar.analysis.schedule import ProgramSchedule, schedule_of
-from jaxpar.analysis.step_time import NOTHING, StepTime, predict, refuse_step, short_source
+from jaxpar.analysis.step_time import NOTHING, StepTime, predict, predict_program, refuse_step, short_source
 from jaxpar.cluster import Cluster
 from jaxpar.command_line import Parser
 from jaxpar.errors import UserError, accepted, exit_code, format_bytes
@@ -148,7 +148,7 @@ def described(
     """
     schedules = [schedule_of(program) for program in programs]
     can_predict = not any(refuse_rates(cluster))
-    times = [predict([program], cluster) if can_predict else NOTHING for program in programs]
+    times = [predict_program(program, cluster) if can_predict else NOTHING for program in programs]
     rows: list[dict[str, Any]] = [describe(schedule, time) for schedule, time in zip(schedules, times, strict=True)]
     for row, program in zip(rows, programs, strict=True):
         row["devices"] = sorted(devices.index(device) for device in audit.devices_of(program))

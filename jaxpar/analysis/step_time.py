@@ -122,14 +122,17 @@ def predict(programs: Sequence[CompiledProgram], cluster: Cluster) -> StepTime:
     Raises:
       UserError: a rate of the GPU is unknown.
     """
-    times = []
-    for program in programs:
-        text = program.compiled.as_text()
-        assert text is not None
-        times.append(_Roofline(HloProgram(text), program, cluster).time())
+    times = [predict_program(program, cluster) for program in programs]
     if any(program.calls for program in programs):
         return _time_of_calls(programs, times, cluster)
     return reduce(StepTime.plus, times, NOTHING)
+
+
+def predict_program(program: CompiledProgram, cluster: Cluster) -> StepTime:
+    """Return the predicted time of one run of a program. Raises UserError if a rate of the GPU is unknown."""
+    text = program.compiled.as_text()
+    assert text is not None
+    return _Roofline(HloProgram(text), program, cluster).time()
 
 
 def _time_of_calls(programs: Sequence[CompiledProgram], times: Sequence[StepTime], cluster: Cluster) -> StepTime:

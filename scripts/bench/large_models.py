@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from jaxpar import config as configs
 from jaxpar.command_line import Parser
 from jaxpar.errors import exit_code, format_bytes
+from jaxpar.strategies.schedules import EXECUTORS
 from jaxpar.target import find_target
 from scripts import audit
 
@@ -48,20 +49,21 @@ CASES = {
         "h100:8", GPT | {"model.size": "gpt2_xl", "data.vocab_size": 50304, "batch_size": 64, "exchange": "zero3"}
     ),
     "llama_8b_zero3": Case("h100:8x8", LLAMA | {"exchange": "zero3"}),
-    "llama_8b_pipeline": Case(
-        "h100:8x8",
-        LLAMA
-        | {
-            "strategy": "pipeline",
-            "mesh.stage": 8,
-            "pipeline.schedule": "1f1b",
-            "pipeline.num_microbatches": 16,
-            "pipeline.remat": "full",
-            "model.remat": "none",
-            "batch_size": 128,
-        },
-    ),
 }
+PIPELINE = {"strategy": "pipeline", "pipeline.num_microbatches": 16, "model.remat": "none"}
+GPT2 = GPT | PIPELINE | {"model.size": "gpt2", "data.vocab_size": 50304, "mesh.stage": 4, "batch_size": 256}
+GPT2_XL = GPT2 | {"model.size": "gpt2_xl", "mesh.data": 1, "batch_size": 64, "pipeline.schedule": "1f1b"}
+LLAMA_8B = (
+    LLAMA | PIPELINE | {"mesh.stage": 8, "batch_size": 128, "pipeline.schedule": "1f1b", "pipeline.remat": "full"}
+)
+for executor in EXECUTORS:
+    chosen = {"pipeline.executor": executor}
+    CASES |= {
+        f"gpt2_1f1b_{executor}": Case("h100:8", GPT2 | chosen | {"pipeline.schedule": "1f1b"}),
+        f"gpt2_zb_h1_{executor}": Case("h100:8", GPT2 | chosen | {"pipeline.schedule": "zb_h1"}),
+        f"gpt2_xl_{executor}": Case("h100:4", GPT2_XL | chosen),
+        f"llama_8b_{executor}": Case("h100:8x8", LLAMA_8B | chosen),
+    }
 
 
 def audited(case: Case) -> dict[str, Any]:
@@ -79,15 +81,16 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--only", choices=list(CASES), help="the case to compile; without it, all")
     arguments = parser.parse()
-    print(f"{'model':18} {'GPUs':9} {'arguments':>10} {'temporary':>10} {'fits':>5} {'step, s':>8} {'MFU':>6}")
+    print(f"{'model':21} {'GPUs':9} {'arguments':>10} {'temporary':>10} {'fits':>5} {'step, s':>8} {'MFU':>6}")
     for name, case in CASES.items():
         if arguments.only in (None, name):
             found = audited(case)
             needed, time = found["needed"], found["time"]
             fits = "yes" if sum(needed.values()) <= found["usable_bytes"] else "no"
             sizes = f"{format_bytes(needed['arguments']):>10} {format_bytes(needed['temporary arrays']):>10}"
-            print(f"{name:18} {case.target:9} {sizes} {fits:>5} {time['seconds']:8.3f} {time['mfu']:6.3f}")
-            print("\n".join(f"    {line}" for line in audit.format_findings(found["findings"])), flush=True)
+            print(f"{name:21} {case.target:9} {sizes} {fits:>5} {time['seconds']:8.3f} {time['mfu']:6.3f}")
+            if found["findings"] is not None:  # of a step of one program
+                print("\n".join(f"    {line}" for line in audit.format_findings(found["findings"])), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 from jaxpar.analysis import step_time
 from jaxpar.analysis.enqueued import Costs, Interval, busy, simulate
 from jaxpar.analysis.rates import ENQUEUE_SECONDS, HOP_SECONDS
-from jaxpar.analysis.step_time import predict
+from jaxpar.analysis.step_time import predict, predict_program
 from jaxpar.pipeline.executor.dispatch import dispatch_order
 from jaxpar.pipeline.executor.enqueue import Arrival, Call
 from jaxpar.pipeline.tables.simulate import Times, simulate_table
@@ -56,6 +56,7 @@ def test_the_predicted_time_is_that_of_the_busiest_device_and_its_waits() -> Non
     sizes = 1000, 800, 100
     programs = [one._replace(compiled=compiled(size)) for one, size in zip(STEP, sizes, strict=True)]
     first, second, last = (kernel(2 * size) for size in sizes)
+    assert predict_program(programs[1], cluster()).seconds == pytest.approx(second)
     time = predict(programs, cluster())
     sent = 4e3 / 0.8e9 + HOP_SECONDS["host"]
     assert time.seconds == pytest.approx(ENQUEUE_SECONDS + max(2 * first, first + sent + second) + last)
