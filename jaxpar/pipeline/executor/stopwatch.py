@@ -4,6 +4,7 @@ The devices of a column run what is enqueued for them one after the other. So an
 has ended and its inputs have arrived, or when it is enqueued, if that is later.
 """
 
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,11 +16,16 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpar.layout import Tree
 from jaxpar.pipeline.executor.enqueue import DEVICES, Program
 
+SWITCH_SECONDS = 1e-4
+
 
 class Stopwatch:
     """A host (enqueue.py) that measures the calls of programs that are actions."""
 
     def __init__(self) -> None:
+        # By default, a thread of Python waits up to 5 ms for the one that enqueues.
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_SECONDS)
         self._waiting: dict[Mesh, ThreadPoolExecutor] = {}  # one thread for the results of each mesh
         self._sending = ThreadPoolExecutor()
         self._sent: dict[int, Future[float]] = {}  # when an array arrives, by its id
@@ -53,6 +59,7 @@ class Stopwatch:
             intervals.append((min(start, free[mesh]), free[mesh]))
         for executor in (self._sending, *self._waiting.values()):
             executor.shutdown()
+        sys.setswitchinterval(self._interval)
         return intervals
 
 
