@@ -42,7 +42,7 @@ class Costs(NamedTuple):
     devices_per_process: int
 
 
-def simulate(programs: Sequence[CompiledProgram], costs: Costs) -> list[Interval]:
+def simulate_calls(programs: Sequence[CompiledProgram], costs: Costs) -> list[Interval]:
     """Return when each call of a step runs, in the order of the calls."""
     devices = [ids(program) for program in programs]
     calls = {call.number: (index, call.inputs) for index, program in enumerate(programs) for call in program.calls}

@@ -141,7 +141,7 @@ def _time_of_calls(programs: Sequence[CompiledProgram], times: Sequence[StepTime
 
     seconds = [time.seconds for time in times]
     per_process = cluster.num_devices // cluster.num_processes
-    intervals = enqueued.simulate(programs, enqueued.Costs(seconds, send, ENQUEUE_SECONDS, per_process))
+    intervals = enqueued.simulate_calls(programs, enqueued.Costs(seconds, send, ENQUEUE_SECONDS, per_process))
     of_devices = enqueued.busy(programs, seconds)
     busiest = max(of_devices, key=lambda device: of_devices[device])
     total = NOTHING

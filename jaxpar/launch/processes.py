@@ -24,7 +24,7 @@ from jaxpar.layout import Tree
 
 
 def meet_processes(place: Place | None) -> None:
-    """Connect this process to the other processes. Call before JAX touches a device."""
+    """Connect this process to the other processes. ProgramCall before JAX touches a device."""
     if place is None:
         return
     jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, which the loop handles
@@ -44,7 +44,7 @@ def meet_processes(place: Place | None) -> None:
 
 
 def listen_for_arrays(place: Place | None, num_devices: int) -> None:
-    """Let `jax.device_put` send arrays to CPU devices of other processes. Call before JAX touches a device.
+    """Let `jax.device_put` send arrays to CPU devices of other processes. ProgramCall before JAX touches a device.
 
     Each process listens on the address from which it reaches the coordinator. GPUs need none of this.
 
@@ -184,7 +184,7 @@ def fetch_replicated(tree: Tree) -> Tree:
     return jax.tree.map(whole, tree)
 
 
-def placed(tree: Tree, sharding: Sharding) -> Tree:
+def put_on_devices(tree: Tree, sharding: Sharding) -> Tree:
     """Return host arrays, which every process has, on devices, of which a process may have none."""
 
     def on_devices(x: jax.Array | np.ndarray) -> jax.Array:

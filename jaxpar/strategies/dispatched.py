@@ -188,7 +188,10 @@ class StateOnGroups:
         step, key = jax.device_put((state.step, state.key), self._on_all)
         parts = self._staged.params.split(state.params), self._staged.optimizer.split(state.optimizer)
         params, optimizer = (
-            tuple(processes.placed(of[column], on) for column, on in zip(self._firsts, self._on_groups, strict=True))
+            tuple(
+                processes.put_on_devices(of[column], on)
+                for column, on in zip(self._firsts, self._on_groups, strict=True)
+            )
             for of in parts
         )
         return DispatchedState(step, key, params, optimizer, ())

@@ -13,7 +13,7 @@ from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals
 from jaxpar.models.model import Model
 from jaxpar.pipeline.executor.branches import DeviceBranches
-from jaxpar.pipeline.executor.enqueue import Call
+from jaxpar.pipeline.executor.enqueue import ProgramCall
 from jaxpar.pipeline.tables.simulate import Span
 from jaxpar.plan import Decision, Plan
 from jaxpar.state import Canonical
@@ -44,7 +44,7 @@ class CompiledProgram(NamedTuple):
     frequencies: Mapping[str, tuple[float, ...]] = {}
     arguments: tuple[str, ...] = ()
     branches: Mapping[str, DeviceBranches] = {}
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ProgramCall, ...] = ()
     mesh: Mesh | None = None
 
     @property

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from jaxpar.analysis import step_time
-from jaxpar.analysis.enqueued import Costs, Interval, busy, simulate
+from jaxpar.analysis.enqueued import Costs, Interval, busy, simulate_calls
 from jaxpar.analysis.rates import ENQUEUE_SECONDS, HOP_SECONDS
 from jaxpar.analysis.step_time import predict, predict_program
 from jaxpar.pipeline.executor.dispatch import dispatch_order
-from jaxpar.pipeline.executor.enqueue import Arrival, Call
+from jaxpar.pipeline.executor.enqueue import CallInput, ProgramCall
 from jaxpar.pipeline.tables.simulate import Times, simulate_table
 from jaxpar.pipeline.tables.table import W
 from jaxpar.strategies.strategy import CompiledProgram
@@ -21,15 +21,15 @@ from tests.strategies.pipelines import Task, pipeline, shared
 GPT = Task("gpt", "causal_lm", "sgd", layers=2)
 
 
-def program(devices: list[int], *calls: Call, compiled: Any = None) -> CompiledProgram:
+def program(devices: list[int], *calls: ProgramCall, compiled: Any = None) -> CompiledProgram:
     mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(id=device) for device in devices]))
     return CompiledProgram(compiled, calls=calls, mesh=mesh)
 
 
 STEP = [
-    program([0], Call(0, ()), Call(2, ())),
-    program([1], Call(1, (Arrival(0, 4000),))),
-    program([0, 1], Call(3, (Arrival(1, 0), Arrival(2, 0)))),
+    program([0], ProgramCall(0, ()), ProgramCall(2, ())),
+    program([1], ProgramCall(1, (CallInput(0, 4000),))),
+    program([0, 1], ProgramCall(3, (CallInput(1, 0), CallInput(2, 0)))),
 ]
 
 
@@ -39,10 +39,10 @@ def test_a_device_waits_for_its_inputs_and_for_its_host() -> None:
         return nbytes / 1000
 
     seconds = [10.0, 5.0, 1.0]
-    one = simulate(STEP, Costs(seconds, send, 1.0, 2))
+    one = simulate_calls(STEP, Costs(seconds, send, 1.0, 2))
     # Program 1 starts 4 s after call 0, and program 2 after program 0, which device 0 runs twice.
     assert one == [Interval(0, 1, 11), Interval(1, 15, 20), Interval(0, 11, 21), Interval(2, 20, 22)]
-    two = simulate(STEP, Costs(seconds, send, 8.0, 1))  # each device has a host of its own
+    two = simulate_calls(STEP, Costs(seconds, send, 8.0, 1))  # each device has a host of its own
     assert two == [Interval(0, 8, 18), Interval(1, 22, 27), Interval(0, 18, 28), Interval(2, 27, 29)]
     assert busy(STEP, seconds) == {0: 21, 1: 6}
 
@@ -84,7 +84,7 @@ def test_a_dispatched_pipeline_takes_as_long_as_its_table(schedule: str, stages:
     def send(_sender: int, _receiver: int, _nbytes: int) -> float:
         return communication
 
-    found = simulate(programs, Costs(seconds, send, 0.0, stages))
+    found = simulate_calls(programs, Costs(seconds, send, 0.0, stages))
     times = [table.num_chunks * one for one in (forward, backward, weight)]
     expected = simulate_table(table, Times(*times), communication).timeline
     assert [(found[number].start, found[number].end) for number in actions] == [one[-2:] for one in expected]

@@ -72,7 +72,7 @@ def _sent_between_processes(x: jax.Array | np.ndarray, sharding: NamedSharding) 
     x: an array of one of the forms of columns.py, or a host array, which all processes have.
     """
     if not isinstance(x, jax.Array):
-        return processes.placed(x, sharding)
+        return processes.put_on_devices(x, sharding)
     assert isinstance(x.sharding, NamedSharding)
     from_mesh, shards = x.sharding.mesh.devices, {shard.device: shard.data for shard in x.addressable_shards}
     own, shape, parts = jax.process_index(), x.sharding.shard_shape(x.shape), []
@@ -89,7 +89,7 @@ def _sent_between_processes(x: jax.Array | np.ndarray, sharding: NamedSharding) 
     return jax.make_array_from_single_device_arrays(x.shape, sharding, parts, dtype=x.dtype)
 
 
-class Arrival(NamedTuple):
+class CallInput(NamedTuple):
     """Inputs of a call that an earlier call made.
 
     Attributes:
@@ -101,7 +101,7 @@ class Arrival(NamedTuple):
     nbytes: int
 
 
-class Call(NamedTuple):
+class ProgramCall(NamedTuple):
     """One run of a program in a step.
 
     Attributes:
@@ -110,7 +110,7 @@ class Call(NamedTuple):
     """
 
     number: int
-    inputs: tuple[Arrival, ...]
+    inputs: tuple[CallInput, ...]
 
 
 class Called(NamedTuple):
@@ -119,7 +119,7 @@ class Called(NamedTuple):
     program: Program
     compiled: jax.stages.Compiled
     results: Any  # shapes with shardings
-    calls: tuple[Call, ...]
+    calls: tuple[ProgramCall, ...]
 
 
 class Made(jax.ShapeDtypeStruct):
@@ -155,7 +155,7 @@ class Compiler:
             arrived.update(arrivals_of(x))
         number, called = self._num_calls, self.called[key]
         self._num_calls += 1
-        call = Call(number, tuple(Arrival(*of_call) for of_call in arrived.items()))
+        call = ProgramCall(number, tuple(CallInput(*of_call) for of_call in arrived.items()))
         self.called[key] = called._replace(calls=(*called.calls, call))
         return jax.tree.map(lambda x: made(x, x.sharding, {number: 0}), called.results)
 
