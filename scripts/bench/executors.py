@@ -22,11 +22,11 @@ from jaxpar.command_line import Parser, integer, names
 from jaxpar.errors import TrainingError, exit_code
 from jaxpar.pipeline.tables.schedule import SCHEDULES
 from jaxpar.strategies import Strategy
+from jaxpar.strategies.schedules import DISPATCH, EXECUTORS
 from scripts.bench.peers import HEAD, widths
 from scripts.bench.pipeline_case import Maker
 from scripts.bench.steps import race
 
-EXECUTORS = ("lockstep", "dispatch")
 TOLERANCE = 1e-5
 
 
@@ -55,12 +55,12 @@ def compare(maker: Maker, p: int, schedule: str, rounds: int) -> str:
     """Return the columns of a row with measured values."""
     cases = {name: maker.more(f"--config.pipeline.executor={name}").pipeline(p, schedule) for name in EXECUTORS}
     strategies_of = {name: strategies.make(case.config, case.problem) for name, case in cases.items()}
-    batch = cases["dispatch"].batch
+    batch = cases[DISPATCH].batch
     timings = race(strategies_of, batch, rounds=rounds)
     lockstep, dispatch = (timings[name] for name in EXECUTORS)
     if not abs(lockstep.first_loss - dispatch.first_loss) <= TOLERANCE * abs(lockstep.first_loss):
         raise TrainingError(f"the losses differ: {lockstep.first_loss} and {dispatch.first_loss}")
-    strategy = strategies_of["dispatch"]
+    strategy = strategies_of[DISPATCH]
     details: Any = strategy.plan.details
     host = host_seconds(strategy, batch) / len(details.table.actions)
     ratio = lockstep.seconds / dispatch.seconds
