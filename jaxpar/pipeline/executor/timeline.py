@@ -138,7 +138,7 @@ class Timeline:
             (f"{title}, planned from the measured action times: {rates[0]}", planned.timeline),
             (f"{title}, measured: {rates[1]}", measured),
         ]
-        draw.save_charts(path, charts)
+        draw.save_charts(path, charts, axis="seconds")
         print(f"timeline  {path}: planned {rates[0]}, measured {rates[1]}")
         return {}
 

@@ -41,18 +41,21 @@ def letter(chunk: int) -> str:
     return CHUNKS[chunk] if chunk < len(CHUNKS) else f".{chunk}"
 
 
-def save_charts(path: Path | str, charts: Sequence[tuple[str, Sequence[Span]]]) -> None:
-    """Write a picture with one chart per (title, timeline), stacked. The suffix of the path selects the format."""
+def save_charts(path: Path | str, charts: Sequence[tuple[str, Sequence[Span]]], *, axis: str = "time") -> None:
+    """Write a picture with one chart per (title, timeline), stacked. The suffix of the path selects the format.
+
+    axis: title of the time axis, with the unit if the times have one.
+    """
     Path(path).unlink(missing_ok=True)  # a link is replaced, not followed
     with matplotlib.rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": "jaxpar"}
     ):  # text stays text; output is reproducible
         metadata = {"Date": None} if str(path).endswith(".svg") else None
-        draw_charts(charts).savefig(path, dpi=150, metadata=metadata)
+        draw_charts(charts, axis).savefig(path, dpi=150, metadata=metadata)
 
 
-def draw_charts(charts: Sequence[tuple[str, Sequence[Span]]]) -> Figure:
-    """Draw the charts, wide enough for the microbatch numbers to be legible."""
+def draw_charts(charts: Sequence[tuple[str, Sequence[Span]]], axis: str = "time") -> Figure:
+    """Draw the charts, wide enough for the microbatch numbers to be legible. axis: as in `save_charts`."""
     width = float(np.clip(CELL_INCHES * max(_num_cells(timeline) for _, timeline in charts), MIN_INCHES, MAX_INCHES))
     rows = [min(ROW_INCHES * _num_devices(timeline), MAX_INCHES) for _, timeline in charts]
     below = [AXIS_INCHES + LEGEND_INCHES * (1 + max(span.chunk for span in timeline)) for _, timeline in charts]
@@ -62,7 +65,9 @@ def draw_charts(charts: Sequence[tuple[str, Sequence[Span]]]) -> Figure:
     for (title, timeline), height, under in zip(charts, rows, below, strict=True):
         bottom -= TITLE_INCHES + height
         sides = (SIDE_INCHES / full_width, bottom / full_height, width / full_width, height / full_height)
-        _chart(result.add_axes(sides), title, timeline, width, height)
+        axes = result.add_axes(sides)
+        _chart(axes, title, timeline, width, height)
+        axes.set_xlabel(axis, loc="right")
         bottom -= under
     return result
 
@@ -106,7 +111,6 @@ def _chart(ax: Axes, title: str, timeline: Sequence[Span], width: float, height:
         cells.set_snap(False)
     ax.add_collection(cells)
     ax.set_title(title, loc="left")
-    ax.set_xlabel("time", loc="right")
     ax.set(ylabel="device", xlim=(0, makespan), ylim=(num_devices - 0.5, -0.5), facecolor="#eeeeee")
     ax.set_yticks(range(0, num_devices, int(np.ceil(LABEL_INCHES / row))))
     kinds = [ACTION_KINDS[kind] for kind in sorted({span.kind for span in timeline})]

@@ -31,8 +31,8 @@ def run(folder: Path, trace: int, monkeypatch: pytest.MonkeyPatch, *more: str) -
     """Return the charts that a run of three steps draws."""
     drawn: list[tuple[str, Sequence[Span]]] = []
 
-    def save(path: Path, charts: Any) -> None:
-        assert path.name == "timeline.png"
+    def save(path: Path, charts: Any, *, axis: str) -> None:
+        assert (path.name, axis) == ("timeline.png", "seconds")
         drawn.extend(charts)
 
     monkeypatch.setattr(draw, "save_charts", save)
