@@ -26,10 +26,10 @@ class Stopwatch:
         # By default, a thread of Python waits up to 5 ms for the one that enqueues.
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_SECONDS)
-        self._waiting: dict[Mesh, ThreadPoolExecutor] = {}  # one thread for the results of each mesh
-        self._sending = ThreadPoolExecutor()
-        self._sent: dict[int, Future[float]] = {}  # when an array arrives, by its id
-        self._actions: list[tuple[Mesh, float, list[Future[float]], Future[float]]] = []  # enqueued, inputs, end
+        # One thread waits for the results of a mesh, and one for what a mesh sends to another: these come in order.
+        self._waiting: dict[tuple[Any, ...], ThreadPoolExecutor] = {}
+        self._sent: dict[int, tuple[int, Future[float]]] = {}  # by the id of an array: its action, and its arrival
+        self._actions: list[tuple[Mesh, float, list[tuple[int, Future[float]]], Future[float]]] = []
 
     def call(self, program: Program, *args: Any) -> Any:
         """Enqueue a program, and return its results. The last result of an action is an array that nothing donates."""
@@ -37,34 +37,43 @@ class Stopwatch:
         results = program.jitted(*args)
         if program.is_action:
             inputs = [self._sent[id(x)] for x in jax.tree.leaves(args) if id(x) in self._sent]
-            thread = self._waiting.setdefault(program.mesh, ThreadPoolExecutor(1))
-            self._actions.append((program.mesh, enqueued, inputs, thread.submit(_ready, results[-1])))
+            done = self._thread(program.mesh).submit(_ready, results[-1])
+            self._actions.append((program.mesh, enqueued, inputs, done))
         return results
 
     def send(self, tree: Tree, sharding: NamedSharding) -> Any:
         """Return arrays on other devices. What an action made is sent right after its call."""
         sent = DEVICES.send(tree, sharding)
-        made = self._actions[-1][-1] if self._actions else None
+        made = len(self._actions) - 1
+        sender = self._actions[made][0] if self._actions else sharding.mesh
         for x in jax.tree.leaves(sent):
-            self._sent[id(x)] = self._sending.submit(_ready, x, made)
+            self._sent[id(x)] = made, self._thread(sender, sharding.mesh).submit(_ready, x)
         return sent
 
+    def _thread(self, *meshes: Any) -> ThreadPoolExecutor:
+        return self._waiting.setdefault(meshes, ThreadPoolExecutor(1))
+
     def times(self) -> Sequence[tuple[float, float]]:
-        """Return the start and the end of each action, in the order of the calls, after waiting for them."""
+        """Return the start and the end of each action, in the order of the calls, after waiting for them.
+
+        On busy processors, threads may notice too late that an array is ready: then an action that was made of it and
+        was noticed before has no length.
+        """
         free: dict[Mesh, float] = {}
-        intervals = []
+        intervals: list[tuple[float, float]] = []
         for mesh, enqueued, inputs, done in self._actions:
-            start = max([enqueued, free.get(mesh, 0.0), *(arrived.result() for arrived in inputs)])
-            free[mesh] = done.result()
-            intervals.append((min(start, free[mesh]), free[mesh]))
-        for executor in (self._sending, *self._waiting.values()):
+            start = max([enqueued, free.get(mesh, 0.0)])
+            for made, arrived in inputs:
+                start = max(start, arrived.result(), intervals[made][1] if made >= 0 else 0.0)
+            free[mesh] = max(start, done.result())
+            intervals.append((start, free[mesh]))
+        for executor in self._waiting.values():
             executor.shutdown()
         sys.setswitchinterval(self._interval)
         return intervals
 
 
-def _ready(x: jax.Array, made: Future[float] | None = None) -> float:
-    """Return when an array is ready, which is after it was made. Another thread may have noticed that later."""
+def _ready(x: jax.Array) -> float:
+    """Return when an array is ready, after waiting for it."""
     jax.block_until_ready(x)
-    now = time.perf_counter()
-    return max(now, made.result()) if made else now
+    return time.perf_counter()
