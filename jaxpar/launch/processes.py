@@ -9,8 +9,9 @@ import os
 import platform
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -171,15 +172,23 @@ def fetch(tree: Tree) -> Tree:
     return jax.tree.map(whole, tree)
 
 
-def fetch_replicated(tree: Tree) -> Tree:
-    """Fetch arrays to the host, one after another, each of which is replicated on devices of some processes."""
+def fetch_from_owners(tree: Tree) -> Tree:
+    """Fetch whole arrays to the host, one after another, each of which is on devices of some processes."""
 
     def whole(x: jax.Array) -> np.ndarray:
-        owners = {device.process_index for device in x.sharding.device_set}  # type: ignore[attr-defined]
-        own = np.asarray(x) if jax.process_index() in owners else np.zeros(x.shape, x.dtype)
-        if len(owners) == jax.process_count():
-            return own
-        return np.asarray(multihost_utils.broadcast_one_to_all(own, jax.process_index() == min(owners)))
+        by_device: Mapping[Any, Any] = x.sharding.devices_indices_map(x.shape)
+        owners = {device.process_index for device in by_device}
+        if jax.process_count() == 1 or (x.is_fully_replicated and len(owners) == jax.process_count()):
+            return np.asarray(x)
+        own = np.zeros(x.shape, x.dtype)
+        for shard in x.addressable_shards:
+            own[shard.index] = np.asarray(shard.data)
+        if x.is_fully_replicated:
+            return np.asarray(multihost_utils.broadcast_one_to_all(own, jax.process_index() == min(owners)))
+        of_processes = np.asarray(multihost_utils.process_allgather(own))
+        for device, index in by_device.items():
+            own[index] = of_processes[device.process_index][index]
+        return own
 
     return jax.tree.map(whole, tree)
 

@@ -6,7 +6,7 @@ optimizer step are those of lock step; what differs is that nothing is packed an
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from flax import serialization
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpar import layout
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
@@ -23,19 +24,28 @@ from jaxpar.layout import Layout
 from jaxpar.mesh import DATA
 from jaxpar.models.model import Batch, Model
 from jaxpar.pipeline.executor.columns import ON_ALL, MeshColumns
+from jaxpar.pipeline.executor.continuous import padded
 from jaxpar.pipeline.executor.dispatch import SHARED_SPECS, StageDispatcher, StepInputs, dispatch_order
-from jaxpar.pipeline.executor.dispatch_costs import activation_memory, dispatch_traffic, dispatched_layouts
+from jaxpar.pipeline.executor.dispatch_continuous import ContinuousSteps
+from jaxpar.pipeline.executor.dispatch_costs import (
+    activation_memory,
+    dispatch_traffic,
+    dispatched_layouts,
+    groups_of,
+    in_flight_layouts,
+)
 from jaxpar.pipeline.executor.dispatch_update import DispatchedState, StageUpdates
 from jaxpar.pipeline.executor.engine import PipelineEngine
 from jaxpar.pipeline.executor.enqueue import DEVICES, Compiler, Host, Program, program_on
 from jaxpar.pipeline.executor.state import StagedState
 from jaxpar.pipeline.executor.stopwatch import Stopwatch
 from jaxpar.pipeline.executor.timeline import ActionNumbers, Timeline
+from jaxpar.pipeline.tables.periodic import num_in_flight, unroll, versions_kept
 from jaxpar.pipeline.tables.schedule import forward_only
 from jaxpar.plan import Plan, state_memory
 from jaxpar.state import Canonical, State, nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
-from jaxpar.strategies.pipeline_details import ExecutorResources, PipelineDetails
+from jaxpar.strategies.pipeline_details import ExecutorResources, PipelineDetails, batches_in_flight
 from jaxpar.strategies.placement import IN_PLACE, batch_placer, by_replica
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
@@ -43,15 +53,25 @@ from jaxpar.tasks import Sums
 
 def resources(details: PipelineDetails, engine: PipelineEngine, _model: Model) -> ExecutorResources:
     """Return the layouts of the state, and what each device holds and sends."""
-    order, programs, staged = dispatch_order(details.table), engine.programs, details.staged
-    axes = staged.packed.axes
+    table, programs, staged = details.table, engine.programs, details.staged
+    order, axes = dispatch_order(table), staged.packed.axes
     layouts: dict[str, Layout] = dispatched_layouts(staged, axes)._asdict()
-    activations = activation_memory(order, programs) * axes[DATA]
-    gradients = [{"gradients": nbytes(staged.params.packing.tree(kind))} for kind in details.stages.kinds] * axes[DATA]
-    held = [
-        parts | more | of_device
-        for parts, more, of_device in zip(state_memory(layouts), gradients, activations, strict=True)
-    ]
+    state, whole, num_versions = state_memory(layouts), table, [1] * table.num_devices
+    if table.period:
+        in_flight = in_flight_layouts(order, table, programs, staged)
+        state = state_memory({**layouts, "batches": in_flight["batches"]})
+        layouts["private"] = layout.join({"residuals": layouts["private"], **in_flight})
+        whole, kept = unroll(table, 3 * num_in_flight(table)), versions_kept(table)
+        for group in groups_of(details.stages):
+            for column in group:  # all devices of a stage hold the same versions
+                num_versions[column] = max(kept[other] for other in group)
+    activations = activation_memory(dispatch_order(whole), programs)
+    held = []
+    for device, parts in enumerate(state):
+        column = device % table.num_devices
+        params = nbytes(staged.params.packing.tree(details.stages.kinds[column]))
+        more = {"parameters": num_versions[column] * params, "gradients": params}
+        held.append({**parts, **more, **activations[column]})
     return ExecutorResources(layouts, tuple(held), dispatch_traffic(order, programs, staged.all_reduce))
 
 
@@ -65,6 +85,9 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     num_phases = details.lowered.shape.num_phases
     training = StageDispatcher(stages, table, columns, num_phases=num_phases, remat=details.remat)
     begin = begin_program(mesh, table.num_microbatches)
+    continuous = None
+    if table.period:
+        continuous = ContinuousSteps(staged, columns, details.programs, training, updates, IN_PLACE)
     settled = meshes.settled if num_data > 1 else lambda x: x
     # Collectives of all devices may follow, such as those that agree on a signal, while arrays are still in flight.
     at_end = meshes.settled if jax.process_count() > 1 else lambda x: x
@@ -81,54 +104,84 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         if not timeline.next_step():
             return run(state, batch, DEVICES)
         stopwatch = Stopwatch()
+        actions = continuous.actions(state) if continuous else training.order
         results = run(state, batch, stopwatch)
-        for action, times in zip(dispatch_order(table), stopwatch.times(), strict=True):
+        for action, times in zip(actions, stopwatch.times(), strict=True):
             timeline.record(action.column, ActionNumbers(action.phase, action.microbatch, action.chunk), *times)
         return results
 
     def run(state: DispatchedState, batch: Batch, host: Host) -> tuple[DispatchedState, Metrics]:
         step, inputs = settled(host.call(begin, state.step, state.key, batch))
-        totals = training.run(columns.split_groups(state.params), columns.split(inputs), host)
-        after, metrics = at_end(updates(state, totals, host))
+        if continuous:
+            after, metrics = at_end(continuous(state, inputs, host))
+        else:
+            work = training.run(state.params, columns.split(inputs), host)
+            after, metrics = at_end(updates(state, work, host))
         return after._replace(step=step), metrics
 
     def evaluate(state: DispatchedState, batch: Batch) -> Sums:
         split, forward = evaluation(len(batch["index"]) // num_data)
         inputs = columns.split(DEVICES.call(split, batch))
-        sums: Sums = at_end(updates.sums(forward.run(columns.split_groups(state.params), inputs)))
+        sums: Sums = at_end(updates.sums(forward.run(state.params, inputs)))
         return sums
 
     def init(key: jax.Array) -> DispatchedState:
-        state = state_of.init(key)
-        return state._replace(private=updates.init_private(state.params))
+        return with_private(state_of.init(key))
+
+    def with_private(state: DispatchedState) -> DispatchedState:
+        initial = state._replace(private=updates.init_private(state.params))
+        return continuous.empty(initial) if continuous else initial
 
     def from_canonical(tree: Canonical, private: Canonical | None = None) -> DispatchedState:
         timeline.steps_before(int(tree["step"]))
-        state = state_of.from_canonical(tree)
-        initial = updates.init_private(state.params)
-        shardings = jax.tree.map(lambda x: x.sharding, initial)
-        saved = jax.device_put(serialization.from_state_dict(initial, private), shardings) if private else initial
-        return state._replace(private=saved)
+        state = with_private(state_of.from_canonical(tree))
+        if not private:
+            return state
+        if continuous:
+            return continuous.from_private(state, private)
+        saved = serialization.from_state_dict(state.private, private)
+        put = jax.tree.map(lambda x, like: processes.put_on_devices(x, like.sharding), saved, state.private)
+        return state._replace(private=put)
+
+    def to_private(state: DispatchedState) -> Canonical:
+        if continuous:
+            return continuous.to_private(state)
+        private: Canonical = serialization.to_state_dict(processes.fetch_from_owners(state.private))
+        return private if jax.tree.leaves(private) else {}
+
+    on_mesh = batch_placer(mesh)
+
+    def place(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        return on_mesh(padded(batch, problem.batch) if continuous else batch)
 
     def compile_programs() -> list[CompiledProgram]:
-        compiler = Compiler()
-        run(state_of.abstract(updates), with_shardings(problem.batch, by_replica(mesh)), compiler)
+        compiler, state = Compiler(), state_of.abstract(updates)
+        batch = with_shardings(problem.batch, by_replica(mesh))
+        if continuous:
+            state = continuous.empty(state)
+            for _ in range(2 * num_in_flight(table)):  # until all stages are busy
+                compiler.begin_step()
+                state, _ = run(state, batch, compiler)
+        else:
+            run(state, batch, compiler)
         return [
             CompiledProgram(one.compiled, arguments=one.program.kinds, calls=one.calls, mesh=one.program.mesh)
             for one in compiler.called.values()
+            if one.calls
         ]
 
     return Strategy(
         plan,
         tuple(mesh.devices.flat),
         init=init,
-        place=batch_placer(mesh),
+        place=place,
         step=train,
         evaluate=evaluate,
         to_canonical=state_of.to_canonical,
         from_canonical=from_canonical,
         compile=compile_programs,
-        to_private=lambda state: serialization.to_state_dict(state.private) if jax.tree.leaves(state.private) else {},
+        to_private=to_private,
+        num_in_flight=lambda state: batches_in_flight(plan, state.private.num_entered) if continuous else 0,
         report=timeline.report,
         timelines=timeline.charts,
     )
@@ -198,7 +251,7 @@ class StateOnGroups:
 
     def to_canonical(self, state: DispatchedState) -> Canonical:
         """Return the canonical state, as NumPy arrays."""
-        step, key, params, optimizer = processes.fetch_replicated(state[:4])
+        step, key, params, optimizer = processes.fetch_from_owners(state[:4])
         groups = [self._columns.group_of[column] for column in range(len(self._columns.of_column))]
         held = self._staged.params.assemble([params[group] for group in groups])
         moments = self._staged.optimizer.assemble([optimizer[group] for group in groups])

@@ -55,7 +55,6 @@ EXECUTOR_MODULES: dict[str, Any] = {LOCKSTEP: lockstep, DISPATCH: dispatched}
 def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refusals[Decision[Division]]:
     """Decide on the mesh and the table. Refuses an invalid config.mesh or config.pipeline."""
     yield from refuse_pipeline_values(config)
-    yield from refuse_executor(config)
     if config.optimizer.accumulation_steps != 1:
         yield UserError(
             f"config.optimizer.accumulation_steps is {config.optimizer.accumulation_steps}; it must be 1 with "
@@ -83,16 +82,6 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refu
     words = f"{replicas} (the data axis) x {microbatches} (config.pipeline.num_microbatches)"
     yield from refuse_evaluation(config, axes[DATA], m)
     return Decision(axes, axes[DATA] * m, words, axes[DATA], division, division.needs_profile)
-
-
-def refuse_executor(config: ConfigDict) -> Refusals[None]:
-    """Refuse an executor that cannot run the schedule."""
-    c = config.pipeline
-    if c.executor == DISPATCH and c.schedule in CONTINUOUS:
-        yield UserError(
-            f"config.pipeline.executor is {c.executor!r}; it must be {LOCKSTEP!r} with "
-            f"config.pipeline.schedule={c.schedule!r}, which never drains"
-        )
 
 
 def plan(
@@ -133,11 +122,6 @@ def plan(
     differs, delays = exchanges.differs(config, num_data), None
     private_key: dict[str, Any] = {}
     if has_residuals := staged.private.kind == PER_REPLICA:
-        if c.executor == DISPATCH and cluster.num_processes > 1:
-            yield UserError(
-                f"config.pipeline.executor is {c.executor!r}; it must be {LOCKSTEP!r} in several processes with "
-                f"exchange {config.exchange!r}, because a process cannot save the residuals of stages on others"
-            )
         private_key = exchanges.private_key(config, num_data, shapes.model.shapes)
     private_key |= {"replicas": num_data, "bounds": list(bounds), "stages": table.stages.tolist()}
     if table.period:
@@ -149,7 +133,9 @@ def plan(
         private_key[ARRAYS] = fingerprint({"private": arrays})
         delays = DelayedUpdates(stage_delays(table, stages.layers), differs)
         differs = "; ".join(filter(None, [CONTINUOUS[c.schedule].reason, differs]))
-    details = PipelineDetails(schedule, table, lowered, stages, staged, state, c.remat, c.trace, c.executor)
+    details = PipelineDetails(
+        schedule, table, lowered, stages, engine.programs, staged, state, c.remat, c.trace, c.executor
+    )
     if c.executor == DISPATCH:
         private_key |= {"executor": c.executor}
     needed = EXECUTOR_MODULES[c.executor].resources(details, engine, shapes.model)

@@ -2,15 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxpar.layout import Layout
 from jaxpar.pipeline.executor.continuous_state import ContinuousState
 from jaxpar.pipeline.executor.lowering import LoweredTable
+from jaxpar.pipeline.executor.programs import StagePrograms
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.executor.state import StagedState
 from jaxpar.pipeline.tables.table import Table
-from jaxpar.plan import Traffic
+from jaxpar.plan import Plan, Traffic
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class PipelineDetails:
       table: the table of the schedule.
       lowered: the table in the form that the engine runs, as NumPy arrays.
       stages: the stages.
+      programs: their F, B and W programs.
       staged: distribution of the state between flushes, and the exchange of gradients between replicas.
       state: distribution of the state; `staged`, unless the pipeline never drains.
       remat: none, full or dots: which values the forward pass saves for the backward pass.
@@ -33,6 +35,7 @@ class PipelineDetails:
     table: Table
     lowered: LoweredTable
     stages: Stages
+    programs: StagePrograms
     staged: StagedState
     state: StagedState | ContinuousState
     remat: str
@@ -46,3 +49,9 @@ class ExecutorResources(NamedTuple):
     layouts: Mapping[str, Layout]
     memory: tuple[dict[str, int], ...]
     traffic: tuple[Traffic, ...]
+
+
+def batches_in_flight(plan: Plan[PipelineDetails], num_entered: Any) -> int:
+    """Return the number of the last batches whose gradients are not in all weights of a pipeline that never drains."""
+    most = max(stage.updated_after for stage in plan.delays.stages) if plan.delays else 0
+    return min(int(num_entered), most)

@@ -41,6 +41,7 @@ SGD, ADAMW = (Task("bert", "classification", name, layers=6) for name in ("sgd",
 # For tests of what does not depend on the layers, because they compile faster.
 MLP, SHALLOW = SGD._replace(model="mlp"), ADAMW._replace(layers=2)
 BATCHES = 50
+DISPATCH = "--config.pipeline.executor=dispatch"
 
 
 def settings(
@@ -202,13 +203,16 @@ CASES: list[tuple[str, int | tuple[int, ...], int, Task, int]] = [
 FAST = CASES[-3::2]
 
 
+@pytest.mark.parametrize("more", [(), (DISPATCH,)], ids=["lockstep", "dispatch"])
 @pytest.mark.parametrize(
     ("schedule", "n", "m", "task", "replicas"),
     slow_except(FAST, CASES),
     ids=str,
 )
-def test_equals_the_recurrence(schedule: str, n: int | tuple[int, ...], m: int, task: Task, replicas: int) -> None:
-    strategy = make(task, *settings(schedule, n, m, replicas))
+def test_equals_the_recurrence(
+    schedule: str, n: int | tuple[int, ...], m: int, task: Task, replicas: int, more: tuple[str, ...]
+) -> None:
+    strategy = make(task, *settings(schedule, n, m, replicas, *more))
     state, metrics = train(strategy, strategy.from_canonical(start(task)), task, 0, BATCHES)
     got = host(strategy.to_canonical(state))
     expected = recurrence(schedule, n, m, task, bounds_of(strategy))
@@ -239,10 +243,13 @@ def test_without_stashing_the_gradient_is_wrong() -> None:
     assert found["pipedream_without_stashing"] > 1e-4
 
 
-@pytest.mark.parametrize("schedule", ["pipedream", slow("pipedream_2bw")])
-def test_resumes_bitwise(schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "more"),
+    [("pipedream", ()), slow(("pipedream_2bw", ())), ("pipedream", (DISPATCH,)), slow(("pipedream_2bw", (DISPATCH,)))],
+)
+def test_resumes_bitwise(schedule: str, more: tuple[str, ...]) -> None:
     """The batches in flight and the stashed versions are private state."""
-    strategy = shared(SHALLOW, *settings(schedule, 2, 2))
+    strategy = shared(SHALLOW, *settings(schedule, 2, 2, 1, *more))
     state, _ = train(strategy, strategy.from_canonical(start(SHALLOW)), SHALLOW, 0, 5)
     saved = host((strategy.to_canonical(state), strategy.to_private(state)))
     state, _ = train(strategy, state, SHALLOW, 5, 9)
@@ -260,8 +267,9 @@ def test_the_private_state_depends_on_what_is_stashed() -> None:
     assert [name for name in keys[0] if keys[0][name] != keys[1][name]] == ["arrays"]
 
 
-def test_other_strategies_resume_from_the_newest_weights() -> None:
-    strategy, single = shared(SHALLOW, *settings("pipedream", 2, 2)), make(SHALLOW)
+@pytest.mark.parametrize("more", [(), (DISPATCH,)], ids=["lockstep", "dispatch"])
+def test_other_strategies_resume_from_the_newest_weights(more: tuple[str, ...]) -> None:
+    strategy, single = shared(SHALLOW, *settings("pipedream", 2, 2, 1, *more)), make(SHALLOW)
     assert_survives(strategy, start(SHALLOW))
     state, _ = train(strategy, strategy.from_canonical(start(SHALLOW)), SHALLOW, 0, 5)
     saved = host(strategy.to_canonical(state))
@@ -279,8 +287,9 @@ def test_other_strategies_resume_from_the_newest_weights() -> None:
     assert_bitwise_equal(host(strategy.to_canonical(state)), saved | {"step": np.array(6, np.int32)})
 
 
-def test_shorter_batches_are_padded() -> None:
-    strategy = shared(SHALLOW, *settings("pipedream", 2, 1))
+@pytest.mark.parametrize("more", [(), (DISPATCH,)], ids=["lockstep", "dispatch"])
+def test_shorter_batches_are_padded(more: tuple[str, ...]) -> None:
+    strategy = shared(SHALLOW, *settings("pipedream", 2, 1, 1, *more))
     states = []
     for short in (False, True):
         state = strategy.from_canonical(start(SHALLOW))
@@ -294,8 +303,9 @@ def test_shorter_batches_are_padded() -> None:
     assert_bitwise_equal(*states)
 
 
-def test_a_gradient_that_is_not_finite_skips_its_updates() -> None:
-    strategy = shared(MLP, *settings("pipedream", 4, 1))
+@pytest.mark.parametrize("more", [(), (DISPATCH,)], ids=["lockstep", "dispatch"])
+def test_a_gradient_that_is_not_finite_skips_its_updates(more: tuple[str, ...]) -> None:
+    strategy = shared(MLP, *settings("pipedream", 4, 1, 1, *more))
     state, finite = strategy.from_canonical(start(MLP)), []
     for number in range(12):
         batch = make_batch(MLP, number)
@@ -361,9 +371,10 @@ def test_refused(task: Task, overrides: tuple[str, ...], message: str) -> None:
         ("byteps_topk --config.exchange_options.min_compress_bytes=0 --config.exchange_options.ratio=0.5", 0.1),
     ],
 )
-def test_compressed_gradients_between_replicas(exchange: str, tolerance: float) -> None:
+@pytest.mark.parametrize("more", [(), (DISPATCH,)], ids=["lockstep", "dispatch"])
+def test_compressed_gradients_between_replicas(exchange: str, tolerance: float, more: tuple[str, ...]) -> None:
     """Every exchange without a ring works, with its residuals."""
-    strategy = make(SHALLOW, *settings("pipedream", 2, 1, 2, *f"--config.exchange={exchange}".split()))
+    strategy = make(SHALLOW, *settings("pipedream", 2, 1, 2, *f"--config.exchange={exchange}".split(), *more))
     state, metrics = train(strategy, strategy.from_canonical(start(SHALLOW)), SHALLOW, 0, 4)
     assert all(of.finite for of in metrics)
     expected = recurrence("pipedream", 2, 1, SHALLOW, bounds_of(strategy), 4)

@@ -7,11 +7,10 @@ it reads, and no array is as large as the largest stage needs. The numbers are t
     begin      1. and 2.   one program on all devices: splits the batch; dropout key, divisor of the loss
     F, B, W    4. to 6.    one program for each column (columns.py), chunk and phase; it donates what it accumulates
     transfer   7.          `jax.device_put` of y or dX to the column that reads it
-    finish     8. to 10.   dispatch_update.py
+    finish     8. to 10.   dispatch_update.py; in a pipeline that never drains, dispatch_continuous.py
 """
 
 import functools
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from jaxpar.pipeline.executor.columns import DIVIDED, LOCAL, ON_ALL, MeshColumns
 from jaxpar.pipeline.executor.enqueue import DEVICES, Host, Program, program_on
 from jaxpar.pipeline.executor.programs import StageInputs, StagePrograms
 from jaxpar.pipeline.executor.stages import Stages
-from jaxpar.pipeline.tables.table import ACTION_KINDS, StageDevices, Table, receiver
+from jaxpar.pipeline.tables.table import ACTION_KINDS, StageDevices, Table, U, receiver
 from jaxpar.tasks import Sums
 
 
@@ -53,9 +52,10 @@ class DispatchedAction(NamedTuple):
     Attributes:
       column: the column that runs it.
       chunk: its chunk.
-      phase: 0: F; 1: B or BW; 2: W.
+      phase: 0: F; 1: B or BW; 2: W; 3: U.
       microbatch: its microbatch.
       stage: its stage.
+      version: the version of the weights that it reads or writes, as in the table.
       to: the stage and the column that receive its result; None if no other stage does.
     """
 
@@ -64,83 +64,123 @@ class DispatchedAction(NamedTuple):
     phase: int
     microbatch: int
     stage: int
+    version: int
     to: tuple[int, int] | None
 
+    @property
+    def is_update(self) -> bool:
+        """Whether it is a U."""
+        return self.phase == ACTION_KINDS[U].phase
 
-class StepTotals(NamedTuple):
-    """The results of the actions of a step, in the form LOCAL.
+
+class Work(NamedTuple):
+    """What actions have made for later ones, in the form LOCAL.
 
     Attributes:
-      grads: gradient of the parameters, summed over microbatches, by [column][chunk]; empty without a backward pass.
+      arrived: what other columns sent, by the phase, stage and microbatch that read it.
+      stashes: saved values by stage and microbatch, each by the phase that saved it and the last one that reads it.
+      grads: gradient of the parameters, summed over microbatches, by column, for each chunk.
       sums: metric sums of each microbatch, by column of the last stage.
     """
 
-    grads: list[list[Params]]
+    arrived: dict[tuple[int, int, int], Any]
+    stashes: dict[tuple[int, int], dict[tuple[int, int], Any]]
+    grads: dict[int, list[Params]]
     sums: dict[int, list[Sums]]
+
+
+def no_work() -> Work:
+    """Return the work of an empty pipeline."""
+    return Work({}, {}, {}, {})
 
 
 def dispatch_order(table: Table) -> list[DispatchedAction]:
     """Return the actions of a table in the order of its clocks. An action comes after those whose results it reads."""
     devices, order = StageDevices(table.stages), []
-    for _, column, kind, microbatch, chunk, stage, _, _ in table.actions.tolist():
+    for _, column, kind, microbatch, chunk, stage, version, _ in table.actions.tolist():
         to = devices.receiver(kind, stage, microbatch) if ACTION_KINDS[kind].sends_to else None
         destination = None if to is None else (receiver(kind, stage), to)
-        order.append(DispatchedAction(column, chunk, ACTION_KINDS[kind].phase, microbatch, stage, destination))
+        order.append(DispatchedAction(column, chunk, ACTION_KINDS[kind].phase, microbatch, stage, version, destination))
     return order
 
 
 class StageDispatcher:
-    """Enqueues the actions of a table on the columns of a mesh."""
+    """Enqueues the actions of a table on the columns of a mesh.
+
+    Attributes:
+      order: the actions.
+      num_microbatches: number of microbatches of a batch.
+    """
 
     def __init__(self, stages: Stages, table: Table, columns: MeshColumns, *, num_phases: int, remat: str):
         """num_phases and remat: as in `StagePrograms`."""
         self._stages, self._columns, self._num_phases, self._remat = stages, columns, num_phases, remat
-        self._order, self._numbers = dispatch_order(table), stages.program_numbers
+        self.order, self.num_microbatches, self._numbers = (
+            dispatch_order(table),
+            table.num_microbatches,
+            stages.program_numbers,
+        )
         self._program = functools.cache(self._make_program)
         self._zeros = functools.cache(self._make_zeros)
         self._on_columns: dict[tuple[Host, int, int], Any] = {}
 
-    def run(self, params: Sequence[Params], inputs: Sequence[StepInputs], host: Host = DEVICES) -> StepTotals:
-        """Enqueue all actions.
+    def run(self, params: Sequence[Params], inputs: Sequence[StepInputs], host: Host = DEVICES) -> Work:
+        """Enqueue all actions of a table with a flush, and return their gradients and metric sums.
 
         Args:
-          params: parameters by column, named as on the example of its kind.
+          params: parameters by group, named as on the example of its kind.
           inputs: inputs of the step by column.
           host: enqueues the programs.
         """
-        parts = [self._parts(column, held) for column, held in enumerate(params)]
-        totals = StepTotals([host.call(self._zeros(column), chunks) for column, chunks in enumerate(parts)], {})
-        arrived: dict[tuple[int, int, int], Any] = {}  # by (phase, stage, microbatch)
-        stashes: defaultdict[tuple[int, int], dict[tuple[int, int], Any]] = defaultdict(dict)  # by (stage, microbatch)
-        for column, chunk, phase, microbatch, stage, to in self._order:
-            stash, accumulated = stashes[stage, microbatch], None
-            saved = {key: values for key, values in stash.items() if key[0] < phase <= key[1]}
-            for key in [key for key in saved if key[1] == phase]:
-                del stash[key]  # so that its memory is free after its last use
-            has_grads = 0 < phase == self._num_phases - 1
-            if has_grads:
-                accumulated = totals.grads[column][chunk]
-            result, sums, grads, made, _ = host.call(
-                self._program(column, chunk, phase),
-                parts[column][chunk],
-                inputs[column],
-                self._number(host, column, microbatch),
-                self._number(host, column, int(self._stages.shifts[column, chunk])),
-                arrived.pop((phase, stage, microbatch), None),
-                saved,
-                accumulated,
-            )
-            stash.update(made)
-            if has_grads:
-                totals.grads[column][chunk] = grads
-            if sums is not None:
-                totals.sums.setdefault(column, []).append(sums)
-            if to is not None:
-                sharding = NamedSharding(self._columns.of_column[to[1]], LOCAL)
-                arrived[phase, to[0], microbatch] = host.send(result, sharding)
-        return totals
+        split = [self._columns.split_group(group, held) for group, held in enumerate(params)]
+        parts = {column: self.parts(column, held) for of_group in split for column, held in of_group.items()}
+        work = no_work()
+        for action in self.order:
+            self.act(action, parts[action.column], inputs[action.column], work, host)
+        return work
 
-    def _parts(self, column: int, held: Params) -> list[Params]:
+    def act(
+        self, action: DispatchedAction, parts: Sequence[Params], inputs: StepInputs, work: Work, host: Host
+    ) -> None:
+        """Enqueue an action that is not a U, which takes its inputs from `work` and adds its results to it.
+
+        Args:
+          action: the action, whose microbatch is counted from any batch.
+          parts: parameters of each chunk of its column, from `parts`.
+          inputs: inputs of its batch on its column.
+          work: the work.
+          host: enqueues the programs.
+        """
+        column, chunk, phase, microbatch, stage, _, to = action
+        stash, accumulated = work.stashes.pop((stage, microbatch), {}), None
+        saved = {key: values for key, values in stash.items() if key[0] < phase <= key[1]}
+        has_grads = 0 < phase == self._num_phases - 1
+        if has_grads:
+            if column not in work.grads:
+                work.grads[column] = host.call(self._zeros(column), parts)
+            accumulated = work.grads[column][chunk]
+        result, sums, grads, made, _ = host.call(
+            self._program(column, chunk, phase),
+            parts[chunk],
+            inputs,
+            self._number(host, column, microbatch % self.num_microbatches),
+            self._number(host, column, int(self._stages.shifts[column, chunk])),
+            work.arrived.pop((phase, stage, microbatch), None),
+            saved,
+            accumulated,
+        )
+        kept = {key: values for key, values in stash.items() if key[1] > phase} | made
+        if kept:
+            work.stashes[stage, microbatch] = kept
+        if has_grads:
+            work.grads[column][chunk] = grads
+        if sums is not None:
+            work.sums.setdefault(column, []).append(sums)
+        if to is not None:
+            sharding = NamedSharding(self._columns.of_column[to[1]], LOCAL)
+            work.arrived[phase, to[0], microbatch] = host.send(result, sharding)
+
+    def parts(self, column: int, held: Params) -> list[Params]:
         """Return the parameters of each chunk of a column."""
         example = self._stages.examples[self._stages.kinds[column]]
         return [self._stages.part(held, example, chunk) for chunk in range(self._numbers.shape[1])]
@@ -155,7 +195,7 @@ class StageDispatcher:
 
     def _make_zeros(self, column: int) -> Program:
         def on_device(parts: list[Params]) -> list[Params]:
-            return with_leading(jax.tree.map(jnp.zeros_like, parts if self._num_phases > 1 else []))
+            return with_leading(jax.tree.map(jnp.zeros_like, parts))
 
         return program_on(self._columns.of_column[column], on_device, (ON_ALL,), LOCAL, ("parameters",))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxpar import layout
 from jaxpar.exchange.exchange import AllReduce
 from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.layout import Holders, Layout, LeafLayout, Tree
@@ -19,6 +20,8 @@ from jaxpar.pipeline.executor.dispatch_update import DispatchedState, private_la
 from jaxpar.pipeline.executor.programs import StagePrograms
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.executor.state import StagedState
+from jaxpar.pipeline.tables.periodic import num_in_flight
+from jaxpar.pipeline.tables.table import Table
 from jaxpar.plan import Traffic
 from jaxpar.state import nbytes
 
@@ -32,30 +35,20 @@ def activation_memory(order: Sequence[DispatchedAction], programs: StagePrograms
         held[column][kind] += size
         most[column][kind] = max(most[column][kind], held[column][kind])
 
-    for column, chunk, phase, _, _, to in order:
+    for action in order:
+        column, chunk, phase, _, _, _, to = action
+        if action.is_update:
+            continue
         number = int(programs.numbers[column, chunk])
         for (made_by, last), values in programs.programs[number].cut.saved.items():
             change(column, "stashes", nbytes(values) * ((made_by == phase) - (last == phase)))
         if to is not None:
-            size = nbytes(sent_by(programs, number, phase))
+            size = nbytes(programs.sent(number, phase))
             change(column, "transfers", size)
             change(to[1], "transfers", size)
             change(column, "transfers", -size)
-        change(column, "transfers", -nbytes(read_by(programs, number, phase)))
+        change(column, "transfers", -nbytes(programs.received(number, phase)))
     return [dict(of_column) for of_column in most]
-
-
-def sent_by(programs: StagePrograms, number: int, phase: int) -> Tree:
-    """Return the shapes of what a phase of a program sends: its y, or the gradient of the y that it received."""
-    return programs.programs[number].y if phase == 0 else read_by(programs, number, 0)
-
-
-def read_by(programs: StagePrograms, number: int, phase: int) -> Tree:
-    """Return the shapes of what a phase of a program receives."""
-    sender = programs.sender(number)
-    if phase == 0:
-        return None if sender is None else programs.programs[sender].y
-    return programs.programs[number].y if phase == 1 else None
 
 
 def dispatch_traffic(
@@ -70,9 +63,9 @@ def dispatch_traffic(
         copies[x.dtype.name, column] += nbytes([x])
         messages[x.dtype.name, column] += 1
 
-    for column, chunk, phase, _, _, to in order:
+    for column, chunk, phase, _, _, _, to in order:
         if to is not None and to[1] != column:
-            for x in jax.tree.leaves(sent_by(programs, int(programs.numbers[column, chunk]), phase)):
+            for x in jax.tree.leaves(programs.sent(int(programs.numbers[column, chunk]), phase)):
                 send(column, x)
     for column in range(len(programs.numbers)):  # gradients of tied arrays, to the owner and back
         for tie in stages.copies(column):
@@ -93,16 +86,70 @@ def dispatch_traffic(
 
 def dispatched_layouts(staged: StagedState, axes: Mapping[str, int]) -> DispatchedState:
     """Return the layouts of the state: who holds each canonical leaf, and the private state of every group."""
-    stages, held = staged.stages, []
-    for columns in stages.groups or [[column] for column in range(len(stages.kinds))]:
-        params = staged.params.packing.tree(stages.kinds[columns[0]])
+    held = []
+    for columns in groups_of(staged.stages):
+        params = staged.params.packing.tree(staged.stages.kinds[columns[0]])
         of_group = private_layout({**axes, STAGE: len(columns)}, staged.all_reduce, params).local_shapes
-        on = Holders(STAGE, tuple(columns))
-        # Of the leading dims [data, stage], the second one is 1 on each device.
-        held.append(
-            jax.tree.map(lambda x, on=on: LeafLayout((1, *x.shape), x.dtype, leading=(DATA,), holders=on), of_group)
-        )
+        held.append(_local(of_group, columns))
     return DispatchedState(*staged.layouts[:4], Layout(axes, tuple(held)))
+
+
+def in_flight_layouts(
+    order: Sequence[DispatchedAction], table: Table, programs: StagePrograms, staged: StagedState
+) -> dict[str, Layout]:
+    """Return the layouts of what is in flight between two steps of a periodic table, when all stages are busy.
+
+    See `InFlight` (dispatch_continuous.py).
+    """
+    m, stages, axes = table.num_microbatches, programs.stages, staged.packed.axes
+    versions = []
+    for columns in groups_of(stages):
+        own = [action for action in order if action.column in columns]
+        newest = min(action.microbatch // m for action in own if action.is_update)
+        num_earlier = newest - min(action.microbatch // m + action.version for action in own if not action.is_update)
+        params = layout.on_some(axes, staged.params.packing.tree(stages.kinds[columns[0]]), STAGE, columns).leaves
+        versions.append([params] * num_earlier)
+    like = programs.programs[0].inputs
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((m, *x.shape), x.dtype), like.microbatch)
+    scalars = like.shift, like.weight, jax.eval_shape(jax.random.key_data, like.key)  # the first has the form of `step`
+    of_batch = layout.replicated(axes, scalars).leaves, layout.per_replica(axes, batch, DATA).leaves
+    batches = [of_batch] * (num_in_flight(table) - 1)
+    work: dict[Any, Tree] = {}
+    for step in range(2 * num_in_flight(table)):
+        for action in order:
+            column, number = [action.column], int(programs.numbers[action.column, 0])
+            of_stage = action.stage, step * m + action.microbatch
+            if of_stage[1] < 0:
+                continue
+            if action.is_update:
+                work.pop(("grads", action.column))
+                continue
+            if action.phase == programs.num_phases - 1:
+                held = staged.params.packing.tree(stages.kinds[action.column])
+                work["grads", action.column] = _local(programs.params(number, held), column)
+            work.pop((action.phase, *of_stage), None)
+            for key, values in programs.programs[number].cut.saved.items():
+                if key[0] == action.phase:
+                    work["stash", *of_stage, key] = _local(values, column)
+                elif key[1] == action.phase:
+                    del work["stash", *of_stage, key]
+            if action.to is not None:
+                work[action.phase, action.to[0], of_stage[1]] = _local(
+                    programs.sent(number, action.phase), [action.to[1]]
+                )
+    parts = {"versions": versions, "batches": batches, "work": list(work.values())}
+    return {name: Layout(axes, leaves) for name, leaves in parts.items()}
+
+
+def groups_of(stages: Stages) -> list[list[int]]:
+    """Return the columns of each group."""
+    return stages.groups or [[column] for column in range(len(stages.kinds))]
+
+
+def _local(shapes: Tree, columns: Sequence[int]) -> Tree:
+    """Return the layout of arrays of the form LOCAL. Of their dims [data, stage], the second is 1 on each device."""
+    on = Holders(STAGE, tuple(columns))
+    return jax.tree.map(lambda x: LeafLayout((1, *x.shape), x.dtype, leading=(DATA,), holders=on), shapes)
 
 
 def _owner(stages: Stages, layer: str) -> int:

@@ -34,7 +34,7 @@ from jaxpar.pipeline.executor.columns import (
     with_leading,
     without_leading,
 )
-from jaxpar.pipeline.executor.dispatch import StepTotals
+from jaxpar.pipeline.executor.dispatch import Work
 from jaxpar.pipeline.executor.enqueue import DEVICES, Host, Program, program_on
 from jaxpar.pipeline.executor.stages import sum_over_stages
 from jaxpar.pipeline.executor.state import StagedState
@@ -90,31 +90,29 @@ class StageUpdates:
         self._ties = {array: self._holders(*array) for array in sorted(copied)}
         # On virtual CPU devices, programs with collectives must not run at the same time (mesh.one_at_a_time).
         self._has_collectives = columns.mesh.shape[DATA] > 1 or bool(stages.groups)
-        self._last = columns.group_of[StageDevices(stages.placement).of(stages.num_stages - 1)[0]]  # of the last stage
+        self.last = columns.group_of[StageDevices(stages.placement).of(stages.num_stages - 1)[0]]  # of the last stage
         one, scalars = ("gradients",), ("inputs",)
         own = [g for g in groups if any(x.process_index == jax.process_index() for x in on_group[g].devices.flat)]
-        self._here = self._last if self._last in own or not own else own[0]  # a group with devices of this process
+        self._here = self.last if self.last in own or not own else own[0]  # a group with devices of this process
         self._square = [self._make_square(g) for g in groups]
         self._reduce = [self._make_reduce(g) for g in groups]
         self._update = [self._make_update(g, options) for g in groups]
         self._sum = [program_on(mesh, _sum_and_square, (ON_ALL,), ON_ALL, one) for mesh in on_group]
-        self._add = [program_on(mesh, _added, (LOCAL,), LOCAL, scalars) for mesh in columns.of_column]
+        self._add = [program_on(mesh, self._added, (LOCAL,), LOCAL, scalars) for mesh in columns.of_column]
         self._root = program_on(on_group[0], _root_of_sum, (BY_REPLICA,), BY_REPLICA, scalars)
-        self._total = program_on(on_group[self._last], _over_replicas, (LOCAL,), ON_ALL, scalars)
-        self._agree = program_on(on_group[self._last], _agree, (LOCAL, ON_ALL, ON_ALL), ON_ALL, 3 * scalars)
+        self._total = program_on(on_group[self.last], over_replicas, (LOCAL,), ON_ALL, scalars)
+        self._agree = program_on(on_group[self.last], _agree, (LOCAL, ON_ALL, ON_ALL), ON_ALL, 3 * scalars)
 
-    def __call__(
-        self, state: DispatchedState, totals: StepTotals, host: Host = DEVICES
-    ) -> tuple[DispatchedState, Metrics]:
+    def __call__(self, state: DispatchedState, work: Work, host: Host = DEVICES) -> tuple[DispatchedState, Metrics]:
         """Return the state after the update, with the old `step`, and the metrics of the step."""
         grads = [
-            self._columns.joined(g, [totals.grads[column] for column in group])
+            self._columns.joined(g, [work.grads[column] for column in group])
             for g, group in enumerate(self._columns.groups)
         ]
         groups = range(len(grads))
         norms = self._replica_norms(grads, host)
         reduced: list[ReducedGradient] = [
-            self._alone(host, self._reduce[g], grads[g], state.private[g], norms[g]) for g in groups
+            self.alone(host, self._reduce[g], grads[g], state.private[g], norms[g]) for g in groups
         ]
         squares = [of_group.square for of_group in reduced]
         for (layer, name), holders in self._ties.items():
@@ -123,8 +121,7 @@ class StageUpdates:
             squares.append(square)
             for g in holders:
                 reduced[g].grads[layer][name] = self._to(host, g, total)
-        squares, nonfinite = self._to(host, self._last, (squares, [of_group.nonfinite for of_group in reduced]))
-        agreed = self._alone(host, self._agree, self._local_sums(totals, host), squares, nonfinite)
+        agreed = self.agreed(self._agree, work, squares, [of_group.nonfinite for of_group in reduced], host)
         updated = [
             host.call(
                 self._update[g],
@@ -141,11 +138,21 @@ class StageUpdates:
         params, optimizer, private, metrics = zip(*updated, strict=True)
         return state._replace(params=params, optimizer=optimizer, private=private), metrics[self._here]
 
-    def sums(self, totals: StepTotals) -> Sums:
+    def sums(self, work: Work) -> Sums:
         """Return the metric sums over all microbatches and replicas."""
-        total = self._alone(DEVICES, self._total, self._local_sums(totals, DEVICES))
-        of_groups: list[Sums] = [self._to(DEVICES, g, total) for g in range(len(self._columns.groups))]
-        return of_groups[self._here]
+        sums: Sums = self.here(self.alone(DEVICES, self._total, self._local_sums(work, DEVICES)), DEVICES)
+        return sums
+
+    def agreed(self, program: Program, work: Work, squares: Sequence[Any], nonfinite: Sequence[Any], host: Host) -> Any:
+        """Call a program of the last group on the metric sums of a step, and on scalars of some groups."""
+        scalars = self._to(host, self.last, (squares, nonfinite))
+        return self.alone(host, program, self._local_sums(work, host), *scalars)
+
+    def here(self, tree: Tree, host: Host) -> Any:
+        """Return scalars of the last group on devices of this process."""
+        if jax.process_count() == 1:
+            return tree
+        return [self._to(host, g, tree) for g in range(len(self._columns.groups))][self._here]
 
     def init_private(self, params: Sequence[Params]) -> tuple[Tree, ...]:
         """Return the private state of the exchange at step 0. params: by group."""
@@ -164,7 +171,7 @@ class StageUpdates:
             of_groups.append(steps.with_shardings(private.shapes, NamedSharding(mesh, LOCAL)))
         return tuple(of_groups)
 
-    def _alone(self, host: Host, program: Program, *args: Any) -> Any:
+    def alone(self, host: Host, program: Program, *args: Any) -> Any:
         """Call a program that may have collectives."""
         results = host.call(program, *(meshes.settled(args) if self._has_collectives else args))
         return meshes.settled(results) if self._has_collectives else results
@@ -179,28 +186,32 @@ class StageUpdates:
         holders = [g for g, params in enumerate(held) if name in params.get(layer, ())]
         return sorted(holders, key=lambda g: layer not in stages.layer_names(firsts[g]))
 
-    def _local_sums(self, totals: StepTotals, host: Host) -> Sums:
-        columns = self._columns.groups[self._last]
+    def _local_sums(self, work: Work, host: Host) -> Sums:
+        columns = self._columns.groups[self.last]
         return self._columns.joined(
-            self._last, [host.call(self._add[column], totals.sums[column]) for column in columns]
+            self.last, [host.call(self._add[column], work.sums.get(column, [])) for column in columns]
         )
+
+    def _added(self, trees: list[Sums]) -> Sums:
+        # In the first steps of a pipeline that never drains, no microbatch reaches the last stage.
+        return reduce(partial(jax.tree.map, jnp.add), trees or [with_leading(self._staged.problem.task.zeros())])
 
     def _replica_norms(self, grads: Sequence[Any], host: Host) -> Sequence[Any]:
         """Return the norm of the gradient of each replica, on every group; None if the exchange needs none."""
         if not self._staged.all_reduce.clip_norm:
             return [None] * len(grads)
-        squares = [self._alone(host, self._square[g], of_group) for g, of_group in enumerate(grads)]
+        squares = [self.alone(host, self._square[g], of_group) for g, of_group in enumerate(grads)]
         norms = host.call(self._root, self._to(host, 0, squares, BY_REPLICA))
         return [self._to(host, g, norms, BY_REPLICA) for g in range(len(grads))]
 
-    def _merged(self, group: int, of_chunks: Sequence[Params]) -> Params:
+    def merged(self, group: int, of_chunks: Sequence[Params]) -> Params:
         """Return the gradient of a device, summed over its chunks and the replicas of its stage. For `shard_map`."""
         held = sum_over_stages(of_chunks)
         return jax.lax.psum(held, STAGE) if len(self._columns.groups[group]) > 1 else held
 
     def _make_square(self, group: int) -> Program:
         def on_device(of_chunks: list[Params]) -> jax.Array:
-            return optax.tree.norm(self._merged(group, without_leading(of_chunks)))[None] ** 2
+            return optax.tree.norm(self.merged(group, without_leading(of_chunks)))[None] ** 2
 
         return program_on(self._columns.of_group[group], on_device, (LOCAL,), BY_REPLICA, ("gradients",))
 
@@ -212,7 +223,7 @@ class StageUpdates:
             of_chunks, private = without_leading((of_chunks, private))
             # Check for infinities and NaNs before the exchange: a compressor may hide them.
             nonfinite = jax.lax.psum(steps.nonfinite_count(of_chunks), (DATA, STAGE))
-            grads = self._merged(group, of_chunks)
+            grads = self.merged(group, of_chunks)
             if norm is not None:
                 grads = clipped(grads, norm[0], all_reduce.clip_norm)
             grads, residuals = all_reduce.mean(grads, private)
@@ -248,11 +259,8 @@ class StageUpdates:
         return program_on(mesh, on_device, specs, results, kinds, compiler_options=options, **jitting)
 
 
-def _added(trees: list[Sums]) -> Sums:
-    return reduce(partial(jax.tree.map, jnp.add), trees)
-
-
-def _over_replicas(sums: Sums) -> Sums:
+def over_replicas(sums: Sums) -> Sums:
+    """Return the sum of metric sums of all columns of a group. For `shard_map`."""
     total: Sums = jax.lax.psum(without_leading(sums), (DATA, STAGE))
     return total
 
@@ -273,4 +281,4 @@ def _root_of_sum(squares: list[jax.Array]) -> jax.Array:
 def _agree(sums: Sums, squares: list[jax.Array], nonfinite: list[jax.Array]) -> tuple[Sums, jax.Array]:
     """Return the metric sums over all replicas, and the global norm: NaN, so that no update is made, if not finite."""
     norm = jnp.sqrt(sum(squares[1:], squares[0]))
-    return _over_replicas(sums), jnp.where(sum(nonfinite) == 0, norm, jnp.nan)
+    return over_replicas(sums), jnp.where(sum(nonfinite) == 0, norm, jnp.nan)

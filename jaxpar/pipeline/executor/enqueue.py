@@ -130,19 +130,24 @@ class Made(jax.ShapeDtypeStruct):
 
 
 class Compiler:
-    """Compiles each program when it is called for the first time, and lists the calls.
+    """Compiles each program when it is called for the first time, and lists the calls of a step.
 
     Attributes:
       called: the programs, in the order of their first calls.
     """
 
     def __init__(self) -> None:
-        self.called: dict[int, Called] = {}
-        self._num_calls = 0
+        self.called: dict[Any, Called] = {}
+        self._num_calls = self._first = 0
+
+    def begin_step(self) -> None:
+        """Forget the calls of the steps before. Inputs that they made have negative numbers."""
+        self.called = {key: called._replace(calls=()) for key, called in self.called.items()}
+        self._first = self._num_calls
 
     def call(self, program: Program, *args: Any) -> Any:
         """Return the shapes of the results."""
-        key = id(program.jitted)
+        key = id(program.jitted), jax.tree.structure(args)
         if key not in self.called:
             lowered = program.jitted.lower(*args)
             compiled = lowered.compile()
@@ -155,7 +160,8 @@ class Compiler:
             arrived.update(arrivals_of(x))
         number, called = self._num_calls, self.called[key]
         self._num_calls += 1
-        call = ProgramCall(number, tuple(CallInput(*of_call) for of_call in arrived.items()))
+        inputs = tuple(CallInput(one - self._first, nbytes) for one, nbytes in arrived.items())
+        call = ProgramCall(number - self._first, inputs)
         self.called[key] = called._replace(calls=(*called.calls, call))
         return jax.tree.map(lambda x: made(x, x.sharding, {number: 0}), called.results)
 

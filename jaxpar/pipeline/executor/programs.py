@@ -146,6 +146,17 @@ class StagePrograms:
         stage = self.programs[number].stage
         return self._by_stage[stage - 1] if stage else None
 
+    def sent(self, number: int, phase: int) -> Activations | None:
+        """Return the shapes of what a phase of a program sends: its y, or the gradient of the y that it received."""
+        return self.programs[number].y if phase == 0 else self.received(number, 0)
+
+    def received(self, number: int, phase: int) -> Activations | None:
+        """Return the shapes of what a phase of a program receives; None if it receives nothing."""
+        if phase == 0:
+            sender = self.sender(number)
+            return None if sender is None else self.programs[sender].y
+        return self.programs[number].y if phase == 1 else None
+
     def params(self, number: int, held: Params) -> Params:
         """Return the subset of a device's parameters that a program uses, named as on the representative device."""
         return self.stages.part(held, self.stages.examples[self.kind(number)], self.chunk(number))
