@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from jaxpar.strategies.strategy import CompiledProgram
 
+STEPS_TO_FILL = 20  # steps until all devices of a pipeline that never drains are busy
+
 
 class Interval(NamedTuple):
     """The time in which a program runs, in seconds since the host began to enqueue the step.
@@ -31,42 +33,66 @@ class Costs(NamedTuple):
 
     Attributes:
       seconds: of each program.
+      groups: ids of the devices of each program that wait for each other, because they communicate. Others run alone.
       send: (sender, receiver, bytes) -> seconds until a result has arrived. Devices are their ids.
       enqueue: seconds of the host for each call on its devices.
       devices_per_process: number of devices whose calls one host enqueues.
     """
 
     seconds: Sequence[float]
+    groups: Sequence[Sequence[Sequence[int]]]
     send: Callable[[int, int, int], float]
     enqueue: float
     devices_per_process: int
 
 
-def simulate_calls(programs: Sequence[CompiledProgram], costs: Costs) -> list[Interval]:
-    """Return when each call of a step runs, in the order of the calls."""
+def simulate_calls(programs: Sequence[CompiledProgram], costs: Costs, num_steps: int = 1) -> list[Interval]:
+    """Return when each call runs, in the order of the calls.
+
+    Args:
+      programs: the programs of a step.
+      costs: their costs.
+      num_steps: number of steps, each of which has the same calls. An input that a call of an earlier step made has a
+        negative number; before the first step, it is there.
+    """
     devices = [ids(program) for program in programs]
     calls = {call.number: (index, call.inputs) for index, program in enumerate(programs) for call in program.calls}
     host: dict[int, float] = {}
     free: dict[int, float] = {}
     intervals: list[Interval] = []
-    for _, (index, inputs) in sorted(calls.items()):
-        for process in {device // costs.devices_per_process for device in devices[index]}:
-            host[process] = host.get(process, 0.0) + costs.enqueue
-        starts = []
-        for place, device in enumerate(devices[index]):
-            start = max(host[device // costs.devices_per_process], free.get(device, 0.0))
-            for arrival in inputs:
-                made, senders = intervals[arrival.call], devices[intervals[arrival.call].program]
-                if arrival.nbytes:
-                    sent = costs.send(senders[place % len(senders)], device, arrival.nbytes)
-                    start = max(start, made.end + sent)
-                elif device in senders:
-                    start = max(start, made.end)
-            starts.append(start)
-        end = max(starts) + costs.seconds[index]
-        intervals.append(Interval(index, min(starts), end))
-        free |= dict.fromkeys(devices[index], end)
+    ends: list[dict[int, float]] = []  # by device
+    for step in range(num_steps):
+        for _, (index, inputs) in sorted(calls.items()):
+            for process in {device // costs.devices_per_process for device in devices[index]}:
+                host[process] = host.get(process, 0.0) + costs.enqueue
+            starts = {}
+            for place, device in enumerate(devices[index]):
+                start = max(host[device // costs.devices_per_process], free.get(device, 0.0))
+                for arrival in inputs:
+                    made = step * len(calls) + arrival.call
+                    if made < 0:
+                        continue
+                    if arrival.nbytes:
+                        senders = devices[intervals[made].program]
+                        sender = senders[place % len(senders)]
+                        start = max(start, ends[made][sender] + costs.send(sender, device, arrival.nbytes))
+                    else:
+                        start = max(start, ends[made].get(device, 0.0))
+                starts[device] = start
+            for group in costs.groups[index]:
+                starts |= dict.fromkeys(group, max(starts[device] for device in group))
+            ends.append({device: start + costs.seconds[index] for device, start in starts.items()})
+            intervals.append(Interval(index, min(starts.values()), max(ends[-1].values())))
+            free |= ends[-1]
     return intervals
+
+
+def step_seconds(programs: Sequence[CompiledProgram], costs: Costs) -> float:
+    """Return the seconds of a step; if it continues earlier ones, those of a step in a long run."""
+    continues = any(one.call < 0 for program in programs for call in program.calls for one in call.inputs)
+    few, many = (STEPS_TO_FILL, 2 * STEPS_TO_FILL) if continues else (0, 1)
+    last = [max((one.end for one in simulate_calls(programs, costs, n)), default=0.0) for n in (few, many)]
+    return (last[1] - last[0]) / (many - few)
 
 
 def busy(programs: Sequence[CompiledProgram], seconds: Sequence[float]) -> Mapping[int, float]:

@@ -135,20 +135,32 @@ def predict_program(program: CompiledProgram, cluster: Cluster) -> StepTime:
     return _Roofline(HloProgram(text), program, cluster).time()
 
 
+def communicating(program: CompiledProgram) -> list[list[int]]:
+    """Return the groups of devices that communicate in a program with calls, as their ids."""
+    text, devices = program.compiled.as_text(), enqueued.ids(program)
+    assert text is not None
+    groups: set[tuple[int, ...]] = set()
+    for instructions in HloProgram(text).computations.values():
+        sent = [one for one in instructions.values() if one.operation.removesuffix("-start") in SENT]
+        groups.update(group for one in sent for group in groups_of(one))
+    return [[devices[number] for number in group] for group in sorted(groups)]
+
+
 def _time_of_calls(programs: Sequence[CompiledProgram], times: Sequence[StepTime], cluster: Cluster) -> StepTime:
     def send(sender: int, receiver: int, nbytes: int) -> float:
         return collective_seconds(cluster, [(sender, receiver)], nbytes)
 
     seconds = [time.seconds for time in times]
     per_process = cluster.num_devices // cluster.num_processes
-    intervals = enqueued.simulate_calls(programs, enqueued.Costs(seconds, send, ENQUEUE_SECONDS, per_process))
+    groups = [communicating(program) for program in programs]
+    step = enqueued.step_seconds(programs, enqueued.Costs(seconds, groups, send, ENQUEUE_SECONDS, per_process))
     of_devices = enqueued.busy(programs, seconds)
     busiest = max(of_devices, key=lambda device: of_devices[device])
     total = NOTHING
     for program, time in zip(programs, times, strict=True):
         if busiest in enqueued.ids(program):
             total = total.plus(time, program.runs)
-    wait = max(interval.end for interval in intervals) - total.seconds
+    wait = step - total.seconds
     return total.plus(StepTime(wait, wait, 0.0, {Part(WAIT, "of the busiest device for the others"): wait}))
 
 

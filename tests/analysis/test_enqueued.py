@@ -1,5 +1,6 @@
 """A simulated step of several programs: by hand, and a dispatched pipeline against the simulation of its table."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,16 +8,18 @@ import numpy as np
 import pytest
 
 from jaxpar.analysis import step_time
-from jaxpar.analysis.enqueued import Costs, Interval, busy, simulate_calls
+from jaxpar.analysis.enqueued import Costs, Interval, busy, simulate_calls, step_seconds
 from jaxpar.analysis.rates import ENQUEUE_SECONDS, HOP_SECONDS
 from jaxpar.analysis.step_time import predict, predict_program
 from jaxpar.pipeline.executor.dispatch import dispatch_order
 from jaxpar.pipeline.executor.enqueue import CallInput, ProgramCall
-from jaxpar.pipeline.tables.simulate import Times, simulate_table
+from jaxpar.pipeline.tables.simulate import Times, simulate_table, steady_bubble_rate, work
 from jaxpar.pipeline.tables.table import W
 from jaxpar.strategies.strategy import CompiledProgram
 from tests.analysis.test_step_time import cluster, kernel
 from tests.strategies.pipelines import Task, pipeline, shared
+from tests.strategies.test_continuous import DISPATCH, MLP
+from tests.strategies.test_continuous import settings as continuous_settings
 
 GPT = Task("gpt", "causal_lm", "sgd", layers=2)
 
@@ -24,6 +27,12 @@ GPT = Task("gpt", "causal_lm", "sgd", layers=2)
 def program(devices: list[int], *calls: ProgramCall, compiled: Any = None) -> CompiledProgram:
     mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(id=device) for device in devices]))
     return CompiledProgram(compiled, calls=calls, mesh=mesh)
+
+
+def action_calls(programs: Sequence[CompiledProgram]) -> list[tuple[int, int]]:
+    """Return the calls that are F, B or W, in their order: their number, and the index of their program."""
+    calls = [(call.number, index, one.arguments) for index, one in enumerate(programs) for call in one.calls]
+    return [(number, index) for number, index, arguments in sorted(calls) if "stashes" in arguments]
 
 
 STEP = [
@@ -39,11 +48,14 @@ def test_a_device_waits_for_its_inputs_and_for_its_host() -> None:
         return nbytes / 1000
 
     seconds = [10.0, 5.0, 1.0]
-    one = simulate_calls(STEP, Costs(seconds, send, 1.0, 2))
+    groups = [[], [], [[0, 1]]]
+    one = simulate_calls(STEP, Costs(seconds, groups, send, 1.0, 2))
     # Program 1 starts 4 s after call 0, and program 2 after program 0, which device 0 runs twice.
-    assert one == [Interval(0, 1, 11), Interval(1, 15, 20), Interval(0, 11, 21), Interval(2, 20, 22)]
-    two = simulate_calls(STEP, Costs(seconds, send, 8.0, 1))  # each device has a host of its own
-    assert two == [Interval(0, 8, 18), Interval(1, 22, 27), Interval(0, 18, 28), Interval(2, 27, 29)]
+    assert one == [Interval(0, 1, 11), Interval(1, 15, 20), Interval(0, 11, 21), Interval(2, 21, 22)]
+    two = simulate_calls(STEP, Costs(seconds, groups, send, 8.0, 1))  # each device has a host of its own
+    assert two == [Interval(0, 8, 18), Interval(1, 22, 27), Interval(0, 18, 28), Interval(2, 28, 29)]
+    alone = simulate_calls(STEP, Costs(seconds, [[], [], []], send, 1.0, 2))
+    assert alone[-1] == Interval(2, 20, 22)  # device 1 does not wait for device 0
     assert busy(STEP, seconds) == {0: 21, 1: 6}
 
 
@@ -74,18 +86,33 @@ def test_a_dispatched_pipeline_takes_as_long_as_its_table(schedule: str, stages:
     forward, backward, weight = 1.0, 1.5, 0.75
     num_phases = 3 if (table.actions["kind"] == W).any() else 2
     of_phase = (forward, backward, weight) if num_phases == 3 else (forward, backward + weight)
-    program_of = {call.number: index for index, one in enumerate(programs) for call in one.calls}
-    actions = [number for number in sorted(program_of) if "stashes" in programs[program_of[number]].arguments]
-    order = dispatch_order(table)
-    seconds = [0.0] * len(programs)
-    for number, action in zip(actions, order, strict=True):
-        seconds[program_of[number]] = of_phase[action.phase]
+    actions, seconds = action_calls(programs), [0.0] * len(programs)
+    for (_, index), action in zip(actions, dispatch_order(table), strict=True):
+        seconds[index] = of_phase[action.phase]
 
     def send(_sender: int, _receiver: int, _nbytes: int) -> float:
         return communication
 
-    found = simulate_calls(programs, Costs(seconds, send, 0.0, stages))
+    found = simulate_calls(programs, Costs(seconds, [[] for _ in programs], send, 0.0, stages))
     times = [table.num_chunks * one for one in (forward, backward, weight)]
     expected = simulate_table(table, Times(*times), communication).timeline
-    assert [(found[number].start, found[number].end) for number in actions] == [one[-2:] for one in expected]
-    assert {found[number].end for number in program_of if number > actions[-1]} >= {found[-1].end}
+    assert [(found[number].start, found[number].end) for number, _ in actions] == [one[-2:] for one in expected]
+    last, _ = actions[-1]
+    assert {one.end for one in found[last + 1 :]} >= {found[-1].end}
+
+
+@pytest.mark.parametrize(("schedule", "stages", "per_batch"), [("pipedream", 4, 1), ("pipedream_2bw", 2, 2)])
+def test_a_step_without_a_flush_takes_as_long_as_its_period(schedule: str, stages: int, per_batch: int) -> None:
+    """A step continues what earlier ones left, so that its time is that of the busiest device and its bubble."""
+    strategy: Any = shared(MLP, *continuous_settings(schedule, stages, per_batch, 1, DISPATCH))
+    programs, details = strategy.compile(), strategy.plan.details
+    of_device = [(1.0 + column % 2, 1.5) for column in range(stages)]
+    seconds = [0.0] * len(programs)
+    actions = [action for action in dispatch_order(details.table) if not action.is_update]
+    for (_, index), action in zip(action_calls(programs), actions, strict=True):
+        seconds[index] = of_device[action.column][action.phase]
+    costs = Costs(seconds, [[] for _ in programs], lambda *_: 0.25, 0.0, stages)
+    forward, backward = (list(of_phase) for of_phase in zip(*of_device, strict=True))
+    times = Times(forward, backward, 0.0)
+    bubble = steady_bubble_rate(details.table, times, 0.25)
+    assert step_seconds(programs, costs) == pytest.approx(max(work(details.table, times)) / (1 - bubble))
