@@ -117,7 +117,7 @@ def get_config() -> ConfigDict:
     # of matrix products
     pipeline.remat = "none"
     # How the devices follow the schedule. lockstep: one program, in which all wait for each other after each clock;
-    # dispatch: a program for each stage and phase, which runs as soon as its inputs have arrived
+    # dispatch: a program for each stage and phase, which runs as soon as its inputs have arrived; auto: the faster one
     pipeline.executor = "lockstep"
     pipeline.trace = 0  # measure the actions of this step (from 1) and plot them in workdir/timeline.png; 0: none
 

@@ -95,7 +95,7 @@ def keep_freed_memory() -> None:
 def sends_between_cpus(config: ConfigDict) -> bool:
     """Return whether devices of a run are CPUs that send arrays to each other, as dispatched stages do."""
     is_cpu = config.mesh.virtual_cpu_devices > 0 or find_spec("jax_plugins") is None
-    return is_cpu and config.pipeline.executor == "dispatch"
+    return is_cpu and config.pipeline.executor != "lockstep"
 
 
 def one_at_a_time(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:

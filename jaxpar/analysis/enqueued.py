@@ -87,7 +87,7 @@ def simulate_calls(programs: Sequence[CompiledProgram], costs: Costs, num_steps:
     return intervals
 
 
-def step_seconds(programs: Sequence[CompiledProgram], costs: Costs) -> float:
+def simulated_step(programs: Sequence[CompiledProgram], costs: Costs) -> float:
     """Return the seconds of a step; if it continues earlier ones, those of a step in a long run."""
     continues = any(one.call < 0 for program in programs for call in program.calls for one in call.inputs)
     few, many = (STEPS_TO_FILL, 2 * STEPS_TO_FILL) if continues else (0, 1)

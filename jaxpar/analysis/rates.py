@@ -25,7 +25,6 @@ EFFICIENCY = {
 # attention 50% to 73% (Dao, "FlashAttention-2", 2023, abstract and section 1).
 EFFICIENCY_OF = {"8": {"float32": 0.85, "bfloat16": 0.85, "attention": 0.6}}
 LAUNCH_SECONDS = 2e-6  # from the end of a kernel to the start of the next one
-ENQUEUE_SECONDS = 1e-4  # of the host, to enqueue a program with the arrays of a stage
 HOP_SECONDS = {"host": 3e-6, "network": 1e-5}  # of each of the log2(n) hops of a collective of n GPUs
 HALF_WIDTH = ("bfloat16", "float16", "f8e4m3fn", "f8e5m2")  # dtypes of products at the rate of bfloat16
 

@@ -20,12 +20,13 @@ from ml_collections import ConfigDict
 
 from jaxpar.analysis import enqueued
 from jaxpar.analysis.audit import SENT, groups_of, pairs_of
-from jaxpar.analysis.rates import ENQUEUE_SECONDS, collective_seconds, launch_seconds, memory_seconds, product_seconds
+from jaxpar.analysis.rates import collective_seconds, launch_seconds, memory_seconds, product_seconds
 from jaxpar.analysis.schedule import is_kernel
 from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals, UserError
 from jaxpar.measure.hlo import DTYPE_NAMES, HloProgram, Instruction, by_scope
 from jaxpar.measure.kernels import ATTENTION, call_target, is_product, kernel_bytes, product_flops
+from jaxpar.pipeline.executor.enqueue import ENQUEUE_SECONDS
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.strategy import CompiledProgram
 
@@ -153,7 +154,7 @@ def _time_of_calls(programs: Sequence[CompiledProgram], times: Sequence[StepTime
     seconds = [time.seconds for time in times]
     per_process = cluster.num_devices // cluster.num_processes
     groups = [communicating(program) for program in programs]
-    step = enqueued.step_seconds(programs, enqueued.Costs(seconds, groups, send, ENQUEUE_SECONDS, per_process))
+    step = enqueued.simulated_step(programs, enqueued.Costs(seconds, groups, send, ENQUEUE_SECONDS, per_process))
     of_devices = enqueued.busy(programs, seconds)
     busiest = max(of_devices, key=lambda device: of_devices[device])
     total = NOTHING

@@ -125,10 +125,10 @@ def phase_times(programs: StagePrograms, cluster: Cluster, dtype: str) -> Times:
     They are seconds if the rates of a device are known: those of the FLOPs at the peak rate of `dtype`, and those in
     which stashes are read and written. Otherwise they are the FLOPs.
     """
-    peak, bandwidth = cluster.peak_flops.get(dtype), cluster.memory_bandwidth
     phases = range(programs.num_phases)
     times = [phase_flops(programs, phase) for phase in phases]
-    if peak is not None and bandwidth is not None:
+    if rates := known_rates(cluster, dtype):
+        peak, bandwidth = rates
         moved = [stash_traffic(programs, phase) for phase in phases]
         times = [
             [flops / peak + size / bandwidth for flops, size in zip(*of_phase, strict=True)]
@@ -136,6 +136,12 @@ def phase_times(programs: StagePrograms, cluster: Cluster, dtype: str) -> Times:
         ]
     forward, backward, *weight = times
     return Times(forward, backward, *(weight or [[0.0] * len(forward)]))
+
+
+def known_rates(cluster: Cluster, dtype: str) -> tuple[float, float] | None:
+    """Return the peak FLOP/s of a device in `dtype`, and its bytes/s of memory; None if one of them is not known."""
+    peak, bandwidth = cluster.peak_flops.get(dtype), cluster.memory_bandwidth
+    return None if peak is None or bandwidth is None else (peak, bandwidth)
 
 
 def phase_flops(programs: StagePrograms, phase: int) -> list[float]:

@@ -29,9 +29,9 @@ from jaxpar.pipeline.executor.dispatch import SHARED_SPECS, StageDispatcher, Ste
 from jaxpar.pipeline.executor.dispatch_continuous import ContinuousSteps
 from jaxpar.pipeline.executor.dispatch_costs import (
     activation_memory,
+    columns_of_groups,
     dispatch_traffic,
     dispatched_layouts,
-    groups_of,
     in_flight_layouts,
 )
 from jaxpar.pipeline.executor.dispatch_update import DispatchedState, StageUpdates
@@ -45,7 +45,7 @@ from jaxpar.pipeline.tables.schedule import forward_only
 from jaxpar.plan import Plan, state_memory
 from jaxpar.state import Canonical, State, nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
-from jaxpar.strategies.pipeline_details import ExecutorResources, PipelineDetails, batches_in_flight
+from jaxpar.strategies.pipeline_details import ExecutorResources, PipelineDetails, num_unapplied
 from jaxpar.strategies.placement import IN_PLACE, batch_placer, by_replica
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
@@ -62,7 +62,7 @@ def resources(details: PipelineDetails, engine: PipelineEngine, _model: Model) -
         state = state_memory({**layouts, "batches": in_flight["batches"]})
         layouts["private"] = layout.join({"residuals": layouts["private"], **in_flight})
         whole, kept = unroll(table, 3 * num_in_flight(table)), versions_kept(table)
-        for group in groups_of(details.stages):
+        for group in columns_of_groups(details.stages):
             for column in group:  # all devices of a stage hold the same versions
                 num_versions[column] = max(kept[other] for other in group)
     activations = activation_memory(dispatch_order(whole), programs)
@@ -181,7 +181,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         from_canonical=from_canonical,
         compile=compile_programs,
         to_private=to_private,
-        num_in_flight=lambda state: batches_in_flight(plan, state.private.num_entered) if continuous else 0,
+        num_in_flight=lambda state: num_unapplied(plan, state.private.num_entered) if continuous else 0,
         report=timeline.report,
         timelines=timeline.charts,
     )

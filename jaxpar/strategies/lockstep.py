@@ -35,7 +35,7 @@ from jaxpar.pipeline.tables.schedule import forward_only
 from jaxpar.plan import Plan, Traffic, state_memory
 from jaxpar.state import nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
-from jaxpar.strategies.pipeline_details import ExecutorResources, PipelineDetails, batches_in_flight
+from jaxpar.strategies.pipeline_details import ExecutorResources, PipelineDetails, num_unapplied
 from jaxpar.strategies.placement import IN_PLACE, batch_placer, by_replica
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
@@ -118,7 +118,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         return on_mesh(padded(batch, problem.batch) if never_drains else batch)
 
     def num_in_flight(state: PackedState) -> int:
-        return batches_in_flight(plan, jax.device_get(state.private.num_entered)) if never_drains else 0
+        return num_unapplied(plan, jax.device_get(state.private.num_entered)) if never_drains else 0
 
     trips = update_trips(details.lowered.shape, table.num_clocks)
 

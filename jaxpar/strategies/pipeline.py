@@ -36,10 +36,12 @@ from jaxpar.pipeline.tables.table import Table
 from jaxpar.plan import ARRAYS, Decision, DelayedUpdates, Plan, state_memory
 from jaxpar.step import Problem
 from jaxpar.strategies import dispatched, exchanges, lockstep
+from jaxpar.strategies.auto_executor import choose_executor
 from jaxpar.strategies.auto_schedule import choose_schedule
 from jaxpar.strategies.division import Division, configured_division, refuse_division
 from jaxpar.strategies.pipeline_details import PipelineDetails
 from jaxpar.strategies.schedules import (
+    AUTO_EXECUTOR,
     AUTO_SCHEDULE,
     DISPATCH,
     LOCKSTEP,
@@ -133,16 +135,19 @@ def plan(
         private_key[ARRAYS] = fingerprint({"private": arrays})
         delays = DelayedUpdates(stage_delays(table, stages.layers), differs)
         differs = "; ".join(filter(None, [CONTINUOUS[c.schedule].reason, differs]))
+    executor = c.executor
+    if executor == AUTO_EXECUTOR:
+        executor = choose_executor(config, cluster, table, engine.programs, division.profile)
     details = PipelineDetails(
-        schedule, table, lowered, stages, engine.programs, staged, state, c.remat, c.trace, c.executor
+        schedule, table, lowered, stages, engine.programs, staged, state, c.remat, c.trace, executor
     )
-    if c.executor == DISPATCH:
-        private_key |= {"executor": c.executor}
-    needed = EXECUTOR_MODULES[c.executor].resources(details, engine, shapes.model)
+    if executor == DISPATCH:
+        private_key |= {"executor": executor}
+    needed = EXECUTOR_MODULES[executor].resources(details, engine, shapes.model)
     return Plan(
         "pipeline",
         decision,
-        summarize_stages(schedule, table, stages),
+        summarize_stages(schedule, table, stages, executor),
         needed.layouts,
         details,
         needed.memory,
@@ -185,8 +190,8 @@ def refuse_ring(config: ConfigDict, num_data: int) -> Refusals[None]:
         )
 
 
-def summarize_stages(schedule: str, table: Table, stages: Stages) -> str:
-    """Return the schedule, the replicas of the stages, and the cut points of the model in one line."""
+def summarize_stages(schedule: str, table: Table, stages: Stages, executor: str) -> str:
+    """Return the schedule, the replicas of the stages, the cut points of the model, and the executor in one line."""
     layers = [layer.name for layer in stages.model.layers]
     begins = ", ".join(layers[begin] for begin in stages.bounds[1:-1])
     summary = f"{schedule}, {format_count(table.num_microbatches, 'microbatch')}, "
@@ -195,6 +200,7 @@ def summarize_stages(schedule: str, table: Table, stages: Stages) -> str:
         summary
         + f"{table.num_stages} stages{replicas} on {table.num_devices} devices"
         + (f" (cut at {begins})" if begins else "")
+        + ", dispatched" * (executor == DISPATCH)
     )
 
 

@@ -51,7 +51,7 @@ class ExecutorResources(NamedTuple):
     traffic: tuple[Traffic, ...]
 
 
-def batches_in_flight(plan: Plan[PipelineDetails], num_entered: Any) -> int:
+def num_unapplied(plan: Plan[PipelineDetails], num_entered: Any) -> int:
     """Return the number of the last batches whose gradients are not in all weights of a pipeline that never drains."""
     most = max(stage.updated_after for stage in plan.delays.stages) if plan.delays else 0
     return min(int(num_entered), most)

@@ -19,6 +19,7 @@ from jaxpar.pipeline.tables.table_file import is_table_file, read_table
 from jaxpar.plan import StageDelay
 
 EXECUTORS = LOCKSTEP, DISPATCH = "lockstep", "dispatch"
+AUTO_EXECUTOR = "auto"  # the plan chooses it (auto_executor.py)
 AUTO_SCHEDULE = "auto"  # the plan chooses it, when the stages are known (auto_schedule.py)
 UNTIL_CHOSEN = "1f1b"  # the schedule with the sizes of AUTO_SCHEDULE that stands for it before
 
@@ -27,7 +28,7 @@ def refuse_pipeline_values(config: ConfigDict) -> Refusals[None]:
     """Refuse a value of config.pipeline that is out of range, whether the run has a pipeline or not."""
     c = config.pipeline
     yield from refuse_choice("pipeline.remat", c.remat, REMATS)
-    yield from refuse_choice("pipeline.executor", c.executor, EXECUTORS)
+    yield from refuse_choice("pipeline.executor", c.executor, (*EXECUTORS, AUTO_EXECUTOR))
     if c.schedule not in {*SCHEDULES, *CONTINUOUS, AUTO_SCHEDULE} and not is_table_file(c.schedule):
         yield UserError(unknown_schedule("config.pipeline.schedule", c.schedule, (AUTO_SCHEDULE,)))
     for key in ("num_microbatches", "num_chunks"):

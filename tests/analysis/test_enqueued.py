@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jaxpar.analysis import step_time
-from jaxpar.analysis.enqueued import Costs, Interval, busy, simulate_calls, step_seconds
-from jaxpar.analysis.rates import ENQUEUE_SECONDS, HOP_SECONDS
+from jaxpar.analysis.enqueued import Costs, Interval, busy, simulate_calls, simulated_step
+from jaxpar.analysis.rates import HOP_SECONDS
 from jaxpar.analysis.step_time import predict, predict_program
 from jaxpar.pipeline.executor.dispatch import dispatch_order
-from jaxpar.pipeline.executor.enqueue import CallInput, ProgramCall
+from jaxpar.pipeline.executor.enqueue import ENQUEUE_SECONDS, CallInput, ProgramCall
 from jaxpar.pipeline.tables.simulate import Times, simulate_table, steady_bubble_rate, work
 from jaxpar.pipeline.tables.table import W
 from jaxpar.strategies.strategy import CompiledProgram
@@ -115,4 +115,4 @@ def test_a_step_without_a_flush_takes_as_long_as_its_period(schedule: str, stage
     forward, backward = (list(of_phase) for of_phase in zip(*of_device, strict=True))
     times = Times(forward, backward, 0.0)
     bubble = steady_bubble_rate(details.table, times, 0.25)
-    assert step_seconds(programs, costs) == pytest.approx(max(work(details.table, times)) / (1 - bubble))
+    assert simulated_step(programs, costs) == pytest.approx(max(work(details.table, times)) / (1 - bubble))

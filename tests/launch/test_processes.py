@@ -310,7 +310,11 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     [
         "a pipeline across both",
         "dispatched stages across both",
-        *(slow(name) for name in RUNS if name.startswith(("texts", "zero3", "dispatched stages w")) or "one of" in name),
+        *(
+            slow(name)
+            for name in RUNS
+            if name.startswith(("texts", "zero3", "dispatched stages w")) or "one of" in name
+        ),
     ],
 )
 def test_two_processes_compute_what_one_does(

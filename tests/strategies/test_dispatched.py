@@ -1,5 +1,6 @@
 """Pipelines whose stages are dispatched as programs of their own train like one device, and like lock step."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -7,16 +8,21 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from jaxpar import strategies
 from jaxpar.analysis import audit
+from jaxpar.cluster import Cluster, named_cluster
 from jaxpar.errors import UserError
 from jaxpar.exchange.exchange import AllReduce
 from jaxpar.pipeline.executor.dispatch import dispatch_order
 from jaxpar.pipeline.executor.dispatch_costs import activation_memory
 from jaxpar.pipeline.executor.engine import make_engine
+from jaxpar.pipeline.executor.enqueue import ENQUEUE_SECONDS
 from jaxpar.pipeline.tables.periodic import versions_kept
+from jaxpar.pipeline.tables.schedule import make_table
+from jaxpar.pipeline.tables.simulate import Times, lockstep, simulate_table
 from jaxpar.pipeline.tables.table import ACTION_KINDS, action_inputs
 from jaxpar.state import nbytes
-from jaxpar.strategies import exchanges
+from jaxpar.strategies import auto_executor, exchanges
 from jaxpar.strategies.pipeline import abstract_microbatches
 from jaxpar.tasks.classification import TASK
 from tests.selection import slow_except
@@ -210,10 +216,43 @@ def test_programs_and_their_audit() -> None:
 
 
 def test_refused() -> None:
-    two = pipeline("1f1b", 2)
-    wrong = {
-        ("--config.pipeline.executor=dispatched",): "must be one of lockstep, dispatch",
-    }
-    for overrides, message in wrong.items():
-        with pytest.raises(UserError, match=message):
-            plan_of(BERT, *two, *overrides)
+    with pytest.raises(UserError, match="must be one of lockstep, dispatch, auto"):
+        plan_of(BERT, *pipeline("1f1b", 2), "--config.pipeline.executor=dispatched")
+
+
+# ---- executor=auto ----------------------------------------------------------------------------------
+
+
+def chosen(cluster: Cluster, *overrides: str, times: Times | None = None, task: Task = BERT) -> str:
+    """Return the executor that the plan for a cluster chooses. times: seconds of the actions."""
+    config = make_config(task, *overrides, "--config.pipeline.executor=auto")
+    with pytest.MonkeyPatch.context() as patch:
+        if times:
+            patch.setattr(auto_executor, "phase_times", lambda *_: times)
+        plan: Any = strategies.plan(config, make_problem(config, task), cluster)
+    assert ("dispatched" in plan.summary) == (plan.details.executor == "dispatch")
+    executor: str = plan.details.executor
+    return executor
+
+
+def test_auto_takes_the_shorter_simulated_step() -> None:
+    h100s, two = named_cluster("h100", 2), pipeline("1f1b", 2)
+    table = make_table("1f1b", num_devices=2, num_microbatches=NUM_MICROBATCHES, num_chunks=1)
+    # In lockstep, a stage that computes F waits for the backward pass of the other one.
+    times = Times([1.0, 1.0], [4.0, 4.0], [0.0, 0.0])
+    longest, host = lockstep(table, times), ENQUEUE_SECONDS * len(table.actions)
+    assert simulate_table(table, times).cost < 0.9 * longest
+    for factor, expected in ((1.1, "dispatch"), (0.95, "lockstep")):
+        scaled = Times(*([factor * host / longest * x for x in of_phase] for of_phase in (*times,)))  # type: ignore
+        assert chosen(h100s, *two, times=scaled) == expected
+    unknown = replace(h100s, memory_bandwidth=None)  # relative times only
+    assert chosen(unknown, *two, times=scaled) == "dispatch"
+    assert chosen(h100s, *continuous_settings("pipedream", 2, 1), times=scaled, task=MLP) == "lockstep"
+
+
+def test_auto_on_cpu_devices_depends_on_the_size_of_actions() -> None:
+    cpus, two = named_cluster("cpu", 2), pipeline("1f1b", 2)
+    assert chosen(cpus, *two) == "lockstep"
+    large = Times([5e8, 5e8], [1e9, 1e9], [0.0, 0.0])
+    assert chosen(cpus, *two, times=large) == "dispatch"
+    assert chosen(cpus, *two, times=large._replace(forward=[5e8, 0.0], backward=[1e9, 0.0])) == "lockstep"

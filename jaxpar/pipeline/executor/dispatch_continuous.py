@@ -56,7 +56,7 @@ class EnteredBatch(NamedTuple):
     inputs: Sequence[StepInputs]
 
 
-class InFlight(NamedTuple):
+class DispatchedFlight(NamedTuple):
     """The private state: what is in flight between two steps.
 
     Attributes:
@@ -139,7 +139,7 @@ class ContinuousSteps:
     def empty(self, state: DispatchedState) -> DispatchedState:
         """Return a state whose private state is that of the exchange alone, with an empty pipeline."""
         versions: list[dict[int, Params]] = [{} for _ in state.params]
-        return state._replace(private=InFlight(np.zeros((), np.int32), state.private, versions, {}, no_work()))
+        return state._replace(private=DispatchedFlight(np.zeros((), np.int32), state.private, versions, {}, no_work()))
 
     def actions(self, state: DispatchedState) -> list[DispatchedAction]:
         """Return the actions of the next step: those on batches that have entered, with one U for each group."""
@@ -158,7 +158,7 @@ class ContinuousSteps:
           The state with the old `step`, and the metrics: those of the microbatches that reached the last stage. Their
           gradient norm is that of the updates of this step, whose batches differ between stages.
         """
-        flight: InFlight = state.private
+        flight: DispatchedFlight = state.private
         now, columns, weights = int(flight.num_entered), self._columns, self._weights(state)
         entered = EnteredBatch([restricted(state.step, mesh) for mesh in columns.of_group], columns.split(inputs))
         batches = {**flight.batches, now: entered}
@@ -182,12 +182,12 @@ class ContinuousSteps:
         ]
         first_batch = now + 1 + min(action.microbatch // self._m for action in self._order)
         batches = {number: batch for number, batch in batches.items() if number >= first_batch}
-        private = InFlight(np.asarray(now + 1, np.int32), residuals, versions, batches, work._replace(sums={}))
+        private = DispatchedFlight(np.asarray(now + 1, np.int32), residuals, versions, batches, work._replace(sums={}))
         return state._replace(params=params, optimizer=optimizer, private=private), metrics
 
     def _weights(self, state: DispatchedState) -> list[GroupWeights]:
         """Return the weights of each group before a step."""
-        flight: InFlight = state.private
+        flight: DispatchedFlight = state.private
         weights = []
         for g, earlier in enumerate(flight.versions):
             number = max(int(flight.num_entered) - self._age_of_update[g], 0)
@@ -279,7 +279,7 @@ class ContinuousSteps:
         The canonical state lacks earlier versions and what is in flight. The optimizer's counters differ between
         groups, so its whole state is here too.
         """
-        flight: InFlight = state.private
+        flight: DispatchedFlight = state.private
         stashes = {(*place, *key): values for place, of in flight.work.stashes.items() for key, values in of.items()}
         trees: dict[str, dict[Any, Any]] = {
             "residuals": dict(enumerate(flight.residuals)),
@@ -342,7 +342,7 @@ class ContinuousSteps:
         for (column,), leaves in saved("grads").items():
             like = self._dispatcher.parts(column, state.params[columns.group_of[column]])
             work.grads[column] = put(leaves, like, local(column))
-        in_flight = InFlight(np.asarray(private["num_entered"]), residuals, flight.versions, batches, work)
+        in_flight = DispatchedFlight(np.asarray(private["num_entered"]), residuals, flight.versions, batches, work)
         return state._replace(optimizer=tuple(optimizer), private=in_flight)
 
 

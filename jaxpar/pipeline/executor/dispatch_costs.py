@@ -87,7 +87,7 @@ def dispatch_traffic(
 def dispatched_layouts(staged: StagedState, axes: Mapping[str, int]) -> DispatchedState:
     """Return the layouts of the state: who holds each canonical leaf, and the private state of every group."""
     held = []
-    for columns in groups_of(staged.stages):
+    for columns in columns_of_groups(staged.stages):
         params = staged.params.packing.tree(staged.stages.kinds[columns[0]])
         of_group = private_layout({**axes, STAGE: len(columns)}, staged.all_reduce, params).local_shapes
         held.append(_local(of_group, columns))
@@ -99,11 +99,11 @@ def in_flight_layouts(
 ) -> dict[str, Layout]:
     """Return the layouts of what is in flight between two steps of a periodic table, when all stages are busy.
 
-    See `InFlight` (dispatch_continuous.py).
+    See `DispatchedFlight` (dispatch_continuous.py).
     """
     m, stages, axes = table.num_microbatches, programs.stages, staged.packed.axes
     versions = []
-    for columns in groups_of(stages):
+    for columns in columns_of_groups(stages):
         own = [action for action in order if action.column in columns]
         newest = min(action.microbatch // m for action in own if action.is_update)
         num_earlier = newest - min(action.microbatch // m + action.version for action in own if not action.is_update)
@@ -141,7 +141,7 @@ def in_flight_layouts(
     return {name: Layout(axes, leaves) for name, leaves in parts.items()}
 
 
-def groups_of(stages: Stages) -> list[list[int]]:
+def columns_of_groups(stages: Stages) -> list[list[int]]:
     """Return the columns of each group."""
     return stages.groups or [[column] for column in range(len(stages.kinds))]
 

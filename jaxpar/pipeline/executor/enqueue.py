@@ -16,6 +16,8 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jaxpar.launch import processes
 from jaxpar.layout import Tree
 
+ENQUEUE_SECONDS = 1e-4  # of the host, to enqueue a program with the arrays of a stage
+
 
 class Program(NamedTuple):
     """A jitted function on the devices of one mesh.

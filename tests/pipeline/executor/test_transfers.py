@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jaxpar.pipeline.executor.dispatch import DispatchedAction, dispatch_order
+from jaxpar.pipeline.tables.periodic import CONTINUOUS, fewest_microbatches, periodic_table, unroll
 from jaxpar.pipeline.tables.schedule import make_table
 from jaxpar.pipeline.tables.table import Table
 from tests.strategies.pipelines import plan_of
@@ -86,6 +87,14 @@ def test_one_order_for_all_never_blocks(case: Any) -> None:
     for columns in range(1, table.num_devices + 1):
         if table.num_devices % columns == 0:
             assert blocked(global_orders(table, columns)) == []
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_one_order_for_all_never_blocks_without_a_flush(name: str) -> None:
+    for replicas in ((1, 1, 1, 1), (2, 1, 1)):
+        whole = unroll(periodic_table(name, replicas, fewest_microbatches(name, replicas)), 5)
+        for columns in (1, 2, 4):
+            assert blocked(global_orders(whole, columns)) == []
 
 
 def test_the_order_of_each_process_alone_would_block() -> None:
