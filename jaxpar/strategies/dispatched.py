@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import serialization
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar import layout
@@ -34,7 +33,7 @@ from jaxpar.pipeline.executor.dispatch_costs import (
     dispatched_layouts,
     in_flight_layouts,
 )
-from jaxpar.pipeline.executor.dispatch_update import DispatchedState, StageUpdates
+from jaxpar.pipeline.executor.dispatch_update import DispatchedState, FlushedSteps, StageUpdates
 from jaxpar.pipeline.executor.engine import PipelineEngine
 from jaxpar.pipeline.executor.enqueue import DEVICES, Compiler, Host, Program, program_on
 from jaxpar.pipeline.executor.state import StagedState
@@ -85,9 +84,9 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     num_phases = details.lowered.shape.num_phases
     training = StageDispatcher(stages, table, columns, num_phases=num_phases, remat=details.remat)
     begin = begin_program(mesh, table.num_microbatches)
-    continuous = None
+    each_step: FlushedSteps | ContinuousSteps = FlushedSteps(columns, training, updates)
     if table.period:
-        continuous = ContinuousSteps(staged, columns, details.programs, training, updates, IN_PLACE)
+        each_step = ContinuousSteps(staged, columns, details.programs, training, updates, IN_PLACE)
     settled = meshes.settled if num_data > 1 else lambda x: x
     # Collectives of all devices may follow, such as those that agree on a signal, while arrays are still in flight.
     at_end = meshes.settled if jax.process_count() > 1 else lambda x: x
@@ -104,19 +103,17 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         if not timeline.next_step():
             return run(state, batch, DEVICES)
         stopwatch = Stopwatch()
-        actions = continuous.actions(state) if continuous else training.order
+        actions = each_step.actions(state)
         results = run(state, batch, stopwatch)
         for action, times in zip(actions, stopwatch.times(), strict=True):
-            timeline.record(action.column, ActionNumbers(action.phase, action.microbatch, action.chunk), *times)
+            group = columns.groups[columns.group_of[action.column]]
+            for column in group if action.is_update else [action.column]:
+                timeline.record(column, ActionNumbers(action.phase, action.microbatch, action.chunk), *times)
         return results
 
     def run(state: DispatchedState, batch: Batch, host: Host) -> tuple[DispatchedState, Metrics]:
         step, inputs = settled(host.call(begin, state.step, state.key, batch))
-        if continuous:
-            after, metrics = at_end(continuous(state, inputs, host))
-        else:
-            work = training.run(state.params, columns.split(inputs), host)
-            after, metrics = at_end(updates(state, work, host))
+        after, metrics = at_end(each_step(state, inputs, host))
         return after._replace(step=step), metrics
 
     def evaluate(state: DispatchedState, batch: Batch) -> Sums:
@@ -126,44 +123,26 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         return sums
 
     def init(key: jax.Array) -> DispatchedState:
-        return with_private(state_of.init(key))
-
-    def with_private(state: DispatchedState) -> DispatchedState:
-        initial = state._replace(private=updates.init_private(state.params))
-        return continuous.empty(initial) if continuous else initial
+        return each_step.begin(state_of.init(key))
 
     def from_canonical(tree: Canonical, private: Canonical | None = None) -> DispatchedState:
         timeline.steps_before(int(tree["step"]))
-        state = with_private(state_of.from_canonical(tree))
-        if not private:
-            return state
-        if continuous:
-            return continuous.from_private(state, private)
-        saved = serialization.from_state_dict(state.private, private)
-        put = jax.tree.map(lambda x, like: processes.put_on_devices(x, like.sharding), saved, state.private)
-        return state._replace(private=put)
-
-    def to_private(state: DispatchedState) -> Canonical:
-        if continuous:
-            return continuous.to_private(state)
-        private: Canonical = serialization.to_state_dict(processes.fetch_from_owners(state.private))
-        return private if jax.tree.leaves(private) else {}
+        state = each_step.begin(state_of.from_canonical(tree))
+        return each_step.from_private(state, private) if private else state
 
     on_mesh = batch_placer(mesh)
 
     def place(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        return on_mesh(padded(batch, problem.batch) if continuous else batch)
+        return on_mesh(padded(batch, problem.batch) if table.period else batch)
 
     def compile_programs() -> list[CompiledProgram]:
         compiler, state = Compiler(), state_of.abstract(updates)
         batch = with_shardings(problem.batch, by_replica(mesh))
-        if continuous:
-            state = continuous.empty(state)
-            for _ in range(2 * num_in_flight(table)):  # until all stages are busy
-                compiler.begin_step()
-                state, _ = run(state, batch, compiler)
-        else:
-            run(state, batch, compiler)
+        if isinstance(each_step, ContinuousSteps):
+            state = each_step.with_residuals(state, state.private)
+        for _ in range(2 * num_in_flight(table) if table.period else 1):  # until all stages are busy
+            compiler.begin_step()
+            state, _ = run(state, batch, compiler)
         return [
             CompiledProgram(one.compiled, arguments=one.program.kinds, calls=one.calls, mesh=one.program.mesh)
             for one in compiler.called.values()
@@ -180,8 +159,8 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         to_canonical=state_of.to_canonical,
         from_canonical=from_canonical,
         compile=compile_programs,
-        to_private=to_private,
-        num_in_flight=lambda state: num_unapplied(plan, state.private.num_entered) if continuous else 0,
+        to_private=each_step.to_private,
+        num_in_flight=lambda state: num_unapplied(plan, state.private.num_entered) if table.period else 0,
         report=timeline.report,
         timelines=timeline.charts,
     )

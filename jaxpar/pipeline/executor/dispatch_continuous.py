@@ -136,10 +136,14 @@ class ContinuousSteps:
         mesh, spec = columns.of_group[updates.last], (LOCAL, ON_ALL, ON_ALL)
         self._metrics = program_on(mesh, self._agree, spec, ON_ALL, ("inputs", "inputs", "inputs"))
 
-    def empty(self, state: DispatchedState) -> DispatchedState:
-        """Return a state whose private state is that of the exchange alone, with an empty pipeline."""
+    def begin(self, state: DispatchedState) -> DispatchedState:
+        """Return a state whose private state is that of step 0, with an empty pipeline."""
+        return self.with_residuals(state, self._updates.init_private(state.params))
+
+    def with_residuals(self, state: DispatchedState, residuals: Sequence[Tree]) -> DispatchedState:
+        """Return a state with an empty pipeline. residuals: private state of the exchange, by group."""
         versions: list[dict[int, Params]] = [{} for _ in state.params]
-        return state._replace(private=DispatchedFlight(np.zeros((), np.int32), state.private, versions, {}, no_work()))
+        return state._replace(private=DispatchedFlight(np.zeros((), np.int32), residuals, versions, {}, no_work()))
 
     def actions(self, state: DispatchedState) -> list[DispatchedAction]:
         """Return the actions of the next step: those on batches that have entered, with one U for each group."""
@@ -298,7 +302,7 @@ class ContinuousSteps:
         """Return a state with the private state that `to_private` returned.
 
         Args:
-          state: a state with an empty pipeline, from `empty`.
+          state: a state with an empty pipeline, from `begin`.
           private: the private state.
         """
         columns, programs, flight = self._columns, self._programs, state.private

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from flax import serialization
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar import layout
@@ -22,6 +23,7 @@ from jaxpar import mesh as meshes
 from jaxpar import step as steps
 from jaxpar.exchange.clip import clipped
 from jaxpar.exchange.exchange import AllReduce
+from jaxpar.launch import processes
 from jaxpar.layout import Layout, Tree
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Params
@@ -34,12 +36,12 @@ from jaxpar.pipeline.executor.columns import (
     with_leading,
     without_leading,
 )
-from jaxpar.pipeline.executor.dispatch import Work
+from jaxpar.pipeline.executor.dispatch import DispatchedAction, StageDispatcher, StepInputs, Work
 from jaxpar.pipeline.executor.enqueue import DEVICES, Host, Program, program_on
 from jaxpar.pipeline.executor.stages import sum_over_stages
 from jaxpar.pipeline.executor.state import StagedState
 from jaxpar.pipeline.tables.table import StageDevices
-from jaxpar.state import State
+from jaxpar.state import Canonical, State
 from jaxpar.step import Metrics
 from jaxpar.tasks import Sums
 
@@ -77,6 +79,37 @@ def private_layout(axes: Mapping[str, int], all_reduce: AllReduce, params: Param
     """Return the layout of the private state of a group, as in LOCAL. axes: those of the group's mesh."""
     like = layout.made_by_replicas(axes, lambda: all_reduce.init(params), DATA)
     return layout.per_replica(axes, like.local_shapes, DATA, STAGE)
+
+
+class FlushedSteps:
+    """Enqueues the steps of a table with a flush, and converts the private state of the exchange."""
+
+    def __init__(self, columns: MeshColumns, dispatcher: StageDispatcher, updates: "StageUpdates"):
+        self._columns, self._dispatcher, self._updates = columns, dispatcher, updates
+
+    def begin(self, state: DispatchedState) -> DispatchedState:
+        """Return a state whose private state is that of step 0."""
+        return state._replace(private=self._updates.init_private(state.params))
+
+    def actions(self, _state: DispatchedState) -> list[DispatchedAction]:
+        """Return the actions of the next step."""
+        return self._dispatcher.order
+
+    def __call__(self, state: DispatchedState, inputs: StepInputs, host: Host) -> tuple[DispatchedState, Metrics]:
+        """Enqueue a step. inputs: on all devices. Returns the state with the old `step`, and the metrics."""
+        work = self._dispatcher.run(state.params, self._columns.split(inputs), host)
+        return self._updates(state, work, host)
+
+    def to_private(self, state: DispatchedState) -> Canonical:
+        """Return the private state on the host."""
+        private: Canonical = serialization.to_state_dict(processes.fetch_from_owners(state.private))
+        return private if jax.tree.leaves(private) else {}
+
+    def from_private(self, state: DispatchedState, private: Canonical) -> DispatchedState:
+        """Return a state of `begin` with the private state that `to_private` returned."""
+        saved = serialization.from_state_dict(state.private, private)
+        put = jax.tree.map(lambda x, like: processes.put_on_devices(x, like.sharding), saved, state.private)
+        return state._replace(private=put)
 
 
 class StageUpdates:

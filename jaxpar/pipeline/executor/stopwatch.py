@@ -59,14 +59,15 @@ class Stopwatch:
         On busy processors, threads may notice too late that an array is ready: then an action that was made of it and
         was noticed before has no length.
         """
-        free: dict[Mesh, float] = {}
+        free: dict[jax.Device, float] = {}
         intervals: list[tuple[float, float]] = []
         for mesh, enqueued, inputs, done in self._actions:
-            start = max([enqueued, free.get(mesh, 0.0)])
+            start = max([enqueued, *(free.get(device, 0.0) for device in mesh.devices.flat)])
             for made, arrived in inputs:
                 start = max(start, arrived.result(), intervals[made][1] if made >= 0 else 0.0)
-            free[mesh] = max(start, done.result())
-            intervals.append((start, free[mesh]))
+            end = max(start, done.result())
+            free |= dict.fromkeys(mesh.devices.flat, end)
+            intervals.append((start, end))
         for executor in self._waiting.values():
             executor.shutdown()
         sys.setswitchinterval(self._interval)

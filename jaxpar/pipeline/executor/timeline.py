@@ -75,8 +75,14 @@ class Timeline:
         return results
 
     def record(self, device: int, of_action: ActionNumbers, start: float, end: float) -> None:
-        """Record an action that ran from `start` to `end`, in seconds of any one clock."""
-        self._times[device, *of_action] = [start, end]
+        """Record an action that ran from `start` to `end`, in seconds of any one clock. Its microbatch: as in Table."""
+        microbatch = self._number(of_action.microbatch)
+        self._times[device, of_action.phase, microbatch, of_action.chunk] = [start, end]
+
+    def _number(self, microbatch: int) -> int:
+        """Return the number that stands for a microbatch of the table in `Actions`."""
+        m = self._table.num_microbatches
+        return -(microbatch // m) * m + microbatch % m
 
     def _note(self, of_action: ActionNumbers, after: Any) -> jax.Array:
         def note(replica: Any, device: Any, phase: Any, microbatch: Any, chunk: Any, _after: Any) -> np.ndarray:
@@ -96,10 +102,8 @@ class Timeline:
         jax.effects_barrier()
         first = min(min(times) for times in self._times.values())
         spans = []
-        m, actions = self._table.num_microbatches, self._table.actions
-        for device, kind, microbatch, chunk in actions[["device", "kind", "microbatch", "chunk"]].tolist():
-            number = -(microbatch // m) * m + microbatch % m  # as in Actions.microbatch
-            key = device, ACTION_KINDS[kind].phase, number, chunk
+        for device, kind, microbatch, chunk in self._table.actions[["device", "kind", "microbatch", "chunk"]].tolist():
+            key = device, ACTION_KINDS[kind].phase, self._number(microbatch), chunk
             if self._table.period and key not in self._times:
                 continue  # the pipeline is filling, and the microbatch belongs to a batch before the first one
             start, end = self._times[key]

@@ -13,7 +13,7 @@ from jaxpar.pipeline.tables import draw
 from jaxpar.pipeline.tables.periodic import periodic_table
 from jaxpar.pipeline.tables.schedule import make_table
 from jaxpar.pipeline.tables.simulate import Span
-from jaxpar.pipeline.tables.table import F
+from jaxpar.pipeline.tables.table import F, U
 from jaxpar.strategies.schedules import EXECUTORS
 from tests.html_pages import check_alone
 from tests.runs import small_config
@@ -36,7 +36,7 @@ def run(folder: Path, trace: int, monkeypatch: pytest.MonkeyPatch, *more: str) -
         drawn.extend(charts)
 
     monkeypatch.setattr(draw, "save_charts", save)
-    overrides = [*PIPELINE, *more, f"pipeline.trace={trace}", "num_steps=3"]
+    overrides = [*PIPELINE, f"pipeline.trace={trace}", "num_steps=3", *more]
     training.train(small_config(folder, *[f"--config.{override}" for override in overrides]), folder / "run")
     return drawn
 
@@ -68,6 +68,18 @@ def test_actions_are_measured_in_an_order_that_their_inputs_allow(
         last[device] = end
         if kind == F and device == 1:
             assert start >= ends[0, F, microbatch]
+
+
+def test_dispatched_updates_are_measured_on_all_replicas_of_a_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replicated = "mesh.stage=3", "mesh.data=1", "pipeline.replicas=2,1", "pipeline.num_microbatches=2"
+    more = "pipeline.schedule=pipedream", "pipeline.executor=dispatch", "num_steps=6"
+    _, measured = run(tmp_path, 6, monkeypatch, *replicated, *more)
+    table = periodic_table("pipedream", (2, 1), 2)
+    actions = table.actions[["device", "kind", "microbatch", "chunk"]].tolist()
+    assert [span[:4] for span in measured[1]] == actions
+    assert sum(kind == U for _, kind, *_ in actions) == 3
 
 
 def test_a_step_before_the_resumed_ones_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
