@@ -367,7 +367,7 @@ def test_from_two_processes_to_one_and_back(folder: Path, tmp_path: Path, alone:
 def test_a_killed_process_restarts_the_run(
     name: str, folder: Path, tmp_path: Path, alone: Callable[[str], Path]
 ) -> None:
-    """Also one whose private state is on devices of either process."""
+    """The private state is restored too, of which each process has a part on its devices."""
     workdir = tmp_path / "run"
     process = launch(folder, workdir, name, "--config.checkpoint.every_steps=2", restarts=1)
     wait_for_step(process, workdir, 4)

@@ -74,7 +74,7 @@ class DispatchedAction(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What actions have made for later ones, in the form LOCAL.
+    """The results of actions that later ones read, in the form LOCAL.
 
     Attributes:
       arrived: what other columns sent, by the phase, stage and microbatch that read it.
