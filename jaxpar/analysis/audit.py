@@ -37,6 +37,7 @@ MAX_SCALARS = 8  # most elements of an all-reduce of sums, unless the task's sum
 SCALAR_BYTES = 128  # most bytes sent per step for each of these elements
 TOLERANCE = 0.05
 INPUTS, TEMPORARY = "inputs", "temporary"
+PASSING = ("stashes", "transfers")  # values that come and go in a step of several calls, of which a call reads some
 
 Groups = tuple[tuple[int, ...], ...]  # groups of device indices
 Sent = tuple[str, Groups, str]  # (kind, groups, dtype)
@@ -217,7 +218,8 @@ def memory(programs: Sequence[CompiledProgram], strategy: Strategy[StrategyState
         for device, parts in zip(strategy.devices, measured, strict=True):
             if device in arguments:
                 local = arguments[device] | {TEMPORARY: analysis.temp_size_in_bytes}
-                parts |= {name: max(parts.get(name, 0), nbytes) for name, nbytes in local.items()}
+                kept = {name: nbytes for name, nbytes in local.items() if not (program.calls and name in PASSING)}
+                parts |= {name: max(parts.get(name, 0), nbytes) for name, nbytes in kept.items()}
     return [
         {
             name: DeviceBytes(parts.get(name, theory.get(name) and None), theory.get(name))

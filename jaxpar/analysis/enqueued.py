@@ -73,8 +73,7 @@ def simulate_calls(programs: Sequence[CompiledProgram], costs: Costs, num_steps:
                     if made < 0:
                         continue
                     if arrival.nbytes:
-                        senders = devices[intervals[made].program]
-                        sender = senders[place % len(senders)]
+                        sender = sender_of(programs[intervals[made].program], programs[index], place)
                         start = max(start, ends[made][sender] + costs.send(sender, device, arrival.nbytes))
                     else:
                         start = max(start, ends[made].get(device, 0.0))
@@ -85,6 +84,18 @@ def simulate_calls(programs: Sequence[CompiledProgram], costs: Costs, num_steps:
             intervals.append(Interval(index, min(starts.values()), max(ends[-1].values())))
             free |= ends[-1]
     return intervals
+
+
+def sender_of(made_by: CompiledProgram, program: CompiledProgram, place: int) -> int:
+    """Return the id of the device that sends a result to a device of another program: one of the same replica.
+
+    place: place of the receiver in the mesh [data, stage] of `program`.
+    """
+    assert made_by.mesh is not None
+    assert program.mesh is not None
+    replica, column = divmod(place, program.mesh.devices.shape[1])
+    senders = made_by.mesh.devices[replica]
+    return int(senders[column % len(senders)].id)
 
 
 def simulated_step(programs: Sequence[CompiledProgram], costs: Costs) -> float:

@@ -53,8 +53,9 @@ def choose_executor(
     else:
         dispatched = simulate_table(table, times, communication).cost
     if in_seconds:
-        per_process = len(table.actions) * max(cluster.num_devices // table.num_devices, 1) / cluster.num_processes
-        dispatched = max(dispatched, ENQUEUE_SECONDS * per_process)
+        # A host enqueues the actions of the columns of which it has a device.
+        share = min(cluster.num_devices / cluster.num_processes / table.num_devices, 1.0)
+        dispatched = max(dispatched, ENQUEUE_SECONDS * share * len(table.actions))
     return DISPATCH if dispatched <= lockstep(table, times, communication) else LOCKSTEP
 
 

@@ -69,8 +69,8 @@ def resources(details: PipelineDetails, engine: PipelineEngine, _model: Model) -
     for device, parts in enumerate(state):
         column = device % table.num_devices
         params = nbytes(staged.params.packing.tree(details.stages.kinds[column]))
-        more = {"parameters": num_versions[column] * params, "gradients": params}
-        held.append({**parts, **more, **activations[column]})
+        more = {"earlier versions": (num_versions[column] - 1) * params} if table.period else {}
+        held.append({**parts, **more, "gradients": params, **activations[column]})
     return ExecutorResources(layouts, tuple(held), dispatch_traffic(order, programs, staged.all_reduce))
 
 
@@ -102,10 +102,11 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     def train(state: DispatchedState, batch: Batch) -> tuple[DispatchedState, Metrics]:
         if not timeline.next_step():
             return run(state, batch, DEVICES)
-        stopwatch = Stopwatch()
         actions = each_step.actions(state)
-        results = run(state, batch, stopwatch)
-        for action, times in zip(actions, stopwatch.times(), strict=True):
+        with Stopwatch() as stopwatch:
+            results = run(state, batch, stopwatch)
+            measured = stopwatch.times()
+        for action, times in zip(actions, measured, strict=True):
             group = columns.groups[columns.group_of[action.column]]
             for column in group if action.is_update else [action.column]:
                 timeline.record(column, ActionNumbers(action.phase, action.microbatch, action.chunk), *times)

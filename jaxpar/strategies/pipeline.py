@@ -136,8 +136,11 @@ def plan(
         delays = DelayedUpdates(stage_delays(table, stages.layers), differs)
         differs = "; ".join(filter(None, [CONTINUOUS[c.schedule].reason, differs]))
     executor = c.executor
+    summary = summarize_stages(schedule, table, stages)
     if executor == AUTO_EXECUTOR:
         executor = choose_executor(config, cluster, table, engine.programs, division.profile)
+        summary += ", in lockstep" * (executor == LOCKSTEP)
+    summary += ", dispatched" * (executor == DISPATCH)
     details = PipelineDetails(
         schedule, table, lowered, stages, engine.programs, staged, state, c.remat, c.trace, executor
     )
@@ -147,7 +150,7 @@ def plan(
     return Plan(
         "pipeline",
         decision,
-        summarize_stages(schedule, table, stages, executor),
+        summary,
         needed.layouts,
         details,
         needed.memory,
@@ -190,8 +193,8 @@ def refuse_ring(config: ConfigDict, num_data: int) -> Refusals[None]:
         )
 
 
-def summarize_stages(schedule: str, table: Table, stages: Stages, executor: str) -> str:
-    """Return the schedule, the replicas of the stages, the cut points of the model, and the executor in one line."""
+def summarize_stages(schedule: str, table: Table, stages: Stages) -> str:
+    """Return the schedule, the replicas of the stages, and the cut points of the model in one line."""
     layers = [layer.name for layer in stages.model.layers]
     begins = ", ".join(layers[begin] for begin in stages.bounds[1:-1])
     summary = f"{schedule}, {format_count(table.num_microbatches, 'microbatch')}, "
@@ -200,7 +203,6 @@ def summarize_stages(schedule: str, table: Table, stages: Stages, executor: str)
         summary
         + f"{table.num_stages} stages{replicas} on {table.num_devices} devices"
         + (f" (cut at {begins})" if begins else "")
-        + ", dispatched" * (executor == DISPATCH)
     )
 
 

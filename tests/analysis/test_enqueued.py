@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.analysis import step_time
-from jaxpar.analysis.enqueued import Costs, Interval, busy, simulate_calls, simulated_step
+from jaxpar.analysis.enqueued import Costs, Interval, busy, sender_of, simulate_calls, simulated_step
 from jaxpar.analysis.rates import HOP_SECONDS
 from jaxpar.analysis.step_time import predict, predict_program
 from jaxpar.pipeline.executor.dispatch import dispatch_order
@@ -25,7 +25,7 @@ GPT = Task("gpt", "causal_lm", "sgd", layers=2)
 
 
 def program(devices: list[int], *calls: ProgramCall, compiled: Any = None) -> CompiledProgram:
-    mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(id=device) for device in devices]))
+    mesh: Any = SimpleNamespace(devices=np.array([[SimpleNamespace(id=device) for device in devices]]))
     return CompiledProgram(compiled, calls=calls, mesh=mesh)
 
 
@@ -57,6 +57,19 @@ def test_a_device_waits_for_its_inputs_and_for_its_host() -> None:
     alone = simulate_calls(STEP, Costs(seconds, [[], [], []], send, 1.0, 2))
     assert alone[-1] == Interval(2, 20, 22)  # device 1 does not wait for device 0
     assert busy(STEP, seconds) == {0: 21, 1: 6}
+
+
+def test_a_replica_receives_from_its_own_replica() -> None:
+    """Of two pipelines, devices 0, 1, 2 and 3, 4, 5, whose first stage is on two devices."""
+
+    def on(*rows: list[int]) -> CompiledProgram:
+        mesh: Any = SimpleNamespace(devices=np.array([[SimpleNamespace(id=d) for d in row] for row in rows]))
+        compiled: Any = None
+        return CompiledProgram(compiled, mesh=mesh)
+
+    first, both, end = on([0], [3]), on([0, 1], [3, 4]), on([2], [5])
+    assert [sender_of(end, both, place) for place in range(4)] == [2, 2, 5, 5]
+    assert [sender_of(first, end, place) for place in range(2)] == [0, 3]
 
 
 def test_the_predicted_time_is_that_of_the_busiest_device_and_its_waits() -> None:

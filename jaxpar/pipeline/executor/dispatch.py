@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jaxpar import step as steps
 from jaxpar.models.model import Batch, Params
 from jaxpar.pipeline.executor.columns import DIVIDED, LOCAL, ON_ALL, MeshColumns, with_leading, without_leading
-from jaxpar.pipeline.executor.enqueue import DEVICES, Host, Program, program_on
+from jaxpar.pipeline.executor.enqueue import DEVICES, Compiler, Host, Program, program_on
 from jaxpar.pipeline.executor.programs import StageInputs, StagePrograms
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.tables.table import ACTION_KINDS, StageDevices, Table, U, receiver
@@ -122,7 +122,7 @@ class StageDispatcher:
         )
         self._program = functools.cache(self._make_program)
         self._zeros = functools.cache(self._make_zeros)
-        self._on_columns: dict[tuple[Host, int, int], Any] = {}
+        self._on_columns: dict[tuple[bool, int, int], Any] = {}
 
     def run(self, params: Sequence[Params], inputs: Sequence[StepInputs], host: Host = DEVICES) -> Work:
         """Enqueue all actions of a table with a flush, and return their gradients and metric sums.
@@ -187,10 +187,12 @@ class StageDispatcher:
 
     def _number(self, host: Host, column: int, number: int) -> Any:
         """Return an int32 on a column, which it keeps: to send one takes longer than to enqueue a program."""
-        key = host, column, number
+        is_shape = isinstance(host, Compiler)
+        key = is_shape, column, number
         if key not in self._on_columns:
             sharding = NamedSharding(self._columns.of_column[column], ON_ALL)
-            self._on_columns[key] = host.send(np.asarray(number, np.int32), sharding)
+            to = host if is_shape else DEVICES
+            self._on_columns[key] = to.send(np.asarray(number, np.int32), sharding)
         return self._on_columns[key]
 
     def _make_zeros(self, column: int) -> Program:

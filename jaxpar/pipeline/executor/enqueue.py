@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jaxpar.launch import processes
 from jaxpar.layout import Tree
 
-ENQUEUE_SECONDS = 1e-4  # of the host, to enqueue a program with the arrays of a stage
+ENQUEUE_SECONDS = 1e-4  # of the host, to enqueue a program with the arrays of a stage; not measured on GPUs
 
 
 class Program(NamedTuple):

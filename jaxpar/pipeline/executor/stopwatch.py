@@ -6,9 +6,10 @@ has ended and its inputs have arrived, or when it is enqueued, if that is later.
 
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -19,39 +20,67 @@ from jaxpar.pipeline.executor.enqueue import DEVICES, Program
 SWITCH_SECONDS = 1e-4
 
 
+class _Timed(NamedTuple):
+    """An array that an action made, or that was sent after that.
+
+    Attributes:
+      array: a weak reference to it, because ids are used again.
+      action: number of the action.
+      arrived: when it was there, if it was sent.
+    """
+
+    array: "weakref.ref[Any]"
+    action: int
+    arrived: Future[float] | None
+
+
+class _Action(NamedTuple):
+    mesh: Mesh
+    enqueued: float
+    inputs: list[_Timed]
+    done: Future[float]
+
+
 class Stopwatch:
-    """A host (enqueue.py) that measures the calls of programs that are actions."""
+    """A host (enqueue.py) that measures the calls of programs that are actions. A context manager."""
 
     def __init__(self) -> None:
+        # One thread waits for the results of a mesh, and one for what a mesh sends to another: these come in order.
+        self._waiting: dict[tuple[Any, ...], ThreadPoolExecutor] = {}
+        self._timed: dict[int, _Timed] = {}  # by id
+        self._actions: list[_Action] = []
+
+    def __enter__(self) -> Self:
         # By default, a thread of Python waits up to 5 ms for the one that enqueues.
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_SECONDS)
-        # One thread waits for the results of a mesh, and one for what a mesh sends to another: these come in order.
-        self._waiting: dict[tuple[Any, ...], ThreadPoolExecutor] = {}
-        self._sent: dict[int, tuple[int, Future[float]]] = {}  # by the id of an array: its action, and its arrival
-        self._actions: list[tuple[Mesh, float, list[tuple[int, Future[float]]], Future[float]]] = []
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for executor in self._waiting.values():
+            executor.shutdown()
+        sys.setswitchinterval(self._interval)
 
     def call(self, program: Program, *args: Any) -> Any:
         """Enqueue a program, and return its results. The last result of an action is an array that nothing donates."""
         enqueued = time.perf_counter()
         results = program.jitted(*args)
         if program.is_action:
-            inputs = [self._sent[id(x)] for x in jax.tree.leaves(args) if id(x) in self._sent]
+            inputs = [timed for x in jax.tree.leaves(args) if (timed := self._find(x))]
             done = self._thread(program.mesh).submit(_ready, results[-1])
-            self._actions.append((program.mesh, enqueued, inputs, done))
+            for x in jax.tree.leaves(results):
+                self._timed[id(x)] = _Timed(weakref.ref(x), len(self._actions), None)
+            self._actions.append(_Action(program.mesh, enqueued, inputs, done))
         return results
 
     def send(self, tree: Tree, sharding: NamedSharding) -> Any:
-        """Return arrays on other devices. What an action made is sent right after its call."""
+        """Return arrays on other devices."""
         sent = DEVICES.send(tree, sharding)
-        made = len(self._actions) - 1
-        sender = self._actions[made][0] if self._actions else sharding.mesh
-        for x in jax.tree.leaves(sent):
-            self._sent[id(x)] = made, self._thread(sender, sharding.mesh).submit(_ready, x)
+        for x, arriving in zip(jax.tree.leaves(tree), jax.tree.leaves(sent), strict=True):
+            if timed := self._find(x):
+                thread = self._thread(self._actions[timed.action].mesh, sharding.mesh)
+                self._timed[id(arriving)] = _Timed(weakref.ref(arriving), timed.action, thread.submit(_ready, arriving))
         return sent
-
-    def _thread(self, *meshes: Any) -> ThreadPoolExecutor:
-        return self._waiting.setdefault(meshes, ThreadPoolExecutor(1))
 
     def times(self) -> Sequence[tuple[float, float]]:
         """Return the start and the end of each action, in the order of the calls, after waiting for them.
@@ -63,15 +92,20 @@ class Stopwatch:
         intervals: list[tuple[float, float]] = []
         for mesh, enqueued, inputs, done in self._actions:
             start = max([enqueued, *(free.get(device, 0.0) for device in mesh.devices.flat)])
-            for made, arrived in inputs:
-                start = max(start, arrived.result(), intervals[made][1] if made >= 0 else 0.0)
+            for timed in inputs:
+                arrived = timed.arrived.result() if timed.arrived else 0.0
+                start = max(start, intervals[timed.action][1], arrived)
             end = max(start, done.result())
             free |= dict.fromkeys(mesh.devices.flat, end)
             intervals.append((start, end))
-        for executor in self._waiting.values():
-            executor.shutdown()
-        sys.setswitchinterval(self._interval)
         return intervals
+
+    def _find(self, x: Any) -> _Timed | None:
+        timed = self._timed.get(id(x))
+        return timed if timed is not None and timed.array() is x else None
+
+    def _thread(self, *meshes: Any) -> ThreadPoolExecutor:
+        return self._waiting.setdefault(meshes, ThreadPoolExecutor(1))
 
 
 def _ready(x: jax.Array) -> float:
