@@ -60,7 +60,7 @@ def test_a_device_waits_for_its_inputs_and_for_its_host() -> None:
 
 
 def test_a_replica_receives_from_its_own_replica() -> None:
-    """Of two pipelines, devices 0, 1, 2 and 3, 4, 5, whose first stage is on two devices."""
+    """Two pipelines, devices 0, 1, 2 and 3, 4, 5, have their first stage on two devices each."""
 
     def on(*rows: list[int]) -> CompiledProgram:
         mesh: Any = SimpleNamespace(devices=np.array([[SimpleNamespace(id=d) for d in row] for row in rows]))
