@@ -1,4 +1,7 @@
-"""Chooses the schedule of a pipeline with config.pipeline.schedule=auto: the cheapest one in lockstep that fits.
+"""Chooses the schedule of a pipeline with config.pipeline.schedule=auto: the one with the shortest step that fits.
+
+In lockstep, that is the time of its clocks; with dispatched stages, or if the executor is still to be chosen, the time
+if devices wait only for their inputs.
 
 The candidates are the named schedules with a fused backward pass and, unless stages have replicas, tables that a search
 finds, with a fused backward pass and with separate B and W. Each kind is compared by the costs of its own programs: the
@@ -24,16 +27,17 @@ from jaxpar.pipeline.executor.lowering import TableShape, lower_table
 from jaxpar.pipeline.executor.programs import StagePrograms
 from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.pipeline.search.lockstep_search import search_fused, search_lockstep
-from jaxpar.pipeline.search.search import SearchResult
+from jaxpar.pipeline.search.search import SearchResult, search
 from jaxpar.pipeline.tables.replicated import WITH_REPLICAS, replicated_table
 from jaxpar.pipeline.tables.schedule import make_table
-from jaxpar.pipeline.tables.simulate import Times, lockstep
+from jaxpar.pipeline.tables.simulate import Time, Times, lockstep, simulate_table
 from jaxpar.pipeline.tables.table import BW, Table
 from jaxpar.pipeline.tables.validate import peak_stashed
 from jaxpar.state import nbytes
-from jaxpar.strategies.schedules import AUTO_SCHEDULE
+from jaxpar.strategies.schedules import AUTO_SCHEDULE, LOCKSTEP
 
 WIDTH = 4  # of the beam; a search for 8 unequal stages and 64 microbatches takes about 1.5 s
+EVALUATIONS = 300  # of the search without lockstep
 LARGEST_SEARCH = 1024  # stages x microbatches, about 4 s; above, only named schedules are compared
 FUSED = ("1f1b", "eager_1f1b", "gpipe", "model_parallel")  # of those with equal costs, the first one is chosen
 SPLIT = "zb_h1"  # any schedule with separate B and W
@@ -47,7 +51,7 @@ def choose_schedule(
     profile: Sequence[LayerProfile],
     state_bytes: int,
 ) -> SearchResult:
-    """Return the table that is cheapest in lockstep of those that fit.
+    """Return the table that is cheapest of those that fit.
 
     Args:
       config: the config of the run.
@@ -59,6 +63,10 @@ def choose_schedule(
     """
     p, m = start.num_devices, start.num_microbatches
     sharing = devices_that_share(cluster)
+    in_lockstep = config.pipeline.executor == LOCKSTEP or sharing > 1
+
+    def cost(table: Table, times: Times) -> Time:
+        return lockstep(table, times, sharing=sharing) if in_lockstep else simulate_table(table, times).cost
 
     def costs(engine: PipelineEngine) -> tuple[Times, int]:
         """Return the times of the stages, and how many microbatches fit, with the programs of an engine."""
@@ -74,29 +82,34 @@ def choose_schedule(
     times, limit = costs(fused)
     if limit < 1 and config.pipeline.memory_limit:
         raise _refuse_limit(config, fused, state_bytes)
-    best = _cheapest_fused(start, times, limit, sharing)
+    best = _cheapest_fused(start, times, limit, cost)
     if start.replicas or sharing >= p:
         return best
     width = WIDTH if p * m <= LARGEST_SEARCH else 0
     candidates = [(best, times)]
     if 1 <= limit < 2 * p - 1:  # otherwise eager_1f1b fits
         candidates.append((search_fused(times, limit, p, m, width), times))
-    split = lower_table(make_table(SPLIT, num_devices=p, num_microbatches=m, num_chunks=1))
-    split_times, limit = costs(engine_of(split.shape))
+    named = make_table(SPLIT, num_devices=p, num_microbatches=m, num_chunks=1)
+    split_times, limit = costs(engine_of(lower_table(named).shape))
     if limit >= 1:
-        found = search_lockstep(split_times, 0, limit, p, m, width=width)
+        if in_lockstep:
+            found = search_lockstep(split_times, 0, limit, p, m, width=width)
+        elif width:
+            found = search(split_times, 0, limit, p, m, evaluations=EVALUATIONS)
+        else:
+            found = SearchResult(SPLIT, named) if peak_stashed(named).max() <= limit else best
         is_split = (found.table.actions["kind"] != BW).all()  # otherwise other programs run it, which need more memory
         candidates += [(found, split_times)] * bool(is_split)
-    return cheapest(candidates, sharing)
+    return cheapest(candidates, cost)
 
 
-def cheapest(candidates: Sequence[tuple[SearchResult, Times]], sharing: int) -> SearchResult:
-    """Return the result that is cheapest in lockstep, each with the times of its programs; the first of equal ones."""
-    seconds = [lockstep(result.table, times, sharing=sharing) for result, times in candidates]
+def cheapest(candidates: Sequence[tuple[SearchResult, Times]], cost: Callable[[Table, Times], Time]) -> SearchResult:
+    """Return the cheapest result, each with the times of its programs; the first of equal ones."""
+    seconds = [cost(result.table, times) for result, times in candidates]
     return next(result for (result, _), of in zip(candidates, seconds, strict=True) if of <= min(seconds) * (1 + 1e-9))
 
 
-def _cheapest_fused(start: Table, times: Times, limit: int, sharing: int) -> SearchResult:
+def _cheapest_fused(start: Table, times: Times, limit: int, cost: Callable[[Table, Times], Time]) -> SearchResult:
     """Return the cheapest named schedule with a fused backward pass that fits.
 
     If stages have replicas and none fits, it is the one with the fewest microbatches in memory.
@@ -111,7 +124,7 @@ def _cheapest_fused(start: Table, times: Times, limit: int, sharing: int) -> Sea
         ]
     peaks = [int(peak_stashed(result.table).max()) for result in found]
     fitting = [result for result, peak in zip(found, peaks, strict=True) if peak <= max(limit, min(peaks))]
-    return cheapest([(result, times) for result in fitting], sharing)
+    return cheapest([(result, times) for result in fitting], cost)
 
 
 def devices_that_share(cluster: Cluster) -> int:

@@ -1,4 +1,4 @@
-"""config.pipeline.schedule=auto chooses the schedule that is cheapest in lockstep by the times of the stages."""
+"""config.pipeline.schedule=auto chooses the schedule that is cheapest for the executor by the times of the stages."""
 
 import functools
 import re
@@ -17,12 +17,13 @@ from jaxpar.pipeline.executor.programs import StagePrograms
 from jaxpar.pipeline.search.layer_profile import LayerProfile, write_profile
 from jaxpar.pipeline.search.lockstep_search import search_lockstep
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table
-from jaxpar.pipeline.tables.simulate import Times, lockstep
-from jaxpar.pipeline.tables.table import W
+from jaxpar.pipeline.tables.simulate import Times, lockstep, simulate_table
+from jaxpar.pipeline.tables.table import Table, W
 from jaxpar.pipeline.tables.validate import check_table, peak_stashed
 from jaxpar.plan import Plan
 from jaxpar.step import abstract
 from jaxpar.strategies import Strategy, auto_schedule
+from jaxpar.strategies.schedules import AUTO_EXECUTOR, EXECUTORS
 from tests.strategies.pipelines import (
     BATCH,
     NUM_MICROBATCHES,
@@ -201,13 +202,18 @@ def activations(plan: Plan[Any]) -> int:
     return plan.memory[0]["stashes"] + plan.memory[0]["transfers"]
 
 
-def test_never_slower_in_lockstep_than_a_named_schedule() -> None:
-    plan = plan_for(gpus(4, 80e9), DEEP, *auto(4))
+@pytest.mark.parametrize("executor", [*EXECUTORS, AUTO_EXECUTOR])
+def test_never_slower_than_a_named_schedule(executor: str) -> None:
+    plan = plan_for(gpus(4, 80e9), DEEP, *auto(4, f"--config.pipeline.executor={executor}"))
     times = times_of(DEEP)
+
+    def cost(table: Table) -> Any:
+        return lockstep(table, times) if executor == "lockstep" else simulate_table(table, times).cost
+
     for name in ("1f1b", "eager_1f1b", "gpipe", "zb_h1", "zb_h2"):
         table = make_table(name, num_devices=4, num_microbatches=NUM_MICROBATCHES, num_chunks=1)
         if peak_stashed(table).max() <= 7:
-            assert lockstep(plan.details.table, times) <= lockstep(table, times) * (1 + 1e-9)
+            assert cost(plan.details.table) <= cost(table) * (1 + 1e-9)
 
 
 def test_devices_that_share_processors_do_not_split_the_backward_pass() -> None:
@@ -273,8 +279,9 @@ def test_large_tables_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     times = Times([1, 1.3, 1.1, 1.2], [1.2, 1.1, 1.3, 1], [0.9, 1, 1.2, 1.1])
     assert search_lockstep(times, 0, 7, 4, 8, width=0).policy in SPLIT
     monkeypatch.setattr(auto_schedule, "LARGEST_SEARCH", 4 * NUM_MICROBATCHES - 1)
-    plan = plan_for(gpus(4, 80e9), DEEP, *auto(4))
-    assert any(plan.summary.startswith(f"auto ({name})") for name in SPLIT)
+    for executor in EXECUTORS:
+        plan = plan_for(gpus(4, 80e9), DEEP, *auto(4, f"--config.pipeline.executor={executor}"))
+        assert any(plan.summary.startswith(f"auto ({name})") for name in SPLIT)
 
 
 def test_the_choice_does_not_depend_on_a_file_of_this_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

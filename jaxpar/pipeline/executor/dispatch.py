@@ -163,8 +163,8 @@ class StageDispatcher:
             self._program(column, chunk, phase),
             parts[chunk],
             inputs,
-            self._number(host, column, microbatch % self.num_microbatches),
-            self._number(host, column, int(self._stages.shifts[column, chunk])),
+            self._on_column(host, column, microbatch % self.num_microbatches),
+            self._on_column(host, column, int(self._stages.shifts[column, chunk])),
             work.arrived.pop((phase, stage, microbatch), None),
             saved,
             accumulated,
@@ -185,7 +185,7 @@ class StageDispatcher:
         example = self._stages.examples[self._stages.kinds[column]]
         return [self._stages.part(held, example, chunk) for chunk in range(self._numbers.shape[1])]
 
-    def _number(self, host: Host, column: int, number: int) -> Any:
+    def _on_column(self, host: Host, column: int, number: int) -> Any:
         """Return an int32 on a column, which it keeps: to send one takes longer than to enqueue a program."""
         is_shape = isinstance(host, Compiler)
         key = is_shape, column, number

@@ -122,6 +122,7 @@ class ContinuousSteps:
           updates: adds the gradients and metric sums of columns.
           options: compiler options of the updates.
         """
+        assert staged.stages.placement.shape[1] == 1, "these schedules have one chunk per device"
         self._staged, self._columns, self._dispatcher, self._updates = staged, columns, dispatcher, updates
         self._programs, self._devices = programs, StageDevices(staged.stages.placement)
         self._m, self._order = dispatcher.num_microbatches, dispatcher.order

@@ -40,13 +40,15 @@ def activation_memory(order: Sequence[DispatchedAction], programs: StagePrograms
         if action.is_update:
             continue
         number = int(programs.numbers[column, chunk])
-        for (made_by, last), values in programs.programs[number].cut.saved.items():
-            change(column, "stashes", nbytes(values) * ((made_by == phase) - (last == phase)))
+        saved = programs.programs[number].cut.saved
+        change(column, "stashes", nbytes([values for key, values in saved.items() if key[0] == phase]))
         if to is not None:
             size = nbytes(programs.sent(number, phase))
             change(column, "transfers", size)
             change(to[1], "transfers", size)
             change(column, "transfers", -size)
+        # The inputs of an action exist until it has been enqueued.
+        change(column, "stashes", -nbytes([values for key, values in saved.items() if key[1] == phase]))
         change(column, "transfers", -nbytes(programs.received(number, phase)))
     return [dict(of_column) for of_column in most]
 

@@ -126,7 +126,7 @@ class StageUpdates:
         self.last = columns.group_of[StageDevices(stages.placement).of(stages.num_stages - 1)[0]]  # of the last stage
         one, scalars = ("gradients",), ("inputs",)
         own = [g for g in groups if any(x.process_index == jax.process_index() for x in on_group[g].devices.flat)]
-        self._here = self.last if self.last in own or not own else own[0]  # a group with devices of this process
+        self._own = self.last if self.last in own or not own else own[0]  # a group with devices of this process
         self._square = [self._make_square(g) for g in groups]
         self._reduce = [self._make_reduce(g) for g in groups]
         self._update = [self._make_update(g, options) for g in groups]
@@ -169,7 +169,7 @@ class StageUpdates:
             for g in groups
         ]
         params, optimizer, private, metrics = zip(*updated, strict=True)
-        return state._replace(params=params, optimizer=optimizer, private=private), metrics[self._here]
+        return state._replace(params=params, optimizer=optimizer, private=private), metrics[self._own]
 
     def sums(self, work: Work) -> Sums:
         """Return the metric sums over all microbatches and replicas."""
@@ -185,7 +185,7 @@ class StageUpdates:
         """Return scalars of the last group on devices of this process."""
         if jax.process_count() == 1:
             return tree
-        return [self._to(host, g, tree) for g in range(len(self._columns.groups))][self._here]
+        return [self._to(host, g, tree) for g in range(len(self._columns.groups))][self._own]
 
     def init_private(self, params: Sequence[Params]) -> tuple[Tree, ...]:
         """Return the private state of the exchange at step 0. params: by group."""
