@@ -24,7 +24,13 @@ from jaxpar.mesh import DATA
 from jaxpar.models.model import Batch, Model
 from jaxpar.pipeline.executor.columns import ON_ALL, MeshColumns
 from jaxpar.pipeline.executor.continuous import padded
-from jaxpar.pipeline.executor.dispatch import SHARED_SPECS, StageDispatcher, StepInputs, dispatch_order
+from jaxpar.pipeline.executor.dispatch import (
+    SHARED_SPECS,
+    DispatchedAction,
+    StageDispatcher,
+    StepInputs,
+    dispatch_order,
+)
 from jaxpar.pipeline.executor.dispatch_continuous import ContinuousSteps
 from jaxpar.pipeline.executor.dispatch_costs import (
     activation_memory,
@@ -105,11 +111,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         actions = each_step.actions(state)
         with Stopwatch() as stopwatch:
             results = run(state, batch, stopwatch)
-            measured = stopwatch.times()
-        for action, times in zip(actions, measured, strict=True):
-            group = columns.groups[columns.group_of[action.column]]
-            for column in group if action.is_update else [action.column]:
-                timeline.record(column, ActionNumbers(action.phase, action.microbatch, action.chunk), *times)
+            record(timeline, columns, actions, stopwatch.times())
         return results
 
     def run(state: DispatchedState, batch: Batch, host: Host) -> tuple[DispatchedState, Metrics]:
@@ -137,18 +139,12 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         return on_mesh(padded(batch, problem.batch) if table.period else batch)
 
     def compile_programs() -> list[CompiledProgram]:
-        compiler, state = Compiler(), state_of.abstract(updates)
+        compiler, state = Compiler(), each_step.abstract(state_of.abstract())
         batch = with_shardings(problem.batch, by_replica(mesh))
-        if isinstance(each_step, ContinuousSteps):
-            state = each_step.with_residuals(state, state.private)
         for _ in range(2 * num_in_flight(table) if table.period else 1):  # until all stages are busy
             compiler.begin_step()
             state, _ = run(state, batch, compiler)
-        return [
-            CompiledProgram(one.compiled, arguments=one.program.kinds, calls=one.calls, mesh=one.program.mesh)
-            for one in compiler.called.values()
-            if one.calls
-        ]
+        return compiled_calls(compiler)
 
     return Strategy(
         plan,
@@ -165,6 +161,25 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         report=timeline.report,
         timelines=timeline.charts,
     )
+
+
+def record(
+    timeline: Timeline, columns: MeshColumns, actions: Sequence[DispatchedAction], times: Sequence[tuple[float, float]]
+) -> None:
+    """Record when the actions of a step ran. The update of a stage is that of all its replicas."""
+    for action, of_action in zip(actions, times, strict=True):
+        group = columns.groups[columns.group_of[action.column]]
+        for column in group if action.is_update else [action.column]:
+            timeline.record(column, ActionNumbers(action.phase, action.microbatch, action.chunk), *of_action)
+
+
+def compiled_calls(compiler: Compiler) -> list[CompiledProgram]:
+    """Return the programs that the step calls."""
+    return [
+        CompiledProgram(one.compiled, arguments=one.program.kinds, calls=one.calls, mesh=one.program.mesh)
+        for one in compiler.called.values()
+        if one.calls
+    ]
 
 
 def begin_program(mesh: Mesh, num_microbatches: int) -> Program:
@@ -237,7 +252,7 @@ class StateOnGroups:
         moments = self._staged.optimizer.assemble([optimizer[group] for group in groups])
         return states.to_canonical(State(step, key, held, moments))
 
-    def abstract(self, updates: StageUpdates) -> DispatchedState:
+    def abstract(self) -> DispatchedState:
         """Return the shapes of the state, with shardings."""
         params, optimizer = self._staged.params.packing, self._staged.optimizer.packing
         kinds = [self._staged.stages.kinds[column] for column in self._firsts]
@@ -247,4 +262,4 @@ class StateOnGroups:
             tuple(with_shardings(of.tree(kind), on) for kind, on in zip(kinds, self._on_groups, strict=True))
             for of in (params, optimizer)
         )
-        return DispatchedState(step, key, of_params, of_optimizer, updates.abstract_private(of_params))
+        return DispatchedState(step, key, of_params, of_optimizer, ())

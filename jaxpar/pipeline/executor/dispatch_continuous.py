@@ -19,7 +19,6 @@ import optax
 from jax.sharding import NamedSharding
 
 from jaxpar import step as steps
-from jaxpar.exchange.clip import clipped
 from jaxpar.launch import processes
 from jaxpar.layout import Tree
 from jaxpar.mesh import DATA
@@ -34,7 +33,7 @@ from jaxpar.pipeline.executor.columns import (
     without_leading,
 )
 from jaxpar.pipeline.executor.dispatch import DispatchedAction, StageDispatcher, StepInputs, Work, no_work
-from jaxpar.pipeline.executor.dispatch_update import DispatchedState, StageUpdates, over_replicas
+from jaxpar.pipeline.executor.dispatch_update import DispatchedState, StageUpdates, kept_if, over_replicas
 from jaxpar.pipeline.executor.enqueue import Host, Program, program_on
 from jaxpar.pipeline.executor.programs import StagePrograms
 from jaxpar.pipeline.executor.state import StagedState
@@ -139,10 +138,13 @@ class ContinuousSteps:
 
     def begin(self, state: DispatchedState) -> DispatchedState:
         """Return a state whose private state is that of step 0, with an empty pipeline."""
-        return self.with_residuals(state, self._updates.init_private(state.params))
+        return self._empty(state, self._updates.init_private(state.params))
 
-    def with_residuals(self, state: DispatchedState, residuals: Sequence[Tree]) -> DispatchedState:
-        """Return a state with an empty pipeline. residuals: private state of the exchange, by group."""
+    def abstract(self, state: DispatchedState) -> DispatchedState:
+        """Return what `begin` returns, of shapes."""
+        return self._empty(state, self._updates.abstract_private(state.params))
+
+    def _empty(self, state: DispatchedState, residuals: Sequence[Tree]) -> DispatchedState:
         versions: list[dict[int, Params]] = [{} for _ in state.params]
         return state._replace(private=DispatchedFlight(np.zeros((), np.int32), residuals, versions, {}, no_work()))
 
@@ -244,7 +246,7 @@ class ContinuousSteps:
         return min([1 + min(reads(all_places)), *reads(all_places[place + 1 :])])
 
     def _make_update(self, group: int, options: Mapping[str, Any]) -> Program:
-        all_reduce, problem = self._staged.all_reduce, self._staged.problem
+        problem = self._staged.problem
         is_read_later = self._read_after_update[group] <= -self._age_of_update[group]
 
         def on_device(
@@ -254,16 +256,14 @@ class ContinuousSteps:
             # A compressor may hide infinities and NaNs, so count them before the exchange.
             grads = self._updates.merged(group, of_chunks)
             nonfinite = jax.lax.psum(steps.nonfinite_count(grads), DATA)
-            if all_reduce.clip_norm:
-                grads = clipped(grads, optax.tree.norm(grads), all_reduce.clip_norm)
-            grads, after = all_reduce.mean(grads, before)
+            grads, after = self._updates.exchanged(grads, before, optax.tree.norm(grads))
             # With a gradient norm of NaN, the update changes nothing.
             norm = optax.tree.norm(grads)
             state = State(step, jnp.zeros(()), params, optimizer)
             checked_norm = jnp.where(nonfinite == 0, norm, jnp.nan)
             state, metrics = steps.update(problem, state, grads, problem.task.zeros(), checked_norm)
-            after = jax.tree.map(lambda new, old: jnp.where(metrics.finite, new, old), after, before)
-            return state.params, state.optimizer, with_leading(after), jnp.square(norm), 1.0 - metrics.finite
+            after = with_leading(kept_if(metrics.finite, after, before))
+            return state.params, state.optimizer, after, jnp.square(norm), 1.0 - metrics.finite
 
         specs, results = (ON_ALL, ON_ALL, ON_ALL, LOCAL, LOCAL), (ON_ALL, ON_ALL, LOCAL, ON_ALL, ON_ALL)
         kinds = ("inputs", "parameters", "optimizer", "private", "gradients")

@@ -91,6 +91,10 @@ class FlushedSteps:
         """Return a state whose private state is that of step 0."""
         return state._replace(private=self._updates.init_private(state.params))
 
+    def abstract(self, state: DispatchedState) -> DispatchedState:
+        """Return what `begin` returns, of shapes."""
+        return state._replace(private=self._updates.abstract_private(state.params))
+
     def actions(self, _state: DispatchedState) -> list[DispatchedAction]:
         """Return the actions of the next step."""
         return self._dispatcher.order
@@ -242,6 +246,16 @@ class StageUpdates:
         held = sum_over_stages(of_chunks)
         return jax.lax.psum(held, STAGE) if len(self._columns.groups[group]) > 1 else held
 
+    def exchanged(self, grads: Params, residuals: Tree, norm: jax.Array | None) -> tuple[Params, Tree]:
+        """Return the mean gradient of the replicas, and the residuals after it. For `shard_map`.
+
+        norm: that of the replica's gradient, if the exchange clips by it.
+        """
+        if self._staged.all_reduce.clip_norm:
+            assert norm is not None
+            grads = clipped(grads, norm, self._staged.all_reduce.clip_norm)
+        return self._staged.all_reduce.mean(grads, residuals)
+
     def _make_square(self, group: int) -> Program:
         def on_device(of_chunks: list[Params]) -> jax.Array:
             return optax.tree.norm(self.merged(group, without_leading(of_chunks)))[None] ** 2
@@ -249,7 +263,6 @@ class StageUpdates:
         return program_on(self._columns.of_group[group], on_device, (LOCAL,), BY_REPLICA, ("gradients",))
 
     def _make_reduce(self, group: int) -> Program:
-        all_reduce = self._staged.all_reduce
         apart = {array for array, holders in self._ties.items() if group in holders}
 
         def on_device(of_chunks: list[Params], private: Tree, norm: jax.Array | None) -> ReducedGradient:
@@ -257,9 +270,7 @@ class StageUpdates:
             # Check for infinities and NaNs before the exchange: a compressor may hide them.
             nonfinite = jax.lax.psum(steps.nonfinite_count(of_chunks), (DATA, STAGE))
             grads = self.merged(group, of_chunks)
-            if norm is not None:
-                grads = clipped(grads, norm[0], all_reduce.clip_norm)
-            grads, residuals = all_reduce.mean(grads, private)
+            grads, residuals = self.exchanged(grads, private, None if norm is None else norm[0])
             whole = [x for layer, arrays in grads.items() for name, x in arrays.items() if (layer, name) not in apart]
             return ReducedGradient(grads, with_leading(residuals), _square_of(whole), nonfinite)
 
@@ -282,14 +293,18 @@ class StageUpdates:
         ) -> tuple[Params, Any, Tree, Metrics]:
             before = State(step, jnp.zeros(()), params, optimizer)
             after, metrics = steps.update(self._staged.problem, before, grads, sums, norm)
-            kept = jax.tree.map(lambda new, old: jnp.where(metrics.finite, new, old), residuals, private)
-            return after.params, after.optimizer, kept, metrics
+            return after.params, after.optimizer, kept_if(metrics.finite, residuals, private), metrics
 
         specs = (ON_ALL, ON_ALL, ON_ALL, LOCAL, ON_ALL, LOCAL, ON_ALL, ON_ALL)
         kinds = ("inputs", "parameters", "optimizer", "private", "gradients", "residuals", "inputs", "inputs")
         results, jitting = (ON_ALL, ON_ALL, LOCAL, ON_ALL), {"donate_argnums": (1, 2, 3)}
         mesh = self._columns.of_group[group]
         return program_on(mesh, on_device, specs, results, kinds, compiler_options=options, **jitting)
+
+
+def kept_if(is_finite: jax.Array, new: Tree, old: Tree) -> Tree:
+    """Return the new residuals, or the old ones after a step that changes nothing."""
+    return jax.tree.map(lambda after, before: jnp.where(is_finite, after, before), new, old)
 
 
 def over_replicas(sums: Sums) -> Sums:
