@@ -20,6 +20,7 @@ ARRAYS = "arrays"  # key of the hash of the private arrays in a private key
 ON_HOST = " on the host"  # suffix of the name of a part of the state that is in host memory
 ACTIVATION_PARTS = ("stashes", "transfers")  # parts of a pipeline's memory that do not belong to the state
 # The purposes of the parts of a state whose names differ from their parts', and of the scalars, which are not counted.
+COPY = "copy"  # the kind of traffic that the host sends between programs
 PURPOSES = {"params": "parameters", "copies": "parameters", "step": "", "key": ""}
 
 

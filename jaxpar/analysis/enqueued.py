@@ -6,7 +6,7 @@ device runs the next call. What a device sends to different devices does not sha
 and their gradients go to different neighbours.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxpar.strategies.strategy import CompiledProgram
@@ -84,6 +84,19 @@ def simulate_calls(programs: Sequence[CompiledProgram], costs: Costs, num_steps:
             intervals.append(Interval(index, min(starts.values()), max(ends[-1].values())))
             free |= ends[-1]
     return intervals
+
+
+def copies(programs: Sequence[CompiledProgram]) -> Iterator[tuple[str, int, int]]:
+    """Yield what a device sends for a call of a step: dtype, id of the sender, and bytes."""
+    made_by = {call.number: program for program in programs for call in program.calls}
+    for program in programs:
+        for call in program.calls:
+            for made in call.inputs:
+                sender = made_by[made.call % len(made_by)]  # of a negative number, the same call of this step
+                for dtype, nbytes in made.by_dtype.items():
+                    for place in range(len(ids(program))):
+                        if nbytes:
+                            yield dtype, sender_of(sender, program, place), nbytes
 
 
 def sender_of(made_by: CompiledProgram, program: CompiledProgram, place: int) -> int:

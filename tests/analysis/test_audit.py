@@ -304,10 +304,11 @@ def sent_by(instruction: str) -> list[CollectiveRow]:
     """Audit a program with a single instruction, whose operand has 100 elements."""
     text = "ENTRY %main.1 (x: f32[100]) -> f32[100] {\n  %x = f32[100]{0} parameter(0)\n"
     text += f"  ROOT %sent = f32[100]{{0}} {instruction}\n}}\n"
-    on_a_device = SimpleNamespace(device_set={"a device"})
-    compiled = SimpleNamespace(as_text=lambda: text, input_shardings=[on_a_device])
-    program: Any = SimpleNamespace(compiled=compiled, frequencies={}, mesh=None, runs=1)
-    return audit.audit([program], Plan("single", Decision(MESH, 1, "", 2, None), "", {}, None, ()), TASK)
+    on_a_device = SimpleNamespace(device_set={jax.devices()[0]})
+    compiled: Any = SimpleNamespace(as_text=lambda: text, input_shardings=[on_a_device])
+    return audit.audit(
+        [CompiledProgram(compiled)], Plan("single", Decision(MESH, 1, "", 2, None), "", {}, None, ()), TASK
+    )
 
 
 @pytest.mark.parametrize("groups", WRITTEN)

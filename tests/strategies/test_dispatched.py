@@ -209,10 +209,24 @@ def test_programs_and_their_audit() -> None:
     [gradients] = [row for row in rows if row.dtype == "float32" and row.kind == "all-reduce"]
     [copies] = [row for row in rows if row.kind == "copy"]
     assert (gradients.axis, gradients.ratio, copies.axis) == ("data", 1, "stage")
+    assert copies.theory is not None
+    assert 0 <= copies.nbytes - copies.theory <= 100  # and scalars: metric sums, norms
+    assert not copies._replace(theory=0.5 * copies.theory).is_explained
+    assert not copies._replace(nbytes=0.9 * copies.nbytes).is_explained
     measured = audit.memory(programs, strategy)
     for parts in measured:
         for kind in ("parameters", "optimizer"):
             assert parts[kind].nbytes == parts[kind].theory
+
+
+@pytest.mark.parametrize(("schedule", "stages", "per_batch"), [("pipedream", 4, 1), ("pipedream_2bw", (2, 1), 4)])
+def test_audit_without_a_flush(schedule: str, stages: Any, per_batch: int) -> None:
+    strategy = shared(MLP, *continuous_settings(schedule, stages, per_batch, 1, DISPATCH))
+    rows = audit.audit(strategy.compile(), strategy.plan, TASK)
+    assert [row for row in rows if not row.is_explained] == []
+    [copies] = [row for row in rows if row.kind == "copy" and row.dtype == "float32"]
+    assert copies.theory is not None
+    assert 0 <= copies.nbytes - copies.theory <= 100
 
 
 def test_refused() -> None:

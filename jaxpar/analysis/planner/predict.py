@@ -19,9 +19,8 @@ from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.pipeline.tables.simulate import Times
 from jaxpar.pipeline.tables.table import StageDevices, Table, W
 from jaxpar.pipeline.tables.validate import peak_handed, peak_in_flight, peak_stashed
-from jaxpar.plan import Traffic
+from jaxpar.plan import COPY, Traffic
 
-COPY = "copy"  # the kind of what the host sends between programs, while no device computes
 # Bytes that a scan over the layers moves in addition, for each byte of the stacks of what layers save and of their
 # weights: compiled programs of GPT-2 124M for H100s with and without a scan differ by this much.
 SCAN_OF_STASH, SCAN_OF_WEIGHTS = 6.5, 16.0

@@ -97,10 +97,12 @@ class CallInput(NamedTuple):
     Attributes:
       call: number of the earlier call.
       nbytes: bytes that were sent to each device of the later one.
+      by_dtype: these bytes by the NumPy name of the dtype.
     """
 
     call: int
     nbytes: int
+    by_dtype: Mapping[str, int] = {}
 
 
 class ProgramCall(NamedTuple):
@@ -157,12 +159,13 @@ class Compiler:
                 lambda x, sharding: made(x, sharding, {}), lowered.out_info, compiled.output_shardings
             )
             self.called[key] = Called(program, compiled, results, ())
-        arrived: Counter[int] = Counter()
+        arrived: dict[int, Counter[str]] = {}
         for x in jax.tree.leaves(args):
-            arrived.update(arrivals_of(x))
+            for one, nbytes in arrivals_of(x).items():
+                arrived.setdefault(one, Counter())[x.dtype.name] += nbytes
         number, called = self._num_calls, self.called[key]
         self._num_calls += 1
-        inputs = tuple(CallInput(one - self._first, nbytes) for one, nbytes in arrived.items())
+        inputs = tuple(CallInput(one - self._first, sum(of.values()), of) for one, of in arrived.items())
         call = ProgramCall(number - self._first, inputs)
         self.called[key] = called._replace(calls=(*called.calls, call))
         return jax.tree.map(lambda x: made(x, x.sharding, {number: 0}), called.results)
