@@ -55,6 +55,7 @@ from jaxpar.measure.flops import forward_flops
 from jaxpar.measure.kernels import ATTENTION
 from jaxpar.measure.phases import Phases
 from jaxpar.measure.source_lines import present_lines
+from jaxpar.plan import COPY
 from jaxpar.run import build
 from jaxpar.run.unused import check_unused_keys
 from jaxpar.step import Problem
@@ -201,7 +202,7 @@ def format_audit(audited: dict[str, Any]) -> str:
         note = "" if row["explained"] else "  not explained by theory"
         what = f"{row['kind']:20} {row['axis']:8} {row['dtype']:9}"
         found_bytes = f"{row['number']:8.2f} {row['nbytes']:14,.0f}"
-        if row["kind"] == "copy":  # copied by the host between programs, so not in a compiled program
+        if row["kind"] == COPY and not row["nbytes"]:  # made by the host; only those between calls are known
             found_bytes = ratio = ""
         lines.append(f"{what} {found_bytes:23} {theory:>14}  {ratio}{note}".rstrip())
     devices = audited["devices"]

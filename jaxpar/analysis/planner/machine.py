@@ -12,7 +12,7 @@ from jaxpar.analysis.audit import PERMUTE
 from jaxpar.analysis.rates import collective_seconds, hop_seconds, launch_seconds, memory_seconds, send_rate
 from jaxpar.cluster import Cluster
 from jaxpar.mesh import DATA, STAGE
-from jaxpar.plan import Traffic
+from jaxpar.plan import COPY, Traffic
 
 # Messages of a ring algorithm in a collective of n devices.
 MESSAGES = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "all-to-all": 1}  # times n - 1
@@ -97,7 +97,7 @@ class GpuMachine(NamedTuple):
 
     def collective(self, sent: Traffic, axes: Mapping[str, int]) -> float:
         """Return the time of a ring on the slowest link that it crosses, or of copies by the host, one by one."""
-        if sent.kind == "copy":
+        if sent.kind == COPY:
             link = "host" if self.cluster.num_processes == 1 else "network"
             return sent.nbytes / send_rate(self.cluster, link) + sent.messages * hop_seconds(self.cluster, link)
         within = axis_groups(sent.axis, axes[DATA], axes[STAGE])
