@@ -1,9 +1,4 @@
-"""User errors, one line each, which `main` prints before it exits with code 2, and the exit codes of a process.
-
-A planner checks thousands of configs, so checks return the reason for a refusal as a value instead of raising it. A
-check is a generator of type `Refusals`. Another check calls it with `yield from`; all other code calls it through
-`accepted`, which raises the reason, or `outcome`, which returns it.
-"""
+"""User errors, one line each, which `main` prints before it exits with code 2, and the exit codes of a process."""
 
 import argparse
 import contextlib
@@ -15,9 +10,9 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import NoReturn, TextIO, TypeVar
+from typing import Any, NoReturn, TextIO
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -38,27 +33,13 @@ class UserError(Exception):
         return printable(super().__str__())
 
 
-T = TypeVar("T")
-# Yields the reason for a refusal, or returns the accepted value. The generator is abandoned after the first reason.
-Refusals = Generator[UserError, None, T]
-
-
-def outcome(refusals: Refusals[T]) -> T | UserError:
-    """Return the first reason for a refusal, or the accepted value if there is none."""
-    results: list[T] = []
-
-    def run() -> Iterator[UserError]:
-        results.append((yield from refusals))
-
-    return next(run(), None) or results[0]
-
-
-def accepted(refusals: Refusals[T]) -> T:
-    """Return the accepted value. Raises the first reason for a refusal, a UserError, if there is one."""
-    result = outcome(refusals)
-    if isinstance(result, UserError):
-        raise result
-    return result
+def is_refused(function: Callable[..., object], *arguments: Any) -> bool:
+    """Return whether a function, such as a check, raises UserError with these arguments."""
+    try:
+        function(*arguments)
+    except UserError:
+        return True
+    return False
 
 
 class TrainingError(Exception):
@@ -100,17 +81,12 @@ def _without_common_parts(a: str, b: str) -> tuple[str, str]:
 
 def check_choice(key: str, value: str, choices: Iterable[str]) -> None:
     """Raise UserError unless `value`, the value of config key `key`, is one of `choices`."""
-    accepted(refuse_choice(key, value, choices))
-
-
-def refuse_choice(key: str, value: str, choices: Iterable[str]) -> Refusals[None]:
-    """Refuse a `value` of config key `key` that is not one of `choices`."""
     choices = list(choices)
     if value not in choices:
         one_of = "one of " if len(choices) > 1 else ""
         hint = nearest(str(value), choices)
         stop = "." if hint else ""
-        yield UserError(f"config.{key} is {value!r}; it must be {one_of}{', '.join(choices)}{stop}{hint}")
+        raise UserError(f"config.{key} is {value!r}; it must be {one_of}{', '.join(choices)}{stop}{hint}")
 
 
 def format_count(number: int, noun: str) -> str:

@@ -45,6 +45,7 @@ from jaxpar.errors import (
     format_count,
     is_closed_output,
     is_failure,
+    is_refused,
     message_of_exit,
     printable,
     too_long,
@@ -233,7 +234,7 @@ def changes_to_try(config: ConfigDict) -> list[str]:
     flags, found = [], cluster.find_cluster()
     other = config.copy_and_resolve_references()
     other.strategy = "data_parallel" if config.strategy == "single" else "single"
-    if found.num_devices > 1 and strategies.accepts(other, found):
+    if found.num_devices > 1 and not is_refused(strategies.decide, other, found):
         flags.append(f"--config.strategy={other.strategy}")
     if (config.model.name, config.model.size, config.model.init_from) == ("bert", "tiny", ""):
         flags.append("--config.model.size=mini")

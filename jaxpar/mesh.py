@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from ml_collections import ConfigDict
 
 from jaxpar.cluster import Cluster
-from jaxpar.errors import Refusals, UserError
+from jaxpar.errors import UserError
 
 DATA = "data"  # replicas: each one trains on a shard of the batch
 MAX_VIRTUAL_DEVICES = 1024  # each one takes memory and a thread, whether it is used or not
@@ -115,17 +115,17 @@ def settled(x: Any) -> Any:
 
 
 def sizes(config: ConfigDict, cluster: Cluster) -> dict[str, int]:
-    """Return the size of each axis, slowest-varying first. Checks nothing; see `refuse_sizes`."""
+    """Return the size of each axis, slowest-varying first. Checks nothing; see `check_sizes`."""
     num_data, num_stages = config.mesh.data, config.mesh.stage
     return {DATA: max(cluster.num_devices // num_stages, 1) if num_data == -1 else num_data, STAGE: num_stages}
 
 
-def refuse_sizes(config: ConfigDict, cluster: Cluster) -> Refusals[None]:
-    """Refuse a mesh that does not fit the cluster."""
+def check_sizes(config: ConfigDict, cluster: Cluster) -> None:
+    """Raise UserError for a mesh that does not fit the cluster."""
     if config.mesh.stage < 1:
-        yield UserError(f"config.mesh.stage is {config.mesh.stage}; it must be at least 1")
+        raise UserError(f"config.mesh.stage is {config.mesh.stage}; it must be at least 1")
     if config.mesh.data < 1 and config.mesh.data != -1:
-        yield UserError(f"config.mesh.data is {config.mesh.data}; it must be at least 1, or -1 for all devices")
+        raise UserError(f"config.mesh.data is {config.mesh.data}; it must be at least 1, or -1 for all devices")
     num_data, num_stages = sizes(config, cluster).values()
     available = cluster.num_devices
     if num_data * num_stages > available:
@@ -135,27 +135,27 @@ def refuse_sizes(config: ConfigDict, cluster: Cluster) -> Refusals[None]:
             requested += f" and config.mesh.data is {num_data}"
             limit = f"their product must be at most {available}, the number of {cluster.platform} devices"
         hint = " (--config.mesh.virtual_cpu_devices=N splits the CPU into N devices)"
-        yield UserError(f"{requested}; {limit}{hint if cluster.platform == 'cpu' else ''}")
+        raise UserError(f"{requested}; {limit}{hint if cluster.platform == 'cpu' else ''}")
     if cluster.num_processes > 1 and num_data * num_stages < available:
-        yield UserError(
+        raise UserError(
             f"config.mesh.data is {num_data} and config.mesh.stage is {num_stages}; their product must be {available}, "
             f"the number of devices of all {cluster.num_processes} processes (or start fewer processes)"
         )
 
 
-def refuse_stages(config: ConfigDict) -> Refusals[None]:
-    """Refuse several stages under a strategy that has none."""
+def check_stages(config: ConfigDict) -> None:
+    """Raise UserError for several stages under a strategy that has none."""
     if config.mesh.stage != 1:
-        yield UserError(
+        raise UserError(
             f"config.mesh.stage is {config.mesh.stage}; it must be 1 with config.strategy={config.strategy!r} "
             "(only config.strategy='pipeline' has stages)"
         )
 
 
-def refuse_processes(what: str, cluster: Cluster) -> Refusals[None]:
-    """Refuse several processes. what: the setting that supports only one, such as `config.exchange='dp'`."""
+def check_processes(what: str, cluster: Cluster) -> None:
+    """Raise UserError for several processes. what: the setting that needs a single one: `config.exchange='dp'`."""
     if (number := cluster.num_processes) > 1:
-        yield UserError(
+        raise UserError(
             f"{what} runs in a single process, but there are {number} processes; use config.strategy='pipeline', or "
             "'data_parallel' with any exchange except dp"
         )

@@ -10,7 +10,7 @@ import optax
 from ml_collections import ConfigDict
 
 from jaxpar.addresses import layer_name
-from jaxpar.errors import Refusals, UserError, accepted, refuse_choice
+from jaxpar.errors import UserError, check_choice
 
 LearningRateSchedule = Callable[[Any], Any]  # step -> learning rate
 TINY, HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -125,46 +125,41 @@ LR_SCHEDULES = ("constant", "cosine", "linear")
 
 def check_optimizer(config: ConfigDict) -> None:
     """Raise UserError for an invalid optimizer setting."""
-    accepted(refuse_optimizer(config))
-
-
-def refuse_optimizer(config: ConfigDict) -> Refusals[None]:
-    """Refuse an invalid optimizer setting."""
     o = config.optimizer
-    yield from refuse_choice("optimizer.name", o.name, OPTIMIZERS)
-    yield from refuse_choice("optimizer.schedule", o.schedule, LR_SCHEDULES)
-    yield from refuse_choice("optimizer.nonfinite", o.nonfinite, ("stop", "skip"))
+    check_choice("optimizer.name", o.name, OPTIMIZERS)
+    check_choice("optimizer.schedule", o.schedule, LR_SCHEDULES)
+    check_choice("optimizer.nonfinite", o.nonfinite, ("stop", "skip"))
     if o.max_skipped_steps < 1:
-        yield UserError(f"config.optimizer.max_skipped_steps is {o.max_skipped_steps}; it must be at least 1")
+        raise UserError(f"config.optimizer.max_skipped_steps is {o.max_skipped_steps}; it must be at least 1")
     for key in ("warmup", "final_lr"):
         if not 0 <= o[key] <= 1:
-            yield UserError(f"config.optimizer.{key} is {o[key]}; it must be between 0 and 1")
+            raise UserError(f"config.optimizer.{key} is {o[key]}; it must be between 0 and 1")
     for key in ("b1", "b2", "momentum"):
         if not 0 <= o[key] <= BELOW_ONE:
-            yield UserError(
+            raise UserError(
                 f"config.optimizer.{key} is {o[key]}; it must be at least 0 and less than 1, also when it is rounded "
                 "to float32"
             )
     for key in ("lr", "weight_decay"):
         if not 0 <= o[key] <= HUGE:
-            yield UserError(
+            raise UserError(
                 f"config.optimizer.{key} is {o[key]}; it must be at least 0 and at most {HUGE:.7g}, the largest float32"
             )
     if not TINY <= o.eps <= HUGE:  # without it, an update by a gradient of zero is NaN
-        yield UserError(
+        raise UserError(
             f"config.optimizer.eps is {o.eps}; it must be in the range of float32, from {TINY:.7g} to {HUGE:.7g}"
         )
     if not o.clip_norm >= 0:  # inf is allowed: like 0, it clips nothing
-        yield UserError(f"config.optimizer.clip_norm is {o.clip_norm}; it must be at least 0")
+        raise UserError(f"config.optimizer.clip_norm is {o.clip_norm}; it must be at least 0")
     if o.accumulation_steps < 1:
-        yield UserError(f"config.optimizer.accumulation_steps is {o.accumulation_steps}; it must be at least 1")
+        raise UserError(f"config.optimizer.accumulation_steps is {o.accumulation_steps}; it must be at least 1")
 
 
-def refuse_without_kernels(config: ConfigDict, params: Any) -> Refusals[None]:
-    """Refuse muon if it would update none of these parameters, {layer: ...}, or parameters of these shapes."""
+def check_kernels(config: ConfigDict, params: Any) -> None:
+    """Raise UserError for muon if it would update none of these parameters, {layer: ...}, or of these shapes."""
     if config.optimizer.name == "muon" and "muon" not in jax.tree.leaves(_by_muon_or_adamw(params)):
         others = [name for name in OPTIMIZERS if name != "muon"]
-        yield UserError(
+        raise UserError(
             f"config.optimizer.name is 'muon'; it must be one of {', '.join(others)} with "
             f"config.model.name={config.model.name!r}, none of whose parameters is a kernel of a hidden layer"
         )

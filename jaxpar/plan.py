@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from jaxpar.cluster import Cluster
-from jaxpar.errors import Refusals, UserError, format_bytes, format_count
+from jaxpar.errors import UserError, format_bytes, format_count
 from jaxpar.layout import SHARDED, Layout
 
 Source = TypeVar("Source", covariant=True)
@@ -205,8 +205,8 @@ def transfer_seconds(plan: Plan[object], cluster: Cluster) -> dict[str, float]:
     }
 
 
-def refuse_memory(plan: Plan[object], cluster: Cluster) -> Refusals[None]:
-    """Refuse a plan that needs more memory than there is. Accept any plan if the memory is unknown.
+def check_memory(plan: Plan[object], cluster: Cluster) -> None:
+    """Raise UserError for a plan that needs more memory than there is. Accept any plan if the memory is unknown.
 
     A GPU has its own memory. The CPU devices of a process share the memory of its machine, which also holds what other
     devices keep on the host. Other processes may be on other machines, so what they need is not counted.
@@ -224,7 +224,7 @@ def refuse_memory(plan: Plan[object], cluster: Cluster) -> Refusals[None]:
     where = f"device {devices[0]}" if len(devices) == 1 else f"devices {devices[0]} to {devices[-1]}"
     owner = "this machine" if shared else cluster.device_kind
     listed = ", ".join(f"{part} {format_bytes(n)}" for part, n in parts.items() if n)
-    yield UserError(
+    raise UserError(
         f"config.strategy is {plan.strategy!r}, which needs {format_bytes(needed)} on {where} ({listed}); it must fit "
         f"in {format_bytes(cluster.memory_bytes)}, the memory of {owner}; " + _relief(plan, parts, shared)
     )

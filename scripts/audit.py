@@ -45,12 +45,12 @@ from jaxpar import data, mesh, models, strategies
 from jaxpar.analysis import audit, findings
 from jaxpar.analysis.buffers import buffers_at_peak
 from jaxpar.analysis.planner.auto import resolve_strategy
-from jaxpar.analysis.rates import refuse_rates
+from jaxpar.analysis.rates import check_rates
 from jaxpar.analysis.schedule import ProgramSchedule, schedule_of
-from jaxpar.analysis.step_time import NOTHING, StepTime, predict, predict_program, refuse_step, short_source
+from jaxpar.analysis.step_time import NOTHING, StepTime, check_step, predict, predict_program, short_source
 from jaxpar.cluster import Cluster
 from jaxpar.command_line import Parser
-from jaxpar.errors import UserError, accepted, exit_code, format_bytes
+from jaxpar.errors import UserError, exit_code, format_bytes, is_refused
 from jaxpar.measure.flops import forward_flops
 from jaxpar.measure.kernels import ATTENTION
 from jaxpar.measure.phases import Phases
@@ -86,7 +86,7 @@ def main() -> int:
             raise UserError(f"--{flag} is set; it must be set with --target, because it describes a program for GPUs")
     target = None if arguments.target is None else find_target(arguments.target)
     if arguments.time and target:
-        accepted(refuse_rates(target.cluster))
+        check_rates(target.cluster)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         audited = run(config, Path(folder), target, with_program=arguments.program, with_time=arguments.time)
     print(json.dumps(audited, indent=1) if arguments.json else format_audit(audited))
@@ -99,7 +99,7 @@ def run(
     """Audit the training step of a config, on the devices of this machine or of a target."""
     config = resolve_strategy(config, workdir, target)
     if with_time:
-        accepted(refuse_step(config))
+        check_step(config)
     if target:
         cluster, decision = build.check_run(config, workdir, target.cluster)
         problem = build.load_parts(config, workdir, cluster).problem
@@ -148,7 +148,7 @@ def described(
     A step of several programs has no findings, because it is unknown how often, and at what times, each of them runs.
     """
     schedules = [schedule_of(program) for program in programs]
-    can_predict = not any(refuse_rates(cluster))
+    can_predict = not is_refused(check_rates, cluster)
     times = [predict_program(program, cluster) if can_predict else NOTHING for program in programs]
     rows: list[dict[str, Any]] = [describe(schedule, time) for schedule, time in zip(schedules, times, strict=True)]
     for row, program in zip(rows, programs, strict=True):

@@ -49,7 +49,7 @@ from jaxpar.analysis.planner.unranked import UnrankedCandidate, predicted, unran
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import cluster_toml, find_named
 from jaxpar.command_line import Parser, integer, output_path
-from jaxpar.errors import UserError, check_choice, exit_code, format_bytes
+from jaxpar.errors import UserError, check_choice, exit_code, format_bytes, is_refused
 from jaxpar.files import unwritable, write_text
 from jaxpar.gpus import kind_of_device, name_of_kind
 from jaxpar.run import build
@@ -287,8 +287,8 @@ def verified(found: Sequence[Candidate], number: int, space: Space, target: Targ
         programs = strategy.compile()
         needed = float(sum(audit.needed_bytes(programs, strategy).values()))
         corrected = one._replace(costs=one.costs._replace(nbytes=needed), fits=needed <= space.usable_bytes)
-        is_refused = any(step_time.refuse_step(config))
-        compiled.append(Verified(one, corrected, None if is_refused else step_time.predict(programs, cluster).seconds))
+        predicts = not is_refused(step_time.check_step, config)
+        compiled.append(Verified(one, corrected, step_time.predict(programs, cluster).seconds if predicts else None))
     return compiled
 
 

@@ -13,7 +13,8 @@ import tempfile
 from pathlib import Path
 
 from jaxpar import config as configs
-from jaxpar.analysis.step_time import refuse_step
+from jaxpar.analysis.step_time import check_step
+from jaxpar.errors import is_refused
 from jaxpar.target import find_target
 from scripts import audit
 
@@ -27,7 +28,7 @@ def main() -> None:
         config = configs.load_config("configs/quickstart.py")
         configs.override(config, [*TINY, "--config.data.source=synthetic", *overrides])
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-            is_one = not any(refuse_step(config))
+            is_one = not is_refused(check_step, config)
             audited[name] = audit.run(config, Path(folder), target, with_program=True, with_time=is_one)
     print(json.dumps(audited))
 

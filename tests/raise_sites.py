@@ -51,7 +51,7 @@ def record() -> None:
 
 
 def sites() -> list[Site]:
-    """Return every place in jaxpar that creates a UserError, to raise it or to yield it from `Refusals`."""
+    """Return every place in jaxpar that creates a UserError."""
     found = []
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -10,7 +10,7 @@ import pytest
 
 from jaxpar import cluster, mesh
 from jaxpar.config import default_config, override
-from jaxpar.errors import UserError, accepted
+from jaxpar.errors import UserError
 
 COUNT = """
 import pathlib, sys
@@ -59,7 +59,7 @@ def test_invalid_mesh_sizes(num_data: int, message: str) -> None:
     config = default_config()
     override(config, [f"--config.mesh.data={num_data}"])
     with pytest.raises(UserError, match=message):
-        accepted(mesh.refuse_sizes(config, cluster.find_cluster()))
+        mesh.check_sizes(config, cluster.find_cluster())
 
 
 @pytest.mark.parametrize("number", [-1, 1_000_000])

@@ -13,7 +13,7 @@ from jaxpar import models, strategies
 from jaxpar.analysis import audit
 from jaxpar.analysis.step_time import ONE_PROGRAM
 from jaxpar.data import DataInfo
-from jaxpar.errors import check_choice
+from jaxpar.errors import check_choice, is_refused
 from jaxpar.plan import Decision
 from jaxpar.step import Problem
 from jaxpar.target import Target
@@ -116,7 +116,7 @@ def microbatch_sizes(config: ConfigDict, decision: Decision[object], target: Tar
     for size in (size for size in range(1, share + 1) if share % size == 0):
         changed = config.copy_and_resolve_references()
         changed.update_from_flattened_dict({key: share // size})
-        if strategies.accepts(changed, target.cluster):
+        if not is_refused(strategies.decide, changed, target.cluster):
             sizes.append(size)
             values.append(share // size)
     return Sizes(key, sizes, values)

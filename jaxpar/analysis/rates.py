@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from jaxpar.cluster import Cluster
-from jaxpar.errors import Refusals, UserError
+from jaxpar.errors import UserError
 from jaxpar.gpus import PEAK_DTYPES
 
 EFFICIENCY = {
@@ -106,14 +106,14 @@ def hop_seconds(cluster: Cluster, link: str) -> float:
     return cluster.latencies.get(link, HOP_SECONDS[link])
 
 
-def refuse_rates(cluster: Cluster) -> Refusals[None]:
-    """Refuse a cluster for which times cannot be predicted, because rates of the GPUs are unknown."""
+def check_rates(cluster: Cluster) -> None:
+    """Raise UserError for a cluster for which times cannot be predicted, because rates of the GPUs are unknown."""
     if any(dtype not in cluster.peak_flops for dtype in PEAK_DTYPES):
-        yield unknown_peak(cluster)
+        raise unknown_peak(cluster)
     if not cluster.send_rates:
-        yield unknown_links(cluster)
+        raise unknown_links(cluster)
     if cluster.memory_bandwidth is None:
-        yield UserError(
+        raise UserError(
             f"the GPU is {cluster.device_kind!r}, whose memory bandwidth is unknown; it must be one of a kind with a "
             "file (jaxpar/gpus) to predict times"
         )

@@ -23,7 +23,7 @@ from jaxpar.analysis.audit import SENT, groups_of, pairs_of
 from jaxpar.analysis.rates import collective_seconds, launch_seconds, memory_seconds, product_seconds
 from jaxpar.analysis.schedule import is_kernel
 from jaxpar.cluster import Cluster
-from jaxpar.errors import Refusals, UserError
+from jaxpar.errors import UserError
 from jaxpar.measure.hlo import DTYPE_NAMES, HloProgram, Instruction, by_scope
 from jaxpar.measure.kernels import ATTENTION, call_target, is_product, kernel_bytes, product_flops
 from jaxpar.pipeline.executor.enqueue import ENQUEUE_SECONDS
@@ -95,21 +95,21 @@ WAIT = "wait"  # the kind of the time in which a device has nothing to run
 NOTHING = StepTime(0.0, 0.0, 0.0, {})
 
 
-def refuse_step(config: ConfigDict) -> Refusals[None]:
-    """Refuse a config whose step is more than one program that all its devices run, so that its time is not known."""
+def check_step(config: ConfigDict) -> None:
+    """Raise UserError for a step that is more than one program that all its devices run: its time is not known."""
     not_predicted = "to predict the time of a step, because the prediction lacks"
     if config.strategy not in ONE_PROGRAM:
-        yield UserError(
+        raise UserError(
             f"config.strategy is {config.strategy!r}; it must be one of {', '.join(ONE_PROGRAM)} {not_predicted} "
             "programs that run at the same time or several times, and copies between them"
         )
     if config.exchange == BY_MASTER:
-        yield UserError(
+        raise UserError(
             f"config.exchange is {BY_MASTER!r}; it must be another one {not_predicted} copies that the host makes "
             "between devices"
         )
     if exchanges.given(config).get("offload"):
-        yield UserError(
+        raise UserError(
             f"config.exchange_options.offload is True; it must be False {not_predicted} copies of the optimizer state "
             "from and to the host"
         )

@@ -18,7 +18,7 @@ from jaxpar.asynchronous.delays import Delays
 from jaxpar.asynchronous.mitigations import Mitigations
 from jaxpar.asynchronous.simulate import POLICIES, simulate, simulation_obstacle
 from jaxpar.asynchronous.table import UpdateTable
-from jaxpar.errors import Refusals, UserError, refuse_choice
+from jaxpar.errors import UserError, check_choice
 from jaxpar.step import Problem
 
 # By policy: its settings and their defaults. Other policies do not have these settings. The interval of diloco depends
@@ -52,128 +52,128 @@ class UpdateSource(NamedTuple):
     recorded: UpdateTable | None
 
 
-def decide_updates(config: ConfigDict) -> Refusals[UpdateSource]:
-    """Read the files that config.asynchronous names. Refuses invalid settings, and files that cannot be read."""
+def decide_updates(config: ConfigDict) -> UpdateSource:
+    """Read the files that config.asynchronous names. Raises UserError for an invalid setting or file."""
     a = config.asynchronous
-    yield from refuse_choice("asynchronous.mode", a.mode, MODES)
-    yield from refuse_choice("asynchronous.policy", a.policy, POLICIES)
-    yield from _refuse_policy_settings(a)
+    check_choice("asynchronous.mode", a.mode, MODES)
+    check_choice("asynchronous.policy", a.policy, POLICIES)
+    _check_policy_settings(a)
     if a.mode == "live":
-        yield from _refuse_live(config)
+        _check_live(config)
     if a.table:
-        yield from _refuse_replay(config)
-    yield from _refuse_mitigations(config)
-    times = yield from _read_delays(config)
-    recorded = (yield from _read_recorded(config)) if a.table else None
+        _check_replay(config)
+    _check_mitigations(config)
+    times = _read_delays(config)
+    recorded = _read_recorded(config) if a.table else None
     if recorded is None and (reason := simulation_obstacle(a.policy, **_simulation_settings(config, 1))):
-        yield UserError(f"config.asynchronous.{reason}")
+        raise UserError(f"config.asynchronous.{reason}")
     return UpdateSource(times, recorded)
 
 
-def _refuse_policy_settings(a: ConfigDict) -> Refusals[None]:
+def _check_policy_settings(a: ConfigDict) -> None:
     for key in sorted({key for settings in POLICY_SETTINGS.values() for key in settings}):
         if a[key] is not None and key not in POLICY_SETTINGS.get(a.policy, {}):
-            yield UserError(f"config.asynchronous.{key} is {a[key]}; it must be None with policy {a.policy!r}")
+            raise UserError(f"config.asynchronous.{key} is {a[key]}; it must be None with policy {a.policy!r}")
     if a.outer_lr is not None and not 0 <= a.outer_lr < math.inf:
-        yield UserError(f"config.asynchronous.outer_lr is {a.outer_lr}; it must be finite and at least 0")
+        raise UserError(f"config.asynchronous.outer_lr is {a.outer_lr}; it must be finite and at least 0")
     if a.outer_momentum is not None and not 0 <= a.outer_momentum < 1:
-        yield UserError(
+        raise UserError(
             f"config.asynchronous.outer_momentum is {a.outer_momentum}; it must be at least 0 and less than 1"
         )
 
 
-def _refuse_live(config: ConfigDict) -> Refusals[None]:
+def _check_live(config: ConfigDict) -> None:
     a = config.asynchronous
     if a.policy not in LIVE_POLICIES:
-        yield UserError(
+        raise UserError(
             f"config.asynchronous.policy is {a.policy!r}; it must be one of {', '.join(LIVE_POLICIES)} with "
             "config.asynchronous.mode='live' (ssp with bound 0 is lockstep)"
         )
     if a.table:
-        yield UserError(
+        raise UserError(
             f"config.asynchronous.table is {a.table!r}; it must be empty with config.asynchronous.mode='live'"
         )
     if "corrected_momentum" in named_mitigations(config):
-        yield UserError(
+        raise UserError(
             f"config.asynchronous.mitigations is {a.mitigations!r}; it must not contain corrected_momentum with "
             "config.asynchronous.mode='live', because the staleness is not known before the run"
         )
-    yield from _refuse_delays(config, "config.asynchronous.mode='live', which measures real times", but=("slowdown",))
+    _check_delays(config, "config.asynchronous.mode='live', which measures real times", but=("slowdown",))
 
 
-def _refuse_replay(config: ConfigDict) -> Refusals[None]:
+def _check_replay(config: ConfigDict) -> None:
     a = config.asynchronous
     if a.policy not in LIVE_POLICIES:
-        yield UserError(
+        raise UserError(
             f"config.asynchronous.policy is {a.policy!r}; it must be one of {', '.join(LIVE_POLICIES)} with "
             "config.asynchronous.table"
         )
     if a.bound is not None:
-        yield UserError(
+        raise UserError(
             f"config.asynchronous.bound is {a.bound}; it must be None with config.asynchronous.table, which already "
             "fixes the order of updates"
         )
-    yield from _refuse_delays(config, "config.asynchronous.table, which already contains times")
+    _check_delays(config, "config.asynchronous.table, which already contains times")
 
 
-def _refuse_delays(config: ConfigDict, why: str, but: Collection[str] = ()) -> Refusals[None]:
-    """Refuse settings of delays that would have no effect."""
+def _check_delays(config: ConfigDict, why: str, but: Collection[str] = ()) -> None:
+    """Raise UserError for settings of delays that would have no effect."""
     unset = {**Delays._field_defaults, "trace": ""}
     for key, value in config.asynchronous.delays.items():
         if key not in but and value != unset[key]:
-            yield UserError(f"config.asynchronous.delays.{key} is {value!r}; it must be {unset[key]!r} with {why}")
+            raise UserError(f"config.asynchronous.delays.{key} is {value!r}; it must be {unset[key]!r} with {why}")
 
 
-def _refuse_mitigations(config: ConfigDict) -> Refusals[None]:
+def _check_mitigations(config: ConfigDict) -> None:
     a, names = config.asynchronous, named_mitigations(config)
     has_strength = bool(set(names) & STRENGTHS.keys())
     if a.mitigations and "" in map(str.strip, a.mitigations.split(",")):
-        yield UserError(
+        raise UserError(
             f"config.asynchronous.mitigations is {a.mitigations!r}; it must be names separated by commas, or empty"
         )
     for name in names:
-        yield from refuse_choice("asynchronous.mitigations", name, MITIGATIONS)
+        check_choice("asynchronous.mitigations", name, MITIGATIONS)
     if names and a.policy in LOCAL_POLICIES:
-        yield UserError(
+        raise UserError(
             f"config.asynchronous.mitigations is {a.mitigations!r}; it must be empty with policy {a.policy!r}, whose "
             "workers apply gradients to the local weights that they were computed from"
         )
     if len(set(names)) < len(names):
-        yield UserError(f"config.asynchronous.mitigations is {a.mitigations!r}; it must not repeat a name")
+        raise UserError(f"config.asynchronous.mitigations is {a.mitigations!r}; it must not repeat a name")
     if a.dc_strength is not None and not 0 <= a.dc_strength < math.inf:
-        yield UserError(f"config.asynchronous.dc_strength is {a.dc_strength}; it must be finite and at least 0")
+        raise UserError(f"config.asynchronous.dc_strength is {a.dc_strength}; it must be finite and at least 0")
     if STRENGTHS.keys() <= set(names):
-        yield UserError(
+        raise UserError(
             f"config.asynchronous.mitigations is {a.mitigations!r}; it must contain at most one of "
             f"{', '.join(STRENGTHS)}"
         )
     if a.dc_strength is not None and not has_strength:
-        yield UserError(
+        raise UserError(
             f"config.asynchronous.dc_strength is {a.dc_strength}; it must be None without {' or '.join(STRENGTHS)} in "
             "config.asynchronous.mitigations"
         )
     if a.max_norm is None and "clip_by_staleness" in names:
-        yield UserError("config.asynchronous.max_norm is None; it must be greater than 0 with clip_by_staleness")
+        raise UserError("config.asynchronous.max_norm is None; it must be greater than 0 with clip_by_staleness")
     if a.max_norm is not None and "clip_by_staleness" not in names:
-        yield UserError(
+        raise UserError(
             f"config.asynchronous.max_norm is {a.max_norm}; it must be None without clip_by_staleness in "
             "config.asynchronous.mitigations"
         )
     if a.max_norm is not None and not a.max_norm > 0:
-        yield UserError(f"config.asynchronous.max_norm is {a.max_norm}; it must be greater than 0")
+        raise UserError(f"config.asynchronous.max_norm is {a.max_norm}; it must be greater than 0")
     if "corrected_momentum" in names:
-        yield from _refuse_momentum(config.optimizer)
+        _check_momentum(config.optimizer)
 
 
-def _refuse_momentum(o: ConfigDict) -> Refusals[None]:
+def _check_momentum(o: ConfigDict) -> None:
     keys = optimizer.OPTIMIZERS[o.name].momentum
     where = "with corrected_momentum in config.asynchronous.mitigations"
     if not keys:
         names = [name for name, one in optimizer.OPTIMIZERS.items() if one.momentum]
-        yield UserError(f"config.optimizer.name is {o.name!r}; it must be one of {', '.join(names)} {where}")
+        raise UserError(f"config.optimizer.name is {o.name!r}; it must be one of {', '.join(names)} {where}")
     for key in keys:
         if not o[key]:
-            yield UserError(f"config.optimizer.{key} is {o[key]}; it must be greater than 0 {where}")
+            raise UserError(f"config.optimizer.{key} is {o[key]}; it must be greater than 0 {where}")
 
 
 def named_mitigations(config: ConfigDict) -> list[str]:
@@ -219,10 +219,10 @@ def policy_settings(config: ConfigDict) -> dict[str, Any]:
     return settings
 
 
-def build_table(config: ConfigDict, source: UpdateSource, num_steps: int) -> Refusals[UpdateTable]:
+def build_table(config: ConfigDict, source: UpdateSource, num_steps: int) -> UpdateTable:
     """Return the table of an emulated run of `num_steps` steps.
 
-    Refuses a recorded table whose run had another length.
+    Raises UserError for a recorded table whose run had another length.
     """
     a, recorded = config.asynchronous, source.recorded
     if recorded is None:
@@ -233,7 +233,7 @@ def build_table(config: ConfigDict, source: UpdateSource, num_steps: int) -> Ref
         return simulated
     steps = int(recorded.step[-1]) + 1
     if steps != num_steps or len(recorded.update) != steps * recorded.num_workers:
-        yield UserError(
+        raise UserError(
             f"config.asynchronous.table is {a.table!r}, which has {steps} steps and {len(recorded.update)} gradients; "
             f"it must have {num_steps} steps and {num_steps * a.num_workers} gradients, like this run"
         )
@@ -250,48 +250,48 @@ def _simulation_settings(config: ConfigDict, num_steps: int) -> dict[str, int]:
     return sizes | settings
 
 
-def _read_recorded(config: ConfigDict) -> Refusals[UpdateTable]:
+def _read_recorded(config: ConfigDict) -> UpdateTable:
     """Read the table of a live run."""
     a = config.asynchronous
     try:
         recorded = table.read_updates(a.table)
     except UserError as error:
-        yield UserError(f"config.asynchronous.table is {error}")
+        raise UserError(f"config.asynchronous.table is {error}") from None
     if recorded.num_workers != a.num_workers:
-        yield UserError(
+        raise UserError(
             f"config.asynchronous.num_workers is {a.num_workers}; it must be {recorded.num_workers}, as in {a.table}"
         )
     if recorded.step[0]:
-        yield UserError(
+        raise UserError(
             f"config.asynchronous.table is {a.table!r}, which begins at step {recorded.step[0]}, where its run "
             "switched to this strategy; it must begin at step 0"
         )
     chunks = np.arange(len(recorded.chunk))
     if (np.sort(recorded.chunk) != chunks).any() or (recorded.chunk // a.num_workers > recorded.step).any():
-        yield UserError(
+        raise UserError(
             f"config.asynchronous.table is {a.table!r}; it must contain every shard of every batch, "
             "and none before the step of its batch"
         )
     if len(np.unique(recorded.step)) <= recorded.step[-1]:
-        yield UserError(f"config.asynchronous.table is {a.table!r}; it must have a row for every step")
+        raise UserError(f"config.asynchronous.table is {a.table!r}; it must have a row for every step")
     return recorded
 
 
-def _read_delays(config: ConfigDict) -> Refusals[Delays]:
+def _read_delays(config: ConfigDict) -> Delays:
     """Read config.asynchronous.delays, and the trace that it names."""
     d = config.asynchronous.delays
     if (d.distribution == "trace") != bool(d.trace):
-        yield UserError(
+        raise UserError(
             f"config.asynchronous.delays.trace is {d.trace!r}; it must be the path of a CSV file with "
             "config.asynchronous.delays.distribution='trace', and empty otherwise"
         )
     try:
         trace = delays.read_trace(d.trace) if d.trace else ()
     except UserError as error:
-        yield UserError(f"config.asynchronous.delays.trace is {error}")
+        raise UserError(f"config.asynchronous.delays.trace is {error}") from None
     times = Delays(**{**d, "trace": trace})
     if reason := delays.delays_obstacle(times):
-        yield UserError(f"config.asynchronous.delays.{reason}")
+        raise UserError(f"config.asynchronous.delays.{reason}")
     return times
 
 

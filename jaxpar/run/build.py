@@ -92,7 +92,6 @@ def check_run(config: ConfigDict, workdir: Path, cluster: Cluster | None = None)
         hf.apply_directory(config)
     data.check_data(config, tasks.find_task(config).labels)
     model = models.check_model(config, cluster)
-    optimizer.check_optimizer(config)
     decision = strategies.decide(config, cluster, model)
     strategies.check_other_sections(config, [layer.name for layer in model.layers] if model else [])
     if config.checkpoint.keep < 1:

@@ -14,18 +14,18 @@ from ml_collections import ConfigDict
 from jaxpar import cluster as clusters
 from jaxpar.asynchronous.options import decide_updates
 from jaxpar.cluster import Cluster
-from jaxpar.errors import Refusals, UserError, accepted, outcome, refuse_choice
+from jaxpar.errors import UserError, check_choice
 from jaxpar.models.model import Model
-from jaxpar.optimizer import refuse_optimizer, refuse_without_kernels
+from jaxpar.optimizer import check_kernels, check_optimizer
 from jaxpar.pipeline.executor.partition import AUTO, METHODS
-from jaxpar.plan import ACTIVATION_PARTS, Decision, Plan, refuse_memory
+from jaxpar.plan import ACTIVATION_PARTS, Decision, Plan, check_memory
 from jaxpar.state import nbytes
 from jaxpar.step import Problem, saved_bytes
 from jaxpar.strategies import async_data_parallel, data_parallel, pipeline, schedules, single, swarm
 from jaxpar.strategies.strategy import Strategy, StrategyModule
 from jaxpar.swarm.options import decide_swarm
 
-__all__ = ["STRATEGIES", "Strategy", "accepts", "build", "decide", "in_flight_bytes", "make", "plan", "possible"]
+__all__ = ["STRATEGIES", "Strategy", "build", "decide", "in_flight_bytes", "make", "plan", "possible"]
 
 STRATEGIES: dict[str, StrategyModule[Any, Any]] = {
     "single": single,
@@ -47,7 +47,25 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None = None) -> 
     Raises:
       UserError: the strategy cannot run on this cluster, or not with this batch size.
     """
-    return accepted(_decide(config, cluster, model))
+    check_choice("strategy", config.strategy, STRATEGIES)
+    if not 0 <= config.seed < 2**31:
+        raise UserError(f"config.seed is {config.seed}; it must be between 0 and {2**31 - 1}")
+    check_optimizer(config)  # the batch divisor depends on the optimizer config
+    decision = STRATEGIES[config.strategy].decide(config, cluster, model)
+    number, words = decision.batch_divisor, decision.batch_words
+    if config.batch_size < 1 and number == 1:
+        raise UserError(f"config.batch_size is {config.batch_size}; it must be at least 1")
+    if config.batch_size < 1 or config.batch_size % number:
+        positive = "positive " if config.batch_size < 1 else ""
+        raise UserError(
+            f"config.batch_size is {config.batch_size}; it must be a {positive}multiple of {number}: {words}"
+        )
+    if config.eval.batch_size < 0 or config.eval.batch_size % decision.num_replicas:
+        raise UserError(
+            f"config.eval.batch_size is {config.eval.batch_size}; it must be a multiple of {decision.num_replicas}, "
+            "the number of replicas (the data axis), or 0 to use config.batch_size"
+        )
+    return decision
 
 
 def check_other_sections(config: ConfigDict, layers: Sequence[str]) -> None:
@@ -55,26 +73,18 @@ def check_other_sections(config: ConfigDict, layers: Sequence[str]) -> None:
 
     layers: names of the layers; empty if they are not known.
     """
-    accepted(_refuse_other_sections(config, layers))
-
-
-def _refuse_other_sections(config: ConfigDict, layers: Sequence[str]) -> Refusals[None]:
     if config.strategy != "data_parallel":
-        yield from data_parallel.refuse_implementation(config)
+        name = config.data_parallel.implementation
+        check_choice("data_parallel.implementation", name, data_parallel.IMPLEMENTATIONS)
     if config.strategy != "async_data_parallel":
-        yield from decide_updates(config)
+        decide_updates(config)
     if config.strategy != "swarm":
-        yield from decide_swarm(config)
+        decide_swarm(config)
     if config.strategy != "pipeline":
-        yield from schedules.refuse_pipeline_values(config)
+        schedules.check_pipeline_values(config)
         method = config.pipeline.partition
         for name in method.split(",") if layers and method not in (*METHODS, AUTO) else ():
-            yield from refuse_choice("pipeline.partition", name.strip(), (*METHODS, AUTO, *layers))
-
-
-def accepts(config: ConfigDict, cluster: Cluster) -> bool:
-    """Return whether `decide` accepts the config."""
-    return not isinstance(outcome(_decide(config, cluster, None)), UserError)
+            check_choice("pipeline.partition", name.strip(), (*METHODS, AUTO, *layers))
 
 
 def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[Any] | None = None) -> Plan[Any]:
@@ -90,19 +100,6 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
       UserError: `decide` fails, the strategy cannot train these shapes, or a device has too little memory.
       ValueError: the shapes are those of a batch of another size.
     """
-    return accepted(_plan(config, shapes, cluster, decision))
-
-
-def possible(config: ConfigDict, shapes: Problem, cluster: Cluster) -> Plan[Any] | str:
-    """Return the plan, or the message of the UserError in one line. For callers that compare many configs.
-
-    Raises ValueError if the shapes are those of a batch of another size.
-    """
-    result = outcome(_plan(config, shapes, cluster, None))
-    return str(result) if isinstance(result, UserError) else result
-
-
-def _plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[Any] | None) -> Refusals[Plan[Any]]:
     for name, x in shapes.batch.items():
         if len(x) != config.batch_size:
             raise ValueError(
@@ -111,33 +108,22 @@ def _plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decis
     if shapes.num_steps < 1:
         raise ValueError(f"num_steps of the problem is {shapes.num_steps}; it must be at least 1")
     if decision is None:
-        decision = yield from _decide(config, cluster, shapes.model)
-    yield from refuse_without_kernels(config, shapes.model.shapes)
-    plan = yield from STRATEGIES[config.strategy].plan(config, shapes, cluster, decision)
-    yield from refuse_memory(plan, cluster)
-    return plan
+        decision = decide(config, cluster, shapes.model)
+    check_kernels(config, shapes.model.shapes)
+    planned = STRATEGIES[config.strategy].plan(config, shapes, cluster, decision)
+    check_memory(planned, cluster)
+    return planned
 
 
-def _decide(config: ConfigDict, cluster: Cluster, model: Model | None) -> Refusals[Decision[Any]]:
-    yield from refuse_choice("strategy", config.strategy, STRATEGIES)
-    if not 0 <= config.seed < 2**31:
-        yield UserError(f"config.seed is {config.seed}; it must be between 0 and {2**31 - 1}")
-    yield from refuse_optimizer(config)  # the batch divisor depends on the optimizer config
-    decision = yield from STRATEGIES[config.strategy].decide(config, cluster, model)
-    number, words = decision.batch_divisor, decision.batch_words
-    if config.batch_size < 1 and number == 1:
-        yield UserError(f"config.batch_size is {config.batch_size}; it must be at least 1")
-    if config.batch_size < 1 or config.batch_size % number:
-        positive = "positive " if config.batch_size < 1 else ""
-        yield UserError(
-            f"config.batch_size is {config.batch_size}; it must be a {positive}multiple of {number}: {words}"
-        )
-    if config.eval.batch_size < 0 or config.eval.batch_size % decision.num_replicas:
-        yield UserError(
-            f"config.eval.batch_size is {config.eval.batch_size}; it must be a multiple of {decision.num_replicas}, "
-            "the number of replicas (the data axis), or 0 to use config.batch_size"
-        )
-    return decision
+def possible(config: ConfigDict, shapes: Problem, cluster: Cluster) -> Plan[Any] | str:
+    """Return the plan, or the message of the UserError in one line. For callers that compare many configs.
+
+    Raises ValueError if the shapes are those of a batch of another size.
+    """
+    try:
+        return plan(config, shapes, cluster)
+    except UserError as error:
+        return str(error)
 
 
 def in_flight_bytes(plan: Plan[Any], shapes: Problem) -> dict[str, int]:

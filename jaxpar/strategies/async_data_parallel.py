@@ -40,7 +40,7 @@ from jaxpar.asynchronous.traffic import trees_sent
 from jaxpar.asynchronous.transport import BeginTransport
 from jaxpar.asynchronous.virtual_time import Emulation
 from jaxpar.cluster import Cluster
-from jaxpar.errors import Refusals, UserError, format_count
+from jaxpar.errors import UserError, format_count
 from jaxpar.layout import Layout
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Model
@@ -53,21 +53,21 @@ from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
 
-def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Refusals[Decision[UpdateSource]]:
+def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Decision[UpdateSource]:
     """Decide on the devices of the workers, and read the files that config.asynchronous names.
 
-    Refuses a config.asynchronous that is invalid, and files that cannot be read.
+    Raises UserError for a config.asynchronous that is invalid, and files that cannot be read.
     """
-    yield from meshes.refuse_processes("config.strategy='async_data_parallel'", cluster)
-    yield from meshes.refuse_stages(config)
+    meshes.check_processes("config.strategy='async_data_parallel'", cluster)
+    meshes.check_stages(config)
     if config.exchange != "ddp" or exchanges.given(config):
-        yield UserError(
+        raise UserError(
             f"config.exchange is {exchanges.name(config)!r}; it must be 'ddp' without options with "
             "config.strategy='async_data_parallel', whose exchange is set by config.asynchronous"
         )
-    source = yield from options.decide_updates(config)
+    source = options.decide_updates(config)
     workers, microbatches = config.asynchronous.num_workers, config.optimizer.accumulation_steps
-    yield from meshes.refuse_sizes(config, cluster)
+    meshes.check_sizes(config, cluster)
     taken = min(meshes.sizes(config, cluster)[DATA], workers)
     steps_words = format_count(microbatches, "accumulation step")
     words = f"{format_count(workers, 'worker')} (config.asynchronous.num_workers) x {steps_words}"
@@ -96,14 +96,14 @@ class AsyncDetails:
 
 def plan(
     config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[UpdateSource], /
-) -> Refusals[Plan[AsyncDetails]]:
+) -> Plan[AsyncDetails]:
     """Plan the devices of workers and server, and the update table.
 
-    Refuses a recorded table of a run of another length.
+    Raises UserError for a recorded table of a run of another length.
     """
     num_devices, num_workers = decision.num_replicas, config.asynchronous.num_workers
     is_live = config.asynchronous.mode == "live"
-    updates = None if is_live else (yield from options.build_table(config, decision.source, shapes.num_steps))
+    updates = None if is_live else options.build_table(config, decision.source, shapes.num_steps)
     has_device = meshes.sizes(config, cluster)[DATA] > num_devices and not is_local(config)
     places = Places(num_workers, num_devices, server=num_devices if has_device else 0)
     problem, mitigations = options.build_mitigations(config, shapes, updates)

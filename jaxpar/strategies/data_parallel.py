@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 from jaxpar import mesh as meshes
 from jaxpar import step as steps
 from jaxpar.cluster import Cluster
-from jaxpar.errors import Refusals, UserError, refuse_choice
+from jaxpar.errors import UserError, check_choice
 from jaxpar.mesh import DATA
 from jaxpar.models.model import Model
 from jaxpar.plan import Decision, Plan
@@ -37,34 +37,29 @@ DataParallelPlan = Plan[str] | Plan[replicas.ReplicaDetails]  # details: the nam
 IMPLEMENTATIONS = ("auto", "shard_map", "sharding", "pmap")
 
 
-def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Refusals[Decision[None]]:
-    """Decide on the size of the data axis. Refuses more devices than the cluster has, and an invalid exchange."""
-    yield from refuse_implementation(config)
+def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Decision[None]:
+    """Decide on the size of the data axis. Raises UserError if it is too large, or for an invalid exchange."""
+    check_choice("data_parallel.implementation", config.data_parallel.implementation, IMPLEMENTATIONS)
     if config.exchange == "dp":
-        yield from meshes.refuse_processes("config.exchange='dp'", cluster)
+        meshes.check_processes("config.exchange='dp'", cluster)
     if config.data_parallel.implementation == "pmap":
-        yield from meshes.refuse_processes("config.data_parallel.implementation='pmap'", cluster)
-    yield from meshes.refuse_stages(config)
-    yield from meshes.refuse_sizes(config, cluster)
+        meshes.check_processes("config.data_parallel.implementation='pmap'", cluster)
+    meshes.check_stages(config)
+    meshes.check_sizes(config, cluster)
     axes = meshes.sizes(config, cluster)
-    yield from exchanges.refuse_exchange(config, axes[DATA], cluster)
+    exchanges.check_exchange(config, axes[DATA], cluster)
     if config.data_parallel.implementation in ("sharding", "pmap") and not is_plain(config):
-        yield UserError(
+        raise UserError(
             f"config.data_parallel.implementation is {config.data_parallel.implementation!r}, with which XLA sums the "
             f"gradients; it must be 'auto' or 'shard_map' with config.exchange={exchanges.name(config)!r}"
         )
     if config.data_parallel.implementation == "sharding" and not sums_are_float32(config, axes[DATA]):
-        yield UserError(
+        raise UserError(
             "config.data_parallel.implementation is 'sharding', with which XLA sums gradients in config.model.dtype, "
             f"{config.model.dtype!r}; it must be one of auto, shard_map, pmap, which sum in float32, "
             "with several replicas"
         )
     return Decision(axes, *single.batch_divisor(config, axes[DATA]), num_replicas=axes[DATA], source=None)
-
-
-def refuse_implementation(config: ConfigDict) -> Refusals[None]:
-    """Refuse a config.data_parallel.implementation that does not exist."""
-    yield from refuse_choice("data_parallel.implementation", config.data_parallel.implementation, IMPLEMENTATIONS)
 
 
 def is_plain(config: ConfigDict) -> bool:
@@ -77,10 +72,8 @@ def sums_are_float32(config: ConfigDict, num_replicas: int) -> bool:
     return num_replicas == 1 or config.model.dtype == "float32"
 
 
-def plan(
-    config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[None], /
-) -> Refusals[DataParallelPlan]:
-    """Plan the implementation that the config selects. Refuses shapes that the exchange does not support."""
+def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[None], /) -> DataParallelPlan:
+    """Plan the implementation that the config selects. Raises UserError if its exchange does not support the shapes."""
     if config.exchange == "dp":
         return master.plan(shapes, decision)
     num_replicas, implementation = decision.num_replicas, config.data_parallel.implementation
@@ -88,7 +81,7 @@ def plan(
         by_xla = is_plain(config) and sums_are_float32(config, num_replicas)
         implementation = "sharding" if by_xla else "shard_map"
     if implementation == "shard_map":
-        return (yield from replicas.plan(config, shapes, decision, on_cpu=cluster.platform == "cpu"))
+        return replicas.plan(config, shapes, decision, on_cpu=cluster.platform == "cpu")
     summary = "batch sharded, state replicated"
     summary = f"pmap: {summary}" if implementation == "pmap" else "one device" if num_replicas == 1 else summary
     return single.plan_replicated("data_parallel", shapes, decision, summary, implementation)

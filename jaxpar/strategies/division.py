@@ -16,7 +16,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar.cluster import Cluster
-from jaxpar.errors import Refusals, UserError, format_count, outcome
+from jaxpar.errors import UserError, format_count, is_refused
 from jaxpar.mesh import DATA, STAGE, sizes
 from jaxpar.models.model import Model
 from jaxpar.optimizer import make_optimizer
@@ -38,9 +38,9 @@ from jaxpar.state import nbytes
 from jaxpar.strategies.schedules import (
     AUTO_SCHEDULE,
     UNTIL_CHOSEN,
+    check_evaluation,
     configured_replicas,
     configured_table,
-    refuse_evaluation,
 )
 
 EQUAL = 0.01  # largest relative difference between a size in a profile and that of the model, for rounded numbers
@@ -69,55 +69,54 @@ class Division(NamedTuple):
         return self.partition == AUTO
 
 
-def configured_division(config: ConfigDict, cluster: Cluster, model: Model | None) -> Refusals[Division]:
+def configured_division(config: ConfigDict, cluster: Cluster, model: Model | None) -> Division:
     """Return the table that config.pipeline.schedule selects, and how the layers are divided into stages.
-
-    Refuses what `configured_table` refuses, an invalid profile, and sizes or a profile that cannot be divided.
 
     Args:
       config: the config of the run.
       cluster: the links between its devices decide about the stages of a profile.
       model: the model; None if it is not known.
+
+    Raises:
+      UserError: `configured_table` fails, or the sizes or the profile are invalid or cannot be divided.
     """
     c = config.pipeline
-    replicas = yield from configured_replicas(config)
+    replicas = configured_replicas(config)
     if c.partition != AUTO:
         for key, unset in UNSET.items():
             if c[key] != unset and not (key == "memory_limit" and c.schedule == AUTO_SCHEDULE):
-                yield UserError(
+                raise UserError(
                     f"config.pipeline.{key} is {c[key]!r}; it must be {unset!r} without "
                     f"config.pipeline.partition={AUTO!r}"
                     f"{f' or config.pipeline.schedule={AUTO_SCHEDULE!r}' * (key == 'memory_limit')}"
                 )
-        return Division((yield from configured_table(config, replicas)), c.partition)
+        return Division(configured_table(config, replicas), c.partition)
     if replicas:
-        yield UserError(
+        raise UserError(
             f"config.pipeline.replicas is {c.replicas!r}; it must be empty with config.pipeline.partition={AUTO!r}, "
             "which chooses them"
         )
-    bandwidth = yield from _bandwidth(config, cluster)
-    profile = (yield from _read_profile(c.profile)) if c.profile else ()
+    bandwidth = _bandwidth(config, cluster)
+    profile = tuple(read_profile(Path(c.profile), "config.pipeline.profile")) if c.profile else ()
     if profile and model is not None:
-        yield from _refuse_other_layers(config, profile, model)
+        _check_layers(config, profile, model)
     num_layers = len(profile or (model.layers if model is not None else ())) or UNKNOWN_LAYERS
-    table = yield from configured_table(config, ())
-    yield from _refuse_sizes(config, table, num_layers)
+    table = configured_table(config, ())
+    _check_sizes(config, table, num_layers)
     candidates = _candidates(config, cluster, table, profile, num_layers)
     first = next(candidates, None)
     if first is None:
-        yield from _refuse_replicas(config, num_layers)
-    assert first is not None  # refused above
+        raise _no_replicas(config, num_layers)
     if not profile:
-        return Division((yield from configured_table(config, first.replicas)), AUTO)
+        return Division(configured_table(config, first.replicas), AUTO)
     search = EngineSearch(
         _without_cuts_of_ties(config, profile, model), bandwidth=bandwidth, memory_limit=c.memory_limit or math.inf
     )
     found = search.find(itertools.chain([first], candidates))
     if found is None:
-        yield from _refuse_profile(config, num_layers)
-    assert found is not None  # refused above
+        raise _no_division(config, num_layers)
     cuts = ",".join(profile[stage.first_layer].name for stage in found.stages[1:])
-    table = yield from configured_table(config, found.costs.replicas)
+    table = configured_table(config, found.costs.replicas)
     return Division(table, cuts, profile, _advice(config, cluster, profile, bandwidth, found))
 
 
@@ -126,39 +125,31 @@ def has_replicas(config: ConfigDict) -> bool:
     return config.pipeline.schedule in {*WITH_REPLICAS, *CONTINUOUS, AUTO_SCHEDULE}
 
 
-def _read_profile(path: str) -> Refusals[tuple[LayerProfile, ...]]:
-    try:
-        profile = tuple(read_profile(Path(path), "config.pipeline.profile"))
-    except UserError as error:
-        yield error
-    return profile
-
-
-def _bandwidth(config: ConfigDict, cluster: Cluster) -> Refusals[float]:
+def _bandwidth(config: ConfigDict, cluster: Cluster) -> float:
     """Return the bandwidth between two stages."""
     if STAGE in cluster.links:
         return cluster.links[STAGE].bandwidth
     bandwidth: float = config.pipeline.bandwidth
     if not 1 <= bandwidth < math.inf:
-        yield UserError(
+        raise UserError(
             f"config.pipeline.bandwidth is {bandwidth}; it must be the bandwidth between two devices in bytes per "
             f"second, such as 1.25e9, with config.pipeline.partition={AUTO!r}"
         )
     return bandwidth
 
 
-def _refuse_sizes(config: ConfigDict, table: Table, num_layers: int) -> Refusals[None]:
-    """Refuse numbers of stages that cannot be searched, or that the layers are too few for."""
+def _check_sizes(config: ConfigDict, table: Table, num_layers: int) -> None:
+    """Raise UserError for numbers of stages that cannot be searched, or that the layers are too few for."""
     number, stage = table.num_stages, config.mesh.stage
     if number < 2:
-        yield UserError(f"config.mesh.stage is {stage}; it must be at least 2 with config.pipeline.partition={AUTO!r}")
+        raise UserError(f"config.mesh.stage is {stage}; it must be at least 2 with config.pipeline.partition={AUTO!r}")
     if number > (most := most_workers(num_layers)):
-        yield UserError(
+        raise UserError(
             f"config.mesh.stage is {stage}, with {format_count(number, 'stage')}; there must be at most {most} for "
             f"{num_layers} layers, because the search would take too long"
         )
     if number > num_layers and not has_replicas(config):
-        yield UserError(
+        raise UserError(
             f"config.mesh.stage is {stage}, with {number} stages; there must be at most {num_layers}, the number of "
             f"layers, with config.pipeline.schedule={config.pipeline.schedule!r}"
         )
@@ -193,7 +184,7 @@ def _candidates(
         def accepts(m: int) -> bool:
             if c.num_microbatches:  # other checks refuse a number that is not possible
                 return True
-            return of_replica % m == 0 and outcome(refuse_evaluation(config, num_data, m)) is None
+            return of_replica % m == 0 and not is_refused(check_evaluation, config, num_data, m)
 
         yield from continuous_candidates(
             c.schedule, num_devices, c.num_microbatches, most_stages, of_replica, accepts, moments
@@ -236,61 +227,61 @@ def _advice(
     )
 
 
-def _refuse_replicas(config: ConfigDict, num_layers: int) -> Refusals[None]:
-    """Refuse sizes for which no replicas are possible."""
+def _no_replicas(config: ConfigDict, num_layers: int) -> UserError:
+    """Return the error for sizes for which no replicas are possible."""
     c = config.pipeline
     key = "pipeline.num_microbatches" if c.num_microbatches else "batch_size"
-    yield UserError(
+    return UserError(
         f"config.mesh.stage is {config.mesh.stage}; it must be at most {num_layers}, the number of layers, because "
         f"config.{key}={config.pipeline.num_microbatches or config.batch_size} cannot be shared by the replicas of "
         f"fewer stages with config.pipeline.schedule={c.schedule!r}"
     )
 
 
-def _refuse_profile(config: ConfigDict, num_layers: int) -> Refusals[None]:
-    """Refuse a profile that cannot be divided at all, or not within the memory limit."""
+def _no_division(config: ConfigDict, num_layers: int) -> UserError:
+    """Return the error for a profile that cannot be divided at all, or not within the memory limit."""
     c = config.pipeline
     if c.memory_limit:
-        yield UserError(
+        return UserError(
             f"config.pipeline.memory_limit is {c.memory_limit:g}; it must be larger, because no division of the "
             f"{format_count(num_layers, 'layer')} fits"
         )
-    yield UserError(
+    return UserError(
         f"config.mesh.stage is {config.mesh.stage}; it must be smaller, because the {num_layers} layers of the model "
         f"can be cut at too few places with config.pipeline.schedule={c.schedule!r}"
     )
 
 
-def _refuse_other_layers(config: ConfigDict, profile: Sequence[LayerProfile], model: Model) -> Refusals[None]:
-    """Refuse a profile whose layers are not those of the model."""
+def _check_layers(config: ConfigDict, profile: Sequence[LayerProfile], model: Model) -> None:
+    """Raise UserError for a profile whose layers are not those of the model."""
     listed, names = [layer.name for layer in profile], [layer.name for layer in model.layers]
     for number, (stated, name) in enumerate(itertools.zip_longest(listed, names, fillvalue="missing")):
         if stated != name:
-            yield UserError(
+            raise UserError(
                 f"config.pipeline.profile is {config.pipeline.profile!r}, whose layer {number} is {stated}; it must be "
                 f"{name}, as in this model"
             )
 
 
-def refuse_division(config: ConfigDict, division: Division, model: Model, inputs: Sequence[Any]) -> Refusals[None]:
-    """Refuse the profile of another model, and a division that is not known.
+def check_division(config: ConfigDict, division: Division, model: Model, inputs: Sequence[Any]) -> None:
+    """Raise UserError for the profile of another model, and a division that is not known.
 
     inputs: shapes of the inputs of every layer: model.inputs(batch).
     """
     if division.needs_profile:
-        yield UserError(
+        raise UserError(
             f"config.pipeline.profile is ''; it must be the path of a profile, which scripts/profile_layers.py writes, "
             f"for a plan with config.pipeline.partition={AUTO!r}; only the start of a run measures the layers itself"
         )
     if division.profile:
-        yield from _refuse_other_layers(config, division.profile, model)
-    yield from _refuse_other_sizes(config, division.profile, model, inputs)
+        _check_layers(config, division.profile, model)
+    _check_layer_sizes(config, division.profile, model, inputs)
 
 
-def _refuse_other_sizes(
+def _check_layer_sizes(
     config: ConfigDict, profile: Sequence[LayerProfile], model: Model, inputs: Sequence[Any]
-) -> Refusals[None]:
-    """Refuse a profile with other sizes than the model. A size of 0 is accepted as not stated.
+) -> None:
+    """Raise UserError for a profile with other sizes than the model. A size of 0 is accepted as not stated.
 
     The profile can be of another number of examples, so outputs are compared in proportion to the first one.
     """
@@ -298,7 +289,7 @@ def _refuse_other_sizes(
     for layer, of_model, after in zip(profile, model.layers, [*inputs[1:], None], strict=False):
         weights, output = nbytes(of_model.shapes), nbytes(after)
         if layer.weight_bytes and not math.isclose(layer.weight_bytes, weights, rel_tol=EQUAL):
-            yield UserError(
+            raise UserError(
                 f"{where} layer {layer.name} has {layer.weight_bytes:.10g} bytes of weights; it must have {weights}, "
                 "as in this model, or 0 if they are not known"
             )
@@ -306,7 +297,7 @@ def _refuse_other_sizes(
             continue
         scale = scale or layer.output_bytes / output
         if not math.isclose(layer.output_bytes, scale * output, rel_tol=EQUAL):
-            yield UserError(
+            raise UserError(
                 f"{where} layer {layer.name} has {layer.output_bytes:.10g} bytes of output; it must have "
                 f"{scale * output:.10g}, in proportion to those of the first layers, or 0 if they are not known"
             )

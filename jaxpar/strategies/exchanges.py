@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import optimizer
 from jaxpar.cluster import Cluster
-from jaxpar.errors import Refusals, UserError, refuse_choice
+from jaxpar.errors import UserError, check_choice
 from jaxpar.exchange import presets
 from jaxpar.exchange.around import AROUND, Rule
 from jaxpar.exchange.compress import FLOAT8
@@ -78,66 +78,66 @@ def _with_seed(config: ConfigDict) -> dict[str, Any]:
     return seed | given(config)
 
 
-def refuse_exchange(config: ConfigDict, num_replicas: int, cluster: Cluster) -> Refusals[None]:
-    """Refuse an invalid exchange or exchange option."""
-    yield from refuse_choice("exchange", config.exchange, EXCHANGES)
+def check_exchange(config: ConfigDict, num_replicas: int, cluster: Cluster) -> None:
+    """Raise UserError for an invalid exchange or exchange option."""
+    check_choice("exchange", config.exchange, EXCHANGES)
     if reason := obstacle(config.exchange, num_replicas, given(config)):
         key, wrong = reason
-        yield UserError(f"config.{key} {wrong}" if key == "exchange" else f"config.exchange_options.{key} {wrong}")
+        raise UserError(f"config.{key} {wrong}" if key == "exchange" else f"config.exchange_options.{key} {wrong}")
     if given(config).get("offload") and not cluster.has_pinned_host_memory:
-        yield UserError(
+        raise UserError(
             "config.exchange_options.offload is True; it must be False on a platform without pinned host memory, "
             f"such as {cluster.platform} ({cluster.device_kind})"
         )
-    yield from _refuse_optimizer(config)
+    _check_optimizer(config)
 
 
-def _refuse_optimizer(config: ConfigDict) -> Refusals[None]:
+def _check_optimizer(config: ConfigDict) -> None:
     exchange, kind = config.exchange, config.optimizer.name
     if exchange not in AROUND:
         return
     elementwise = [name for name, one in OPTIMIZERS.items() if one.elementwise]
     if AROUND[exchange].divides and kind not in elementwise:
-        yield UserError(
+        raise UserError(
             f"config.optimizer.name is {kind!r}, which needs whole arrays; it must be one of {', '.join(elementwise)} "
             f"with config.exchange={exchange!r}, which shards them"
         )
     adamw = [name for name, one in OPTIMIZERS.items() if one.is_adamw]
     if AROUND[exchange].has_adamw and kind not in adamw:
-        yield UserError(
+        raise UserError(
             f"config.optimizer.name is {kind!r}; it must be {', '.join(adamw)} with config.exchange={exchange!r}, "
             "which computes the update of AdamW itself"
         )
 
 
-def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int) -> Refusals[Exchange]:
-    """Return the exchange around the problem's optimizer. Refuses one that does not support this problem."""
+def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int) -> Exchange:
+    """Return the exchange around the problem's optimizer. Raises UserError if it does not support this problem."""
     passes = given(config).get(PASSES, 1)
     if problem.num_steps % passes:
-        yield UserError(
+        raise UserError(
             f"config.exchange_options.{PASSES} is {passes}; it must divide the number of steps, {problem.num_steps}"
         )
     if config.exchange in AROUND and AROUND[config.exchange].divides:
         for path, leaf in jax.tree_util.tree_leaves_with_path(problem.model.shapes):
             if not leaf.size:
                 where = jax.tree_util.keystr(path)
-                yield UserError(
+                raise UserError(
                     f"config.exchange is {config.exchange!r}, which cannot shard {where} of shape {leaf.shape}; "
                     "parameters must not be empty"
                 )
     rank = (options(config.exchange) | given(config)).get("rank")
     if rank is not None and rank > (largest := largest_rank(problem.model.shapes)):
-        yield UserError(
+        raise UserError(
             f"config.exchange_options.rank is {rank}; it must be at most {largest}, or no array of this model is "
             "compressed"
         )
     interval = given(config).get("interval")
     if interval is not None and interval > problem.num_steps:
-        yield UserError(
+        raise UserError(
             f"config.exchange_options.interval is {interval}; it must be at most {problem.num_steps}, the number of "
             "steps, or the replicas never exchange anything"
         )
-    yield from refuse_uncompressed(config, problem.model.shapes)
+    check_compressed(config, problem.model.shapes)
     o = config.optimizer
     adamw = None
     if OPTIMIZERS[o.name].is_adamw:
@@ -149,26 +149,24 @@ def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int)
     return presets.make_exchange(config.exchange, Axis(DATA, num_replicas), rule, **_with_seed(config))
 
 
-def refuse_uncompressed(config: ConfigDict, arrays: Any) -> Refusals[None]:
-    """Refuse a compressor to which all of these arrays are too small."""
+def check_compressed(config: ConfigDict, arrays: Any) -> None:
+    """Raise UserError for a compressor to which all of these arrays are too small."""
     smallest = (options(config.exchange) | given(config)).get("min_compress_bytes", 0)
     largest = max((nbytes([leaf]) for leaf in jax.tree.leaves(arrays)), default=0)
     if smallest > largest:
-        yield UserError(
+        raise UserError(
             f"config.exchange_options.min_compress_bytes is {smallest}; it must be at most {largest}, the bytes of the "
             f"largest array, or {config.exchange} compresses nothing"
         )
 
 
-def refuse_beyond_gradients(
-    config: ConfigDict, num_replicas: int, cluster: Cluster, *, has_ring: bool = True
-) -> Refusals[None]:
-    """Refuse an invalid exchange of a pipeline, whose replicas can exchange only gradients.
+def check_gradient_exchange(config: ConfigDict, num_replicas: int, cluster: Cluster, *, has_ring: bool = True) -> None:
+    """Raise UserError for an invalid exchange of a pipeline, whose replicas can exchange only gradients.
 
     has_ring: whether the pipeline supports a ring all-reduce, the default of some exchanges.
     """
     for key in given(config).keys() & {PASSES, AVERAGE}:
-        yield UserError(
+        raise UserError(
             f"config.exchange_options.{key} is {given(config)[key]}; it must be None with "
             "config.strategy='pipeline', which accumulates gradients over config.pipeline.num_microbatches"
         )
@@ -179,11 +177,11 @@ def refuse_beyond_gradients(
             else "wraps the optimizer of the whole model, but each stage has only a part of it"
         )
         names = [name for name in GRADIENTS if has_ring or options(name).get("algorithm") != "ring"]
-        yield UserError(
+        raise UserError(
             f"config.exchange is {config.exchange!r}, which {reason}; it must be one of {', '.join(names)} with "
             "config.strategy='pipeline'"
         )
-    yield from refuse_exchange(config, num_replicas, cluster)
+    check_exchange(config, num_replicas, cluster)
 
 
 def on_gradients(config: ConfigDict, num_replicas: int) -> AllReduce:

@@ -16,7 +16,7 @@ from jaxpar import layout
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
-from jaxpar.errors import Refusals, format_bytes, format_count
+from jaxpar.errors import format_bytes, format_count
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.plan import Decision, Plan, Traffic, state_memory
 from jaxpar.state import State
@@ -32,10 +32,10 @@ from jaxpar.swarm.programs import SwarmPrograms
 from jaxpar.tasks import Sums
 
 
-def plan_live(config: ConfigDict, shapes: Problem, decision: Decision[Any]) -> Refusals[Plan[LiveDetails]]:
-    """Plan the stages of a live swarm. Refuses a model that cannot be cut into them."""
+def plan_live(config: ConfigDict, shapes: Problem, decision: Decision[Any]) -> Plan[LiveDetails]:
+    """Plan the stages of a live swarm. Raises UserError for a model that cannot be cut into them."""
     s, num_microbatches = config.swarm, options.swarm_microbatches(config)
-    stages, workload, sizes = yield from options.plan_stages(config, shapes)
+    stages, workload, sizes = options.plan_stages(config, shapes)
     like = states.abstract_state(shapes.model, shapes.optimizer)
     layouts = {part: layout.on_one(decision.axes, tree, DATA) for part, tree in like._asdict().items()}
     messages = MessageFormat(MESSAGE_COMPRESSORS[s.compress])

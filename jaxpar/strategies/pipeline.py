@@ -17,7 +17,7 @@ from jaxpar import mesh as meshes
 from jaxpar import step as steps
 from jaxpar.cluster import Cluster
 from jaxpar.data.cache import fingerprint
-from jaxpar.errors import Refusals, UserError, format_count
+from jaxpar.errors import UserError, format_count
 from jaxpar.layout import PER_REPLICA
 from jaxpar.mesh import DATA
 from jaxpar.models.model import Batch, Model, Tie
@@ -38,15 +38,15 @@ from jaxpar.step import Problem
 from jaxpar.strategies import dispatched, exchanges, lockstep
 from jaxpar.strategies.auto_executor import choose_executor
 from jaxpar.strategies.auto_schedule import choose_schedule
-from jaxpar.strategies.division import Division, configured_division, refuse_division
+from jaxpar.strategies.division import Division, check_division, configured_division
 from jaxpar.strategies.pipeline_details import PipelineDetails
 from jaxpar.strategies.schedules import (
     AUTO_EXECUTOR,
     AUTO_SCHEDULE,
     DISPATCH,
     LOCKSTEP,
-    refuse_evaluation,
-    refuse_pipeline_values,
+    check_evaluation,
+    check_pipeline_values,
     stage_delays,
 )
 from jaxpar.strategies.strategy import Strategy
@@ -54,59 +54,60 @@ from jaxpar.strategies.strategy import Strategy
 EXECUTOR_MODULES: dict[str, Any] = {LOCKSTEP: lockstep, DISPATCH: dispatched}
 
 
-def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refusals[Decision[Division]]:
-    """Decide on the mesh and the table. Refuses an invalid config.mesh or config.pipeline."""
-    yield from refuse_pipeline_values(config)
+def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Decision[Division]:
+    """Decide on the mesh and the table. Raises UserError for an invalid config.mesh or config.pipeline."""
+    check_pipeline_values(config)
     if config.optimizer.accumulation_steps != 1:
-        yield UserError(
+        raise UserError(
             f"config.optimizer.accumulation_steps is {config.optimizer.accumulation_steps}; it must be 1 with "
             "config.strategy='pipeline', which accumulates over config.pipeline.num_microbatches"
         )
     if config.pipeline.trace:
-        yield from meshes.refuse_processes(f"config.pipeline.trace={config.pipeline.trace}", cluster)
-    yield from meshes.refuse_sizes(config, cluster)
+        meshes.check_processes(f"config.pipeline.trace={config.pipeline.trace}", cluster)
+    meshes.check_sizes(config, cluster)
     axes = meshes.sizes(config, cluster)
     has_ring = axes[DATA] == 1 or config.pipeline.schedule not in CONTINUOUS
-    yield from exchanges.refuse_beyond_gradients(config, axes[DATA], cluster, has_ring=has_ring)
-    division = yield from configured_division(config, cluster, model)
+    exchanges.check_gradient_exchange(config, axes[DATA], cluster, has_ring=has_ring)
+    division = configured_division(config, cluster, model)
     table = division.table
     if model is not None:
         names = [layer.name for layer in model.layers]
         if not division.needs_profile:
-            yield from partition.explicit_cuts(names, division.partition, table.num_stages)
+            partition.explicit_cuts(names, division.partition, table.num_stages)
         if table.period:
             ends = {names[0], names[-1]}  # they are never on one stage
-            yield from refuse_ties(config, [tie for tie in model.ties if {tie.layer, tie.source} == ends])
+            check_ties(config, [tie for tie in model.ties if {tie.layer, tie.source} == ends])
     if table.period:
-        yield from refuse_ring(config, axes[DATA])
+        check_ring(config, axes[DATA])
     m = table.num_microbatches
     replicas, microbatches = format_count(axes[DATA], "replica"), format_count(m, "microbatch")
     words = f"{replicas} (the data axis) x {microbatches} (config.pipeline.num_microbatches)"
-    yield from refuse_evaluation(config, axes[DATA], m)
+    check_evaluation(config, axes[DATA], m)
     return Decision(axes, axes[DATA] * m, words, axes[DATA], division, division.needs_profile)
 
 
 def plan(
     config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[Division], /
-) -> Refusals[Plan[PipelineDetails]]:
+) -> Plan[PipelineDetails]:
     """Plan the stages of config.pipeline, and the replicas of the pipeline on the data axis.
 
-    Refuses a model that cannot be cut according to config.pipeline.partition, the profile of another model, and a trace
-    after the last step.
+    Raises:
+      UserError: config.pipeline.partition cannot cut the model, the profile is of another model, or the step to trace
+        is after the last one.
     """
     if config.pipeline.trace > shapes.num_steps:
-        yield UserError(
+        raise UserError(
             f"config.pipeline.trace is {config.pipeline.trace}; it must be at most {shapes.num_steps}, the last step "
             "of the run"
         )
     division, num_data = decision.source, decision.num_replicas
     table = division.table
     inputs = shapes.model.inputs(shapes.batch)
-    yield from refuse_division(config, division, shapes.model, inputs)
-    bounds = yield from partition.stage_bounds(shapes.model, shapes.batch, inputs, division.partition, table.num_stages)
+    check_division(config, division, shapes.model, inputs)
+    bounds = partition.stage_bounds(shapes.model, shapes.batch, inputs, division.partition, table.num_stages)
     stages = Stages(shapes.model, bounds, table.stages, inputs, shapes.task)
     staged = StagedState(decision.axes, shapes, stages, exchanges.on_gradients(config, num_data))
-    yield from exchanges.refuse_uncompressed(config, staged.params.packing.shapes)
+    exchanges.check_compressed(config, staged.params.packing.shapes)
     c, schedule = config.pipeline, config.pipeline.schedule
     microbatches = abstract_microbatches(shapes, num_data, table.num_microbatches)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -127,7 +128,7 @@ def plan(
         private_key = exchanges.private_key(config, num_data, shapes.model.shapes)
     private_key |= {"replicas": num_data, "bounds": list(bounds), "stages": table.stages.tolist()}
     if table.period:
-        yield from refuse_ties(config, [tie for device in stages.examples for tie in stages.copies(device)])
+        check_ties(config, [tie for device in stages.examples for tie in stages.copies(device)])
         state = ContinuousState(staged, lowered, engine, microbatches)
         private_key |= {"schedule": c.schedule, "microbatches": table.num_microbatches, "remat": c.remat}
         # Stashes depend on more settings, such as the kernel of attention.
@@ -170,23 +171,23 @@ def abstract_microbatches(problem: Problem, num_data: int, num_microbatches: int
     return microbatches
 
 
-def refuse_ties(config: ConfigDict, ties: Sequence[Tie]) -> Refusals[None]:
-    """Refuse tied arrays on different stages, which are at different batches if they never drain."""
+def check_ties(config: ConfigDict, ties: Sequence[Tie]) -> None:
+    """Raise UserError for tied arrays on different stages, which are at different batches if they never drain."""
     for tie in ties:
-        yield UserError(
+        raise UserError(
             f"config.pipeline.schedule is {config.pipeline.schedule!r}, whose stages are at different batches, so "
             f"{tie.layer} cannot share its array {tie.source_name} with {tie.source}; it must be a schedule with a "
             "flush, such as '1f1b', for this model and task"
         )
 
 
-def refuse_ring(config: ConfigDict, num_data: int) -> Refusals[None]:
-    """Refuse a ring all-reduce between replicas of stages that exchange their gradients at different times.
+def check_ring(config: ConfigDict, num_data: int) -> None:
+    """Raise UserError for a ring between replicas of stages that exchange their gradients at different times.
 
     A `ppermute` along the ring is one operation of all devices, including those of other stages.
     """
     if num_data > 1 and exchanges.sums_along_a_ring(config):
-        yield UserError(
+        raise UserError(
             f"config.exchange_options.algorithm is {config.exchange_options.algorithm!r}; it must be 'psum' with "
             f"exchange {config.exchange!r} and config.pipeline.schedule={config.pipeline.schedule!r}, whose stages "
             "exchange gradients at different times, so that they cannot send them round a ring"

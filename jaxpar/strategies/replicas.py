@@ -19,7 +19,6 @@ from ml_collections import ConfigDict
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
-from jaxpar.errors import Refusals
 from jaxpar.exchange.exchange import EVERY, Exchange
 from jaxpar.exchange.reduce import psum_small
 from jaxpar.layout import PER_REPLICA, Layout
@@ -62,11 +61,9 @@ class ReplicaDetails:
     unrolled: bool
 
 
-def plan(
-    config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cpu: bool
-) -> Refusals[Plan[ReplicaDetails]]:
-    """Plan data-parallel replicas with config.exchange. Refuses an exchange that does not support these shapes."""
-    exchange = yield from exchanges.configured_exchange(config, shapes, decision.num_replicas)
+def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cpu: bool) -> Plan[ReplicaDetails]:
+    """Plan data-parallel replicas with config.exchange. Raises UserError if it does not support these shapes."""
+    exchange = exchanges.configured_exchange(config, shapes, decision.num_replicas)
     like = states.abstract_state(shapes.model, shapes.optimizer)
     layouts = make_layouts(exchange, dict(decision.axes), like)
     # With `fetch`, a layer receives all arrays that it uses, including those that it shares with another layer.

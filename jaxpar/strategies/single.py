@@ -13,7 +13,7 @@ from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.cluster import Cluster
-from jaxpar.errors import Refusals, UserError, format_count, refuse_choice
+from jaxpar.errors import UserError, check_choice, format_count
 from jaxpar.exchange.presets import EXCHANGES
 from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.mesh import DATA, STAGE
@@ -27,18 +27,18 @@ from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
 
-def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Refusals[Decision[None]]:
-    """Decide on one device. Refuses a config with several devices or an exchange."""
-    yield from meshes.refuse_processes("config.strategy='single'", cluster)
-    yield from meshes.refuse_stages(config)
+def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Decision[None]:
+    """Decide on one device. Raises UserError for a config with several devices or an exchange."""
+    meshes.check_processes("config.strategy='single'", cluster)
+    meshes.check_stages(config)
     if config.mesh.data not in (-1, 1):
-        yield UserError(
+        raise UserError(
             f"config.mesh.data is {config.mesh.data}; it must be 1 or -1 with config.strategy='single' "
             "(config.strategy='data_parallel' uses several devices)"
         )
-    yield from refuse_choice("exchange", config.exchange, EXCHANGES)
+    check_choice("exchange", config.exchange, EXCHANGES)
     if config.exchange != "ddp" or exchanges.given(config):
-        yield UserError(
+        raise UserError(
             f"config.exchange is {exchanges.name(config)!r}; it must be 'ddp' without options with "
             "config.strategy='single', which has one replica and exchanges nothing"
         )
@@ -52,9 +52,8 @@ def batch_divisor(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
     return num_replicas * number, words
 
 
-def plan(_config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[None], /) -> Refusals[Plan[str]]:
+def plan(_config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[None], /) -> Plan[str]:
     """Plan the whole state and every batch on one device."""
-    yield from ()  # this strategy refuses nothing
     return plan_replicated("single", shapes, decision, "one device")
 
 

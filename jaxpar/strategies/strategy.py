@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxpar.cluster import Cluster
-from jaxpar.errors import Refusals
 from jaxpar.models.model import Model
 from jaxpar.pipeline.executor.branches import DeviceBranches
 from jaxpar.pipeline.executor.enqueue import ProgramCall
@@ -109,31 +108,34 @@ class Strategy(NamedTuple, Generic[S]):
 class StrategyModule(Protocol[Source, Details]):
     """A module of this package that implements a strategy."""
 
-    def decide(self, config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refusals[Decision[Source]]:
+    def decide(self, config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Decision[Source]:
         """Decide on the mesh and the batch divisor, before any data is read.
 
-        The function is pure, except that it reads each file that the config names once. It refuses a config that this
-        strategy cannot run on this cluster.
+        The function is pure, except that it reads each file that the config names once.
 
         Args:
           config: the config of the run.
           cluster: the cluster to run on.
           model: a model with the layers of the run, of which only the names, order and ties matter; None if not known
             yet.
+
+        Raises:
+          UserError: this strategy cannot run the config on this cluster.
         """
 
     def plan(
         self, config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[Source], /
-    ) -> Refusals[Plan[Details]]:
+    ) -> Plan[Details]:
         """Plan the strategy, without touching a device or compiling anything.
-
-        It refuses shapes that this strategy cannot train.
 
         Args:
           config: the config of the run.
           shapes: the problem: shapes of the model and the batch, the optimizer and the task.
           cluster: the cluster to run on.
           decision: result of `decide` for this config and cluster.
+
+        Raises:
+          UserError: this strategy cannot train these shapes.
         """
 
     def build(self, plan: Plan[Details], problem: Problem, devices: Sequence[jax.Device], /) -> Strategy[Any]:

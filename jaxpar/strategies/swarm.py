@@ -23,7 +23,7 @@ from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.cluster import Cluster
-from jaxpar.errors import Refusals, UserError, format_count
+from jaxpar.errors import UserError, format_count
 from jaxpar.layout import Layout
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Model
@@ -51,38 +51,38 @@ from jaxpar.swarm.trace import LEAVE
 from jaxpar.tasks import Sums
 
 
-def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refusals[Decision[SwarmSource]]:
+def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Decision[SwarmSource]:
     """Decide on the devices of the peers, and read the files that config.swarm names.
 
-    Refuses a config.swarm that is invalid, and files that cannot be read.
+    Raises UserError for a config.swarm that is invalid, and files that cannot be read.
     """
-    yield from meshes.refuse_processes("config.strategy='swarm'", cluster)
+    meshes.check_processes("config.strategy='swarm'", cluster)
     if config.mesh.stage != 1:
-        yield UserError(
+        raise UserError(
             f"config.mesh.stage is {config.mesh.stage}; it must be 1 with config.strategy='swarm', whose stages are "
             "set by config.swarm.stages"
         )
     if config.exchange != "ddp" or exchanges.given(config):
-        yield UserError(
+        raise UserError(
             f"config.exchange is {exchanges.name(config)!r}; it must be 'ddp' without options with "
             "config.strategy='swarm', whose peers average their gradients exactly"
         )
     if config.optimizer.accumulation_steps != 1:
-        yield UserError(
+        raise UserError(
             f"config.optimizer.accumulation_steps is {config.optimizer.accumulation_steps}; it must be 1 with "
             "config.strategy='swarm', which accumulates over config.swarm.num_microbatches"
         )
     if config.swarm.mode == "live":
-        yield from live_options.refuse_without_ray()
-    source = yield from options.decide_swarm(config)
+        live_options.check_ray()
+    source = options.decide_swarm(config)
     if config.pipeline.partition == AUTO:
-        yield UserError(
+        raise UserError(
             f"config.pipeline.partition is {AUTO!r}; it must be one of {', '.join(METHODS)}, or layer names, with "
             "config.strategy='swarm'"
         )
-    yield from meshes.refuse_sizes(config, cluster)
+    meshes.check_sizes(config, cluster)
     if model is not None:
-        yield from options.refuse_stage_count(config, [layer.name for layer in model.layers])
+        options.check_stage_count(config, [layer.name for layer in model.layers])
     most = 1 if config.swarm.mode == "live" else len(source.peers)
     taken, microbatches = min(meshes.sizes(config, cluster)[DATA], most), options.swarm_microbatches(config)
     words = f"{format_count(microbatches, 'microbatch')} (config.swarm.num_microbatches), on {taken} devices"
@@ -112,24 +112,22 @@ class SwarmDetails:
     efficiency: float
 
 
-def plan(
-    config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[SwarmSource], /
-) -> Refusals[Plan[Any]]:
+def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[SwarmSource], /) -> Plan[Any]:
     """Plan the stages, and simulate the run if it is emulated.
 
-    Refuses a model that cannot be cut into the stages, and a trace that leaves a stage without a peer.
+    Raises UserError for a model that cannot be cut into the stages, and a trace that leaves a stage without a peer.
     """
     if config.swarm.mode == "live":
-        return (yield from live_swarm.plan_live(config, shapes, decision))
-    return (yield from plan_emulated(config, shapes, decision))
+        return live_swarm.plan_live(config, shapes, decision)
+    return plan_emulated(config, shapes, decision)
 
 
-def plan_emulated(config: ConfigDict, shapes: Problem, decision: Decision[SwarmSource]) -> Refusals[Plan[SwarmDetails]]:
-    """Plan the stages, and simulate the run. Refuses what `plan` refuses."""
+def plan_emulated(config: ConfigDict, shapes: Problem, decision: Decision[SwarmSource]) -> Plan[SwarmDetails]:
+    """Plan the stages, and simulate the run. Raises the errors of `plan`."""
     s, source, num_microbatches = config.swarm, decision.source, options.swarm_microbatches(config)
     like = states.abstract_state(shapes.model, shapes.optimizer)
-    stages, workload, sizes = yield from options.plan_stages(config, shapes)
-    scenario, run = yield from options.simulate_swarm(config, source, workload, like, shapes.num_steps)
+    stages, workload, sizes = options.plan_stages(config, shapes)
+    scenario, run = options.simulate_swarm(config, source, workload, like, shapes.num_steps)
     seconds = run.update_times[-1]
     works = [sum(both) for both in zip(workload.forward, workload.backward, strict=True)]
     optimal = run_fluid(source.peers, works, source.trace, seconds)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxpar.errors import Refusals, UserError, refuse_choice
+from jaxpar.errors import UserError, check_choice
 from jaxpar.pipeline.executor.partition import layer_flops, stage_bounds
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.tables.table import loop_stages
@@ -45,53 +45,50 @@ class StageSizes(NamedTuple):
     gradients: list[int]
 
 
-def decide_swarm(config: ConfigDict) -> Refusals[SwarmSource]:
+def decide_swarm(config: ConfigDict) -> SwarmSource:
     """Read the files that config.swarm names; live mode has none.
 
-    Refuses invalid settings, and files that cannot be read.
+    Raises UserError for invalid settings, and files that cannot be read.
     """
     s = config.swarm
-    yield from refuse_choice("swarm.mode", s.mode, SWARM_MODES)
-    yield from refuse_choice("swarm.rule", s.rule, REBALANCING_RULES)
-    yield from refuse_choice("swarm.compress", s.compress, MESSAGE_COMPRESSORS)
-    yield from live_options.refuse_other_mode(config)
+    check_choice("swarm.mode", s.mode, SWARM_MODES)
+    check_choice("swarm.rule", s.rule, REBALANCING_RULES)
+    check_choice("swarm.compress", s.compress, MESSAGE_COMPRESSORS)
+    live_options.check_other_mode(config)
     if s.stages < 1:
-        yield UserError(f"config.swarm.stages is {s.stages}; it must be at least 1")
+        raise UserError(f"config.swarm.stages is {s.stages}; it must be at least 1")
     if s.num_microbatches < 0:
-        yield UserError(f"config.swarm.num_microbatches is {s.num_microbatches}; it must be at least 0")
-    yield from _refuse_range("forward_seconds", s.forward_seconds, 1e-9, 1e9)
+        raise UserError(f"config.swarm.num_microbatches is {s.num_microbatches}; it must be at least 0")
+    _check_range("forward_seconds", s.forward_seconds, 1e-9, 1e9)
     if s.rebalance_seconds != 0:
-        yield from _refuse_range("rebalance_seconds", s.rebalance_seconds, s.forward_seconds, 1e12, " or 0")
+        _check_range("rebalance_seconds", s.rebalance_seconds, s.forward_seconds, 1e12, " or 0")
     if s.mode == "live":
-        yield from live_options.refuse_live(config)
+        live_options.check_live(config)
         return SwarmSource([], [])
-    try:
-        peers = find_peers(s.peers, "config.swarm.peers")
-        trace = read_swarm_trace(s.trace, peers, "config.swarm.trace") if s.trace else []
-    except UserError as error:
-        yield error
-    rates = yield from _decide_rates(config, len(peers))
+    peers = find_peers(s.peers, "config.swarm.peers")
+    trace = read_swarm_trace(s.trace, peers, "config.swarm.trace") if s.trace else []
+    rates = _decide_rates(config, len(peers))
     if len(peers) < s.stages:
-        yield UserError(
+        raise UserError(
             f"config.swarm.stages is {s.stages}; it must be at most {len(peers)}, the number of peers "
             f"(config.swarm.peers={s.peers!r})"
         )
     if rates and s.trace:
-        yield UserError(
+        raise UserError(
             f"config.swarm.trace is {s.trace!r}; it must be empty with config.swarm.failures, which generate a trace"
         )
     return SwarmSource(peers, rates or trace)
 
 
-def _decide_rates(config: ConfigDict, num_peers: int) -> Refusals[RandomTrace | None]:
-    """Return the random trace of config.swarm.failures; None if peers do not fail. Refuses invalid rates."""
+def _decide_rates(config: ConfigDict, num_peers: int) -> RandomTrace | None:
+    """Return the random trace of config.swarm.failures; None if peers do not fail. Raises UserError if invalid."""
     f = config.swarm.failures
     for name in ("lifetime", "group_lifetime"):
         if f[name] != 0:
-            yield from _refuse_range(f"failures.{name}", f[name], 1e-9, 1e12, " or 0")
-    yield from _refuse_range("failures.rejoin", f.rejoin, 0, 1e12)
-    yield from _refuse_range("failures.groups", f.groups, 1, num_peers)
-    yield from _refuse_range("failures.group_share", f.group_share, 0, 1)
+            _check_range(f"failures.{name}", f[name], 1e-9, 1e12, " or 0")
+    _check_range("failures.rejoin", f.rejoin, 0, 1e12)
+    _check_range("failures.groups", f.groups, 1, num_peers)
+    _check_range("failures.group_share", f.group_share, 0, 1)
     if not f.lifetime and not f.group_lifetime:
         return None
     return RandomTrace(
@@ -105,9 +102,9 @@ def _decide_rates(config: ConfigDict, num_peers: int) -> Refusals[RandomTrace | 
     )
 
 
-def _refuse_range(key: str, value: float, least: float, greatest: float, other: str = "") -> Refusals[None]:
+def _check_range(key: str, value: float, least: float, greatest: float, other: str = "") -> None:
     if not least <= value <= greatest:
-        yield UserError(f"config.swarm.{key} is {value}; it must be between {least:g} and {greatest:g}{other}")
+        raise UserError(f"config.swarm.{key} is {value}; it must be between {least:g} and {greatest:g}{other}")
 
 
 def swarm_microbatches(config: ConfigDict) -> int:
@@ -117,23 +114,23 @@ def swarm_microbatches(config: ConfigDict) -> int:
     return int(config.swarm.num_microbatches or next(divisors, least))
 
 
-def refuse_stage_count(config: ConfigDict, names: list[str]) -> Refusals[None]:
-    """Refuse more stages than layers. names: of the layers."""
+def check_stage_count(config: ConfigDict, names: list[str]) -> None:
+    """Raise UserError for more stages than layers. names: of the layers."""
     if config.swarm.stages > len(names):
-        yield UserError(
+        raise UserError(
             f"config.swarm.stages is {config.swarm.stages}; it must be at most {len(names)}, the number of layers of "
             f"the model ({names[0]} .. {names[-1]})"
         )
 
 
-def plan_stages(config: ConfigDict, shapes: Problem) -> Refusals[tuple[Stages, Workload, StageSizes]]:
-    """Return the stages, what they cost, and their sizes. Refuses a model that cannot be cut into them."""
+def plan_stages(config: ConfigDict, shapes: Problem) -> tuple[Stages, Workload, StageSizes]:
+    """Return the stages, what they cost, and their sizes. Raises UserError for a model that cannot be cut into them."""
     model = shapes.model
     microbatch: Any = abstract_share(shapes.batch, swarm_microbatches(config))
     inputs = model.inputs(microbatch)
-    yield from refuse_stage_count(config, [layer.name for layer in model.layers])
+    check_stage_count(config, [layer.name for layer in model.layers])
     num_stages = config.swarm.stages
-    bounds = yield from stage_bounds(model, microbatch, inputs, config.pipeline.partition, num_stages)
+    bounds = stage_bounds(model, microbatch, inputs, config.pipeline.partition, num_stages)
     stages = Stages(model, bounds, loop_stages(num_stages, 1), inputs, shapes.task)
     flops = np.add.reduceat(np.array(layer_flops(model, microbatch, inputs), float), bounds[:-1])
     ratios = np.maximum(flops / flops.mean(), LEAST_WORK)
@@ -154,8 +151,11 @@ def plan_stages(config: ConfigDict, shapes: Problem) -> Refusals[tuple[Stages, W
 
 def simulate_swarm(
     config: ConfigDict, source: SwarmSource, workload: Workload, like: State, num_steps: int
-) -> Refusals[tuple[SwarmScenario, SwarmRun]]:
-    """Return the scenario of the config, and its run. Refuses failures that prevent training. like: of the state."""
+) -> tuple[SwarmScenario, SwarmRun]:
+    """Return the scenario of the config, and its run. like: shapes of the state.
+
+    Raises UserError for failures that prevent training.
+    """
     s = config.swarm
     settings = SwarmSettings(
         num_steps,
@@ -173,5 +173,7 @@ def simulate_swarm(
         f = s.failures
         name, value = ("lifetime", f.lifetime) if f.lifetime else ("group_lifetime", f.group_lifetime)
         what = f"failures.{name} is {value}" if isinstance(source.trace, RandomTrace) else f"trace is {s.trace!r}"
-        yield UserError(f"config.swarm.{what}; it must let each stage have a peer for long enough, but {error}")
+        raise UserError(
+            f"config.swarm.{what}; it must let each stage have a peer for long enough, but {error}"
+        ) from None
     return scenario, run

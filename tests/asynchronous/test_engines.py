@@ -16,7 +16,6 @@ from jaxpar.asynchronous.gradient_rows import history_peaks
 from jaxpar.asynchronous.mitigations import corrected_momentum, momentum_left, staleness_aware
 from jaxpar.asynchronous.places import Places
 from jaxpar.asynchronous.table import UpdateTable
-from jaxpar.errors import accepted
 from tests.asynchronous import reference
 from tests.asynchronous.reference import Rule, Weights
 from tests.strategies.pipelines import NUM_STEPS, Task, make, make_batch, make_config, make_problem, named, start
@@ -42,7 +41,7 @@ def asynchronous(*settings: str, devices: int = 2, workers: int = 4) -> tuple[st
 
 def table_of(config: ConfigDict, num_steps: int = NUM_STEPS) -> UpdateTable:
     """Return the table of an emulated run."""
-    return accepted(options.build_table(config, accepted(options.decide_updates(config)), num_steps))
+    return options.build_table(config, options.decide_updates(config), num_steps)
 
 
 RANDOM = ("delays.distribution=lognormal", "delays.spread=0.8", "delays.slowdown=2.5", "delays.communication_time=0.2")

@@ -8,7 +8,6 @@ import pytest
 
 from jaxpar import mesh as meshes
 from jaxpar.cluster import find_cluster
-from jaxpar.errors import accepted
 from jaxpar.pipeline.executor import engine
 from jaxpar.pipeline.executor.lowering import lower_table
 from jaxpar.pipeline.executor.programs import StagePrograms
@@ -56,9 +55,8 @@ def test_a_table_of_the_users_own(tmp_path: Path) -> None:
         ",".join(row[:5]) for row in [header.split(","), *late]
     )  # stages, versions and slots are left to the reader
     (tmp_path / "late.csv").write_text(text + "\n")
-    changed = accepted(
-        configured_division(make_config(TASK, *pipeline(f"{tmp_path}/late.csv", 2)), find_cluster(), None)
-    ).table
+    config = make_config(TASK, *pipeline(f"{tmp_path}/late.csv", 2))
+    changed = configured_division(config, find_cluster(), None).table
     assert changed.num_clocks == table.num_clocks + 6
     got = outcome(TASK, *pipeline(f"{tmp_path}/late.csv", 2))
     assert_equal(got, outcome(TASK))

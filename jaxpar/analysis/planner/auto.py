@@ -19,7 +19,7 @@ from jaxpar.analysis.planner import report, search
 from jaxpar.analysis.planner.candidates import DEFAULTS_OF_CHOICES, OPTIONS, Candidate, Settings, Space, with_settings
 from jaxpar.analysis.planner.spaces import cpu_space, gpu_space, load_problem
 from jaxpar.cluster import Cluster
-from jaxpar.errors import UserError, accepted, check_choice, format_bytes, format_count
+from jaxpar.errors import UserError, check_choice, format_bytes, format_count
 from jaxpar.exchange.presets import EXCHANGES, exchange_differs
 from jaxpar.gpus import gpu_kinds, kind_of_device
 from jaxpar.launch import processes
@@ -51,7 +51,7 @@ def resolve_strategy(config: ConfigDict, workdir: Path, target: Target | None = 
     if config.strategy != AUTO_STRATEGY:
         return config
     cluster = target.cluster if target else clusters.find_cluster()
-    accepted(mesh.refuse_sizes(config, cluster))
+    mesh.check_sizes(config, cluster)
     check_kept(kept_settings(config), cluster.num_devices)
     planned_for = f"{cluster.num_devices} x {cluster.device_kind}, {format_count(cluster.num_processes, 'process')}"
     settings = settings_before(config, workdir, planned_for)

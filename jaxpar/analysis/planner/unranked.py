@@ -28,7 +28,7 @@ from jaxpar.asynchronous.contention import ServerTimes, simulate_contention
 from jaxpar.asynchronous.delays import compute_times, mean_compute_time
 from jaxpar.asynchronous.layouts import server_layouts
 from jaxpar.asynchronous.table import UpdateTable
-from jaxpar.errors import UserError, accepted, format_count
+from jaxpar.errors import UserError, format_count
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.plan import Plan, Traffic, state_memory
 from jaxpar.state import abstract_state, nbytes
@@ -233,7 +233,7 @@ def swarm_candidate(space: Space, config: ConfigDict, plan: Plan[Any], ratios: S
     peers = source.peers or [SwarmPeer(f"p{number}") for number in range(int(s.peers))]
     if len(peers) > space.num_devices:
         return f"config.swarm.peers is {s.peers!r}; it must be at most {space.num_devices}, the number of devices"
-    stages, workload, sizes = accepted(swarms.plan_stages(config, space.problem))
+    stages, workload, sizes = swarms.plan_stages(config, space.problem)
     workload = with_stage_times(space, config, workload, stages.bounds)
     workload = workload._replace(state_bytes=workload.gradient_bytes * (1 + ratios.optimizer))
     settings = SwarmSettings(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.errors import Refusals, UserError, nearest
+from jaxpar.errors import UserError, nearest
 from jaxpar.measure import flops
 from jaxpar.models.model import Activations, Batch, Model, Params
 from jaxpar.tasks.token_logits import whole
@@ -18,13 +18,8 @@ METHODS = ("uniform", "parameters", "flops", "narrow")
 AUTO = "auto"  # by a profile; jaxpar/strategies/division.py replaces it by layer names
 
 
-def stage_bounds(
-    model: Model, batch: Batch, inputs: Sequence[Any], method: str, num_stages: int
-) -> Refusals[tuple[int, ...]]:
+def stage_bounds(model: Model, batch: Batch, inputs: Sequence[Any], method: str, num_stages: int) -> tuple[int, ...]:
     """Return the layer bounds of the stages: stage j is layers[bounds[j]:bounds[j + 1]].
-
-    Refuses a model with fewer layers than stages, cut points that are not layer names in order, and a cut at which the
-    activations have an array that is not floating-point.
 
     Args:
       model: the model to cut.
@@ -34,8 +29,12 @@ def stage_bounds(
         most expensive stage. narrow balances the FLOPs too, but cuts only where the activations are smallest, such as
         at the bottlenecks of a model. Any other value lists the first layers of stages 1, 2, .., separated by commas.
       num_stages: number of stages of the whole pipeline.
+
+    Raises:
+      UserError: the model has fewer layers than stages, the cut points are not layer names in order, or the activations
+        at a cut have an array that is not floating-point.
     """
-    cuts = yield from explicit_cuts([layer.name for layer in model.layers], method, num_stages)
+    cuts = explicit_cuts([layer.name for layer in model.layers], method, num_stages)
     if cuts is not None:
         bounds = (0, *cuts, len(model.layers))
     else:
@@ -43,43 +42,43 @@ def stage_bounds(
         costs = by_layer[method](model) if method in by_layer else layer_flops(model, batch, inputs)
         starts = list(range(len(costs)))
         if method == "narrow":
-            starts = yield from _narrow_starts(model, inputs, num_stages)
+            starts = _narrow_starts(model, inputs, num_stages)
         chosen = balanced(np.add.reduceat(costs, starts).tolist(), num_stages)
         bounds = tuple([*starts, len(costs)][start] for start in chosen)
     for begin in bounds[1:-1]:
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(inputs[begin])]
         if other := next((dtype for dtype in dtypes if not jnp.issubdtype(dtype, jnp.inexact)), None):
-            yield UserError(
+            raise UserError(
                 f"config.pipeline.partition is {method!r}, which cuts before {model.layers[begin].name}; it must cut "
                 f"elsewhere, because the input of {model.layers[begin].name} is {other}, which has no gradient"
             )
     return bounds
 
 
-def _narrow_starts(model: Model, inputs: Sequence[Any], num_stages: int) -> Refusals[list[int]]:
-    """Return layer 0 and the layers whose input is smallest, at which a stage can start. Refuses fewer than stages."""
+def _narrow_starts(model: Model, inputs: Sequence[Any], num_stages: int) -> list[int]:
+    """Return layer 0 and the layers whose input is smallest, at which stages can start. Raises UserError if too few."""
     sizes = [sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(x)) for x in inputs]
     starts = [0, *(index for index in range(1, len(sizes)) if sizes[index] == min(sizes[1:]))]
     if len(starts) < num_stages:
         names = ", ".join(model.layers[index].name for index in starts[1:])
-        yield UserError(
+        raise UserError(
             f"config.pipeline.partition is 'narrow'; it must be another method for {num_stages} stages, because the "
             f"input is smallest only at {names}"
         )
     return starts
 
 
-def explicit_cuts(names: Sequence[str], method: str, num_stages: int) -> Refusals[list[int] | None]:
+def explicit_cuts(names: Sequence[str], method: str, num_stages: int) -> list[int] | None:
     """Return the cut points that `method` lists, as layer indices; None if `method` is one of METHODS.
 
-    Refuses too few layers, and cut points that are not layer names in order.
+    Raises UserError for too few layers, and cut points that are not layer names in order.
     """
     if num_stages > len(names):
-        yield UserError(
+        raise UserError(
             f"config.mesh.stage x config.pipeline.num_chunks is {num_stages} stages; it must be at most "
             f"{len(names)}, the number of layers of the model ({names[0]} .. {names[-1]})"
         )
-    return None if method in METHODS else (yield from _explicit(list(names), method, num_stages))
+    return None if method in METHODS else _explicit(list(names), method, num_stages)
 
 
 def uniform(model: Model) -> list[int]:
@@ -138,19 +137,19 @@ def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
     return best[num_layers][2]
 
 
-def _explicit(names: list[str], text: str, num_stages: int) -> Refusals[list[int]]:
+def _explicit(names: list[str], text: str, num_stages: int) -> list[int]:
     cuts = [cut.strip() for cut in text.split(",")]
     unknown = next((cut for cut in cuts if cut not in names), None)
     if unknown is not None:
         hint = nearest(unknown, [*METHODS, *names])
-        yield UserError(
+        raise UserError(
             f"config.pipeline.partition is {text!r}; it must be one of {', '.join((*METHODS, AUTO))}, or list the "
             f"first layers of stages 1, 2, .. (layers after {names[0]}, up to {names[-1]}), separated by commas; "
             f"{unknown!r} is not a layer{hint and '.' + hint}"
         )
     indices = [names.index(cut) for cut in cuts]
     if len(cuts) != num_stages - 1 or not np.all(np.diff([0, *indices]) > 0):
-        yield UserError(
+        raise UserError(
             f"config.pipeline.partition is {text!r}; it must be one of {', '.join((*METHODS, AUTO))}, or the first "
             f"layer of each stage but the first ({num_stages - 1} layers), in model order and after {names[0]}"
         )
