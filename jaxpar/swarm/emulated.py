@@ -19,9 +19,9 @@ from jaxpar.layout import Tree
 from jaxpar.models.model import Params
 from jaxpar.pipeline.executor.programs import StageInputs
 from jaxpar.pipeline.executor.stages import Stages
-from jaxpar.swarm.actions import FAILURE, RECEIVE, SwarmAction
 from jaxpar.swarm.ledger import FORWARD_PASS, OUTPUT_GRADIENT, STAGE_INPUT
 from jaxpar.swarm.programs import SwarmPrograms, by_layer, stage_params
+from jaxpar.swarm.record import FAILURE, RECEIVE, SwarmAction
 from jaxpar.tasks import Sums
 
 

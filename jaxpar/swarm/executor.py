@@ -22,10 +22,10 @@ from jaxpar.models.model import Params
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.state import State
 from jaxpar.step import Metrics
-from jaxpar.swarm.actions import SwarmAction
 from jaxpar.swarm.emulated import EmulatedStep
 from jaxpar.swarm.ledger import FORWARD_PASS
 from jaxpar.swarm.programs import SwarmPrograms, by_layer, split_params
+from jaxpar.swarm.record import SwarmAction
 
 
 class SwarmState(NamedTuple):

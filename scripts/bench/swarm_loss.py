@@ -34,9 +34,8 @@ from jaxpar import strategies
 from jaxpar.command_line import Parser, integer, number
 from jaxpar.errors import UserError, exit_code
 from jaxpar.swarm.live import cluster as ray_cluster
-from jaxpar.swarm.live.events import EventKind, LiveEvent, listeners
+from jaxpar.swarm.live.events import EventKind, LiveEvent, PeerStatus, listeners
 from jaxpar.swarm.live.peer import StagePeer
-from jaxpar.swarm.live.roster import PeerStatus
 from jaxpar.swarm.live.tickets import PeerSettings
 from jaxpar.swarm.live.trainer import LiveTrainer
 from scripts.bench.pipeline_case import Maker

@@ -23,14 +23,13 @@ from jaxpar.strategies import Strategy
 from jaxpar.strategies.swarm import SwarmDetails
 from jaxpar.swarm import live_options
 from jaxpar.swarm import run as run_module
-from jaxpar.swarm.actions import FAILURE, RECEIVE, SwarmAction
 from jaxpar.swarm.costs import SwarmSettings, Workload
 from jaxpar.swarm.emulated import EmulatedStep
 from jaxpar.swarm.executor import SwarmExecutor
 from jaxpar.swarm.failures import RandomTrace, events_before
 from jaxpar.swarm.ledger import BACKWARD_PASS, COUNTED, FORWARD_PASS, LOST, REPEATED
 from jaxpar.swarm.programs import SwarmPrograms
-from jaxpar.swarm.record import SwarmRun
+from jaxpar.swarm.record import FAILURE, RECEIVE, SwarmAction, SwarmRun
 from jaxpar.swarm.run import run_swarm
 from jaxpar.swarm.scenario import RunActions, read_scenario
 from jaxpar.swarm.table import read_routing

@@ -106,13 +106,13 @@ class LiveRun:
         for peer, one in enumerate(members.peers):
             if one.status == "serving":
                 stage, tree = members.ray.get(one.handle.read_state.remote())
-                assert stage == members.swarm.stage[peer]
+                assert stage == members.engine.swarm.stage[peer]
                 stages.add(stage)
                 for name, array in named(tree).items():
                     if array.dtype.kind == "f":
                         expected = named(got[2])[name]
                         np.testing.assert_allclose(array, expected, rtol=1e-5, atol=1e-7, err_msg=name)
-        assert stages == set(range(len(members.queues)))
+        assert stages == set(range(len(members.engine.queues)))
 
 
 def test_equals_one_device() -> None:
@@ -249,8 +249,8 @@ def test_a_silent_peer_is_given_up_and_returns() -> None:
 
     def stop(event: LiveEvent) -> None:
         if not stopped and run.trainer.num_steps == 1 and (event.kind, event.phase) == (EventKind.SENT, BACKWARD_PASS):
-            queues = run.trainer.members.queues
-            if len(queues[event.stage].peers) > 1:
+            queues = run.trainer.members.engine.queues
+            if len(queues[event.stage]) > 1:
                 stopped.append(event.peer)
                 os.kill(run.pid(event.peer), signal.SIGSTOP)
         if event.kind == EventKind.GIVEN_UP and event.peer in stopped:
@@ -278,7 +278,7 @@ def test_idle_peers_are_watched() -> None:
     def fail(step: int) -> None:
         if step == 2:
             run.wait_for(run.all_serve)
-            ended, stopped = (queue.peers[0].peer for queue in run.trainer.members.queues[:2])
+            ended, stopped = (queue[0].peer for queue in run.trainer.members.engine.queues[:2])
             os.kill(run.pid(ended), signal.SIGKILL)
             run.wait_for(lambda: ended in {event.peer for event in run.kinds(EventKind.FAILED)})
             os.kill(run.pid(stopped), signal.SIGSTOP)

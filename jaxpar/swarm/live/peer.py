@@ -27,7 +27,6 @@ from jaxpar.models.model import Params
 from jaxpar.pipeline.executor.programs import StageInputs, StageOutputs
 from jaxpar.state import Canonical, State
 from jaxpar.swarm.ledger import OUTPUT_GRADIENT, STAGE_INPUT
-from jaxpar.swarm.live.received import find_fault
 from jaxpar.swarm.live.tickets import (
     STALE,
     SUPERSEDED,
@@ -39,6 +38,7 @@ from jaxpar.swarm.live.tickets import (
     PeerSettings,
     SwarmSpec,
     Ticket,
+    find_fault,
 )
 from jaxpar.swarm.programs import SwarmPrograms, by_layer, stage_params
 
