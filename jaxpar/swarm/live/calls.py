@@ -71,7 +71,7 @@ class Call:
     peer: int
     answer: Any
     label: Label | None
-    done: Callable[[Any, "Call"], None]
+    done: Callable[[Any, "Call"], object]
     is_first: bool
     start: float
     ended: float = math.inf
@@ -98,7 +98,7 @@ class Calls:
         self._ray, self.patience = ray, Patience(patience)
         self._queues: dict[int, list[Call]] = {}
 
-    def add(self, peer: int, answer: Any, label: Label | None, done: Callable[[Any, Call], None]) -> Call:
+    def add(self, peer: int, answer: Any, label: Label | None, done: Callable[[Any, Call], object]) -> Call:
         """Add a call that was just made."""
         queue = self._queues.setdefault(peer, [])
         call = Call(peer, answer, label, done, is_first=not queue, start=time.monotonic())

@@ -36,7 +36,7 @@ MOST_FAILED_STARTS = 3  # per peer, before any peer has started
 HEARTBEAT_SECONDS = 2.0  # period in which idle peers are asked whether they live
 SENT_AHEAD = 2  # passes that are sent to a peer at a time: it receives the messages of one while it computes the other
 
-Done = Callable[[PeerAnswer, list[Any], Call], None]  # (answer, references to the arrays, call)
+Done = Callable[[PeerAnswer, list[Any], Call], object]  # (answer, references to the arrays, call)
 
 
 @dataclass(eq=False)

@@ -117,19 +117,15 @@ class LiveStep:
         is_backward = one.phase == BACKWARD_PASS
         values = self.ledger.holders(one.microbatch, one.phase, one.stage)
         reads = {value: self.messages[value, one.stage, one.microbatch] for value in values}
-        inputs = [
-            reads[value].reference if value in reads else None
-            for value in (STAGE_INPUT, OUTPUT_GRADIENT)[: 1 + is_backward]
-        ]
+        inputs = [reads[value].reference if value in reads else None for value in (STAGE_INPUT, OUTPUT_GRADIENT)]
         one.is_repeat = is_backward and one.stage in self.ledger.progress(one.microbatch).counted
         program = (one.peer, one.phase, one.stage, self.shapes.key)
         is_first = program not in self._compiled
         call = self.members.call(
             one.peer,
-            "backward" if is_backward else "forward",
-            *(self.members.ticket(one.peer), one.stage, self._microbatches[one.microbatch], self._scalars),
-            *((not one.is_repeat,) if is_backward else ()),
-            *inputs,
+            "compute",
+            *(self.members.ticket(one.peer), one.phase, one.stage, self._microbatches[one.microbatch], self._scalars),
+            *(is_backward and not one.is_repeat, *inputs),
             label=LOAD if is_first else program[1:],
             num_arrays=1,
             done=lambda answer, arrays, _call: self._computed(one, answer, arrays[0]),
@@ -275,10 +271,9 @@ class Averaging:
     def __init__(self, step: LiveStep) -> None:
         """Ask the contributors of all stages for their shards."""
         self._step, self._calls = step, list[Call]()
-        stages = range(step.engine.num_stages)
-        self.contributors = [sorted(step.ledger.contributors(stage)) for stage in stages]
-        self._shards: list[dict[int, list[Any]]] = [{} for _ in stages]
-        self.totals: list[dict[int, Any]] = [{} for _ in stages]
+        self.contributors = [sorted(step.ledger.contributors(stage)) for stage in range(step.engine.num_stages)]
+        self._shards: list[dict[int, list[Any]]] = [{} for _ in self.contributors]
+        self.totals: list[list[Any]] = [[None] * len(peers) for peers in self.contributors]
         emit(LiveEvent(EventKind.AVERAGING))
         for stage, peers in enumerate(self.contributors):
             for peer in peers:
@@ -287,44 +282,47 @@ class Averaging:
     @property
     def is_complete(self) -> bool:
         """Whether all totals are computed."""
-        return all(len(totals) == len(peers) for totals, peers in zip(self.totals, self.contributors, strict=True))
+        return all(total is not None for totals in self.totals for total in totals)
 
     def has(self, call: Call) -> bool:
         """Return whether a call belongs to this averaging."""
         return call in self._calls
 
-    def _publish(self, stage: int, peer: int) -> None:
-        number = len(self.contributors[stage])
-
-        def published(answer: PeerAnswer, shards: list[Any], _call: Call) -> None:
-            if not self._is_sound(stage, peer, answer):
-                return
-            if number == 1:
-                self.totals[stage][0] = shards[0]
-                return
-            self._shards[stage][peer] = shards
-            if len(self._shards[stage]) == number:
-                for index, reducer in enumerate(self.contributors[stage]):
-                    self._reduce(stage, reducer, index)
-
+    def _call(self, stage: int, peer: int, method: str, *arguments: Any, num_arrays: int, done: Any) -> None:
+        """Call a contributor. done: receives the references to the arrays if the answer has no fault."""
         members = self._step.members
-        arguments = (members.ticket(peer), stage, number)
         self._calls.append(
-            members.call(peer, "publish", *arguments, label=("publish", stage), num_arrays=number, done=published)
+            members.call(
+                peer,
+                method,
+                *(members.ticket(peer), *arguments),
+                label=(method, stage),
+                num_arrays=num_arrays,
+                done=lambda answer, arrays, _call: self._is_sound(stage, peer, answer) and done(arrays),
+            )
         )
 
-    def _reduce(self, stage: int, peer: int, index: int) -> None:
-        def reduced(answer: PeerAnswer, totals: list[Any], _call: Call) -> None:
-            if self._is_sound(stage, peer, answer):
-                self.totals[stage][index] = totals[0]
+    def _publish(self, stage: int, peer: int) -> None:
+        peers = self.contributors[stage]
 
-        members, number = self._step.members, len(self.contributors[stage])
-        size = shard_sizes(self._step.shapes.sizes[stage], number)[index]
-        shards = [self._shards[stage][one][index] for one in self.contributors[stage]]
-        arguments = (members.ticket(peer), size, *shards)
-        self._calls.append(
-            members.call(peer, "reduce", *arguments, label=("reduce", stage), num_arrays=1, done=reduced)
-        )
+        def published(shards: list[Any]) -> None:
+            self._shards[stage][peer] = shards
+            if len(peers) == 1:
+                self.totals[stage] = shards
+            elif len(self._shards[stage]) == len(peers):
+                for index in range(len(peers)):
+                    self._reduce(stage, index)
+
+        self._call(stage, peer, "publish", stage, len(peers), num_arrays=len(peers), done=published)
+
+    def _reduce(self, stage: int, index: int) -> None:
+        def reduced(totals: list[Any]) -> None:
+            [self.totals[stage][index]] = totals
+
+        peers = self.contributors[stage]
+        size = shard_sizes(self._step.shapes.sizes[stage], len(peers))[index]
+        shards = [self._shards[stage][one][index] for one in peers]
+        self._call(stage, peers[index], "reduce", size, *shards, num_arrays=1, done=reduced)
 
     def _is_sound(self, stage: int, peer: int, answer: PeerAnswer) -> bool:
         """Handle the fault of a call, and return whether there is none and this averaging is not void."""

@@ -79,7 +79,7 @@ class PeerAnswer(NamedTuple):
 
     Attributes:
       fault: why there is no result, or None.
-      seconds: the time that the peer measured.
+      seconds: the time that the peer measured for a pass.
       sums: leaves of the metric sums of a microbatch, from the forward pass of the last stage; otherwise empty.
     """
 

@@ -40,7 +40,7 @@ from jaxpar.swarm.live.peer import shard_sizes, unflatten_arrays
 from jaxpar.swarm.live.step import Averaging, Diverged, LiveStep
 from jaxpar.swarm.live.tickets import StepShapes, SwarmSpec, find_fault
 from jaxpar.swarm.live_options import LiveDetails
-from jaxpar.swarm.programs import SwarmPrograms
+from jaxpar.swarm.programs import SwarmPrograms, microbatches_of
 from jaxpar.swarm.table import RoutingTable, write_routing
 from jaxpar.tasks import Sums, mean_loss
 
@@ -98,9 +98,7 @@ class LiveTrainer:
         members = self.members
         key, weight = self._programs.begin(state.key, np.int32(number), batch["weights"])
         scalars = [np.asarray(key), np.asarray(weight)]
-        microbatches = [
-            {name: x[i :: self._num_microbatches] for name, x in batch.items()} for i in range(self._num_microbatches)
-        ]
+        microbatches = microbatches_of(batch, self._num_microbatches)
         references = [self._ray.put(one) for one in microbatches]
         members.step_number = number
         members.calls.restart()
@@ -124,7 +122,7 @@ class LiveTrainer:
         gradients = []
         for stage, (totals, peers) in enumerate(zip(averaging.totals, averaging.contributors, strict=True)):
             try:
-                shards = [self._ray.get(totals[index]) for index in range(len(peers))]
+                shards = [self._ray.get(total) for total in totals]
             except self._ray.exceptions.ObjectLostError:
                 step.average_again()
                 return None
@@ -162,9 +160,7 @@ class LiveTrainer:
         for peer, one in enumerate(members.peers):
             if one.status in (PeerStatus.LOADING, PeerStatus.SERVING):
                 stage = members.engine.swarm.stage[peer]
-                totals = averaging.totals[stage]
-                shards = [totals[index] for index in range(len(totals))]
-                arguments = (members.ticket(peer), norm, tied[stage], *shards)
+                arguments = (members.ticket(peer), norm, tied[stage], *averaging.totals[stage])
                 members.call(
                     peer, "update", *arguments, label=("update", stage), num_arrays=0, done=members.acknowledge
                 )
