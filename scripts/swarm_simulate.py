@@ -35,14 +35,13 @@ from jaxpar.errors import UserError, exit_code
 from jaxpar.files import unwritable
 from jaxpar.pipeline.tables.schedule import make_table
 from jaxpar.pipeline.tables.simulate import Times, simulate_table
-from jaxpar.swarm.costs import SwarmSettings, Workload
+from jaxpar.swarm.costs import SwarmSettings, TransformerLayer, Workload, device_utilization
 from jaxpar.swarm.failures import RandomTrace, events_before
 from jaxpar.swarm.fluid import FluidRun, run_fluid
 from jaxpar.swarm.rebalancing import REBALANCING_RULES
 from jaxpar.swarm.record import SwarmRun
 from jaxpar.swarm.run import run_swarm
 from jaxpar.swarm.scenario import read_scenario
-from jaxpar.swarm.square_cube import TransformerLayer, device_utilization
 from jaxpar.swarm.table import OUTCOME_NAMES, check_routing
 from jaxpar.swarm.trace import (
     LEAVE,

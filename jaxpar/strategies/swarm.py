@@ -36,7 +36,6 @@ from jaxpar.strategies import exchanges, live_swarm
 from jaxpar.strategies.placement import PlacedState, batch_placer, on_all
 from jaxpar.strategies.strategy import Strategy
 from jaxpar.swarm import live_options, options
-from jaxpar.swarm.actions import devices_of_stages, num_messages
 from jaxpar.swarm.executor import SwarmExecutor, SwarmState
 from jaxpar.swarm.failures import events_before
 from jaxpar.swarm.fluid import run_fluid
@@ -44,7 +43,7 @@ from jaxpar.swarm.ledger import LOST, REPEATED
 from jaxpar.swarm.messages import MESSAGE_COMPRESSORS, MessageFormat
 from jaxpar.swarm.options import StageSizes, SwarmSource
 from jaxpar.swarm.programs import SwarmPrograms
-from jaxpar.swarm.record import SwarmRun
+from jaxpar.swarm.record import SwarmRun, devices_of_stages, num_messages
 from jaxpar.swarm.scenario import RunActions, SwarmScenario, write_scenario
 from jaxpar.swarm.table import write_routing
 from jaxpar.swarm.trace import LEAVE

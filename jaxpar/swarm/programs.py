@@ -3,12 +3,13 @@
 Every result depends only on the weights and the data of a microbatch, and not on the peer that computes it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpar import step as steps
 from jaxpar.models.model import Batch, Params
@@ -73,6 +74,11 @@ class SwarmPrograms:
         state, total = rest._replace(params=params), sum_over_stages(gradients)
         added = reduce(partial(jax.tree.map, jnp.add), sums)
         return steps.update(self._problem, state, total, added)
+
+
+def microbatches_of(batch: Mapping[str, np.ndarray], number: int) -> list[dict[str, np.ndarray]]:
+    """Return the microbatches of a batch on the host: each takes every `number`-th example."""
+    return [{name: x[i::number] for name, x in batch.items()} for i in range(number)]
 
 
 def split_params(state: State) -> tuple[Params, State]:

@@ -9,6 +9,7 @@ A stage keeps at least one serving peer.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -63,3 +64,31 @@ def balance_rule(swarm: Swarm, _loads: Sequence[float], now: float) -> list[Move
 
 RebalancingRule = Callable[[Swarm, Sequence[float], float], list[Move]]
 REBALANCING_RULES: Mapping[str, RebalancingRule] = {"paper": paper_rule, "balance": balance_rule}
+
+
+class LoadMeter:
+    """Mean number of passes that each peer has been assigned since the last reading: the load of its queue.
+
+    Attributes:
+      depth: the number of passes that each peer has been assigned now.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self.depth = defaultdict[int, int](int)
+        self._area, self._changed = defaultdict[int, float](float), defaultdict[int, float](float)
+
+    def count(self, peer: int, change: int) -> None:
+        """Change the number of passes that a peer has been assigned, and integrate it over time."""
+        now = self._now()
+        self._area[peer] += self.depth[peer] * (now - self._changed[peer])
+        self.depth[peer] += change
+        self._changed[peer] = now
+
+    def read(self, num_peers: int, seconds: float) -> list[float]:
+        """Return the load of each peer in the last `seconds`, since the last reading."""
+        for peer in range(num_peers):
+            self.count(peer, 0)
+        loads = [self._area[peer] / seconds for peer in range(num_peers)]
+        self._area.clear()
+        return loads

@@ -6,7 +6,8 @@ round robin (Ryabinin et al., "SWARM Parallelism", 2023, section 3.2). Each peer
 microbatches in proportion to its measured speed. The forward and the backward pass of a microbatch are assigned
 separately, so they can use different peers.
 
-All functions return a new queue. `tie` is a random number that the caller draws; it orders peers with equal work.
+All functions return a new queue. A peer that fails is withdrawn, and gets no microbatch until it announces itself
+again. `tie` is a random number that the caller draws; it orders peers with equal work.
 """
 
 from typing import NamedTuple
@@ -32,36 +33,26 @@ class QueuedPeer(NamedTuple):
     num_observed: int
 
 
-class StageQueue(NamedTuple):
-    """The peers that serve a stage, and those whose last call failed."""
-
-    peers: tuple[QueuedPeer, ...] = ()
-    banned: frozenset[int] = frozenset()
+StageQueue = tuple[QueuedPeer, ...]  # the peers that serve a stage
 
 
 def announce(queue: StageQueue, peer: int, tie: float, pace: float | None = None) -> StageQueue:
-    """Add a peer at the least assigned work in the queue, so that it is tried soon, and lift its ban.
+    """Add a peer at the least assigned work in the queue, so that it is tried soon.
 
     A peer that is in the queue already stays where it is. pace: its seconds per unit of work, if known; by default the
     mean of the other peers.
     """
-    queue = queue._replace(banned=queue.banned - {peer})
-    if any(entry.peer == peer for entry in queue.peers):
+    if any(entry.peer == peer for entry in queue):
         return queue
     if pace is None:
-        pace = sum(entry.pace for entry in queue.peers) / len(queue.peers) if queue.peers else 1.0
-    least = min((entry.assigned for entry in queue.peers), default=0.0)
-    return queue._replace(peers=(*queue.peers, QueuedPeer(least, tie, peer, pace, 0)))
+        pace = sum(entry.pace for entry in queue) / len(queue) if queue else 1.0
+    least = min((entry.assigned for entry in queue), default=0.0)
+    return (*queue, QueuedPeer(least, tie, peer, pace, 0))
 
 
 def withdraw(queue: StageQueue, peer: int) -> StageQueue:
-    """Remove a peer that leaves the stage."""
-    return queue._replace(peers=tuple(entry for entry in queue.peers if entry.peer != peer))
-
-
-def ban(queue: StageQueue, peer: int) -> StageQueue:
-    """Remove a peer whose call failed. It gets no microbatch until it announces itself again."""
-    return withdraw(queue, peer)._replace(banned=queue.banned | {peer})
+    """Remove a peer that leaves the stage, or whose call failed."""
+    return tuple(entry for entry in queue if entry.peer != peer)
 
 
 def select(queue: StageQueue, work: float, tie: float) -> tuple[int, StageQueue]:
@@ -72,7 +63,7 @@ def select(queue: StageQueue, work: float, tie: float) -> tuple[int, StageQueue]
       work: units of work of the microbatch: its seconds on a peer of speed 1.
       tie: random number with which the peer returns to the queue.
     """
-    first = min(queue.peers)
+    first = min(queue)
     after = first._replace(assigned=first.assigned + work * first.pace, tie=tie)
     return first.peer, _replaced(queue, after)
 
@@ -82,7 +73,7 @@ def observe(queue: StageQueue, peer: int, work: float, seconds: float) -> StageQ
 
     The average is the plain mean until it contains 1 / SMOOTHING observations, so the guess has no weight.
     """
-    for entry in queue.peers:
+    for entry in queue:
         if entry.peer == peer:
             number = entry.num_observed + 1
             weight = max(SMOOTHING, 1 / number)
@@ -92,4 +83,4 @@ def observe(queue: StageQueue, peer: int, work: float, seconds: float) -> StageQ
 
 
 def _replaced(queue: StageQueue, new: QueuedPeer) -> StageQueue:
-    return queue._replace(peers=tuple(new if entry.peer == new.peer else entry for entry in queue.peers))
+    return tuple(new if entry.peer == new.peer else entry for entry in queue)

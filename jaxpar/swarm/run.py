@@ -1,9 +1,8 @@
 """Training of a swarm in virtual time: an event simulation that returns the table of all passes.
 
-A global batch of m microbatches passes through the S stages, forward and back. Gradients accumulate on the peers until
-each microbatch is counted exactly once in each stage (ledger.py). Then the peers of each stage average their gradients
-and take the optimizer step, and the next batch starts. With delayed parameter updates, it starts as soon as all
-microbatches of the batch before have started, with weights that are one step older (Ren et al., "ZeRO-Offload", 2021).
+The decisions are those of engine.py. The next batch starts after the update, or, with delayed parameter updates, as
+soon as all microbatches of the batch before have started, with weights that are one step older (Ren et al.,
+"ZeRO-Offload", 2021).
 
 Assumptions:
 
@@ -19,24 +18,18 @@ Assumptions:
 """
 
 import heapq
+import itertools
 import math
-from collections import deque
-from collections.abc import Iterable, Sequence
-
-import numpy as np
+from collections.abc import Callable, Sequence
 
 from jaxpar.errors import UserError
-from jaxpar.swarm import routing
-from jaxpar.swarm.actions import FAILURE, RECEIVE, SwarmAction
-from jaxpar.swarm.batch import AssignedPass, GlobalBatch
 from jaxpar.swarm.costs import SwarmSettings, Workload, averaging_seconds, download_seconds, message_seconds
+from jaxpar.swarm.engine import SwarmEngine
 from jaxpar.swarm.failures import RandomTrace, Trace, first_present
-from jaxpar.swarm.ledger import COUNTED, LOST, GradientLedger, next_phase
-from jaxpar.swarm.membership import ABSENT, Move, make_swarm, neediest, placed, refills, removed
-from jaxpar.swarm.rebalancing import REBALANCING_RULES
-from jaxpar.swarm.record import RunRecord, SwarmRun
+from jaxpar.swarm.ledger import COUNTED, LOST
+from jaxpar.swarm.membership import ABSENT, Move, make_swarm
+from jaxpar.swarm.record import FAILURE, RECEIVE, AssignedPass, SwarmAction, SwarmRun
 from jaxpar.swarm.trace import JOIN, PeerEvent, SwarmPeer
-from jaxpar.swarm.virtual_time import LoadMeter, VirtualClock
 
 MOST_EVENTS = 300_000  # of a step, and 10 more per event of a list; more mean that failures prevent the step
 
@@ -48,36 +41,69 @@ def run_swarm(peers: Sequence[SwarmPeer], workload: Workload, trace: Trace, sett
       UserError: a stage has no peer for the rest of the trace, so training cannot continue; or peers fail so often that
         a step never ends.
     """
-    return _Simulation(peers, workload, trace, settings).run()
+    return _VirtualPeers(peers, workload, trace, settings).run()
 
 
-class _Simulation:
+class VirtualClock:
+    """A clock and its future events. Events at the same time are called in the order in which they were added.
+
+    Attributes:
+      now: the time, in seconds.
+      num_advances: number of events so far.
+    """
+
+    def __init__(self) -> None:
+        self.now, self.num_advances = 0.0, 0
+        self._numbers = itertools.count(1)
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no event is left."""
+        return not self._heap
+
+    def at(self, time: float, event: Callable[..., None], *arguments: object, is_first: bool = False) -> None:
+        """Call `event` with the arguments at this time. is_first: before other events; only one can wait."""
+        heapq.heappush(self._heap, (time, 0 if is_first else next(self._numbers), event, arguments))
+
+    def after(self, seconds: float, event: Callable[..., None], *arguments: object) -> None:
+        """Call `event` with the arguments after this time."""
+        self.at(self.now + seconds, event, *arguments)
+
+    def advance(self) -> None:
+        """Go to the next event, and call it."""
+        self.now, _, event, arguments = heapq.heappop(self._heap)
+        self.num_advances += 1
+        event(*arguments)
+
+
+class _VirtualPeers:
+    """The `SwarmTransport` of virtual time."""
+
     def __init__(self, peers: Sequence[SwarmPeer], workload: Workload, trace: Trace, settings: SwarmSettings) -> None:
         self.peers, self.workload, self.settings = peers, workload, settings
-        self.num_stages = len(workload.forward)
         self.work = (workload.forward, workload.backward)
-        self.rng = np.random.default_rng(settings.seed)
-        self.clock, self.record = VirtualClock(), RunRecord()
-        self.loads = LoadMeter(len(peers), self.clock)
+        self.clock = VirtualClock()
         present = first_present(len(peers), trace)
         totals = tuple(f + b for f, b in zip(*self.work, strict=True))
-        self.swarm = make_swarm(tuple(peer.speed for peer in peers), totals, present)
-        self.queues = [routing.StageQueue()] * self.num_stages
+        swarm = make_swarm(tuple(peer.speed for peer in peers), totals, present)
+        self.engine = SwarmEngine(self, self.work, swarm, settings.seed)
+        self.record = self.engine.record
         self.serving = [ABSENT] * len(peers)  # the stage that a peer serves now
         self.since = [0.0] * len(peers)
         self.epoch = [0] * len(peers)  # counts changes of stage, so that an older download is void
-        self.moving: dict[int, int] = {}  # peers that move when their pass ends -> stage
-        self.inbox: list[list[tuple[int, int, int, AssignedPass]]] = [[] for _ in peers]
+        self.moving: dict[int, Move] = {}  # of peers that move when their pass ends
         self.running: list[AssignedPass | None] = [None] * len(peers)
-        self.active: dict[tuple[int, int], AssignedPass] = {}
-        self.parked: set[tuple[int, int]] = set()  # microbatches for whose stage there is no peer
-        self.batches: dict[int, GlobalBatch] = {}  # without update
-        self.num_started = 0
+        self.num_started = 0  # batches
         self.most_events = MOST_EVENTS + (0 if isinstance(trace, RandomTrace) else 10 * len(trace))
         self.trace = iter(trace)
         self.follow_trace()
         for peer in sorted(present):
             self.serve(peer, 0)
+
+    @property
+    def now(self) -> float:
+        return self.clock.now
 
     def run(self) -> SwarmRun:
         """Process all events until the last update. With delayed updates, the next batch has started by then."""
@@ -92,221 +118,142 @@ class _Simulation:
                     raise UserError(f"step {step} does not end within {self.most_events:,} events")
                 clock.advance()
         if len(record.update_times) < settings.num_steps:
-            empty = [stage for stage, queue in enumerate(self.queues) if not queue.peers]
+            empty = [stage for stage, queue in enumerate(self.engine.queues) if not queue]
             raise UserError(
                 f"stage {empty[0]} has no peer from second {clock.now:g} on, and no other peer can move there or joins"
             )
         for peer in range(len(self.peers)):
             self.end_service(peer)
-        return record.run(self.num_stages, settings.num_microbatches, int(settings.delayed), settings.num_steps)
+        sizes = self.engine.num_stages, settings.num_microbatches
+        return record.run(record.table(*sizes, int(settings.delayed), settings.num_steps))
 
     # ---- batches --------------------------------------------------------------------------------------------------
 
     def start_batches(self) -> None:
         """Start the next batch if the weights that it reads exist, and all microbatches of the one before started."""
-        before = self.batches.get(self.num_started - 1)
+        before = self.engine.batches.get(self.num_started - 1)
         has_weights = self.num_started <= len(self.record.update_times) + self.settings.delayed
         if has_weights and not (before and before.waiting):
-            number = self.settings.num_microbatches
-            step, self.num_started = self.num_started, self.num_started + 1
-            self.batches[step] = GlobalBatch(GradientLedger(self.num_stages, number), deque(range(number)))
+            self.num_started += 1
             self.record.actions.append([])
-            for _ in range(self.settings.in_flight or number):
-                self.admit(step)
+            self.engine.begin(self.num_started - 1, self.settings.num_microbatches, self.settings.in_flight)
 
-    def admit(self, step: int) -> None:
-        waiting = self.batches[step].waiting
-        if waiting:
-            self.dispatch((step, waiting.popleft()))
-            if not waiting:
-                self.start_batches()
-
-    def average(self) -> None:
-        """Begin the averaging of the oldest batch if it is complete."""
-        step = len(self.record.update_times)
-        batch = self.batches.get(step)
-        if batch and batch.ledger.is_complete and not batch.is_averaging:
-            batch.is_averaging = True
-            batch.groups = [self.averaging_group(batch, stage) for stage in range(self.num_stages)]
-            seconds = max(
-                averaging_seconds([self.peers[peer] for peer in group], self.workload.gradient_bytes)
-                for group in batch.groups
-            )
-            self.clock.at(self.clock.now + seconds, self.update, step, batch.num_failures)
-
-    def averaging_group(self, batch: GlobalBatch, stage: int) -> list[int]:
-        """Return the peers that have accumulated gradients of a stage, and those that serve it and need the update."""
-        return sorted(batch.ledger.contributors(stage) | {p for p, at in enumerate(self.serving) if at == stage})
-
-    def update(self, step: int, num_failures: int) -> None:
-        batch = self.batches.get(step)
-        if batch is None or batch.num_failures != num_failures:
-            return  # the averaging has started over
-        del self.batches[step]
-        self.record.update_times.append(self.clock.now)
-        self.record.groups.append(batch.groups)
+    def all_started(self, _step: int) -> None:
         self.start_batches()
-        self.average()
+
+    def average(self, step: int) -> list[list[int]]:
+        """Return the peers of each stage that have accumulated gradients of it, or serve it and need the update."""
+        ledger, groups = self.engine.batches[step].ledger, []
+        for stage in range(self.engine.num_stages):
+            serving = {peer for peer, at in enumerate(self.serving) if at == stage}
+            groups.append(sorted(ledger.contributors(stage) | serving))
+        times = (
+            averaging_seconds([self.peers[peer] for peer in group], self.workload.gradient_bytes) for group in groups
+        )
+        self.clock.after(max(times), self.update, step, groups)
+        return groups
+
+    def update(self, step: int, groups: list[list[int]]) -> None:
+        batch = self.engine.batches.get(step)
+        if batch is None or batch.averaging is not groups:
+            return  # the averaging has started over
+        self.engine.end(step)
+        self.record.update_times.append(self.clock.now)
+        self.record.groups.append(groups)
+        self.start_batches()
+        self.engine.average()
 
     # ---- passes ---------------------------------------------------------------------------------------------------
 
-    def dispatch(self, key: tuple[int, int]) -> None:
-        """Send a microbatch to a peer of its next stage."""
-        step, microbatch = key
-        self.parked.discard(key)
-        batch = self.batches[step]
-        found = next_phase(batch.ledger.progress(microbatch), self.num_stages)
-        if found is None:
-            if microbatch not in batch.finished:
-                batch.finished.add(microbatch)
-                self.admit(step)
-            self.average()
-            return
-        phase, stage = found
-        if not self.queues[stage].peers:
-            self.parked.add(key)
-            return
-        peer, self.queues[stage] = routing.select(self.queues[stage], self.work[phase][stage], self.rng.random())
-        sources = {
-            value: min(holders, key=lambda one: (-self.peers[one].bandwidth, one))
-            for value, holders in batch.ledger.holders(microbatch, phase, stage).items()
-            if peer not in holders
+    def send(self, one: AssignedPass) -> None:
+        """Send a peer what a pass reads and it does not hold, from the peers with the most bandwidth."""
+        holders = self.engine.batches[one.step].ledger.holders(one.microbatch, one.phase, one.stage)
+        one.sources = {
+            value: min(of_value, key=lambda peer: (-self.peers[peer].bandwidth, peer))
+            for value, of_value in holders.items()
+            if one.peer not in of_value
         }
-        one = AssignedPass(step, microbatch, phase, stage, peer, sources)
-        self.active[key] = one
-        self.loads.count(peer, 1)
-        froms = [self.peers[source] for source in sources.values()]
-        seconds = message_seconds(froms, self.peers[peer], self.workload.activation_bytes)
-        self.clock.at(self.clock.now + seconds, self.arrive, one)
+        sources = [self.peers[source] for source in one.sources.values()]
+        seconds = message_seconds(sources, self.peers[one.peer], self.workload.activation_bytes)
+        self.clock.after(seconds, self.arrive, one)
 
     def arrive(self, one: AssignedPass) -> None:
-        if self.active.get(one.key) is not one:
+        if not self.engine.is_active(one):
             return
-        for value, holders in self.batches[one.step].ledger.holders(one.microbatch, one.phase, one.stage).items():
-            holders.add(one.peer)
+        holders = self.engine.batches[one.step].ledger.holders(one.microbatch, one.phase, one.stage)
+        for value, of_value in holders.items():
+            of_value.add(one.peer)
             if value in one.sources:
                 place = one.microbatch, one.stage, one.peer
                 self.record.actions[one.step].append(SwarmAction(RECEIVE[value], *place, source=one.sources[value]))
         one.sources = {}
-        heapq.heappush(self.inbox[one.peer], (one.step, -one.phase, self.clock.next_number(), one))
-        self.start_pass(one.peer)
+        self.engine.receive(one)
 
-    def start_pass(self, peer: int) -> None:
-        while self.running[peer] is None and self.inbox[peer]:
-            one = heapq.heappop(self.inbox[peer])[-1]
-            if self.active.get(one.key) is not one:
-                continue  # routed to another peer
-            version = max(one.step - self.settings.delayed, 0)
-            one.row, self.running[peer] = self.record.begin_pass(one, version, self.clock.now), one
-            work = self.work[one.phase][one.stage]
-            self.clock.at(self.clock.now + work / self.peers[peer].speed, self.finish, one)
+    def is_free(self, peer: int) -> bool:
+        return self.running[peer] is None
+
+    def start(self, one: AssignedPass) -> None:
+        self.running[one.peer] = one
+        self.record.begin_pass(one, max(one.step - self.settings.delayed, 0), self.clock.now)
+        self.clock.after(self.work[one.phase][one.stage] / self.peers[one.peer].speed, self.finish, one)
 
     def finish(self, one: AssignedPass) -> None:
-        if self.active.get(one.key) is not one:
+        if not self.engine.is_active(one):
             return
-        peer, ledger = one.peer, self.batches[one.step].ledger
-        outcome = ledger.finish(one.microbatch, one.phase, one.stage, peer, one.row)
-        seconds = self.record.end_pass(one.row, self.clock.now, outcome)
-        place = one.microbatch, one.stage, peer
-        self.record.actions[one.step].append(SwarmAction(one.phase, *place, is_counted=outcome == COUNTED))
-        self.queues[one.stage] = routing.observe(self.queues[one.stage], peer, self.work[one.phase][one.stage], seconds)
-        self.running[peer] = None
-        self.drop(one)
-        if peer in self.moving:
-            self.download(peer, self.moving.pop(peer))
-        self.start_pass(peer)
-        self.dispatch(one.key)
-
-    def drop(self, one: AssignedPass) -> None:
-        """Forget an assigned pass, which has finished or which another peer computes."""
-        del self.active[one.key]
-        self.loads.count(one.peer, -1)
-
-    def reroute(self, passes: Iterable[AssignedPass], lost: Iterable[tuple[int, int]] = ()) -> None:
-        """Route these passes again, and microbatches that are not in any queue but have lost a gradient."""
-        keys = []
-        for one in passes:
-            self.drop(one)
-            keys.append(one.key)
-        for key in dict.fromkeys([*keys, *lost, *sorted(self.parked)]):
-            if key not in self.active:
-                self.dispatch(key)
+        self.running[one.peer] = None
+        if one.peer in self.moving:
+            self.engine.load(self.moving.pop(one.peer))
+        outcome = self.engine.finish(one, self.clock.now)
+        action = SwarmAction(one.phase, one.microbatch, one.stage, one.peer, is_counted=outcome == COUNTED)
+        self.record.actions[one.step].append(action)
 
     # ---- peers ----------------------------------------------------------------------------------------------------
 
+    def load(self, move: Move) -> float:
+        """Download the state of a stage, once the pass that the peer is computing ends."""
+        peer = move.peer
+        if self.running[peer]:
+            self.moving[peer] = move
+            return math.inf
+        self.end_service(peer)
+        self.epoch[peer] += 1
+        state_bytes = self.workload.state_bytes
+        seconds = download_seconds(self.peers, self.engine.swarm, peer, move.target, self.clock.now, state_bytes)
+        self.clock.after(seconds, self.serve, peer, self.epoch[peer])
+        return self.clock.now + seconds
+
     def serve(self, peer: int, epoch: int) -> None:
         """Begin to serve the stage whose state a peer has downloaded."""
-        if epoch != self.epoch[peer]:
-            return
-        stage = self.swarm.stage[peer]
-        self.serving[peer], self.since[peer] = stage, self.clock.now
-        self.queues[stage] = routing.announce(self.queues[stage], peer, self.rng.random())
-        self.apply(refills(self.swarm, self.clock.now))
-        self.reroute(())
+        if epoch == self.epoch[peer]:
+            self.serving[peer], self.since[peer] = self.engine.swarm.stage[peer], self.clock.now
+            self.engine.serve(peer)
 
     def end_service(self, peer: int) -> None:
         if self.serving[peer] != ABSENT:
             self.record.service.append((peer, self.serving[peer], self.since[peer], self.clock.now))
             self.serving[peer] = ABSENT
 
-    def download(self, peer: int, stage: int) -> None:
-        self.end_service(peer)
-        self.epoch[peer] += 1
-        seconds = download_seconds(self.peers, self.swarm, peer, stage, self.clock.now, self.workload.state_bytes)
-        self.swarm = placed(self.swarm, peer, stage, self.clock.now + seconds)
-        self.clock.at(self.clock.now + seconds, self.serve, peer, self.epoch[peer])
-
     def follow_trace(self, event: PeerEvent | None = None) -> None:
         """Let a peer join or leave. The next event of the trace comes before anything else at the same time."""
         if event is not None:
-            (self.join if event.event == JOIN else self.leave)(event.peer)
+            (self.engine.join if event.event == JOIN else self.leave)(event.peer)
         upcoming = next(self.trace, None)
         if upcoming is not None:
             self.clock.at(upcoming.seconds, self.follow_trace, upcoming, is_first=True)
 
-    def join(self, peer: int) -> None:
-        self.download(peer, neediest(self.swarm))
-
     def leave(self, peer: int) -> None:
-        """Remove a peer with all that it held, ban it, and route its microbatches to others."""
-        if self.serving[peer] != ABSENT:
-            self.queues[self.serving[peer]] = routing.ban(self.queues[self.serving[peer]], peer)
         self.end_service(peer)
         self.epoch[peer] += 1
         self.moving.pop(peer, None)
-        self.swarm = removed(self.swarm, peer)
-        running, self.running[peer], self.inbox[peer] = self.running[peer], None, []
+        running, self.running[peer] = self.running[peer], None
         if running:
-            self.record.end_pass(running.row, self.clock.now, LOST)
-        lost: list[tuple[int, int]] = []
-        for step, batch in self.batches.items():
+            self.record.end_pass(running, self.clock.now, LOST)
+        for step in self.engine.batches:
             self.record.actions[step].append(SwarmAction(FAILURE, peer=peer))
-            gradients = batch.ledger.lose(peer)
-            if gradients:
-                batch.is_averaging, batch.num_failures = False, batch.num_failures + 1
-            for microbatch, row in gradients:
-                self.record.lose_pass(row)
-                lost.append((step, microbatch))
-        self.apply(refills(self.swarm, self.clock.now))
-        self.reroute([one for one in self.active.values() if one.peer == peer or peer in one.sources.values()], lost)
+        self.engine.leave(peer)
 
     def rebalance(self) -> None:
-        """Apply the rule of rebalancing to the mean number of passes that each peer had in the period."""
         if self.clock.is_idle:
             return  # nothing can happen any more
-        loads = self.loads.read(self.settings.rebalance_seconds)
-        self.apply(REBALANCING_RULES[self.settings.rule](self.swarm, loads, self.clock.now))
-        self.clock.at(self.clock.now + self.settings.rebalance_seconds, self.rebalance)
-
-    def apply(self, moves: Iterable[Move]) -> None:
-        """Move peers. A peer that is computing a pass moves when it ends; its other microbatches go to other peers."""
-        for move in moves:
-            self.record.moves.append((self.clock.now, move))
-            self.swarm = placed(self.swarm, move.peer, move.target, math.inf)
-            self.queues[move.source] = routing.withdraw(self.queues[move.source], move.peer)
-            running = self.running[move.peer]
-            if running:
-                self.moving[move.peer] = move.target
-            else:
-                self.download(move.peer, move.target)
-            self.reroute([one for one in self.active.values() if one.peer == move.peer and one is not running])
+        self.engine.rebalance(self.settings.rule, self.settings.rebalance_seconds)
+        self.clock.after(self.settings.rebalance_seconds, self.rebalance)

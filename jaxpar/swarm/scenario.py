@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 from jaxpar.errors import UserError
 from jaxpar.files import json_text, open_text, parse_json, path_error, write_text
-from jaxpar.swarm.actions import SwarmAction
 from jaxpar.swarm.costs import SwarmSettings, Workload
 from jaxpar.swarm.failures import RandomTrace, Trace
 from jaxpar.swarm.rebalancing import REBALANCING_RULES
-from jaxpar.swarm.record import SwarmRun
+from jaxpar.swarm.record import SwarmAction, SwarmRun
 from jaxpar.swarm.run import run_swarm
 from jaxpar.swarm.trace import PEER_COLUMNS, TRACE_COLUMNS, SwarmPeer, parse_events, parse_peers
 

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.errors import UserError
-from jaxpar.files import open_text, read_csv, unreadable, write_text
+from jaxpar.files import write_text
 from jaxpar.swarm.ledger import BACKWARD_PASS, COUNTED, FORWARD_PASS, LOST
 
 ROUTING_HEAD = ("num_stages", "num_microbatches", "delay")
@@ -179,50 +178,3 @@ def write_routing(path: Path | str, table: RoutingTable) -> None:
     ]
     writer.writerows(zip(*columns, strict=True))
     write_text(Path(path), text.getvalue())
-
-
-def read_routing(path: Path | str, key: str = "the routing table") -> RoutingTable:
-    """Read and check a table that `write_routing` wrote. Raises UserError, which begins with `key`."""
-    try:
-        with open_text(path) as file:
-            sizes = _read_head(file.readline())
-            lines = read_csv(file, first=2)
-            if tuple(next(lines, (2, []))[1]) != ROUTING_COLUMNS:
-                raise ValueError(f"line 2 must be the header {','.join(ROUTING_COLUMNS)}")
-            rows = [_read_row(row, line) for line, row in lines if row]
-        if not rows:
-            raise ValueError("the table has no rows; it must have at least one")
-        table = make_routing_table(*sizes, rows)
-        check_routing(table)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key} is {unreadable(path, error)}") from error
-    return table
-
-
-def _read_head(line: str) -> tuple[int, int, int]:
-    values = dict(part.split("=", 1) for part in line.removeprefix("# ").split() if "=" in part)
-    if (
-        not line.startswith("# ")
-        or tuple(values) != ROUTING_HEAD
-        or not all(value.isdecimal() and len(value) < 10 for value in values.values())
-    ):
-        raise ValueError(f"line 1 is {line.strip()[:40]!r}; it must be '# num_stages=S num_microbatches=M delay=D'")
-    num_stages, num_microbatches, delay = map(int, values.values())
-    return num_stages, num_microbatches, delay
-
-
-def _read_row(row: list[str], line: int) -> list[float]:
-    if len(row) != len(ROUTING_COLUMNS):
-        raise ValueError(f"line {line} has {len(row)} values; it must have {len(ROUTING_COLUMNS)}, one per column")
-    values = []
-    for name, text in zip(ROUTING_COLUMNS, row, strict=True):
-        try:
-            value = float(_NAMES[name].index(text) if name in _NAMES else text)
-        except ValueError:
-            value = math.nan
-        is_time = name in ("start", "finish")
-        if not 0 <= value < math.inf or (not is_time and (value != int(value) or value >= 2**31)):
-            rule = " or ".join(_NAMES.get(name, ("a non-negative number" if is_time else "a non-negative integer",)))
-            raise ValueError(f"line {line}: {name} is {text[:40]!r}; it must be {rule}")
-        values.append(value)
-    return values

@@ -56,14 +56,13 @@ def present_at_start(num_peers: int, trace: Sequence[PeerEvent]) -> frozenset[in
     return frozenset(peer for peer in range(num_peers) if first.get(peer) != JOIN)
 
 
-def write_peers(path: Path | str, peers: Sequence[SwarmPeer]) -> None:
-    """Write a file of peers."""
-    _write(path, PEER_COLUMNS, peers)
-
-
 def write_trace(path: Path | str, trace: Sequence[PeerEvent], peers: Sequence[SwarmPeer]) -> None:
     """Write a trace. The peers give the names."""
-    _write(path, TRACE_COLUMNS, [(event.seconds, peers[event.peer].name, event.event) for event in trace])
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(TRACE_COLUMNS)
+    writer.writerows((event.seconds, peers[event.peer].name, event.event) for event in trace)
+    write_text(Path(path), text.getvalue())
 
 
 def find_peers(text: str, key: str) -> list[SwarmPeer]:
@@ -136,14 +135,6 @@ def parse_events(rows: Rows, peers: Sequence[SwarmPeer]) -> list[PeerEvent]:
         if len(trace) > MAX_EVENTS:
             raise ValueError(f"{place}: there are more than {MAX_EVENTS:,} events; there must be at most as many")
     return trace
-
-
-def _write(path: Path | str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(rows)
-    write_text(Path(path), text.getvalue())
 
 
 def _rows(path: Path | str, columns: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -61,8 +61,9 @@ def main() -> None:
                 seconds[index].append(time.perf_counter() - begin)
     spmd, alive = map(statistics.median, seconds)
     step: LiveTrainer = contenders[1].step.__self__  # type: ignore[attr-defined]
-    rows = [row for row in step.rows if row[0] == step.num_steps - 1]
-    busy, last = sum(row[7] - row[6] for row in rows), seconds[1][-1]
+    table = step.routing_table()
+    busy = float((table.finish - table.start)[table.step == step.num_steps - 1].sum())
+    last = seconds[1][-1]
     print(f"{'1f1b in one program':<36} {spmd:8.3f} s")
     print(f"{'live swarm':<36} {alive:8.3f} s")
     print(f"{'live swarm / 1f1b':<36} {alive / spmd:8.2f}")

@@ -34,9 +34,8 @@ from jaxpar import strategies
 from jaxpar.command_line import Parser, integer, number
 from jaxpar.errors import UserError, exit_code
 from jaxpar.swarm.live import cluster as ray_cluster
-from jaxpar.swarm.live.events import EventKind, LiveEvent, listeners
+from jaxpar.swarm.live.events import EventKind, LiveEvent, PeerStatus, listeners
 from jaxpar.swarm.live.peer import StagePeer
-from jaxpar.swarm.live.roster import PeerStatus
 from jaxpar.swarm.live.tickets import PeerSettings
 from jaxpar.swarm.live.trainer import LiveTrainer
 from scripts.bench.pipeline_case import Maker
@@ -53,17 +52,10 @@ class PacedPeer(StagePeer):
         super().__init__(settings, node)
         self._times = times
 
-    def forward(self, ticket: Any, stage: int, *arguments: Any) -> Any:
-        """Compute a forward pass in its time."""
-        begin = time.perf_counter()
-        return self._wait(begin + self._times[0][stage], super().forward(ticket, stage, *arguments))
-
-    def backward(self, ticket: Any, stage: int, *arguments: Any) -> Any:
-        """Compute a backward pass in its time."""
-        begin = time.perf_counter()
-        return self._wait(begin + self._times[1][stage], super().backward(ticket, stage, *arguments))
-
-    def _wait(self, end: float, result: Any) -> Any:
+    def compute(self, ticket: Any, phase: int, stage: int, *arguments: Any) -> Any:
+        """Compute a pass in its time."""
+        end = time.perf_counter() + self._times[phase][stage]
+        result = super().compute(ticket, phase, stage, *arguments)
         time.sleep(max(end - time.perf_counter(), 0))
         return result
 

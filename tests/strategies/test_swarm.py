@@ -23,17 +23,14 @@ from jaxpar.strategies import Strategy
 from jaxpar.strategies.swarm import SwarmDetails
 from jaxpar.swarm import live_options
 from jaxpar.swarm import run as run_module
-from jaxpar.swarm.actions import FAILURE, RECEIVE, SwarmAction
 from jaxpar.swarm.costs import SwarmSettings, Workload
-from jaxpar.swarm.emulated import EmulatedStep
-from jaxpar.swarm.executor import SwarmExecutor
+from jaxpar.swarm.executor import EmulatedStep, SwarmExecutor
 from jaxpar.swarm.failures import RandomTrace, events_before
 from jaxpar.swarm.ledger import BACKWARD_PASS, COUNTED, FORWARD_PASS, LOST, REPEATED
 from jaxpar.swarm.programs import SwarmPrograms
-from jaxpar.swarm.record import SwarmRun
+from jaxpar.swarm.record import FAILURE, RECEIVE, SwarmAction, SwarmRun
 from jaxpar.swarm.run import run_swarm
 from jaxpar.swarm.scenario import RunActions, read_scenario
-from jaxpar.swarm.table import read_routing
 from jaxpar.swarm.trace import JOIN, LEAVE, PeerEvent, SwarmPeer
 from jaxpar.tasks.classification import TASK
 from tests.strategies.pipelines import (
@@ -241,8 +238,7 @@ def test_a_run_of_the_config(tmp_path: Path) -> None:
     np.testing.assert_allclose(sums.loss, alone.loss, rtol=1e-6)
     results = strategy.report(state, tmp_path)
     json.dumps(results)
-    table = read_routing(tmp_path / "routing.csv")
-    assert results["lost_passes"] == (table.outcome == LOST).sum() > 0
+    assert results["lost_passes"] == (tmp_path / "routing.csv").read_text().count(",lost\n") > 0
     assert results["table_seconds"] == details_of(strategy).run.update_times[-1]
     assert read_scenario(tmp_path / "scenario.json", "--scenario").run().actions == details_of(strategy).run.actions
     assert 0 < results["efficiency"] < 1

@@ -20,13 +20,9 @@ class HostilePeer(StagePeer):
             return [np.full_like(array, np.nan) for array in arrays]
         return [array[..., None] for array in arrays] if self._lie == "shape" else arrays
 
-    def forward(self, *arguments: Any) -> Any:
-        answer, y = super().forward(*arguments)
-        return answer._replace(sums=self._lied(answer.sums)), self._lied(y)
-
-    def backward(self, *arguments: Any) -> Any:
-        answer, dx = super().backward(*arguments)
-        return answer, self._lied(dx)
+    def compute(self, *arguments: Any) -> Any:
+        answer, message = super().compute(*arguments)
+        return answer._replace(sums=self._lied(answer.sums)), self._lied(message)
 
     def publish(self, *arguments: Any) -> Any:
         answer, *shards = super().publish(*arguments)

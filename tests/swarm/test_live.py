@@ -62,6 +62,11 @@ class LiveRun:
         self.strategy: Strategy[Any] = make(task, *overrides)
         self.trainer: LiveTrainer = self.strategy.step.__self__  # type: ignore[attr-defined]
         self.react: Callable[[LiveEvent], None] = lambda _: None
+        self.killed: list[int] = []
+
+    def kill(self, peer: int) -> None:
+        self.killed.append(peer)
+        os.kill(self.pid(peer), signal.SIGKILL)
 
     def pid(self, peer: int) -> int:
         place = self.trainer.members.peers[peer].place
@@ -92,6 +97,13 @@ class LiveRun:
         losses = [float(one.sums.loss / one.sums.weight) for one in metrics]
         return losses, [float(one.grad_norm) for one in metrics], jax.device_get(self.strategy.to_canonical(state))
 
+    def check(self, tolerance: float = 1e-5, **train: Any) -> Any:
+        """Train, and assert that the result is that of one device, and that peers have the state of the copy."""
+        got = self.train(**train)
+        assert_close(got, one_device(self.task), tolerance)
+        self.check_peers(got)
+        return got
+
     def wait_for(self, is_reached: Callable[[], bool]) -> None:
         while not is_reached():
             self.trainer.members.turn()
@@ -106,21 +118,19 @@ class LiveRun:
         for peer, one in enumerate(members.peers):
             if one.status == "serving":
                 stage, tree = members.ray.get(one.handle.read_state.remote())
-                assert stage == members.swarm.stage[peer]
+                assert stage == members.engine.swarm.stage[peer]
                 stages.add(stage)
                 for name, array in named(tree).items():
                     if array.dtype.kind == "f":
                         expected = named(got[2])[name]
                         np.testing.assert_allclose(array, expected, rtol=1e-5, atol=1e-7, err_msg=name)
-        assert stages == set(range(len(members.queues)))
+        assert stages == set(range(len(members.engine.queues)))
 
 
 def test_equals_one_device() -> None:
     """The losses, gradient norms and parameters are those of a plain recurrence on one device, with dropout."""
     run = LiveRun(MLP, *live())
-    got = run.train()
-    assert_close(got, one_device(MLP))
-    run.check_peers(got)
+    run.check(1e-6)
     table = run.trainer.routing_table()
     check_routing(table)
     assert LOST not in table.outcome
@@ -129,16 +139,12 @@ def test_equals_one_device() -> None:
 
 @pytest.mark.slow
 def test_arrays_tied_across_stages() -> None:
-    run = LiveRun(GPT, *live(stages=2))
-    got = run.train()
-    assert_close(got, one_device(GPT), 2e-6)
-    run.check_peers(got)
+    LiveRun(GPT, *live(stages=2)).check(2e-6)
 
 
 def test_kills_in_every_phase_change_nothing() -> None:
     """A peer is killed in a forward pass, a backward pass, while it holds gradients, and in the averaging."""
     run = LiveRun(MLP, *live())
-    killed: list[int] = []
     moments: list[Callable[[LiveEvent], bool]] = [
         lambda e: (e.kind, e.phase, e.stage) == (EventKind.SENT, FORWARD_PASS, 1),
         lambda e: (e.kind, e.phase, e.stage) == (EventKind.SENT, BACKWARD_PASS, 1),
@@ -148,28 +154,23 @@ def test_kills_in_every_phase_change_nothing() -> None:
 
     def kill(event: LiveEvent) -> None:
         step = run.trainer.num_steps
-        if len(killed) == step < len(moments) and moments[step](event):
+        if len(run.killed) == step < len(moments) and moments[step](event):
             batch: Any = run.trainer.members.batch
-            peer = max(batch.ledger.contributors(0)) if event.peer < 0 else event.peer
-            killed.append(peer)
-            os.kill(run.pid(peer), signal.SIGKILL)
+            run.kill(max(batch.ledger.contributors(0)) if event.peer < 0 else event.peer)
 
     run.react = kill
-    got = run.train()
-    assert_close(got, one_device(MLP), 1e-5)
-    run.check_peers(got)
-    assert len(killed) == NUM_STEPS
-    failed = [event.peer for event in run.kinds(EventKind.FAILED)]
-    assert sorted(failed) == sorted(killed)
+    run.check()
+    assert len(run.killed) == NUM_STEPS
+    assert sorted(event.peer for event in run.kinds(EventKind.FAILED)) == sorted(run.killed)
     lost = {event.peer for event in run.kinds(EventKind.LOST)}
-    assert lost >= set(killed[2:])
+    assert lost >= set(run.killed[2:])
     check_routing(run.trainer.routing_table())
 
 
 def test_messages_in_8_bits() -> None:
     """Peers send 8 bits per element: the run is that of emulated peers, also if one is killed."""
     run = LiveRun(MLP, *live("compress=int8"))
-    sent, killed = list[np.ndarray](), list[int]()
+    sent: list[np.ndarray] = []
 
     def react(event: LiveEvent) -> None:
         if event.kind != EventKind.COMPUTED:
@@ -178,9 +179,8 @@ def test_messages_in_8_bits() -> None:
         target = (STAGE_INPUT, event.stage + 1) if event.phase == FORWARD_PASS else (OUTPUT_GRADIENT, event.stage - 1)
         if run.trainer.num_steps == 0 and (message := batch.messages.get((*target, event.number))):
             sent.extend(run.trainer.members.ray.get(message.reference))
-        if not killed and (run.trainer.num_steps, event.phase, event.number) == (2, BACKWARD_PASS, 3):
-            killed.append(event.peer)
-            os.kill(run.pid(event.peer), signal.SIGKILL)
+        if not run.killed and (run.trainer.num_steps, event.phase, event.number) == (2, BACKWARD_PASS, 3):
+            run.kill(event.peer)
 
     run.react = react
     got = run.train()
@@ -199,8 +199,8 @@ def test_messages_in_8_bits() -> None:
     exact = named(one_device(MLP)[2]["params"])
     assert max(relative_error(named(got[2]["params"])[name], array) for name, array in exact.items()) > 1e-3
     run.check_peers(got)
-    assert killed
-    assert {event.peer for event in run.kinds(EventKind.FAILED)} == set(killed)
+    assert run.killed
+    assert {event.peer for event in run.kinds(EventKind.FAILED)} == set(run.killed)
 
 
 @pytest.mark.slow
@@ -208,20 +208,19 @@ def test_many_random_kills_change_nothing() -> None:
     """50 peers are killed at random moments of a run."""
     constant, num_steps = "--config.optimizer.schedule=constant", 60
     run = LiveRun(MLP, *live("join_seconds=0.5", "rebalance_seconds=2"), constant)
-    rng, killed = np.random.default_rng(0), set[int]()
+    rng = np.random.default_rng(0)
 
     def kill(event: LiveEvent) -> None:
         kinds = (EventKind.SENT, EventKind.COMPUTED, EventKind.AVERAGING, EventKind.UPDATED)
-        if event.kind in kinds and rng.random() < 0.02 and len(killed) < 50:
-            serving = [peer for peer, one in enumerate(run.trainer.members.peers) if one.status == "serving"]
+        if event.kind in kinds and rng.random() < 0.02 and len(run.killed) < 50:
+            peers = enumerate(run.trainer.members.peers)
+            serving = [peer for peer, one in peers if one.status == "serving" and peer not in run.killed]
             if serving:
-                peer = int(rng.choice(serving))
-                killed.add(run.pid(peer))
-                os.kill(run.pid(peer), signal.SIGKILL)
+                run.kill(int(rng.choice(serving)))
 
     run.react = kill
     got = run.train(num_steps)
-    assert len(killed) == 50
+    assert len(run.killed) == 50
     assert_close(got, one_device(MLP, constant, num_steps=num_steps), 1e-5)
     check_routing(run.trainer.routing_table())
 
@@ -249,8 +248,8 @@ def test_a_silent_peer_is_given_up_and_returns() -> None:
 
     def stop(event: LiveEvent) -> None:
         if not stopped and run.trainer.num_steps == 1 and (event.kind, event.phase) == (EventKind.SENT, BACKWARD_PASS):
-            queues = run.trainer.members.queues
-            if len(queues[event.stage].peers) > 1:
+            queues = run.trainer.members.engine.queues
+            if len(queues[event.stage]) > 1:
                 stopped.append(event.peer)
                 os.kill(run.pid(event.peer), signal.SIGSTOP)
         if event.kind == EventKind.GIVEN_UP and event.peer in stopped:
@@ -261,9 +260,7 @@ def test_a_silent_peer_is_given_up_and_returns() -> None:
             run.wait_for(run.all_serve)
 
     run.react = stop
-    got = run.train(before_step=wait)
-    assert_close(got, one_device(MLP), 1e-5)
-    run.check_peers(got)
+    run.check(before_step=wait)
     of_peer = [event for event in run.kinds(EventKind.GIVEN_UP) if event.peer in stopped]
     [given_up] = [event for event in of_peer if event.stage >= 0]  # on a busy machine, also while peers start
     assert given_up.text.startswith("silent: no answer for ")
@@ -278,8 +275,8 @@ def test_idle_peers_are_watched() -> None:
     def fail(step: int) -> None:
         if step == 2:
             run.wait_for(run.all_serve)
-            ended, stopped = (queue.peers[0].peer for queue in run.trainer.members.queues[:2])
-            os.kill(run.pid(ended), signal.SIGKILL)
+            ended, stopped = (queue[0].peer for queue in run.trainer.members.engine.queues[:2])
+            run.kill(ended)
             run.wait_for(lambda: ended in {event.peer for event in run.kinds(EventKind.FAILED)})
             os.kill(run.pid(stopped), signal.SIGSTOP)
             run.wait_for(lambda: stopped in {event.peer for event in run.kinds(EventKind.GIVEN_UP)})
@@ -325,10 +322,8 @@ def test_a_hostile_peer_is_banned(lie: str, ray: Any) -> None:
         if step == 1:
             run.wait_for(run.all_serve)
 
-    got = run.train(before_step=wait)
-    assert_close(got, one_device(MLP), 1e-5)
+    run.check(before_step=wait)
     assert [event.peer for event in run.kinds(EventKind.BANNED)] == [hostile]
-    run.check_peers(got)
 
 
 def test_divergence_bans_nobody() -> None:
@@ -381,7 +376,7 @@ def test_a_stage_without_peers_ends_the_run(ray: Any) -> None:
 
     def kill(event: LiveEvent) -> None:
         if event.kind == EventKind.SENT and event.stage == 1 and not run.kinds(EventKind.FAILED):
-            os.kill(run.pid(event.peer), signal.SIGKILL)
+            run.kill(event.peer)
 
     run.react = kill
     with pytest.raises(TrainingError, match="stage 1 has no peer, and no other peer can move there or join"):

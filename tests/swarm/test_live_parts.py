@@ -16,9 +16,8 @@ import pytest
 
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.swarm.live import cluster
-from jaxpar.swarm.live.calls import DIED, SILENT, CallFailure, Calls
-from jaxpar.swarm.live.patience import LOAD, START, Patience
-from jaxpar.swarm.live.received import MALFORMED, NONFINITE_VALUES, find_fault
+from jaxpar.swarm.live.calls import DIED, LOAD, SILENT, START, CallFailure, Calls, Patience
+from jaxpar.swarm.live.tickets import MALFORMED, NONFINITE_VALUES, find_fault
 
 ARRAY = np.ones((2, 3), np.float32)
 
@@ -98,7 +97,7 @@ class ScriptedRay:
 def test_a_stopped_peer_costs_a_multiple_of_its_usual_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading took 7.4 s, and two passes 0.03 s each. The third one is not answered."""
     ray = ScriptedRay(monkeypatch, {"load": 7.4, "first": 7.43, "second": 7.46})
-    calls = Calls(ray, Patience(20))
+    calls = Calls(ray, 20)
     for name in ("load", "first", "second", "third"):
         calls.add(0, name, LOAD if name == "load" else "F", lambda *_: None)
     failures = [failure for _ in range(4) for failure in calls.wait(math.inf)]
@@ -111,7 +110,7 @@ def test_a_stopped_peer_costs_a_multiple_of_its_usual_time(monkeypatch: pytest.M
 def test_time_in_which_nobody_waits_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer evaluates for a minute, while a peer answers within a second."""
     ray = ScriptedRay(monkeypatch, {"load": 1.0, "update": 2.0})
-    calls = Calls(ray, Patience(20))
+    calls = Calls(ray, 20)
     calls.add(0, "load", LOAD, lambda *_: None)
     calls.wait(math.inf)
     calls.add(0, "update", "U", lambda *_: None)
@@ -195,7 +194,7 @@ def test_why_a_peer_died(text: str, is_at_start: bool, expected: str) -> None:
 
     exceptions = SimpleNamespace(RayActorError=error)
     ray = SimpleNamespace(wait=lambda refs, **_: (refs, []), get=get, exceptions=exceptions)
-    calls = Calls(ray, Patience(2.0))
+    calls = Calls(ray, 2.0)
     calls.add(0, "answer", None, lambda *_: None)
     [failure] = calls.wait(1.0)
     assert isinstance(failure, CallFailure)

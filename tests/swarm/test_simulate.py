@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from jaxpar.swarm.costs import SwarmSettings, Workload
+from jaxpar.swarm.costs import SwarmSettings, TransformerLayer, Workload, device_utilization
 from jaxpar.swarm.ledger import COUNTED, LOST, REPEATED
 from jaxpar.swarm.scenario import SwarmScenario, write_scenario
-from jaxpar.swarm.square_cube import TransformerLayer, device_utilization
 from jaxpar.swarm.trace import LEAVE, PeerEvent, SwarmPeer, read_swarm_trace
 from scripts import swarm_simulate
 from tests.runs import script_error

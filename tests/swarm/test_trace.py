@@ -17,20 +17,20 @@ from jaxpar.swarm.trace import (
     present_at_start,
     read_peers,
     read_swarm_trace,
-    write_peers,
     write_trace,
 )
 
 PEERS = [SwarmPeer("a", 1.0, 2e6, 0.01), SwarmPeer("b", 0.5, math.inf, 0.0), SwarmPeer("c", 2.0, 1e6, 0.1)]
 TRACE = [PeerEvent(0.1, 0, LEAVE), PeerEvent(2.5, 2, JOIN), PeerEvent(2.5, 0, JOIN)]
+HEAD, TRACE_HEAD = "peer,speed,bandwidth,latency\n", "seconds,peer,event\n"
 
 
-def test_files_keep_every_bit(tmp_path: Path) -> None:
-    write_peers(tmp_path / "peers.csv", PEERS)
+def test_files(tmp_path: Path) -> None:
+    (tmp_path / "peers.csv").write_text(f"{HEAD}a,1.0,2000000.0,0.01\nb,0.5,inf,0\nc,2,1e6,0.1\n")
     write_trace(tmp_path / "trace.csv", TRACE, PEERS)
     assert read_peers(tmp_path / "peers.csv") == PEERS
     assert read_swarm_trace(tmp_path / "trace.csv", PEERS) == TRACE
-    assert (tmp_path / "trace.csv").read_text() == "seconds,peer,event\n0.1,a,leave\n2.5,c,join\n2.5,a,join\n"
+    assert (tmp_path / "trace.csv").read_text() == f"{TRACE_HEAD}0.1,a,leave\n2.5,c,join\n2.5,a,join\n"
     assert present_at_start(3, TRACE) == {0, 1}  # c joins first
 
 
@@ -38,43 +38,31 @@ def test_files_keep_every_bit(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("peer,speed\n", "line 1 must be the header peer,speed,bandwidth,latency"),
-        ("HEAD\n", "there are 0 peers; there must be 1 to 5000"),
-        ("HEAD\na,1,1,0\na,1,1,0\n", "line 3: peer is 'a'; it must be a name that no other row has"),
-        ("HEAD\na,0,1,0\n", "line 2: speed is '0'; it must be between 1e-06 and 1e+06"),
-        ("HEAD\na,inf,1,0\n", "line 2: speed is 'inf'; it must be between 1e-06 and 1e+06"),
-        ("HEAD\na,1,-5,0\n", "line 2: bandwidth is '-5'; it must be between 1 and inf"),
-        ("HEAD\na,1,1,-1\n", "line 2: latency is '-1'; it must be between 0 and 1e+06"),
-        ("HEAD\na,1,1\n", "line 2 has 3 values; it must have 4"),
+        (HEAD, "there are 0 peers; there must be 1 to 5000"),
+        (f"{HEAD}a,1,1,0\na,1,1,0\n", "line 3: peer is 'a'; it must be a name that no other row has"),
+        (f"{HEAD}a,0,1,0\n", "line 2: speed is '0'; it must be between 1e-06 and 1e+06"),
+        (f"{HEAD}a,inf,1,0\n", "line 2: speed is 'inf'; it must be between 1e-06 and 1e+06"),
+        (f"{HEAD}a,1,-5,0\n", "line 2: bandwidth is '-5'; it must be between 1 and inf"),
+        (f"{HEAD}a,1,1,-1\n", "line 2: latency is '-1'; it must be between 0 and 1e+06"),
+        (f"{HEAD}a,1,1\n", "line 2 has 3 values; it must have 4"),
         (
-            'HEAD\n"a,1,1,0\n',
+            f'{HEAD}"a,1,1,0\n',
             "line 2: unexpected end of data; quotes must be closed, and values must have at most 131,072 characters",
         ),
+        (f"{TRACE_HEAD}5,a,leave\n4,b,leave\n", "line 3: seconds is 4; it must be at least 5, as above"),
+        (f"{TRACE_HEAD}5,d,leave\n", "line 2: peer is 'd'; it must be one of the 3 peers"),
+        (f"{TRACE_HEAD}5,a,stop\n", "line 2: event is 'stop'; it must be join or leave"),
+        (f"{TRACE_HEAD}5,a,leave\n6,a,leave\n", "line 3: event is leave; it must be join, because a did so before"),
+        (f"{TRACE_HEAD}nan,a,leave\n", "line 2: seconds is 'nan'; it must be between 0 and 1e+12"),
     ],
 )
-def test_peers_that_cannot_be(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "peers.csv"
-    path.write_text(text.replace("HEAD", "peer,speed,bandwidth,latency"))
+def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "file.csv"
+    path.write_text(text)
+    is_trace = text.startswith(TRACE_HEAD)
     with pytest.raises(UserError) as error:
-        read_peers(path)
-    assert str(error.value) == f"--peers is '{path}': {message}"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("5,a,leave\n4,b,leave\n", "line 3: seconds is 4; it must be at least 5, as above"),
-        ("5,d,leave\n", "line 2: peer is 'd'; it must be one of the 3 peers"),
-        ("5,a,stop\n", "line 2: event is 'stop'; it must be join or leave"),
-        ("5,a,leave\n6,a,leave\n", "line 3: event is leave; it must be join, because a did so before"),
-        ("nan,a,leave\n", "line 2: seconds is 'nan'; it must be between 0 and 1e+12"),
-    ],
-)
-def test_traces_that_cannot_be(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "trace.csv"
-    path.write_text("seconds,peer,event\n" + text)
-    with pytest.raises(UserError) as error:
-        read_swarm_trace(path, PEERS)
-    assert str(error.value) == f"--trace is '{path}': {message}"
+        read_swarm_trace(path, PEERS) if is_trace else read_peers(path)
+    assert str(error.value) == f"{'--trace' if is_trace else '--peers'} is '{path}': {message}"
 
 
 def test_files_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

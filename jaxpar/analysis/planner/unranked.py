@@ -33,10 +33,9 @@ from jaxpar.mesh import DATA, STAGE
 from jaxpar.plan import Plan, Traffic, state_memory
 from jaxpar.state import abstract_state, nbytes
 from jaxpar.swarm import options as swarms
-from jaxpar.swarm.actions import RECEIVE, RECEIVE_INPUT
 from jaxpar.swarm.costs import SwarmSettings, Workload
 from jaxpar.swarm.options import StageSizes
-from jaxpar.swarm.record import SwarmRun
+from jaxpar.swarm.record import RECEIVE, RECEIVE_INPUT, SwarmRun
 from jaxpar.swarm.run import run_swarm
 from jaxpar.swarm.trace import SwarmPeer
 

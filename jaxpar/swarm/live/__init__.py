@@ -2,12 +2,12 @@
 
     cluster.py    starts or joins a Ray cluster, starts peers, finds those of an earlier trainer: the only use of Ray
     peer.py       a peer: the passes, gradients and optimizer steps of the stage that it serves
-    received.py   checks what a peer receives from another before it is used
-    calls.py      calls to peers: answers, failures, and silence by each peer's measured times (patience.py)
-    members.py    the peers of a run, with the decisions of routing.py, membership.py and rebalancing.py
-    step.py       one global batch: routes its passes until each gradient is counted once, then averages them
+    tickets.py    what the trainer and its peers send each other, and checks of it before it is used
+    calls.py      calls to peers: answers, failures, and silence by each peer's measured times
+    members.py    the peers of a run: the transport of the engine, which decides (engine.py)
+    step.py       one global batch: sends its passes, checks what peers send, and averages the gradients
     trainer.py    the training step, and the copy of the state outside the swarm
-    events.py     what happened, for whoever listens
+    events.py     what happened, for whoever listens; view.py draws it in a terminal
 
 Activations and gradients go from peer to peer through the object stores of their machines. The trainer handles
 references to them. It holds the canonical state, from which evaluation and checkpoints read, and from which a peer

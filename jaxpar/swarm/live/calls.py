@@ -1,18 +1,57 @@
 """Calls to peers that have not been answered: answers, failures, and peers that are silent for too long.
 
-A peer answers its calls in order. The time of a call begins when it is the first one that its peer has not answered.
+A peer answers its calls in order. The time of a call begins when it is the first one that its peer has not answered. A
+call may take `factor` times as long as a comparable one, and SLACK_SECONDS more, because short calls vary. An ordinary
+call is compared with the calls of the same peer that have the same label: its kind, the stage and the shapes. Their
+longest time decays towards newer ones, so that one slow call does not raise the limit for good.
+
+Rare calls, which start a process, load or compile, have labels of their own and are compared with those of all peers.
+The first ordinary call of a kind has the limit of loading, too. Until any peer has loaded, there is no limit.
 """
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxpar.swarm.live.patience import Label, Patience
+from jaxpar.swarm.routing import SMOOTHING
 
+Label = Hashable
+RARE = START, ATTACH, LOAD = "start", "attach", "load"
 HEARTBEAT = "heartbeat"  # label of the calls that only find out whether an idle peer lives
 DIED, SILENT, RAISED = "died", "silent", "raised"  # ways in which a peer fails
+SLACK_SECONDS = 2.0
+
+
+class Patience:
+    """Mutable record of the times of calls."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._rare: dict[Label, float] = {}  # longest time of all peers
+        self._ordinary: dict[int, dict[Label, float]] = {}  # peer -> label -> longest time
+
+    def observe(self, peer: int, label: Label, seconds: float) -> None:
+        """Record a call that was answered after `seconds`."""
+        if label in RARE:
+            self._rare[label] = max(seconds, self._rare.get(label, 0.0))
+        else:
+            own = self._ordinary.setdefault(peer, {})
+            before = own.get(label, 0.0)
+            own[label] = max(seconds, before + SMOOTHING * (seconds - before))
+
+    def forget(self, peer: int) -> None:
+        """Forget the ordinary calls of a peer: it serves another stage, or was too slow for its limits."""
+        self._ordinary.pop(peer, None)
+
+    def limit(self, peer: int, label: Label) -> float:
+        """Return the seconds after which a peer that has not answered is silent; inf if nothing is comparable yet."""
+        if label in RARE:
+            longest = self._rare.get(label)
+        else:
+            longest = self._ordinary.get(peer, {}).get(label, self._rare.get(LOAD))
+        return math.inf if longest is None else SLACK_SECONDS + self._factor * longest
 
 
 @dataclass(eq=False)
@@ -22,7 +61,7 @@ class Call:
     Attributes:
       peer: the peer.
       answer: reference to the `PeerAnswer`, or to the only result.
-      label: calls with the same label take comparable times (patience.py); None: the call has no limit.
+      label: calls with the same label take comparable times; None: the call has no limit.
       done: receives the answer and the call.
       is_first: whether it is the first call that its peer has not answered.
       start: since when, in seconds of `time.monotonic`.
@@ -32,7 +71,7 @@ class Call:
     peer: int
     answer: Any
     label: Label | None
-    done: Callable[[Any, "Call"], None]
+    done: Callable[[Any, "Call"], object]
     is_first: bool
     start: float
     ended: float = math.inf
@@ -55,11 +94,11 @@ class ValueLost(NamedTuple):
 class Calls:
     """Mutable queues of calls, by peer."""
 
-    def __init__(self, ray: Any, patience: Patience) -> None:
-        self._ray, self.patience = ray, patience
+    def __init__(self, ray: Any, patience: float) -> None:
+        self._ray, self.patience = ray, Patience(patience)
         self._queues: dict[int, list[Call]] = {}
 
-    def add(self, peer: int, answer: Any, label: Label | None, done: Callable[[Any, Call], None]) -> Call:
+    def add(self, peer: int, answer: Any, label: Label | None, done: Callable[[Any, Call], object]) -> Call:
         """Add a call that was just made."""
         queue = self._queues.setdefault(peer, [])
         call = Call(peer, answer, label, done, is_first=not queue, start=time.monotonic())

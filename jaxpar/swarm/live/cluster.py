@@ -24,6 +24,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+from ml_collections import ConfigDict
+
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.swarm.live.peer import StagePeer
 from jaxpar.swarm.live.tickets import PeerSettings
@@ -44,6 +47,11 @@ class PeerResources(NamedTuple):
 
     cpus: float
     gpus: float
+
+
+def peer_resources(settings: ConfigDict) -> PeerResources:
+    """Return the resources that config.swarm gives a peer."""
+    return PeerResources(settings.peer_cpus, settings.peer_gpus)
 
 
 class Room(NamedTuple):
@@ -198,20 +206,27 @@ def check_room(ray: Any, resources: PeerResources, num_stages: int) -> None:
         )
 
 
-def start_peer(ray: Any, node: str, namespace: str, resources: PeerResources, settings: PeerSettings) -> Any:
-    """Start a peer on a machine, and return its handle, without waiting for it."""
+def start_peer(ray: Any, node: str, settings: ConfigDict) -> Any:
+    """Start a peer on a machine, and return its handle, without waiting for it. settings: config.swarm."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    name = f"{PEER_NAME}-{secrets.token_hex(4)}"
+    name, cpus, gpus = f"{PEER_NAME}-{secrets.token_hex(4)}", settings.peer_cpus, settings.peer_gpus
+    namespace, cache = settings.namespace, jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    process = PeerSettings(
+        platform="cuda" if gpus else "cpu",
+        num_threads=0 if gpus else int(cpus),
+        memory_fraction=0.75 * gpus if 0 < gpus < 1 else 0.0,
+        cache=cache or "",
+    )
     lasting = {"name": name, "namespace": namespace, "lifetime": "detached"} if namespace else {}
     actor = ray.remote(StagePeer).options(
-        num_cpus=resources.cpus,
-        num_gpus=resources.gpus,
+        num_cpus=cpus,
+        num_gpus=gpus,
         max_restarts=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         **lasting,
     )
-    return actor.remote(settings, node)
+    return actor.remote(process, node)
 
 
 def named_peers(ray: Any, namespace: str) -> list[Any]:

@@ -28,6 +28,17 @@ class EventKind(StrEnum):
     NONFINITE = "nonfinite"
 
 
+class PeerStatus(StrEnum):
+    """The status of a peer (members.py)."""
+
+    STARTING = "starting"
+    WAITING = "waiting"
+    LOADING = "loading"
+    SERVING = "serving"
+    GIVEN_UP = "given up"
+    GONE = "gone"
+
+
 class LiveEvent(NamedTuple):
     """An event.
 

@@ -26,8 +26,7 @@ from jaxpar import step as steps
 from jaxpar.models.model import Params
 from jaxpar.pipeline.executor.programs import StageInputs, StageOutputs
 from jaxpar.state import Canonical, State
-from jaxpar.swarm.ledger import OUTPUT_GRADIENT, STAGE_INPUT
-from jaxpar.swarm.live.received import find_fault
+from jaxpar.swarm.ledger import BACKWARD_PASS, OUTPUT_GRADIENT, STAGE_INPUT
 from jaxpar.swarm.live.tickets import (
     STALE,
     SUPERSEDED,
@@ -39,6 +38,7 @@ from jaxpar.swarm.live.tickets import (
     PeerSettings,
     SwarmSpec,
     Ticket,
+    find_fault,
 )
 from jaxpar.swarm.programs import SwarmPrograms, by_layer, stage_params
 
@@ -86,9 +86,8 @@ class StagePeer:
           stage: the stage.
           tree: its part of the canonical state: step, key, params and optimizer.
           microbatch: some microbatch.
-          scalars: as in `forward`.
+          scalars: as in `compute`.
         """
-        begin = time.perf_counter()
         if fault := self._refuse(ticket):
             return PeerAnswer(fault)
         problem = self._spec.problem
@@ -98,7 +97,7 @@ class StagePeer:
         self._state = jax.tree.map(partial(jnp.array, copy=True), state)  # not memory of the object store
         self._stage, self._params = stage, stage_params(self._spec.stages, self._state.params, stage)
         self._warm_up(microbatch, scalars)
-        return PeerAnswer(seconds=time.perf_counter() - begin)
+        return PeerAnswer()
 
     def _warm_up(self, microbatch: Examples, scalars: Arrays) -> None:
         """Compute both passes, a sum and an update, so that they are compiled."""
@@ -113,28 +112,10 @@ class StagePeer:
         outputs.append(self._update(copy, self._programs.add(gradient, self._state.params), np.float32(0)))
         jax.block_until_ready(outputs)
 
-    def forward(
-        self, ticket: Ticket, stage: int, microbatch: Examples, scalars: Arrays, x: Arrays | None = None
-    ) -> tuple[PeerAnswer, Arrays]:
-        """Compute a forward pass, and return the message for the next stage.
-
-        Args:
-          ticket: identifies the call.
-          stage: the stage, which the peer serves.
-          microbatch: the examples.
-          scalars: data of the step's dropout key, and the divisor of the loss.
-          x: the message with the input of the stage; None at stage 0.
-        """
-        begin = time.perf_counter()
-        if fault := self._refuse(ticket, stage) or self._refuse_message(STAGE_INPUT, x, microbatch):
-            return PeerAnswer(fault), []
-        outputs: StageOutputs = self._programs.forward(self._kind, self._with_messages(microbatch, scalars, x, None))
-        sums, y = jax.device_get((jax.tree.leaves(outputs.sums), jax.tree.leaves(outputs.y)))
-        return PeerAnswer(None, time.perf_counter() - begin, sums), y
-
-    def backward(
+    def compute(
         self,
         ticket: Ticket,
+        phase: int,
         stage: int,
         microbatch: Examples,
         scalars: Arrays,
@@ -142,45 +123,44 @@ class StagePeer:
         x: Arrays | None = None,
         dy: Arrays | None = None,
     ) -> tuple[PeerAnswer, Arrays]:
-        """Compute a backward pass, and return the message for the stage before.
+        """Compute a pass, and return the message for the stage after it, or before it in a backward pass.
 
         Args:
           ticket: identifies the call.
+          phase: FORWARD_PASS or BACKWARD_PASS.
           stage: the stage, which the peer serves.
           microbatch: the examples.
-          scalars: as in `forward`.
+          scalars: data of the step's dropout key, and the divisor of the loss.
           is_counted: whether to accumulate the gradient of the parameters.
           x: the message with the input of the stage; None at stage 0.
-          dy: the message with the gradient of its output; None at the last stage.
+          dy: the message with the gradient of its output; None in a forward pass, and at the last stage.
         """
-        begin = time.perf_counter()
-        fault = (
-            self._refuse(ticket, stage)
-            or self._refuse_message(STAGE_INPUT, x, microbatch)
-            or self._refuse_message(OUTPUT_GRADIENT, dy, microbatch)
-        )
+        begin, is_backward = time.perf_counter(), phase == BACKWARD_PASS
+        fault = self._refuse(ticket, stage) or self._refuse_message(STAGE_INPUT, x, microbatch)
+        if is_backward:
+            fault = fault or self._refuse_message(OUTPUT_GRADIENT, dy, microbatch)
         if fault:
             return PeerAnswer(fault), []
-        outputs: StageOutputs = self._programs.backward(self._kind, self._with_messages(microbatch, scalars, x, dy))
+        program = self._programs.backward if is_backward else self._programs.forward
+        outputs: StageOutputs = program(self._kind, self._with_messages(microbatch, scalars, x, dy))
         if is_counted:
             gradients, gradient = self._work.gradients, by_layer(self._spec.stages, outputs.dparams, stage)
             gradients[stage] = self._programs.add(gradients[stage], gradient) if stage in gradients else gradient
-        dx = jax.device_get(jax.tree.leaves(outputs.dx)) if stage else []
+        message = (outputs.dx if stage else None) if is_backward else outputs.y
+        sums, message = jax.device_get((jax.tree.leaves(outputs.sums), jax.tree.leaves(message)))
         jax.block_until_ready(self._work.gradients.get(stage))
-        return PeerAnswer(None, time.perf_counter() - begin), dx
+        return PeerAnswer(None, time.perf_counter() - begin, sums), message
 
     def publish(self, ticket: Ticket, stage: int, number: int) -> tuple[Any, ...]:
         """Return the accumulated gradient of a stage in `number` shards, each as a list of one array."""
-        begin = time.perf_counter()
         if fault := self._refuse(ticket):
             return (PeerAnswer(fault), *([] for _ in range(number)))
         flat = flatten_arrays(self._work.gradients[stage])
         shards = [[shard] for shard in np.array_split(flat, number)]
-        return (PeerAnswer(None, time.perf_counter() - begin), *shards)
+        return (PeerAnswer(), *shards)
 
     def reduce(self, ticket: Ticket, size: int, *shards: Arrays) -> tuple[PeerAnswer, Arrays]:
         """Return the sum of one shard of each peer, in their order. size: the number of elements."""
-        begin = time.perf_counter()
         if fault := self._refuse(ticket):
             return PeerAnswer(fault), []
         like = [jax.ShapeDtypeStruct((size,), np.float32)]
@@ -190,7 +170,7 @@ class StagePeer:
         total = np.array(shards[0][0])
         for shard in shards[1:]:
             total += shard[0]
-        return PeerAnswer(None, time.perf_counter() - begin), [total]
+        return PeerAnswer(), [total]
 
     def update(self, ticket: Ticket, norm: np.ndarray, tied: Params, *totals: Arrays) -> PeerAnswer:
         """Take the optimizer step of the stage that this peer serves.
@@ -201,7 +181,6 @@ class StagePeer:
           tied: gradients of arrays that several stages share, from all of them together.
           totals: the shards of the total gradient of this stage, in order.
         """
-        begin = time.perf_counter()
         if fault := self._refuse(ticket):
             return PeerAnswer(fault)
         like = self._state.params
@@ -215,7 +194,7 @@ class StagePeer:
         state = self._state._replace(step=jnp.int32(ticket.step))  # a peer does not take part in skipped steps
         self._state = jax.block_until_ready(self._update(state, gradient, norm))
         self._params = stage_params(self._spec.stages, self._state.params, self._stage)
-        return PeerAnswer(seconds=time.perf_counter() - begin)
+        return PeerAnswer()
 
     def answer(self, ticket: Ticket) -> PeerAnswer:
         """Answer, so that the trainer knows that this peer lives."""

@@ -1,41 +1,26 @@
-"""One global batch of a live swarm: routes its passes, and averages the gradients, until the batch is complete.
+"""One global batch of a live swarm: sends its passes to peers, checks what they send, and averages the gradients.
 
 The trainer holds references to the messages between stages, which are in the object stores of the machines. So the
-failure of a peer loses only what it has accumulated; the failure of a machine also loses its messages. The ledger
-(ledger.py) knows what is missing, and it is computed again.
+failure of a peer loses only what it has accumulated; the failure of a machine also loses its messages. The engine
+(engine.py) knows what is missing, and lets it be computed again.
 
 A value that is not finite may be honest: the training can diverge. Another peer of the stage therefore computes it
 again. If the second value is finite, the first peer is banned when the step ends. If it is not, or if the stage has no
 other peer, the step ends without an update, like a step of one device that is not finite.
 """
 
-import heapq
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from jaxpar.swarm import routing
-from jaxpar.swarm.costs import Workload
-from jaxpar.swarm.ledger import (
-    BACKWARD_PASS,
-    FORWARD_PASS,
-    LOST,
-    OUTPUT_GRADIENT,
-    STAGE_INPUT,
-    GradientLedger,
-    next_phase,
-)
-from jaxpar.swarm.live.averaging import Averaging
-from jaxpar.swarm.live.calls import Call
+from jaxpar.swarm.ledger import BACKWARD_PASS, FORWARD_PASS, LOST, OUTPUT_GRADIENT, STAGE_INPUT, GradientLedger
+from jaxpar.swarm.live.calls import LOAD, Call
 from jaxpar.swarm.live.events import EventKind, LiveEvent, emit
 from jaxpar.swarm.live.members import HOSTILE, SUSPECTED, Members
-from jaxpar.swarm.live.patience import LOAD
-from jaxpar.swarm.live.received import MALFORMED, NONFINITE_VALUES, find_fault
-from jaxpar.swarm.live.shapes import StepShapes
-from jaxpar.swarm.live.tickets import Arrays, PeerAnswer
+from jaxpar.swarm.live.peer import shard_sizes
+from jaxpar.swarm.live.tickets import MALFORMED, NONFINITE_VALUES, Arrays, PeerAnswer, StepShapes, find_fault
+from jaxpar.swarm.record import AssignedPass
 
-SENT_AHEAD = 2  # passes that are sent to a peer at a time: it receives the messages of one while it computes the other
 STORE = -1  # holder of messages: the object stores, which hold them even if the peer that sent them fails
 Value = tuple[int, int, int]  # STAGE_INPUT, OUTPUT_GRADIENT, LOSS or GRADIENT; stage; microbatch, or -1
 LOSS, GRADIENT = 2, 3
@@ -53,38 +38,33 @@ class Message:
     peer: int
 
 
-@dataclass(eq=False)
-class LivePass:
-    """A pass that a peer was assigned.
+class SentPass(NamedTuple):
+    """A pass that was sent to its peer.
 
     Attributes:
-      microbatch: index in the batch.
-      phase: FORWARD_PASS or BACKWARD_PASS.
-      stage: the stage.
-      peer: the peer.
-      is_counted: whether the gradient of a backward pass is accumulated.
-      call: the call, once it is sent.
+      call: the call.
       is_first: whether the peer has not computed a pass with this program before.
       reads: the messages that it was sent, by STAGE_INPUT and OUTPUT_GRADIENT.
     """
 
-    microbatch: int
-    phase: int
-    stage: int
-    peer: int
-    is_counted: bool
-    call: Call | None = None
-    is_first: bool = False
-    reads: dict[int, Message] = field(default_factory=dict)
+    call: Call
+    is_first: bool
+    reads: dict[int, Message]
 
 
 class LiveStep:
-    """A step, until the gradients of all stages are averaged."""
+    """A step, until the gradients of all stages are averaged. A `StepInProgress`.
+
+    Attributes:
+      number: its number in the engine.
+      sums: leaves of the metric sums of each microbatch.
+      messages: the messages that the object stores hold.
+    """
 
     def __init__(
         self,
         members: Members,
-        workload: Workload,
+        number: int,
         shapes: StepShapes,
         microbatches: Sequence[Any],
         scalars: Arrays,
@@ -94,39 +74,36 @@ class LiveStep:
 
         Args:
           members: the peers.
-          workload: units of work of the passes.
+          number: number of the step in the engine.
           shapes: expected shapes.
           microbatches: references to the examples of each.
           scalars: data of the step's dropout key, and the divisor of the loss.
           compiled: (peer, phase, stage, key of shapes) of programs that peers have run; is added to.
         """
-        self.members, self.shapes = members, shapes
-        self.num_stages = len(workload.forward)
-        self._work = (workload.forward, workload.backward)
+        self.members, self.engine, self.number, self.shapes = members, members.engine, number, shapes
         self._microbatches, self._scalars, self._compiled = microbatches, scalars, compiled
-        self.ledger = GradientLedger(self.num_stages, len(microbatches))
         self.sums: dict[int, Arrays] = {}
-        self.rows: list[list[float]] = []  # of the routing table, without step and version
         self.messages: dict[Value, Message] = {}
-        self._active: dict[int, LivePass] = {}
-        self._inbox: dict[int, list[tuple[int, int, LivePass]]] = {}
-        self._numbers = itertools.count()
-        self._parked: set[int] = set()
+        self._sent: dict[AssignedPass, SentPass] = {}
         self._suspects: dict[Value, int] = {}
-        self.averaging: Averaging | None = None
         members.batch = self
-        for microbatch in range(len(microbatches)):
-            self._dispatch(microbatch)
+        self.engine.begin(number, len(microbatches))
+
+    def end(self) -> None:
+        """End the step: its gradients are totals, or it ends without an update."""
+        self.members.batch = None
+        self.engine.end(self.number)
 
     @property
-    def is_averaged(self) -> bool:
-        """Whether the total gradients of all stages are in the object stores."""
-        return self.averaging is not None and self.averaging.is_complete
+    def ledger(self) -> GradientLedger:
+        """The ledger of the batch."""
+        return self.engine.batches[self.number].ledger
 
     @property
-    def is_current(self) -> bool:
-        """Whether the members still compute this batch."""
-        return self.members.batch is self
+    def averaging(self) -> "Averaging | None":
+        """The averaging, if there is one that is not void."""
+        averaging: Averaging | None = self.engine.batches[self.number].averaging
+        return averaging
 
     @property
     def suspects(self) -> set[int]:
@@ -135,95 +112,43 @@ class LiveStep:
 
     # ---- passes ---------------------------------------------------------------------------------------------------
 
-    def _dispatch(self, microbatch: int) -> None:
-        """Assign the next pass of a microbatch to a peer of its stage."""
-        self._parked.discard(microbatch)
-        found = next_phase(self.ledger.progress(microbatch), self.num_stages)
-        if found is None:
-            if self.ledger.is_complete and self.averaging is None:
-                self.averaging = Averaging(self)
-            return
-        phase, stage = found
-        queues, work = self.members.queues, self._work[phase][stage]
-        if not queues[stage].peers:
-            self._parked.add(microbatch)
-            return
-        peer, queues[stage] = routing.select(queues[stage], work, self.members.rng.random())
-        is_counted = phase == BACKWARD_PASS and stage not in self.ledger.progress(microbatch).counted
-        one = LivePass(microbatch, phase, stage, peer, is_counted)
-        self._active[microbatch] = one
-        self.members.count(peer, 1)
-        heapq.heappush(self._inbox.setdefault(peer, []), (-phase, next(self._numbers), one))
-        emit(LiveEvent(EventKind.ASSIGNED, peer, stage, microbatch, phase=phase))
-        self._feed(peer)
-
-    def feed(self) -> None:
-        """Send peers what they were assigned, as far as they have answered earlier calls."""
-        for peer in [*self._inbox]:
-            self._feed(peer)
-        is_waiting = any(one.call is None for one in self._active.values())
-        assert not (is_waiting and self.members.calls.is_idle), "a pass was assigned, but never sent"
-
-    def _feed(self, peer: int) -> None:
-        """Send a peer the passes that it was assigned, backward passes first."""
-        inbox = self._inbox.get(peer, [])
-        while inbox and self.members.calls.number(peer) < SENT_AHEAD:
-            one = heapq.heappop(inbox)[-1]
-            if self._active.get(one.microbatch) is not one:
-                continue  # routed to another peer
-            holders = self.ledger.holders(one.microbatch, one.phase, one.stage)
-            if all(holders.values()):
-                self._send(one, [*holders])
-            else:  # a message was removed meanwhile
-                self._drop(one)
-                self._dispatch(one.microbatch)
-
-    def _send(self, one: LivePass, reads: Sequence[int]) -> None:
-        """Send a pass to its peer. reads: STAGE_INPUT and OUTPUT_GRADIENT, as far as it reads them."""
-        one.reads = {value: self.messages[value, one.stage, one.microbatch] for value in reads}
-        inputs = [
-            one.reads[value].reference if value in one.reads else None
-            for value in (STAGE_INPUT, OUTPUT_GRADIENT)[: 1 + one.phase]
-        ]
+    def start(self, one: AssignedPass) -> None:
+        """Send a pass to its peer."""
+        is_backward = one.phase == BACKWARD_PASS
+        values = self.ledger.holders(one.microbatch, one.phase, one.stage)
+        reads = {value: self.messages[value, one.stage, one.microbatch] for value in values}
+        inputs = [reads[value].reference if value in reads else None for value in (STAGE_INPUT, OUTPUT_GRADIENT)]
+        one.is_repeat = is_backward and one.stage in self.ledger.progress(one.microbatch).counted
         program = (one.peer, one.phase, one.stage, self.shapes.key)
-        one.is_first = program not in self._compiled
-        is_counted = (one.is_counted,) if one.phase == BACKWARD_PASS else ()
-        one.call = self.members.call(
+        is_first = program not in self._compiled
+        call = self.members.call(
             one.peer,
-            "backward" if one.phase == BACKWARD_PASS else "forward",
-            *(self.members.ticket(one.peer), one.stage, self._microbatches[one.microbatch], self._scalars),
-            *is_counted,
-            *inputs,
-            label=LOAD if one.is_first else program[1:],
+            "compute",
+            *(self.members.ticket(one.peer), one.phase, one.stage, self._microbatches[one.microbatch], self._scalars),
+            *(is_backward and not one.is_repeat, *inputs),
+            label=LOAD if is_first else program[1:],
             num_arrays=1,
-            done=lambda answer, arrays, call: self._computed(one, answer, arrays[0], call),
+            done=lambda answer, arrays, _call: self._computed(one, answer, arrays[0]),
         )
+        self._sent[one] = SentPass(call, is_first, reads)
         emit(LiveEvent(EventKind.SENT, one.peer, one.stage, one.microbatch, phase=one.phase))
 
-    def _computed(self, one: LivePass, answer: PeerAnswer, reference: Any, call: Call) -> None:
-        if not self.is_current or self._active.get(one.microbatch) is not one:
-            return  # this step has ended without an update, or another peer computes the pass
-        if not self._is_sound(one, answer):
+    def _computed(self, one: AssignedPass, answer: PeerAnswer, reference: Any) -> None:
+        if not self.engine.is_active(one) or not self._is_sound(one, answer):
             return
+        call, is_first, _ = self._sent[one]
         self._compiled.add((one.peer, one.phase, one.stage, self.shapes.key))
-        start, now = self.members.since(call.start), self.members.since(call.ended)
-        outcome = self.ledger.finish(one.microbatch, one.phase, one.stage, one.peer, len(self.rows))
-        self.rows.append([one.microbatch, one.stage, one.phase, one.peer, start, now, outcome])
+        self.engine.record.begin_pass(one, one.step, self.members.since(call.start))
         target = one.stage + 1 if one.phase == FORWARD_PASS else one.stage - 1
-        if 0 <= target < self.num_stages:
+        if 0 <= target < self.engine.num_stages:
             value = (STAGE_INPUT if one.phase == FORWARD_PASS else OUTPUT_GRADIENT, target, one.microbatch)
             self.messages[value] = Message(reference, one.peer)
             self._holders(value).add(STORE)
-        if not one.is_first:
-            queues, work = self.members.queues, self._work[one.phase][one.stage]
-            queues[one.stage] = routing.observe(queues[one.stage], one.peer, work, now - start)
-        self._drop(one)
         place = one.peer, one.stage, one.microbatch
         emit(LiveEvent(EventKind.COMPUTED, *place, phase=one.phase, value=answer.seconds))
-        self._feed(one.peer)
-        self._dispatch(one.microbatch)
+        self.engine.finish(one, self.members.since(call.ended), is_typical=not is_first)
 
-    def _is_sound(self, one: LivePass, answer: PeerAnswer) -> bool:
+    def _is_sound(self, one: AssignedPass, answer: PeerAnswer) -> bool:
         """Handle the fault of a pass, and return whether there is none."""
         if answer.fault is not None:
             if answer.fault.kind in (MALFORMED, NONFINITE_VALUES):
@@ -231,7 +156,7 @@ class LiveStep:
             else:
                 self.members.fault(one.peer, answer)
             return False
-        if one.phase == FORWARD_PASS and one.stage == self.num_stages - 1:
+        if one.phase == FORWARD_PASS and one.stage == self.engine.num_stages - 1:
             kind = find_fault(list(answer.sums), self.shapes.sums)
             if kind == MALFORMED:
                 self._ban(one.peer)
@@ -242,16 +167,11 @@ class LiveStep:
             self.sums[one.microbatch] = list(answer.sums)
         return True
 
-    def _drop(self, one: LivePass) -> None:
-        """Forget an assigned pass, which was computed, or which another peer computes."""
-        del self._active[one.microbatch]
-        self.members.count(one.peer, -1)
-
     # ---- faults ---------------------------------------------------------------------------------------------------
 
-    def _blame(self, source: int, receiver: LivePass) -> None:
+    def _blame(self, source: int, receiver: AssignedPass) -> None:
         """Handle a message that its receiver refused: read it, to find out who is wrong."""
-        message, value = receiver.reads.get(source), (source, receiver.stage, receiver.microbatch)
+        message, value = self._sent[receiver].reads.get(source), (source, receiver.stage, receiver.microbatch)
         kind = self._examine(message.reference, self.shapes.messages[value[:2]]) if message else ""
         if message is None or not kind:
             self._ban(receiver.peer)  # it refused what is as expected
@@ -262,10 +182,8 @@ class LiveStep:
                 self._ban(message.peer)
             else:
                 self._suspect(value, message.peer)
-        if self._active.get(receiver.microbatch) is receiver:
-            self._drop(receiver)
-            self._feed(receiver.peer)
-            self._dispatch(receiver.microbatch)
+        if self.engine.is_active(receiver):
+            self.engine.reroute([receiver])
 
     def _examine(self, reference: Any, like: Sequence[Any]) -> str:
         return find_fault(self.members.ray.get(reference), like)
@@ -273,7 +191,7 @@ class LiveStep:
     def _suspect(self, value: Value, peer: int) -> None:
         """Let another peer compute a value that is not finite. Raises Diverged if none can, or one has agreed."""
         stage = value[1] - 1 if value[0] == STAGE_INPUT else value[1] + 1 if value[0] == OUTPUT_GRADIENT else value[1]
-        others = [entry for entry in self.members.queues[stage].peers if entry.peer != peer]
+        others = [entry for entry in self.engine.queues[stage] if entry.peer != peer]
         emit(LiveEvent(EventKind.NONFINITE, peer, stage, value[2]))
         if value in self._suspects or not others:
             raise Diverged
@@ -282,7 +200,7 @@ class LiveStep:
 
     def blame_gradient(self, stage: int, peer: int, kind: str) -> None:
         """Handle a gradient that a peer accumulated, and that is malformed or not finite."""
-        self._stop_averaging()
+        self.engine.batches[self.number].averaging = None
         if kind == MALFORMED:
             self._ban(peer)
         else:
@@ -306,74 +224,115 @@ class LiveStep:
 
     # ---- what the members report ----------------------------------------------------------------------------------
 
-    def lose(self, peer: int) -> None:
-        """Route again what a peer was assigned and had accumulated."""
-        now = self.members.now
-        lost = self.ledger.lose(peer)
-        for _, row in lost:
-            self.rows[row][-1] = LOST
-        if lost:
-            self._stop_averaging()
-            emit(LiveEvent(EventKind.LOST, peer, number=len(lost)))
-        again = [microbatch for microbatch, _ in lost]
-        self._inbox.pop(peer, None)
-        for one in [*self._active.values()]:
-            counted = self.ledger.progress(one.microbatch).counted
-            is_void = one.phase == BACKWARD_PASS and not one.is_counted and one.stage not in counted
-            if one.peer == peer or is_void:
-                if one.peer == peer:
-                    self._interrupted(one, now)
-                    del self._active[one.microbatch]
-                else:
-                    self._drop(one)
-                again.append(one.microbatch)
-        self._route(again)
-
-    def _interrupted(self, one: LivePass, now: float) -> None:
-        if one.call is not None and one.call.is_first:
-            start = self.members.since(one.call.start)
-            self.rows.append([one.microbatch, one.stage, one.phase, one.peer, start, now, LOST])
-
-    def release(self, peer: int) -> None:
-        """Route again what a peer was assigned but was not sent, because it moves."""
-        waiting = [one for one in self._active.values() if one.peer == peer and one.call is None]
-        self._inbox.pop(peer, None)
-        for one in waiting:
-            self._drop(one)
-        self._route([one.microbatch for one in waiting])
-
-    def resume(self) -> None:
-        """Route microbatches that wait for a peer of their stage."""
-        self._route(sorted(self._parked))
+    def interrupt(self, peer: int) -> None:
+        """Record the pass that a peer was computing when it failed."""
+        for one in self.engine.passes_of(peer):
+            if one in self._sent and self._sent[one].call.is_first:
+                self.engine.record.begin_pass(one, one.step, self.members.since(self._sent[one].call.start))
+                self.engine.record.end_pass(one, self.members.now, LOST)
 
     def value_lost(self, call: Call) -> bool:
         """Compute again the messages of a pass that were lost with a machine, or average again."""
-        for one in [*self._active.values()]:
-            if one.call is call:
-                for source, message in one.reads.items():
+        for one in self.engine.passes_of(call.peer):
+            if one in self._sent and self._sent[one].call is call:
+                for source, message in self._sent[one].reads.items():
                     value = (source, one.stage, one.microbatch)
                     if self.messages.get(value) is message:
                         self._forget(value)
-                self._drop(one)
-                self._feed(one.peer)
-                self._dispatch(one.microbatch)
+                self.engine.reroute([one])
                 return True
         is_averaging = self.averaging is not None and self.averaging.has(call)
         if is_averaging:
             self.average_again()
         return is_averaging
 
+    def average(self) -> "Averaging":
+        """Average the gradients of all stages."""
+        return Averaging(self)
+
     def average_again(self) -> None:
         """Average again from what the peers have accumulated."""
-        self._stop_averaging()
-        self.averaging = Averaging(self)
+        self.engine.batches[self.number].averaging = None
+        self.engine.average()
 
-    def _stop_averaging(self) -> None:
-        if self.averaging is not None:
-            self.averaging.is_void = True
-            self.averaging = None
 
-    def _route(self, microbatches: Sequence[int]) -> None:
-        for microbatch in dict.fromkeys(microbatches):
-            if microbatch not in self._active:
-                self._dispatch(microbatch)
+class Averaging:
+    """An averaging of the gradients of all stages among the peers that have accumulated some, by the object stores.
+
+    Each of n contributors splits its gradient into n shards. Contributor j adds up shard j of all, in the order of the
+    peers, and everybody reads the n totals: as in a ring all-reduce, a peer sends and receives 2 (n - 1) / n gradients.
+    The loss is divided by the weight of the whole batch, so that the sum over the peers is the mean.
+
+    Attributes:
+      contributors: by stage, the peers that have accumulated gradients, in order.
+      totals: by stage, references to the shards of the total gradient.
+    """
+
+    def __init__(self, step: LiveStep) -> None:
+        """Ask the contributors of all stages for their shards."""
+        self._step, self._calls = step, list[Call]()
+        self.contributors = [sorted(step.ledger.contributors(stage)) for stage in range(step.engine.num_stages)]
+        self._shards: list[dict[int, list[Any]]] = [{} for _ in self.contributors]
+        self.totals: list[list[Any]] = [[None] * len(peers) for peers in self.contributors]
+        emit(LiveEvent(EventKind.AVERAGING))
+        for stage, peers in enumerate(self.contributors):
+            for peer in peers:
+                self._publish(stage, peer)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all totals are computed."""
+        return all(total is not None for totals in self.totals for total in totals)
+
+    def has(self, call: Call) -> bool:
+        """Return whether a call belongs to this averaging."""
+        return call in self._calls
+
+    def _call(self, stage: int, peer: int, method: str, *arguments: Any, num_arrays: int, done: Any) -> None:
+        """Call a contributor. done: receives the references to the arrays if the answer has no fault."""
+        members = self._step.members
+        self._calls.append(
+            members.call(
+                peer,
+                method,
+                *(members.ticket(peer), *arguments),
+                label=(method, stage),
+                num_arrays=num_arrays,
+                done=lambda answer, arrays, _call: self._is_sound(stage, peer, answer) and done(arrays),
+            )
+        )
+
+    def _publish(self, stage: int, peer: int) -> None:
+        peers = self.contributors[stage]
+
+        def published(shards: list[Any]) -> None:
+            self._shards[stage][peer] = shards
+            if len(peers) == 1:
+                self.totals[stage] = shards
+            elif len(self._shards[stage]) == len(peers):
+                for index in range(len(peers)):
+                    self._reduce(stage, index)
+
+        self._call(stage, peer, "publish", stage, len(peers), num_arrays=len(peers), done=published)
+
+    def _reduce(self, stage: int, index: int) -> None:
+        def reduced(totals: list[Any]) -> None:
+            [self.totals[stage][index]] = totals
+
+        peers = self.contributors[stage]
+        size = shard_sizes(self._step.shapes.sizes[stage], len(peers))[index]
+        shards = [self._shards[stage][one][index] for one in peers]
+        self._call(stage, peers[index], "reduce", size, *shards, num_arrays=1, done=reduced)
+
+    def _is_sound(self, stage: int, peer: int, answer: PeerAnswer) -> bool:
+        """Handle the fault of a call, and return whether there is none and this averaging is not void."""
+        if self._step.members.batch is not self._step or self._step.averaging is not self:
+            return False
+        if answer.fault is None:
+            return True
+        if answer.fault.kind in (MALFORMED, NONFINITE_VALUES):
+            sender = self.contributors[stage][answer.fault.source]
+            self._step.blame_gradient(stage, sender, answer.fault.kind)
+        else:
+            self._step.members.fault(peer, answer)
+        return False

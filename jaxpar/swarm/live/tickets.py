@@ -1,6 +1,6 @@
-"""Tickets of calls, answers, and other small values that a trainer and its peers send each other besides arrays."""
+"""The small values that a trainer and its peers send each other, and checks of the arrays that they receive."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ from jaxpar.step import Problem
 from jaxpar.swarm.messages import MessageFormat
 
 SUPERSEDED, STALE = "superseded", "stale"  # faults: the trainer has been replaced; the call is of an earlier generation
+MALFORMED, NONFINITE_VALUES = "malformed", "nonfinite"  # faults of what was received
 Arrays = list[np.ndarray]
 Examples = Mapping[str, Any]  # arrays of a microbatch by name, on the host
 
@@ -78,10 +79,46 @@ class PeerAnswer(NamedTuple):
 
     Attributes:
       fault: why there is no result, or None.
-      seconds: the time that the peer measured.
+      seconds: the time that the peer measured for a pass.
       sums: leaves of the metric sums of a microbatch, from the forward pass of the last stage; otherwise empty.
     """
 
     fault: Fault | None = None
     seconds: float = 0.0
     sums: Sequence[np.ndarray] = ()
+
+
+class StepShapes(NamedTuple):
+    """Expected shapes and dtypes in a step with microbatches of one shape.
+
+    Attributes:
+      key: identifies the shapes of the microbatches.
+      messages: of the arrays of a message, by (STAGE_INPUT or OUTPUT_GRADIENT, stage).
+      sums: of the metric sums of a microbatch.
+      sizes: by stage, the number of parameters, with copies of tied arrays.
+    """
+
+    key: Hashable
+    messages: Mapping[tuple[int, int], Sequence[Any]]
+    sums: Sequence[Any]
+    sizes: Sequence[int]
+
+
+def find_fault(received: Any, like: Sequence[Any]) -> str:
+    """Return "" if a received value is as expected, else MALFORMED or NONFINITE_VALUES.
+
+    Args:
+      received: the value; it must be a list of NumPy arrays.
+      like: the expected shapes and dtypes.
+    """
+    if type(received) is not list or len(received) != len(like):
+        return MALFORMED
+    for array, expected in zip(received, like, strict=True):
+        if type(array) is not np.ndarray or array.shape != expected.shape or array.dtype != expected.dtype:
+            return MALFORMED
+    return "" if all(is_finite_array(array) for array in received) else NONFINITE_VALUES
+
+
+def is_finite_array(array: np.ndarray) -> bool:
+    """Return whether all elements are finite. Supports bfloat16 and the other types of ml_dtypes."""
+    return bool(array.dtype.kind in "biu" or np.isfinite(array).all())

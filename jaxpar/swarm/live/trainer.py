@@ -32,20 +32,16 @@ from jaxpar.pipeline.executor.programs import StagePrograms
 from jaxpar.pipeline.executor.stages import sum_over_stages
 from jaxpar.state import Canonical, State
 from jaxpar.step import Metrics, Problem
-from jaxpar.swarm.costs import Workload
 from jaxpar.swarm.ledger import FORWARD_PASS, LOST, OUTPUT_GRADIENT, REPEATED, STAGE_INPUT
 from jaxpar.swarm.live import cluster
-from jaxpar.swarm.live.events import EventKind, LinePrinter, LiveEvent, emit, listeners
-from jaxpar.swarm.live.members import SUSPECTED, Members
+from jaxpar.swarm.live.events import EventKind, LinePrinter, LiveEvent, PeerStatus, emit, listeners
+from jaxpar.swarm.live.members import SUSPECTED, Members, StateSource
 from jaxpar.swarm.live.peer import shard_sizes, unflatten_arrays
-from jaxpar.swarm.live.received import find_fault
-from jaxpar.swarm.live.roster import LiveSettings, PeerStatus, StateSource
-from jaxpar.swarm.live.shapes import StepShapes
-from jaxpar.swarm.live.step import Diverged, LiveStep
-from jaxpar.swarm.live.tickets import PeerSettings, SwarmSpec
+from jaxpar.swarm.live.step import Averaging, Diverged, LiveStep
+from jaxpar.swarm.live.tickets import StepShapes, SwarmSpec, find_fault
 from jaxpar.swarm.live_options import LiveDetails
-from jaxpar.swarm.programs import SwarmPrograms
-from jaxpar.swarm.table import RoutingTable, make_routing_table, write_routing
+from jaxpar.swarm.programs import SwarmPrograms, microbatches_of
+from jaxpar.swarm.table import RoutingTable, write_routing
 from jaxpar.tasks import Sums, mean_loss
 
 
@@ -59,25 +55,22 @@ class LiveState(NamedTuple):
 class LiveTrainer:
     """The trainer of a live swarm."""
 
-    def __init__(
-        self, ray: Any, spec: SwarmSpec, workload: Workload, num_microbatches: int, settings: LiveSettings
-    ) -> None:
+    def __init__(self, ray: Any, details: LiveDetails, problem: Problem) -> None:
         """Start the peers, without waiting for them."""
-        self._ray, self._spec, self._workload = ray, spec, workload
-        self._num_microbatches = num_microbatches
-        work = tuple(f + b for f, b in zip(workload.forward, workload.backward, strict=True))
-        self.members = Members(ray, ray.put(spec), work, settings)
-        self._programs = SwarmPrograms(spec.problem, spec.stages, spec.messages, keeps_params=False)
+        stages, work = details.stages, (details.workload.forward, details.workload.backward)
+        spec = SwarmSpec(problem, stages, details.messages)
+        self._ray, self._spec, self._num_microbatches = ray, spec, details.num_microbatches
+        self.members = Members(ray, ray.put(spec), work, details.settings, details.seed)
+        self._programs = SwarmPrograms(problem, stages, details.messages, keeps_params=False)
         self._combine = jax.jit(combine_gradients)
-        self._update = jax.jit(partial(steps.update, spec.problem), donate_argnums=0)
-        self._likes = [spec.stages.select(spec.problem.model.shapes, stage) for stage in range(spec.stages.num_stages)]
+        self._update = jax.jit(partial(steps.update, problem), donate_argnums=0)
+        self._likes = [stages.select(problem.model.shapes, stage) for stage in range(stages.num_stages)]
         self._shapes: dict[Any, StepShapes] = {}
         self._compiled: set[Any] = set()
         self._newest: State | None = None
-        self.rows: list[list[float]] = []  # of the routing table of all completed steps since the start
-        self.num_steps = 0
+        self.num_steps = 0  # with an update, since the start
         self.members.gather()
-        if not settings.namespace:
+        if not details.settings.namespace:
             weakref.finalize(self, end_peers, ray, self.members)
 
     def report(self, workdir: Path) -> dict[str, Any]:
@@ -93,7 +86,7 @@ class LiveTrainer:
 
     def routing_table(self) -> RoutingTable:
         """Return the passes of all steps with an update since the trainer started, numbered from 0."""
-        return make_routing_table(len(self._likes), self._num_microbatches, 0, self.rows)
+        return self.members.engine.record.table(len(self._likes), self._num_microbatches, 0, self.num_steps)
 
     def step(self, before: LiveState, batch: Mapping[str, np.ndarray]) -> tuple[LiveState, Metrics]:
         """Take a step. batch: on the host.
@@ -105,37 +98,31 @@ class LiveTrainer:
         members = self.members
         key, weight = self._programs.begin(state.key, np.int32(number), batch["weights"])
         scalars = [np.asarray(key), np.asarray(weight)]
-        microbatches = [
-            {name: x[i :: self._num_microbatches] for name, x in batch.items()} for i in range(self._num_microbatches)
-        ]
+        microbatches = microbatches_of(batch, self._num_microbatches)
         references = [self._ray.put(one) for one in microbatches]
         members.step_number = number
         members.calls.restart()
         self._share(state, references[0], scalars)
-        step = LiveStep(members, self._workload, self._expected(microbatches[0]), references, scalars, self._compiled)
+        expected = self._expected(microbatches[0])
+        step = LiveStep(members, self.num_steps, expected, references, scalars, self._compiled)
         try:
-            totals = self._total_gradients(step)
+            while True:
+                members.turn()
+                averaging = step.averaging
+                if averaging and averaging.is_complete and (gradients := self._read(step, averaging)) is not None:
+                    break
         except Diverged:
             return self._skip(before, step)
         finally:
-            members.batch = None
-        return self._apply(before, step, totals)
+            step.end()
+        return self._apply(before, step, averaging, gradients)
 
-    def _total_gradients(self, step: LiveStep) -> list[Params]:
-        """Return the total gradient of each stage, by layer, once the step is complete."""
-        while True:
-            while not step.is_averaged:
-                self.members.turn()
-            if (totals := self._read(step)) is not None:
-                return totals
-
-    def _read(self, step: LiveStep) -> list[Params] | None:
-        """Return the total gradients; None if they must be computed again."""
-        assert step.averaging is not None
+    def _read(self, step: LiveStep, averaging: Averaging) -> list[Params] | None:
+        """Return the total gradient of each stage, by layer; None if they must be computed again."""
         gradients = []
-        for stage, (totals, peers) in enumerate(zip(step.averaging.totals, step.averaging.contributors, strict=True)):
+        for stage, (totals, peers) in enumerate(zip(averaging.totals, averaging.contributors, strict=True)):
             try:
-                shards = [self._ray.get(totals[index]) for index in range(len(peers))]
+                shards = [self._ray.get(total) for total in totals]
             except self._ray.exceptions.ObjectLostError:
                 step.average_again()
                 return None
@@ -146,7 +133,9 @@ class LiveTrainer:
             gradients.append(unflatten_arrays(np.concatenate([shard[0] for shard in shards]), self._likes[stage]))
         return gradients
 
-    def _apply(self, before: LiveState, step: LiveStep, gradients: Sequence[Params]) -> tuple[LiveState, Metrics]:
+    def _apply(
+        self, before: LiveState, step: LiveStep, averaging: Averaging, gradients: Sequence[Params]
+    ) -> tuple[LiveState, Metrics]:
         """Apply the total gradients, on the peers and to the copy."""
         members = self.members
         for peer in step.suspects:
@@ -155,32 +144,30 @@ class LiveTrainer:
         sums = [jax.tree.unflatten(structure, step.sums[number]) for number in range(self._num_microbatches)]
         total, added, norm = self._combine(gradients, sums)
         if np.isfinite(norm) and np.isfinite(added.loss):
-            self._update_peers(step, total, np.asarray(norm))
+            self._update_peers(averaging, total, np.asarray(norm))
         after, metrics = self._update(before.state, total, added, norm)
         self._newest = after
-        self._record(step)
+        self.num_steps += 1
         loss = float(mean_loss(*jax.device_get((added.loss, added.weight))))
         emit(LiveEvent(EventKind.UPDATED, number=before.step, value=loss))
         members.source = self._source(after, members.source)
         return LiveState(before.step + 1, after), metrics
 
-    def _update_peers(self, step: LiveStep, total: Params, norm: np.ndarray) -> None:
+    def _update_peers(self, averaging: Averaging, total: Params, norm: np.ndarray) -> None:
         """Let all peers take the optimizer step of their stage, without waiting for them."""
-        assert step.averaging is not None
         members, stages = self.members, self._spec.stages
         tied = jax.device_get([tied_gradients(stages, total, stage) for stage in range(stages.num_stages)])
         for peer, one in enumerate(members.peers):
             if one.status in (PeerStatus.LOADING, PeerStatus.SERVING):
-                stage = members.swarm.stage[peer]
-                totals = step.averaging.totals[stage]
-                shards = [totals[index] for index in range(len(totals))]
-                arguments = (members.ticket(peer), norm, tied[stage], *shards)
+                stage = members.engine.swarm.stage[peer]
+                arguments = (members.ticket(peer), norm, tied[stage], *averaging.totals[stage])
                 members.call(
                     peer, "update", *arguments, label=("update", stage), num_arrays=0, done=members.acknowledge
                 )
 
     def _skip(self, before: LiveState, step: LiveStep) -> tuple[LiveState, Metrics]:
         """End a step whose loss or gradient is not finite: no state changes."""
+        self.members.engine.record.forget(step.number)
         for peer in step.suspects:
             self.members.clear(peer)
         nan = jnp.float32(jnp.nan)
@@ -190,12 +177,6 @@ class LiveTrainer:
         self._newest = after
         self.members.source = self._source(after, self.members.source)
         return LiveState(before.step + 1, after), metrics
-
-    def _record(self, step: LiveStep) -> None:
-        """Add the passes of a step to the routing table."""
-        for microbatch, stage, phase, peer, start, end, outcome in step.rows:
-            self.rows.append([self.num_steps, microbatch, stage, phase, peer, self.num_steps, start, end, outcome])
-        self.num_steps += 1
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
@@ -246,21 +227,10 @@ def start_trainer(details: LiveDetails, problem: Problem) -> LiveTrainer:
     s = details.settings
     if not listeners:  # otherwise it is they who show what happens
         listeners.append(LinePrinter())
-    resources, most = cluster.PeerResources(s.peer_cpus, s.peer_gpus), int(s.peers)
-    ray = cluster.connect(s.address, resources, most)
+    resources = cluster.peer_resources(s)
+    ray = cluster.connect(s.address, resources, int(s.peers))
     cluster.check_room(ray, resources, s.stages)
-    cache: str | None = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    peer = PeerSettings(
-        platform="cuda" if s.peer_gpus else "cpu",
-        num_threads=0 if s.peer_gpus else int(s.peer_cpus),
-        memory_fraction=0.75 * s.peer_gpus if 0 < s.peer_gpus < 1 else 0.0,
-        cache=cache or "",
-    )
-    settings = LiveSettings(
-        most, resources, peer, s.namespace, s.rebalance_seconds, s.rule, s.join_seconds, s.patience, details.seed
-    )
-    spec = SwarmSpec(problem, details.stages, details.messages)
-    return LiveTrainer(ray, spec, details.workload, details.num_microbatches, settings)
+    return LiveTrainer(ray, details, problem)
 
 
 def combine_gradients(gradients: Sequence[Params], sums: Sequence[Sums]) -> tuple[Params, Sums, jax.Array]:

@@ -12,8 +12,7 @@ from rich.text import Text
 
 from jaxpar.errors import format_count
 from jaxpar.swarm.ledger import BACKWARD_PASS
-from jaxpar.swarm.live.events import EventKind, LiveEvent, notable
-from jaxpar.swarm.live.roster import PeerStatus
+from jaxpar.swarm.live.events import EventKind, LiveEvent, PeerStatus, notable
 
 REDRAW_SECONDS = 0.1
 RATE_SECONDS = 10.0  # throughput is that of the last seconds
