@@ -13,9 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxpar.errors import UserError
 from jaxpar.inference.generate import Generator, unseen_characters
-from jaxpar.inference.pretrained import is_pretrained, load_language_model
 from jaxpar.inference.sampling import Sampling, choose_tokens, stack_samplings
-from jaxpar.inference.trained import Trained, load_trained
+from jaxpar.inference.trained import Trained, is_pretrained, load_language_model, load_trained
 
 REFERENCE = Path(__file__).parent / "reference" / "gpt_generation"
 LONGEST = 32  # positions of the reference
