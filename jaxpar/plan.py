@@ -192,19 +192,6 @@ def state_memory(layouts: Mapping[str, Layout]) -> tuple[dict[str, int], ...]:
     return memory
 
 
-def transfer_seconds(plan: Plan[object], cluster: Cluster) -> dict[str, float]:
-    """Return the seconds that one device spends sending per step, by mesh axis, for axes whose link is known.
-
-    A message takes latency + bytes / bandwidth of the link (Hockney, "The communication challenge for MPP: Intel
-    Paragon and Meiko CS-2", 1994). Messages on one axis are sequential, and no message waits for computation.
-    """
-    return {
-        axis: messages * cluster.links[axis].latency + nbytes / cluster.links[axis].bandwidth
-        for axis, (nbytes, messages) in plan.sent_by_axis().items()
-        if axis in cluster.links
-    }
-
-
 def check_memory(plan: Plan[object], cluster: Cluster) -> None:
     """Raise UserError for a plan that needs more memory than there is. Accept any plan if the memory is unknown.
 

@@ -29,9 +29,8 @@ from jaxpar.analysis.certificate import MOST_STEPS, QUANTITIES, ROUNDINGS, TOLER
 from jaxpar.analysis.planner.auto import resolve_strategy
 from jaxpar.command_line import Parser, integer, output_path
 from jaxpar.errors import UserError, exit_code, format_count
-from jaxpar.measure import provenance
 from jaxpar.measure.phases import Phases
-from jaxpar.run import build
+from jaxpar.run import build, report
 from jaxpar.run.unused import check_unused_keys
 
 
@@ -88,7 +87,7 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
         run = build.make_run(config, workdir, Phases(), checked)
         runs, delays = reference.make_runs(run, passes), run.plan.delays
         measured = delayed.measure_recurrence(runs) if delays else certificate.measure(runs)
-        flags = provenance.flags()
+        flags = report.flags()
     differs = delays.differs if delays else run.plan.differs
     tolerance = None if differs else TOLERANCES[config.model.dtype]
     updates = " with delayed updates" if delays else ""
@@ -112,8 +111,8 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
         },
         "batches": measured.batches,
         "seeds": {"config.seed": config.seed, "config.exchange_options.seed": config.exchange_options.seed},
-        "versions": provenance.versions(),
-        "devices": provenance.describe_devices(run.strategy.devices),
+        "versions": report.versions(),
+        "devices": report.describe_devices(run.strategy.devices),
         "flags": flags,
         "config": configs.changed_keys(config),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -45,7 +45,7 @@ from jaxpar.cluster_file import find_named
 from jaxpar.command_line import Parser, integer, names, output_path
 from jaxpar.errors import FAILED, UserError, exit_code, format_count
 from jaxpar.launch.launcher import format_exit, forwarded
-from jaxpar.pages.verdict import CERTIFICATE
+from jaxpar.pages.recorded import CERTIFICATE
 from jaxpar.plan import Plan
 from jaxpar.run import build, metrics
 from scripts.comparison import page, pictures, table

@@ -22,9 +22,8 @@ from absl import logging
 from jaxpar.command_line import Parser, integer, number
 from jaxpar.errors import UserError, exit_code, printable
 from jaxpar.inference.generate import Completion, Generator
-from jaxpar.inference.pretrained import is_pretrained, load_language_model
 from jaxpar.inference.sampling import Sampling
-from jaxpar.inference.trained import load_trained, prepare
+from jaxpar.inference.trained import is_pretrained, load_language_model, load_trained, prepare
 
 TOGETHER = 16  # prompts of the standard input that are continued at the same time
 

@@ -24,7 +24,7 @@ from jaxpar.analysis.planner.candidates import Candidate, state_ratios
 from jaxpar.analysis.planner.unranked import UnrankedCandidate, predicted
 from jaxpar.checkpoint.ledger import Ledger
 from jaxpar.errors import UserError
-from jaxpar.pages.verdict import read_verdict
+from jaxpar.pages.recorded import read_verdict
 from jaxpar.plan import DelayedUpdates, StageDelay
 from scripts import compare
 from scripts.comparison import results

@@ -23,7 +23,7 @@ from jaxpar import checkpoint, data, models, training
 from jaxpar import config as configs
 from jaxpar.cluster import find_cluster
 from jaxpar.errors import UserError, format_bytes
-from jaxpar.export import command, hugging_face, state_file
+from jaxpar.export import command, hugging_face, output
 from jaxpar.export.output import completed
 from tests.docs.test_pages import blocks
 from tests.models.small import fast_jit
@@ -245,7 +245,7 @@ def test_an_export_that_fails_leaves_nothing(
     def full(*_arguments: Any, **_options: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for module, name in ((state_file, "save_file"), (hugging_face, "save_file"), (shutil, "copyfile")):
+    for module, name in ((output, "save_file"), (hugging_face, "save_file"), (shutil, "copyfile")):
         monkeypatch.setattr(module, name, full)
     assert run(monkeypatch, workdir, tmp_path / "out", kind=kind) == 2
     thing = "file" if kind == "safetensors" else "directory"

@@ -20,7 +20,7 @@ from jaxpar.config import default_config
 from jaxpar.errors import UserError
 from jaxpar.exchange import EXCHANGES
 from jaxpar.models import Model
-from jaxpar.plan import ON_HOST, Decision, Plan, Traffic, check_memory, state_memory, transfer_seconds
+from jaxpar.plan import ON_HOST, Decision, Plan, Traffic, check_memory, state_memory
 from jaxpar.state import nbytes
 
 ROOT = Path(__file__).parents[1]
@@ -346,17 +346,6 @@ def test_a_strategy_that_needs_less() -> None:
     plan = strategies.possible(config, problem, small)
     assert isinstance(plan, Plan)
     assert max(plan.device_bytes) < 2 * nbytes(problem.model.shapes)
-
-
-def test_seconds_of_transfers() -> None:
-    """6 messages with 3 MB in total, over a link of 1 us and 1 GB/s. An axis without a link is missing."""
-    traffic = (
-        Traffic("all-reduce", "float32", "data", 2e6, 4),
-        Traffic("all-gather", "float32", "data", 1e6, 2),
-        Traffic("collective-permute", "float32", "stage", 5e6, 3),
-    )
-    there = cluster.named_cluster("H100", 8, links={"data": Link(1e9, 1e-6)})
-    assert transfer_seconds(plan_of({}, traffic=traffic), there) == {"data": pytest.approx(6e-6 + 3e-3)}
 
 
 # name -> (overrides for 4 devices, messages of one device per step by axis), for a model with 6 arrays

@@ -27,8 +27,7 @@ from jaxpar.checkpoint.reader import (
     steps,
     unfinished_bytes,
 )
-from jaxpar.checkpoint.repair import repair_metrics, set_aside
-from jaxpar.checkpoint.writer import Saver
+from jaxpar.checkpoint.writer import Saver, repair_metrics, set_aside
 
 __all__ = [
     "Checkpoint",

@@ -1,4 +1,4 @@
-"""Reads checkpoints and detects damage to their files. Reading changes no files; repair.py does."""
+"""Reads checkpoints and detects damage to their files. Reading changes no files; writer.py does."""
 
 import contextlib
 import errno

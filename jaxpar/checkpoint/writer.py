@@ -1,6 +1,9 @@
-"""Writes checkpoints atomically with orbax, in the background."""
+"""Writes checkpoints atomically with orbax, in the background, and repairs those of a run before it resumes."""
 
+import json
 import math
+import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from jaxpar import files
 from jaxpar.checkpoint import checksums
 from jaxpar.checkpoint.checksums import Info
 from jaxpar.checkpoint.late_errors import hide_late_errors
-from jaxpar.checkpoint.reader import FORMAT, gist, steps
+from jaxpar.checkpoint.reader import FORMAT, Damaged, gist, info_of, loss_in_metrics, steps
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import processes
 from jaxpar.state import Canonical, is_finite_tree
@@ -141,3 +144,33 @@ def _copied(tree: dict[str, Canonical]) -> dict[str, Canonical]:
     """Copy the arrays to host memory that no later step overwrites. On a CPU, `device_get` alone does not copy."""
     fetched = jax.device_get(tree)
     return jax.tree.map(np.array, fetched) if jax.default_backend() == "cpu" else fetched
+
+
+def set_aside(directory: Path, after: int) -> None:
+    """Rename the checkpoints of steps later than `after`, which are damaged, to STEP.damaged."""
+    for step in steps(directory):
+        if step > after:
+            aside = directory / f"{step}.damaged"
+            shutil.rmtree(aside, ignore_errors=True)  # from an earlier repair
+            (directory / str(step)).rename(aside)
+
+
+def repair_metrics(directory: Path, log: Callable[[str], None]) -> None:
+    """Restore the validation loss of each checkpoint from its info, because orbax selects the best one by this loss."""
+    for step in steps(directory):
+        path = directory / str(step)
+        file = path / "metrics" / "metrics"
+        found = loss_in_metrics(path)
+        try:
+            # The info of the first checkpoints lacks the loss.
+            expected = info_of(path).get("validation_loss", found)
+        except Damaged:
+            expected = found
+        if repr(found) == repr(expected) and (found is not None or not file.parent.exists()):
+            continue
+        result = "removed" if expected is None else f"restored to {expected:.4f}"
+        log(f"checkpoint {path}: the damaged validation loss was {result}")
+        shutil.rmtree(file.parent, ignore_errors=True)
+        if expected is not None:
+            file.parent.mkdir()
+            files.write_text(file, json.dumps({"validation_loss": expected}))

@@ -14,12 +14,16 @@ batch), T positions, H W C image height, width and channels, D features, K targe
 - index: int32 [B], the position of each example in the global batch
 """
 
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from jaxpar.data import images, synthetic, text
 from jaxpar.data.batches import Batches
 from jaxpar.data.cache import cache_dir
 from jaxpar.data.check import check_data
-from jaxpar.data.dataset import load, read_info, write_info
-from jaxpar.data.examples import DataInfo, Dataset, Split
-from jaxpar.data.labels import Labels
+from jaxpar.data.class_weights import weighted
+from jaxpar.data.examples import DataInfo, Dataset, Labels, Split, read_info, write_info
 
 __all__ = [
     "Batches",
@@ -33,3 +37,22 @@ __all__ = [
     "read_info",
     "write_info",
 ]
+
+
+def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
+    """Load the data set with the given kind of labels.
+
+    Token arrays are read from the cache, or created there. The tokenizer of a text data set is saved as
+    workdir/tokenizer.json.
+
+    Reads config.data, model.name, model.init_from, cache_dir and seed. Raises UserError if a key, a file or the
+    contents of a file are invalid.
+    """
+    check_data(config, labels)
+    if config.data.source == "synthetic":
+        dataset = synthetic.load(config, labels)
+    elif config.data.source in images.IMAGE_READERS:
+        dataset = images.load(config)
+    else:
+        dataset = text.load(config, labels, workdir)
+    return weighted(dataset, config.data.class_weights)

@@ -1,4 +1,14 @@
-"""The global batch at step t as a function of (seed, t) alone, and a loader that prefetches batches in threads."""
+"""The global batch at step t as a function of (seed, t) alone, and a loader that prefetches batches in threads.
+
+The order of an epoch is int64 [S,B]: the index of example b of batch s, or -1 for a padding example. Every example
+occurs exactly once, and S = ceil(examples / B). Examples of similar length share a batch, so that short examples are
+not padded to the length of long ones:
+
+    shuffle all  ->  windows of 64 batches  ->  sort each by length  ->  cut into batches  ->  shuffle the batches
+
+The shuffles depend on (seed, epoch) alone. They use the raw bits of Philox, which stay the same across NumPy versions.
+Dims: N examples, S batches of an epoch, B examples of a batch, R examples of a shard.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -7,10 +17,10 @@ from typing import SupportsIndex
 
 import numpy as np
 
-from jaxpar.data import plan
 from jaxpar.data.examples import Arrays, Split
 
-_MAX_PLANS = 2  # in epochs: at an epoch boundary, loader threads work on the epochs before and after it
+WINDOW = 64  # in batches: large enough for nearly equal lengths in a batch, small enough for random batches
+_MAX_ORDERS = 2  # in epochs: at an epoch boundary, loader threads work on the epochs before and after it
 
 
 class Batches:
@@ -32,7 +42,7 @@ class Batches:
         self.batch_size = batch_size
         self._seed = seed
         self._shuffle = shuffle
-        self._plans: dict[int, np.ndarray] = {}
+        self._orders: dict[int, np.ndarray] = {}
         self._lock = threading.Lock()
         self._lengths_N = split.lengths_N
         self.examples_per_epoch = len(split)
@@ -44,7 +54,7 @@ class Batches:
         with_example_ids: also return `example_ids`, int64 [R], each example's index in the split, or -1 for padding.
         """
         epoch, place = divmod(step, self.steps_per_epoch)
-        examples_B = self._plan(epoch)[place]
+        examples_B = self._order(epoch)[place]
         is_real_B = examples_B >= 0
         examples_B = np.where(is_real_B, examples_B, examples_B[0])  # padding: the first example, with weight 0
         batch = self._gather(examples_B, shard, drawn_at=step if self._shuffle else place)
@@ -66,12 +76,12 @@ class Batches:
     def examples_before(self, step: int) -> int:
         """Return the number of examples in the batches of steps [0, step), without padding examples."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        return epoch * self.examples_per_epoch + int((self._plan(epoch)[:place] >= 0).sum())
+        return epoch * self.examples_per_epoch + int((self._order(epoch)[:place] >= 0).sum())
 
     def planned(self, start: int, stop: int) -> np.ndarray:
         """Return the indices of the examples in the batches of steps [start, stop) of one epoch, without padding."""
         epoch, place = divmod(start, self.steps_per_epoch)
-        examples_SB = self._plan(epoch)[place : place + stop - start]
+        examples_SB = self._order(epoch)[place : place + stop - start]
         return examples_SB[examples_SB >= 0]
 
     def loader(
@@ -101,19 +111,19 @@ class Batches:
         batch = self._split.gather(examples_B, shard, random, training=self._shuffle)
         return {**batch, "index": np.arange(len(examples_B), dtype=np.int32)[shard]}
 
-    def _plan(self, epoch: int) -> np.ndarray:
+    def _order(self, epoch: int) -> np.ndarray:
         with self._lock:
             key = epoch if self._shuffle else 0
-            if key not in self._plans:
-                self._plans[key] = self._make_plan(key)
-                for old in sorted(self._plans, key=lambda made: abs(made - key))[_MAX_PLANS:]:
-                    del self._plans[old]
-            return self._plans[key]
+            if key not in self._orders:
+                self._orders[key] = self._make_order(key)
+                for old in sorted(self._orders, key=lambda made: abs(made - key))[_MAX_ORDERS:]:
+                    del self._orders[old]
+            return self._orders[key]
 
-    def _make_plan(self, epoch: int) -> np.ndarray:
+    def _make_order(self, epoch: int) -> np.ndarray:
         if self._shuffle:
-            return plan.shuffled(self._lengths_N, self.examples_per_epoch, self.batch_size, self._seed, epoch)
-        return plan.in_order(self._lengths_N, self.examples_per_epoch, self.batch_size)
+            return shuffled(self._lengths_N, self.examples_per_epoch, self.batch_size, self._seed, epoch)
+        return in_order(self._lengths_N, self.examples_per_epoch, self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -131,3 +141,31 @@ class _Steps:
 
     def __getitem__(self, index: SupportsIndex) -> Arrays:
         return self.batches.batch(self.start + int(index), self.shard, with_example_ids=self.with_example_ids)
+
+
+def shuffled(lengths_N: np.ndarray | None, num_examples: int, batch_size: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the order of one training epoch. If lengths_N is None, all examples have the same length."""
+    bits = np.random.Philox(np.random.SeedSequence((seed, epoch, 0)))
+    order_N = _permutation(bits, num_examples)
+    if lengths_N is not None:
+        window_N = np.arange(num_examples) // (WINDOW * batch_size)
+        order_N = order_N[np.lexsort((lengths_N[order_N], window_N))]
+    order_SB = _cut(order_N, batch_size)
+    return order_SB[_permutation(bits, len(order_SB))]
+
+
+def in_order(lengths_N: np.ndarray | None, num_examples: int, batch_size: int) -> np.ndarray:
+    """Return the order of an evaluation: all examples, stably sorted by length."""
+    order_N = np.arange(num_examples) if lengths_N is None else np.argsort(lengths_N, kind="stable")
+    return _cut(order_N, batch_size)
+
+
+def _permutation(bits: np.random.Philox, count: int) -> np.ndarray:
+    return np.argsort(bits.random_raw(count), kind="stable")
+
+
+def _cut(order_N: np.ndarray, batch_size: int) -> np.ndarray:
+    num_batches = -(-len(order_N) // batch_size)
+    order = np.full(num_batches * batch_size, -1, np.int64)
+    order[: len(order_N)] = order_N
+    return order.reshape(num_batches, batch_size)

@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 
 from jaxpar.data import files, images, rows, synthetic, text
 from jaxpar.data.class_weights import check_class_weights
-from jaxpar.data.labels import Labels
+from jaxpar.data.examples import Labels
 from jaxpar.errors import UserError, check_choice
 from jaxpar.memory import check_host_memory
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxpar.data.examples import Arrays, Dataset, Images, Split, Texts, Vectors
-from jaxpar.data.labels import Labels
+from jaxpar.data.examples import Arrays, Dataset, Images, Labels, Split, Texts, Vectors
 from jaxpar.errors import UserError, nearest
 from jaxpar.files import parse_json, shortened
 

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from jaxpar.data import files
 from jaxpar.data.cache import Facts
-from jaxpar.data.labels import Labels
+from jaxpar.data.examples import Labels
 from jaxpar.data.rows import Columns, TextRow, format_places, read_files
 from jaxpar.errors import UserError, format_count, nearest
 

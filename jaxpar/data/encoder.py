@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 from jaxpar.data import tokenizer as tokenizers
 from jaxpar.data import tokens
 from jaxpar.data.corpus import text_columns
-from jaxpar.data.examples import DataInfo, Texts
-from jaxpar.data.labels import Labels
+from jaxpar.data.examples import DataInfo, Labels, Texts
 from jaxpar.data.text import buckets_of
 from jaxpar.errors import UserError
 

@@ -1,4 +1,4 @@
-"""A data set as arrays: its splits, the properties that a model depends on, and how shards of a batch are gathered.
+"""A data set as arrays: its splits, labels and properties, and how shards of a batch are gathered.
 
 Random numbers (for masking and augmentation) are drawn for the whole global batch and then cut to the requested
 shard, so that a shard equals the same examples of the global batch.
@@ -7,12 +7,16 @@ Dims: N examples of the split, M tokens, B examples of the global batch, R examp
 K tokens of a block, H W C image height, width and channels, D features, V vocabulary.
 """
 
+import json
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from enum import Enum
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxpar.data import plan
+from jaxpar.errors import UserError
+from jaxpar.files import parse_json, regular, write_text
 
 Arrays = dict[str, np.ndarray]
 
@@ -29,6 +33,26 @@ class Split(Protocol):
 
     def gather(self, examples_B: np.ndarray, shard: slice, random: np.random.Generator, *, training: bool) -> Arrays:
         """Return a shard of the global batch of these examples: all keys except index (see jaxpar.data)."""
+
+
+class Labels(Enum):
+    """A kind of labels, shared by one or more tasks. The value, the first task's name, is used in fingerprints."""
+
+    CLASSES = "classification"  # int32 [B]: the class of each example, from the label column
+    MASKED = "masked_lm"  # int32 [B, T]: the input tokens before masking
+    TARGETS = "regression"  # float32 [B, K]: the numbers of each example, from the target columns
+    TAGS = "token_classification"  # int32 [B, T]: the tag of each word at its first token, from the label column
+    NEXT = "causal_lm"  # int32 [B, T]: the next token at each position
+
+    @property
+    def in_columns(self) -> bool:
+        """Whether the labels are columns of a table; otherwise they are derived from the text."""
+        return self not in (Labels.MASKED, Labels.NEXT)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The kinds of data (see `DataInfo.kind`) that can have these labels."""
+        return {Labels.CLASSES: ("text", "image", "vector"), Labels.TARGETS: ("text", "vector")}.get(self, ("text",))
 
 
 class DataInfo(NamedTuple):
@@ -56,6 +80,40 @@ class DataInfo(NamedTuple):
     def num_outputs(self) -> int:
         """Number of model outputs for each example or word, unless the outputs are logits over the vocabulary."""
         return len(self.targets) or self.num_classes
+
+
+def write_info(workdir: Path, info: DataInfo) -> None:
+    """Write the properties of a data set to workdir/data.json."""
+    write_text(workdir / "data.json", json.dumps(info._asdict(), indent=1) + "\n")
+
+
+def read_info(workdir: Path) -> DataInfo:
+    """Return the properties that `write_info` wrote. Raises UserError if the file is missing or damaged."""
+    path = workdir / "data.json"
+    try:
+        return _info(parse_json(regular(path).read_text()))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); it must be the file that the run wrote") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is damaged (it is not UTF-8); it must be the file that the run wrote") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error!r:.200}); it must be the file that the run wrote") from None
+
+
+def _info(values: Any) -> DataInfo:
+    """Return the properties with these JSON values by name. Raises TypeError if one has another type."""
+    if not isinstance(values, dict):
+        raise TypeError(f"it contains {values!r:.40}")
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    info = DataInfo(**fields)
+    for name, value in info._asdict().items():
+        is_tuple = name in ("input_shape", "class_names", "targets")
+        kind = str if name in ("kind", "class_names", "targets") else int
+        if isinstance(value, tuple) != is_tuple or any(
+            type(item) is not kind for item in (value if is_tuple else [value])
+        ):
+            raise TypeError(f"{name} is {value!r:.40}")
+    return info
 
 
 class Dataset(NamedTuple):
@@ -127,7 +185,7 @@ class Texts:
     def gather(self, examples_B: np.ndarray, shard: slice, random: np.random.Generator, *, training: bool) -> Arrays:
         """See Split."""
         lengths_B = self.offsets_N1[examples_B + 1] - self.offsets_N1[examples_B]
-        length = plan.bucket(int(lengths_B.max()), self.buckets)
+        length = bucket(int(lengths_B.max()), self.buckets)
         real_RT = np.arange(length) < lengths_B[shard, None]
         at_RT = np.minimum(self.offsets_N1[examples_B[shard], None] + np.arange(length), len(self.tokens_M) - 1)
         tokens_RT = np.where(real_RT, self.tokens_M[at_RT], self.pad_id).astype(np.int32)
@@ -150,12 +208,8 @@ class Texts:
 class Blocks:
     """Blocks of a token stream. Inputs are all tokens but the last of a block, labels all tokens but the first."""
 
+    lengths_N: ClassVar[None] = None  # all blocks are full
     blocks_NK: np.ndarray
-
-    @property
-    def lengths_N(self) -> None:
-        """None: all blocks are full."""
-        return None
 
     def __len__(self) -> int:
         return len(self.blocks_NK)
@@ -180,15 +234,11 @@ class Images:
     (He et al. 2016, section 4.2).
     """
 
+    lengths_N: ClassVar[None] = None
     images_NHWC: np.ndarray
     labels_N: np.ndarray
     shift: bool
     flip: bool
-
-    @property
-    def lengths_N(self) -> None:
-        """None: all images have the same size."""
-        return None
 
     def __len__(self) -> int:
         return len(self.labels_N)
@@ -209,13 +259,9 @@ class Images:
 class Vectors:
     """Feature vectors of one length."""
 
+    lengths_N: ClassVar[None] = None
     vectors_ND: np.ndarray
     labels_N: np.ndarray
-
-    @property
-    def lengths_N(self) -> None:
-        """None: all vectors have the same length."""
-        return None
 
     def __len__(self) -> int:
         return len(self.labels_N)
@@ -223,6 +269,11 @@ class Vectors:
     def gather(self, examples_B: np.ndarray, shard: slice, random: np.random.Generator, *, training: bool) -> Arrays:
         """See Split."""
         return {"inputs": self.vectors_ND[examples_B[shard]], **_labels(self.labels_N, examples_B[shard])}
+
+
+def bucket(length: int, buckets: tuple[int, ...]) -> int:
+    """Return the smallest of the ascending `buckets` that is at least `length`."""
+    return next(size for size in buckets if size >= length)
 
 
 def _labels(labels_N: np.ndarray, examples_R: np.ndarray) -> Arrays:

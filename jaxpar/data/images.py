@@ -2,14 +2,15 @@
 
 import hashlib
 import math
+import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxpar.data import cache, files, plain_pickle
+from jaxpar.data import cache, files
 from jaxpar.data.examples import DataInfo, Dataset, Images
 from jaxpar.errors import UserError
 
@@ -133,11 +134,9 @@ def _read_records(path: Path) -> Labelled:
 def _read_pickled(path: Path) -> Labelled:
     """Read a pickled dict with b'data' (uint8 [N,3072]) and b'labels' (a list of integers)."""
     try:
-        content = plain_pickle.load(path)
-        labels = content[b"labels"]
-        if isinstance(labels, list) and not all(isinstance(label, int | float) for label in labels):
-            raise ValueError("its labels must be integers [N]")  # an array of texts would pad all to the longest
-        data_ND, labels_N = np.asarray(content[b"data"]), np.asarray(labels)
+        with path.open("rb") as file:
+            content = _BatchUnpickler(file, encoding="bytes").load()  # texts of Python 2 are bytes
+        data_ND, labels_N = _unpickled_array(content[b"data"]), _unpickled_array(content[b"labels"])
         if data_ND.dtype != np.uint8 or data_ND.ndim != 2 or data_ND.shape[1] != 3072:
             raise ValueError(f"its data is {data_ND.dtype} {list(data_ND.shape)}; it must be uint8 [N, 3072]")
         if labels_N.dtype.kind not in "iu" or labels_N.ndim != 1:
@@ -146,6 +145,67 @@ def _read_pickled(path: Path) -> Labelled:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path} is truncated or not a CIFAR-10 batch of the python version: {reason}") from None
     return _labelled(path, _planes(data_ND), labels_N)
+
+
+class _BatchUnpickler(pickle.Unpickler):
+    """Reads a pickle of numbers, texts and arrays.
+
+    A pickle can call any function, and even NumPy's constructors can be made to read arbitrary memory. So the names in
+    it only choose among what is defined here.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what a name stands for."""
+        if name not in PICKLED_NAMES:
+            raise pickle.UnpicklingError(f"it must contain only arrays, but it contains {module}.{name}")
+        return PICKLED_NAMES[name]
+
+
+class _PickledArray:
+    """An array, whose state sets its contents; or, since protocol 5, has them at once."""
+
+    def __init__(self, *values: Any) -> None:
+        self.array = _from_buffer(*values) if len(values) == 4 else None
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, is_fortran, content = state
+        self.array = _from_buffer(content, dtype, shape, "F" if is_fortran else "C")
+
+
+class _PickledDtype:
+    """A dtype, whose state is its byte order."""
+
+    def __init__(self, name: Any, *_: Any) -> None:
+        self.dtype = np.dtype(_text(name))
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = self.dtype.newbyteorder(_text(state[1]))
+
+
+PICKLED_NAMES: dict[str, Any] = {
+    "_reconstruct": _PickledArray,
+    "_frombuffer": _PickledArray,
+    "ndarray": None,  # an argument of _reconstruct
+    "dtype": _PickledDtype,
+    "encode": lambda text, _: text.encode("latin1"),
+}
+
+
+def _from_buffer(content: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
+    return np.frombuffer(content, dtype.dtype).reshape(shape, order=_text(order))  # refuses dtypes of objects
+
+
+def _text(value: Any) -> Any:
+    return value.decode("latin1") if isinstance(value, bytes) else value
+
+
+def _unpickled_array(value: Any) -> np.ndarray:
+    """Return a pickled array, or the array of a flat list of numbers."""
+    if isinstance(value, list) and all(isinstance(item, int | float) for item in value):
+        return np.array(value)
+    if not isinstance(value, _PickledArray) or value.array is None:
+        raise pickle.UnpicklingError(f"it must contain arrays and lists of numbers, but it contains a {type(value)}")
+    return value.array
 
 
 def _planes(data_ND: np.ndarray) -> np.ndarray:

@@ -10,8 +10,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar.data import cache
-from jaxpar.data.examples import Blocks, DataInfo, Dataset, Images, Masking, Split, Texts, Vectors
-from jaxpar.data.labels import Labels
+from jaxpar.data.examples import Blocks, DataInfo, Dataset, Images, Labels, Masking, Split, Texts, Vectors
 from jaxpar.data.text import buckets_of
 
 NUM_CLASSES = 8

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 from jaxpar.data import cache, files, tokenizer, tokens
 from jaxpar.data.cache import Facts
 from jaxpar.data.corpus import Corpus
-from jaxpar.data.examples import Blocks, DataInfo, Dataset, Masking, Split, Texts
-from jaxpar.data.labels import Labels
+from jaxpar.data.examples import Blocks, DataInfo, Dataset, Labels, Masking, Split, Texts
 from jaxpar.errors import UserError
 from jaxpar.files import file_of, path_error
 

@@ -18,8 +18,8 @@ from absl import logging
 from jaxpar import checkpoint, data
 from jaxpar.command_line import Parser, choice, integer, output_path
 from jaxpar.errors import UserError, exit_code, format_bytes
-from jaxpar.export import hugging_face, program, state_file
-from jaxpar.export.output import check_output, completed
+from jaxpar.export import hugging_face, program
+from jaxpar.export.output import check_output, completed, save_state_file
 
 FORMATS = ("safetensors", "hf", "stablehlo")
 CHECKPOINTS = ("best", "newest")
@@ -47,7 +47,7 @@ def export_run(workdir: Path, output: Path, kind: str, step: int | None = None, 
         if is_directory:
             _write_model(saved, workdir, path, kind)
         else:
-            state_file.save_state_file(saved, path)
+            save_state_file(saved, path)
     files = sorted(file for file in output.rglob("*") if file.is_file()) or [output]
     size = format_bytes(sum(file.stat().st_size for file in files))
     names = ": " + ", ".join(str(file.relative_to(output)) for file in files) if is_directory else ""

@@ -1,6 +1,6 @@
 """Continues texts with a causal language model, one token at a time.
 
-The keys and values of earlier positions are kept (jaxpar/models/memory.py), so a token takes the same time at every
+The keys and values of earlier positions are kept (jaxpar/models/attention.py), so a token takes the same time at every
 position. Two programs compute everything: one reads the prompts, one computes the next token of each text. Both are
 compiled again for other numbers and lengths of texts, but not for other samplings. The next token is computed while the
 host reads the one before.
@@ -23,8 +23,8 @@ from jaxpar.inference.inputs import check_unicode
 from jaxpar.inference.sampling import Sampling, Samplings, choose_tokens, stack_samplings
 from jaxpar.inference.trained import Trained
 from jaxpar.models import Params
+from jaxpar.models.attention import Memory, Stored, empty
 from jaxpar.models.gpt import resolve
-from jaxpar.models.memory import Memory, Stored, empty
 
 # Lengths are padded to these numbers of positions times a power of two, so that few programs are compiled.
 SMALLEST_PROMPT, SMALLEST_TEXT = 64, 256

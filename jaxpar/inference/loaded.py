@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxpar import data
 from jaxpar.data import Labels, text
+from jaxpar.data.batches import WINDOW
 from jaxpar.data.corpus import text_columns
 from jaxpar.data.encoder import Encoder
-from jaxpar.data.plan import WINDOW
 from jaxpar.errors import UserError
 from jaxpar.inference import inputs
 from jaxpar.inference.generate import Completion, Generator

@@ -25,7 +25,7 @@ from jaxpar.layout import Tree
 
 
 def meet_processes(place: Place | None) -> None:
-    """Connect this process to the other processes. ProgramCall before JAX touches a device."""
+    """Connect this process to the other processes. Call before JAX touches a device."""
     if place is None:
         return
     jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, which the loop handles
@@ -45,7 +45,7 @@ def meet_processes(place: Place | None) -> None:
 
 
 def listen_for_arrays(place: Place | None, num_devices: int) -> None:
-    """Let `jax.device_put` send arrays to CPU devices of other processes. ProgramCall before JAX touches a device.
+    """Let `jax.device_put` send arrays to CPU devices of other processes. Call before JAX touches a device.
 
     Each process listens on the address from which it reaches the coordinator. GPUs need none of this.
 

@@ -1,10 +1,12 @@
 """Reads weights from Hugging Face `transformers` directories; jaxpar/export writes them.
 
 A directory contains config.json, model.safetensors (or several files with an index) and a tokenizer. The weights are
-the same numbers in both formats, so the logits agree to float32 rounding.
+the same numbers in both formats, so the logits agree to float32 rounding. `id2label` and `problem_type` of config.json
+give the outputs of a classifier their meaning.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from ml_collections import ConfigDict
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
 from jaxpar.files import file_of, parse_json, path_state
-from jaxpar.models import gpt, hf_labels, hf_tensors
+from jaxpar.models import gpt, hf_tensors
 from jaxpar.models.hf_families import FAMILIES, Family, rope_options, sliding_window
 from jaxpar.models.model import Model, Params
 
@@ -24,6 +26,8 @@ VALID = {  # what the values of `Family.varied` must be
     "tied_embeddings": "true or false",
     "head_dim": "a positive integer",
 }
+PROBLEMS = ("regression", "single_label_classification")
+UNNAMED = re.compile(r"LABEL_\d+")  # the names that `transformers` gives to classes without names
 
 
 def apply_directory(config: ConfigDict) -> None:
@@ -167,7 +171,7 @@ def _read_config(directory: Path) -> tuple[Path, Family, dict[str, Any]]:
                 f"config.model.init_from is {str(path.parent)!r} with {name} in config.json; "
                 f"it must be a model that is not {'quantized' if name == 'quantization_config' else 'pruned'}"
             )
-    hf_labels.check_labels(theirs, path)
+    check_labels(theirs, path)
     missing = [name for name in family.keys.values() if name not in theirs and name not in family.defaults]
     if missing:
         raise UserError(f"{path} lacks {', '.join(missing)}; it must be the config.json of a {kind} model")
@@ -221,7 +225,7 @@ def load_params(
       UserError: a file or tensor is missing, a file is damaged, or a tensor has the wrong shape or is not finite.
     """
     _, family, theirs = _read_config(directory)
-    order = hf_labels.output_order(theirs, info)
+    order = output_order(theirs, info)
     sources = hf_tensors.find_tensors(directory)
     prefix = family.prefix if any(name.startswith(family.prefix) for name in sources) else ""
     flat = flatten_dict(params, sep=".")
@@ -252,3 +256,46 @@ def load_params(
     notes += [f"{family.unapplied} {rate!r:.60} is not applied"] if rate else []
     log("; ".join([f"init      from {directory}", *notes]))
     return unflatten_dict(flat, sep=".")
+
+
+def check_labels(settings: Mapping[str, Any], path: Path) -> None:
+    """Raise UserError if the labels in a config.json are invalid. path: of the file."""
+    problem, names = settings.get("problem_type"), settings.get("id2label")
+    if problem is not None and problem not in PROBLEMS:
+        why = ", because no task here has several labels per example"
+        raise UserError(
+            f"config.model.init_from is {str(path.parent)!r} with problem_type {problem!r} in config.json; it must be "
+            f"{' or '.join(PROBLEMS)}{why * (problem == 'multi_label_classification')}"
+        )
+    if names is None:
+        return
+    ids = {str(index) for index in range(len(names))} if isinstance(names, dict) else None
+    if ids is None or names.keys() != ids or not all(isinstance(name, str) for name in names.values()):
+        raise UserError(
+            f'{path} has id2label {names!r:.60}; it must be the name of each class by number: {{"0": "no"}}'
+        )
+
+
+def output_order(settings: Mapping[str, Any], info: DataInfo) -> Sequence[int] | None:
+    """Return the output of the directory's classifier for each output of a model of this data set.
+
+    Class names that are the numbers 0 to n - 1 select outputs by number. Without names, the order is the same.
+
+    Args:
+      settings: the contents of a config.json that `check_labels` accepts.
+      info: the data set.
+
+    Returns:
+      None if the classifier has other classes, or predicts numbers in place of classes or classes in place of numbers.
+    """
+    problem, ours = settings.get("problem_type"), info.targets or info.class_names
+    if problem is not None and (problem == "regression") != bool(info.targets):
+        return None
+    theirs = [settings["id2label"][str(i)] for i in range(len(settings["id2label"]))] if "id2label" in settings else []
+    if len(theirs) != len(ours):
+        return range(len(ours))  # the shapes decide
+    if set(theirs) == set(ours):
+        return [theirs.index(name) for name in ours]
+    if set(ours) == {str(index) for index in range(len(ours))}:
+        return [int(name) for name in ours]
+    return range(len(ours)) if all(map(UNNAMED.fullmatch, theirs)) else None

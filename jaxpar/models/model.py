@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.layout import Fetch, Tree
-from jaxpar.models.memory import Memory
+from jaxpar.models.attention import Memory
 from jaxpar.models.remat import REMAT_POLICIES, is_computed
 from jaxpar.tasks.token_logits import TokenLogits, whole
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxpar import files
 from jaxpar.errors import printable
 from jaxpar.run.build import Result
-from jaxpar.tasks import confusion
+from jaxpar.tasks.classification import class_metrics, majority, occurring_classes
 
 MOST_ROWS = 12  # classes of a table that lists all classes
 NUM_WORST = 8  # classes of any other table
@@ -23,9 +23,9 @@ MOST_TICKS = 64  # names on an axis of the picture
 
 def class_results(confusion_CC: np.ndarray, names: Sequence[str]) -> Result:
     """Return the majority baseline, the metrics of each class and the confusion matrix, for result.json."""
-    metrics = confusion.class_metrics(confusion_CC)
+    metrics = class_metrics(confusion_CC)
     return {
-        "test_majority_accuracy": confusion.majority(confusion_CC)[1],
+        "test_majority_accuracy": majority(confusion_CC)[1],
         "test_classes": {
             name: {"precision": float(precision), "recall": float(recall), "f1": float(f1), "count": int(count)}
             for name, precision, recall, f1, count in zip(names, *metrics, strict=True)
@@ -39,11 +39,11 @@ def format_classes(confusion_CC: np.ndarray, names: Sequence[str]) -> str:
 
     The last row is the mean over all classes that occur, and the number of all examples.
     """
-    metrics, occurring = confusion.class_metrics(confusion_CC), confusion.occurring_classes(confusion_CC)
+    metrics, occurring = class_metrics(confusion_CC), occurring_classes(confusion_CC)
     shown = occurring
     if len(occurring) > MOST_ROWS:
         shown = occurring[np.argsort(metrics.f1_C[occurring], kind="stable")[:NUM_WORST]]
-    common, accuracy = confusion.majority(confusion_CC)
+    common, accuracy = majority(confusion_CC)
     rows = [(_short(names[number]), *(of_metric[number] for of_metric in metrics)) for number in shown]
     left = len(occurring) - len(shown)
     if left:

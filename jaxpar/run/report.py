@@ -1,12 +1,18 @@
-"""Writes the results of a run: result.json, curves.png and confusion.png."""
+"""Writes the results of a run, with its environment: result.json, curves.png and confusion.png."""
 
+import os
 import platform
+import shutil
 import statistics
+import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxpar import checkpoint, files, models
@@ -14,14 +20,16 @@ from jaxpar.data import Split
 from jaxpar.errors import TrainingError, format_count
 from jaxpar.launch import processes
 from jaxpar.launch.place import command_of
-from jaxpar.measure import provenance
 from jaxpar.run import classes, metrics
 from jaxpar.run.build import Result, Run, StrategyState, advise_length, split_sizes
 from jaxpar.run.callbacks import Callbacks, Measurement
 from jaxpar.run.evaluate import evaluate_split
 from jaxpar.tasks import Task
-from jaxpar.tasks.confusion import CONFUSION
+from jaxpar.tasks.classification import CONFUSION
 
+PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax")
+PROJECT = Path(__file__).parents[2]  # of a clone
+JAX_SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl")
 RATES = ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu")
 
 
@@ -82,8 +90,8 @@ def finish(
         result["environment"] = {
             "host": platform.node(),
             "command": command_of(sys.argv),
-            "commit": provenance.commit(),
-            "versions": provenance.versions(),
+            "commit": commit(),
+            "versions": versions(),
         }
         result |= run.strategy.report(state, run.workdir)
         if run.config.log.curves:
@@ -197,3 +205,32 @@ def draw_curves(workdir: Path, task: Task, title: str) -> Path | None:
     with files.naming(path):
         figure.savefig(path, dpi=120)
     return path
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of jaxpar, Python and the numerical packages."""
+    project = PROJECT / "pyproject.toml"  # exists in a clone; a wheel has metadata
+    jaxpar_version = (
+        tomllib.loads(project.read_text())["project"]["version"] if project.is_file() else version("jaxpar")
+    )
+    return {"jaxpar": jaxpar_version, "python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+
+
+def commit() -> str | None:
+    """Return the commit of the clone with this code, with `-dirty` if its files differ; None without a clone or git."""
+    if not (PROJECT / ".git").exists() or shutil.which("git") is None:
+        return None
+    git = ["git", "--no-optional-locks", "-C", str(PROJECT)]
+    describe = ["describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
+    return subprocess.run([*git, *describe], capture_output=True, text=True).stdout.strip() or None
+
+
+def describe_devices(used: Sequence[jax.Device]) -> dict[str, Any]:
+    """Return the platform, the kinds and the number of these devices."""
+    kinds = sorted({device.device_kind for device in used})
+    return {"platform": used[0].platform, "kinds": kinds, "number": len(used), "machine": platform.machine()}
+
+
+def flags() -> dict[str, Any]:
+    """Return the settings of XLA and JAX that affect numerical results."""
+    return {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "")} | {name: getattr(jax.config, name) for name in JAX_SETTINGS}

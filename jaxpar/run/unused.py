@@ -13,8 +13,8 @@ from jaxpar import config as configs
 from jaxpar import tasks
 from jaxpar.data import synthetic
 from jaxpar.data.check import TABLES
+from jaxpar.data.examples import Labels
 from jaxpar.data.images import IMAGE_READERS
-from jaxpar.data.labels import Labels
 from jaxpar.errors import UserError
 
 TRANSFORMERS = ("bert", "gpt", "vit")

@@ -31,10 +31,8 @@ from jaxpar.inference.loaded import LoadedModel, Text
 from jaxpar.inference.sampling import Sampling
 from jaxpar.serve.batching import Batcher, Latencies, QueueFull
 from jaxpar.serve.body import Limits, check_keys, read_object, take_flag, take_number
-from jaxpar.serve.events import EventStream, failure
-from jaxpar.serve.guard import Guard, refusal
-from jaxpar.serve.page import render_page, security_headers
-from jaxpar.serve.streams import Continuations
+from jaxpar.serve.guard import Guard, refusal, render_page, security_headers
+from jaxpar.serve.streams import Continuations, EventStream, failure
 from jaxpar.tasks import Prediction
 
 DEFAULT_TOKENS = 100  # length of a continuation

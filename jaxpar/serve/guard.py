@@ -1,12 +1,18 @@
-"""Refuses requests that a web page of another site makes a browser send.
+"""Refuses requests that a web page of another site makes a browser send, and serves the page to try a model in.
 
 A browser lets every page send requests to every address, this machine included. The page can read the answers if its
 own name resolves to that address (DNS rebinding). Both are visible: the header Host contains the name in the address of
 the request, and Origin the site of the page.
 """
 
+import base64
+import hashlib
+import json
+import re
 from collections.abc import Collection, Mapping
+from importlib.resources import files
 from ipaddress import IPv6Address, ip_address
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -64,3 +70,23 @@ def _local_address(scope: Scope) -> str:
     """Return the address of this machine to which the client has connected."""
     address = ip_address(scope["server"][0])
     return str((address.ipv4_mapped if isinstance(address, IPv6Address) else None) or address)
+
+
+def render_page(facts: Mapping[str, Any]) -> str:
+    """Return the page for a model. facts: the constant `facts` of its script."""
+    page = files("jaxpar.serve").joinpath("page.html").read_text("utf-8")
+    return page.replace("{{facts}}", json.dumps(facts).replace("<", "\\u003c"))
+
+
+def security_headers(page: str) -> list[tuple[str, str]]:
+    """Return headers for all answers: a browser runs no script but that of the page, and shows it in no frame."""
+
+    def hashes(tag: str) -> str:
+        texts = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(one.encode()).digest()).decode()}'" for one in texts)
+
+    policy = (
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return [("Content-Security-Policy", policy), ("X-Content-Type-Options", "nosniff"), ("X-Frame-Options", "DENY")]

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 BACKLOG = 2048  # connections that wait to be accepted
 PAUSE = 0.1  # seconds until connections are accepted again if there are too many
@@ -42,7 +42,7 @@ class DrainingServer(uvicorn.Server):
         self._connecting: set[asyncio.Task[object]] = set()
         self._is_draining = False
         options = {"http": "h11", "ws": "none", "lifespan": "off", "log_level": "warning", "access_log": False}
-        super().__init__(uvicorn.Config(self._closing(app), headers=headers, **options))  # type: ignore[arg-type]
+        super().__init__(uvicorn.Config(app, headers=headers, **options))  # type: ignore[arg-type]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept connections."""
@@ -73,6 +73,11 @@ class DrainingServer(uvicorn.Server):
         """Answer what was sent before the signal, and close all connections."""
         self._is_draining = True
         asyncio.get_running_loop().remove_reader(self._listening)
+        closing = [*self.server_state.default_headers, (b"connection", b"close")]
+        self.server_state.default_headers = closing
+        connections: set[Any] = self.server_state.connections
+        for cycle in (one.cycle for one in connections if one.cycle is not None):
+            cycle.default_headers = closing  # of the answer that it has not begun
         idle = 0
         while idle < GRACE and not self.force_exit:
             if self._listening.fileno() >= 0 and self._accept_all():
@@ -117,19 +122,6 @@ class DrainingServer(uvicorn.Server):
         return self.config.http_protocol_class(  # type: ignore[call-arg]
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
-
-    def _closing(self, app: ASGIApp) -> ASGIApp:
-        """Return the application with the header `Connection: close` in answers after the signal."""
-
-        async def closing(scope: Scope, receive: Receive, send: Send) -> None:
-            async def send_closing(message: Message) -> None:
-                if message["type"] == "http.response.start" and self._is_draining:
-                    message = {**message, "headers": [*message.get("headers", []), (b"connection", b"close")]}
-                await send(message)
-
-            await app(scope, receive, send_closing)
-
-        return closing
 
 
 def _most_connections() -> int:

@@ -52,7 +52,7 @@ class ReplicaState:
 
     def __init__(self, problem: Problem, mesh: Mesh, exchange: Exchange, layouts: Mapping[str, Layout]):
         """mesh: with a data axis. layouts: from `make_layouts`."""
-        self._exchange, self._layouts, self._placed = exchange, layouts, PlacedState(problem, layouts, mesh)
+        self._layouts, self._placed = layouts, PlacedState(problem, layouts, mesh)
         self.params, private = layouts["params"], layouts["private"]
         distributed = DistributedState(layouts["optimizer"], private)
         self.layout = layout.join(State(layouts["step"], layouts["key"], self.params, distributed))  # type: ignore[arg-type]

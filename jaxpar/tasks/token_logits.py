@@ -8,10 +8,7 @@ logits do (Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3.2, FusedLinea
 Dims: B examples, T positions, D features, V vocabulary; t positions of a chunk.
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -25,17 +22,6 @@ CHUNK_BYTES = 2**28  # logits of at most this size are whole
 MOST_CHUNKS = 32  # with more, a matrix product would be too small
 LossAndCorrect = tuple[Any, Any]  # scalars
 ZEROS = (np.float32(0), np.float32(0))
-_NUM_SHARES = ContextVar("_NUM_SHARES", default=1)
-
-
-@contextlib.contextmanager
-def share_of_batch(num_shares: int) -> Iterator[None]:
-    """Compute the share of one device as XLA's partitioner divides the whole batch: in as many chunks as that."""
-    token = _NUM_SHARES.set(num_shares)
-    try:
-        yield
-    finally:
-        _NUM_SHARES.reset(token)
 
 
 class TokenLogits(NamedTuple):
@@ -64,7 +50,7 @@ class TokenLogits(NamedTuple):
 
         It divides the positions, unless that takes more than twice as many chunks; then the last one is padded.
         """
-        positions, examples = self.x.shape[1], _NUM_SHARES.get() * self.x.shape[0]
+        examples, positions, _ = self.x.shape
         size = 4 * examples * positions * len(self.tokens)
         most = min(positions, MOST_CHUNKS)
         least = min(-(-size // CHUNK_BYTES), most)

@@ -2,36 +2,34 @@
 
     scripts/python scripts/bench/planned_memory.py [--target=h100:8] [--held-out] [--only=TEXT]
 
-Compiles the step of each config for 8 devices: GPUs of --target, which need not exist, or virtual CPU devices. Prints
-the predicted bytes, those of XLA's buffer assignment (arguments + temporary arrays + results that reuse no argument, as
-scripts/audit.py), the ratio, the median error and the share within 10%. Nothing is computed. --target needs the extra
-`targets`. --held-out takes other models and sizes, with which the prediction was not developed.
+Compiles the step of each config for 8 GPUs, which need not exist. Prints the predicted bytes, those of XLA's buffer
+assignment (arguments + temporary arrays + results that reuse no argument, as scripts/audit.py), the ratio, the median
+error and the share within 10%. Nothing is computed. It needs the extra `targets`. --held-out takes other models and
+sizes, with which the prediction was not developed.
 """
 
 import statistics
 import sys
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxpar import cluster as clusters
 from jaxpar import config as configs
-from jaxpar import mesh, models, optimizer, strategies, tasks
+from jaxpar import models, optimizer, strategies, tasks
 from jaxpar.analysis import audit
 from jaxpar.analysis.planner import search
 from jaxpar.analysis.planner.candidates import Space
 from jaxpar.analysis.planner.layers import TracedLayers
-from jaxpar.analysis.planner.machine import CpuMachine, GpuMachine, Machine
+from jaxpar.analysis.planner.machine import GpuMachine
 from jaxpar.cluster import Cluster
 from jaxpar.command_line import Parser
 from jaxpar.data import DataInfo
 from jaxpar.errors import exit_code, format_bytes
 from jaxpar.step import Problem
-from jaxpar.target import find_target
+from jaxpar.target import Target, find_target
 
-DEVICES, CLASSES, STEPS = 8, 10, 100
+CLASSES, STEPS = 10, 100
 PIPELINE = ("strategy=pipeline", "mesh.stage=2", "mesh.data=4", "pipeline.num_microbatches=4")
 CONFIGS: dict[str, tuple[str, ...]] = {
     "ddp": (),
@@ -57,18 +55,8 @@ class Case(NamedTuple):
     settings: tuple[str, ...]
 
 
-CPU_CASES = {
-    "bert tiny": Case(512, 64, 8192, ("model.size=tiny",)),
-    "gpt2, 2 layers": Case(16, 256, 50257, (*GPT, "model.num_layers=2")),
-}
 LLAMA = ("model.norm=rmsnorm", "model.activation=swiglu", "model.num_kv_heads=2")  # besides positions
-HELD_OUT_CASES = {
-    "bert mini": Case(128, 128, 16384, ("model.size=mini",)),
-    "swiglu, 3 layers": Case(
-        64, 64, 4096, (*GPT, *LLAMA, "model.num_layers=3", "model.hidden_size=256", "model.num_heads=4")
-    ),
-}
-GPU_CASES = {
+CASES = {
     "bert base, 3 layers": Case(
         256, 128, 30522, ("model.size=base", "model.num_layers=3", "model.dtype=bfloat16", "model.attention=xla")
     ),
@@ -78,7 +66,7 @@ GPU_CASES = {
     "bert base": Case(256, 64, 30522, ("model.size=base", "model.dtype=bfloat16", "model.attention=xla")),
     "gpt2": Case(32, 512, 50304, (*GPT, "model.dtype=bfloat16", "model.attention=xla")),
 }
-HELD_OUT_GPU_CASES = {
+HELD_OUT_CASES = {
     "swiglu, 6 layers": Case(
         64,
         256,
@@ -101,28 +89,16 @@ HELD_OUT_GPU_CASES = {
 def main() -> None:
     """Print the table."""
     parser = Parser(__doc__)
-    parser.add_argument("--target", help="compile for these GPUs, such as h100:8")
+    parser.add_argument("--target", default="h100:8", help="compile for these GPUs (h100:8)")
     parser.add_argument("--held-out", action="store_true", help="take the models that were held out")
     parser.add_argument("--only", default="", help="compile the configs whose model or name contains this text")
     arguments = parser.parse()
-    if arguments.target:
-        target = find_target(arguments.target)
-        cluster, devices = target.cluster, target.devices
-        cases = HELD_OUT_GPU_CASES if arguments.held_out else GPU_CASES
-        machine: Machine = GpuMachine(cluster)
-    else:
-        config: Any = configs.default_config()
-        config.mesh.virtual_cpu_devices, config.strategy = DEVICES, "pipeline"
-        mesh.prepare_jax(config, configs.config_folder().parent / ".cache")
-        cluster, devices, cases = clusters.find_cluster(), clusters.devices(), CPU_CASES
-        cases = HELD_OUT_CASES if arguments.held_out else cases
-        machine = cpu_machine(cluster)
-    errors = []
-    for model, case in cases.items():
+    target, errors = find_target(arguments.target), []
+    for model, case in (HELD_OUT_CASES if arguments.held_out else CASES).items():
         for name, settings in CONFIGS.items():
             if arguments.only not in f"{model}: {name}":
                 continue
-            predicted, needed = compare(case, settings, cluster, devices, machine)
+            predicted, needed = compare(case, settings, target)
             total = sum(needed.values())
             errors.append(abs(predicted / total - 1))
             parts = ", ".join(f"{part} {format_bytes(nbytes)}" for part, nbytes in needed.items())
@@ -135,25 +111,16 @@ def main() -> None:
     print(f"median error {statistics.median(errors):.1%}; {within} of {len(errors)} within 10%")
 
 
-def compare(
-    case: Case, settings: tuple[str, ...], cluster: Cluster, devices: Sequence[jax.Device], machine: Machine
-) -> tuple[float, dict[str, int]]:
+def compare(case: Case, settings: tuple[str, ...], target: Target) -> tuple[float, dict[str, int]]:
     """Return the predicted bytes, and the parts of those that the compiled step needs."""
-    config = configured(case, settings)
+    config, cluster = configured(case, settings), target.cluster
     problem = make_problem(config, case, cluster)
     plan: Any = strategies.plan(config, problem, cluster)
-    rates = cluster if isinstance(machine, GpuMachine) else clusters.named_cluster("h100", DEVICES)  # not compared
     whole = make_problem(configured(case, ()), case, cluster)  # without rematerialization
-    space = Space(config, whole, TracedLayers(whole, rates), machine, usable_bytes=0)
+    space = Space(config, whole, TracedLayers(whole, cluster), GpuMachine(cluster), usable_bytes=0)
     found = search.candidate_of_plan(space, config, plan)
-    strategy = strategies.build(plan, problem, devices)
+    strategy = strategies.build(plan, problem, target.devices)
     return found.costs.nbytes, audit.needed_bytes(strategy.compile(), strategy)
-
-
-def cpu_machine(cluster: Cluster) -> CpuMachine:
-    """Return a machine whose times are not those of this one; only its memory is compared."""
-    none = {kind: {1: (0.0, 0.0)} for kind in ("all-reduce", "reduce-scatter", "all-gather", "collective-permute")}
-    return CpuMachine(cluster, {1: 1.0}, {1: 0.0}, none, 0.0, {1: 0.0})
 
 
 def configured(case: Case, settings: tuple[str, ...]) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import files, strategies
-from jaxpar.pages.verdict import CERTIFICATE, read_verdict
+from jaxpar.pages.recorded import CERTIFICATE, read_verdict
 from jaxpar.plan import Plan
 from jaxpar.run import build, metrics
 from jaxpar.tasks import Score

@@ -15,7 +15,7 @@ from jaxpar import config as configs
 from jaxpar import files
 from jaxpar.errors import FAILED, UserError
 from jaxpar.launch.launcher import LAUNCHER, MAX_FORWARDED, POLL_SECONDS, start_process
-from jaxpar.pages.verdict import different_settings
+from jaxpar.pages.recorded import different_settings
 from jaxpar.run.unused import unused_keys
 from jaxpar.tasks import Score
 

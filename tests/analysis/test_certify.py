@@ -23,7 +23,8 @@ from jaxpar import step as steps
 from jaxpar.analysis import certificate, reference
 from jaxpar.analysis.errors import Error, compare, compare_change, worst
 from jaxpar.config import default_config
-from jaxpar.data import Batches, plan
+from jaxpar.data import Batches
+from jaxpar.data.batches import shuffled
 from jaxpar.data.examples import Vectors
 from jaxpar.errors import exit_code
 from jaxpar.exchange import EXCHANGES, presets
@@ -584,7 +585,7 @@ def test_each_step_is_compared_with_its_own_rounding() -> None:
 
 
 def padded_rows(seed: int, batch: int) -> int:
-    return int((plan.shuffled(None, 213, 24, seed, 0)[batch] < 0).sum())
+    return int((shuffled(None, 213, 24, seed, 0)[batch] < 0).sum())
 
 
 @pytest.mark.parametrize(("seed", "expected"), [(0, [0, 3]), (1, [0, 5]), (3, [0, 1]), (5, [0, 2])])

@@ -34,7 +34,7 @@ from jaxpar.analysis.planner.predict import (
     stash_bytes,
     working_bytes,
 )
-from jaxpar.analysis.planner.replica_candidates import combined, update_of
+from jaxpar.analysis.planner.replica_candidates import combined, of_replicas, update_of
 from jaxpar.analysis.rates import EFFICIENCY, HOP_SECONDS
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import find_named
@@ -374,6 +374,18 @@ def test_copies_of_tied_arrays_are_counted() -> None:
     [one] = of_pipelines(space)
     planned = search.candidate_of_plan(space, config, strategies.plan(config, problem, cluster))
     assert one.costs.nbytes == pytest.approx(planned.costs.nbytes, rel=0.01)
+
+
+def test_a_config_of_the_user_needs_what_the_same_candidate_needs() -> None:
+    cluster, case = clusters.named_cluster("h100", 8), cases.Case(64, 16, 512, ("model.size=tiny",))
+    problem = cases.make_problem(cases.configured(case, ()), case, cluster)
+    layers = TracedLayers(problem, cluster)
+    kept = {"model.remat": "none", "model.scan_layers": "auto"}
+    for name in ("ddp", "zero1", "zero3"):
+        config = cases.configured(case, cases.CONFIGS[name])
+        space = Space(config, problem, layers, GpuMachine(cluster), 1e12, kept)
+        own = search.candidate_of_plan(space, config, strategies.plan(config, problem, cluster))
+        assert own.costs.nbytes in [one.costs.nbytes for one in of_replicas(space) if one.name == name]
 
 
 def test_time_and_memory_follow_the_sizes(space: Space) -> None:

@@ -18,7 +18,6 @@ from jaxpar.analysis.planner.machine import CpuMachine, GpuMachine, Machine
 from jaxpar.analysis.planner.unranked import UnrankedCandidate, linked, predicted, unranked
 from jaxpar.analysis.rates import EFFICIENCY
 from jaxpar.cluster import Cluster
-from jaxpar.measure.early_memory import PassMemory
 from jaxpar.measure.residuals import Residuals
 from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.state import nbytes
@@ -52,9 +51,6 @@ class FixedLayers:
 
     def residuals(self, _size: int, _remat: str) -> list[Residuals]:
         return [Residuals(0.0, 0.0, 0.0) for _ in self._names]
-
-    def passes(self, _size: int, _remat: str, *, is_apart: bool = False, num_shares: int = 1) -> list[PassMemory]:
-        raise AssertionError("these are layers on GPUs")
 
 
 def make_space(cluster: Cluster = FREE, machine: Machine | None = None) -> Space:

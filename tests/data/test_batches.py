@@ -124,7 +124,7 @@ def test_few_plans_are_cached() -> None:
     source = batches("texts")
     for epoch in range(20):
         source.batch(13 * epoch)
-    assert len(source._plans) == 2
+    assert len(source._orders) == 2
 
 
 def test_threads_share_a_source() -> None:

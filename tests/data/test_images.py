@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jaxpar.data import plain_pickle
+from jaxpar.data import images
 from jaxpar.data.examples import DataInfo, Images
 from jaxpar.errors import UserError
 
@@ -211,27 +211,28 @@ DOUBLED: Any = [0]
 DOUBLED_TUPLES: Any = (0,)
 for _ in range(40):
     DOUBLED, DOUBLED_TUPLES = [DOUBLED, DOUBLED], (DOUBLED_TUPLES, DOUBLED_TUPLES)
+LISTS = "it must contain arrays and lists of numbers"
 FORGED: dict[str, tuple[Any, Any, str]] = {
-    "pointers": (Forged("O", (2, 3072), b"\x01" * 8 * 6144), LABELS, "it must not contain the dtype 'O8'"),
-    "too short": (Forged("u1", (2, 3072), b"abc"), LABELS, "an array of shape .* has 3 elements"),
+    "pointers": (Forged("O", (2, 3072), b"\x01" * 8 * 6144), LABELS, "cannot create an OBJECT array"),
+    "too short": (Forged("u1", (2, 3072), b"abc"), LABELS, "cannot reshape array of size 3"),
     "a number of bytes": (
         Forged("u1", (2, 3072), 6144),
         LABELS,
-        "the content of an array in it is int; it must be bytes",
+        "a bytes-like object is required",
     ),
-    "negative sizes": (Forged("u1", (-2, -3072), bytes(6144)), LABELS, "an array of shape .* has 6144 elements"),
+    "negative sizes": (Forged("u1", (-2, -3072), bytes(6144)), LABELS, "can only specify one unknown dimension"),
     "floats": (PLANES / np.float32(255), LABELS, "its data is float32 .*; it must be uint8"),
     "large integers": (PLANES + np.int64(300), LABELS, "its data is int64 .*; it must be uint8"),
     "other sizes": (PLANES[:, :100], LABELS, r"its data is uint8 \[2, 100\]; it must be uint8 \[N, 3072\]"),
     "fractional labels": (PLANES, [1.0, 2.7], "its labels are float64 .*; they must be integers"),
     "labels of nan": (PLANES, [1, np.nan], "its labels are float64 .*; they must be integers"),
-    "nested labels": (PLANES, [[1], [2]], "values must be arrays or flat lists, but it contains a nested list"),
+    "nested labels": (PLANES, [[1], [2]], LISTS),
     "labels of two axes": (PLANES, np.ones((2, 1), int), r"its labels are int64 \[2, 1\]; they must be integers"),
-    "labels of texts": (PLANES, [b"1", b"2"], r"its labels must be integers \[N\]"),
-    "lists that double 40 times": (PLANES, DOUBLED, "it refers to a list, a tuple or a long"),
-    "tuples that double 40 times": (DOUBLED_TUPLES, LABELS, "it refers to a list, a tuple or a"),
-    "a nested tuple": (((0,), 1), LABELS, ".*contains a nested tuple"),
-    "many times one array": ([PLANES] * 9, LABELS, ".*contains a nested array"),
+    "labels of texts": (PLANES, [b"1", b"2"], LISTS),
+    "lists that double 40 times": (PLANES, DOUBLED, LISTS),
+    "tuples that double 40 times": (DOUBLED_TUPLES, LABELS, LISTS),
+    "a nested tuple": (((0,), 1), LABELS, LISTS),
+    "many times one array": ([PLANES] * 9, LABELS, LISTS),
 }
 
 
@@ -245,39 +246,30 @@ def test_forged_cifar10(config: ConfigDict, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-@pytest.mark.parametrize("dtype", ["u1", "<i4", ">i8", "f4", "?"])
-def test_pickled_arrays_are_read_from_any_protocol(tmp_path: Path, protocol: int, dtype: str) -> None:
-    arrays = [np.arange(24).reshape(4, 6).astype(dtype), np.asfortranarray(np.arange(6).reshape(2, 3), dtype)]
+@pytest.mark.parametrize("dtype", ["u1", "<i4", ">i8"])
+def test_pickles_of_any_protocol(tmp_path: Path, protocol: int, dtype: str) -> None:
+    planes, labels = np.asfortranarray(RANDOM.integers(0, 256, (4, 3072), np.uint8)), np.arange(4).astype(dtype)
     path = tmp_path / "pickle"
-    record = {0: arrays[0], 1: arrays[1], "numbers": [2.5, 3], "text": b"abc"}
-    path.write_bytes(pickle.dumps(record, protocol=protocol))
-    loaded = plain_pickle.load(path)
-    for got, expected in zip([loaded[0], loaded[1]], arrays, strict=True):
-        assert got.dtype == expected.dtype
-        np.testing.assert_array_equal(got, expected)
-    assert (loaded["numbers"], loaded["text"]) == ([2.5, 3], b"abc")
+    path.write_bytes(pickle.dumps({b"data": planes, b"labels": labels}, protocol=protocol))
+    images_NHWC, labels_N = images._read_pickled(path)
+    np.testing.assert_array_equal(images_NHWC.transpose(0, 3, 1, 2).reshape(4, -1), planes)
+    assert labels_N.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        b"\x80\x02cnumpy\ndtype\n}X\x04\x00\x00\x00nameK\x01sb.",  # sets an attribute of a function
+        b"\x80\x02cnumpy\ndtype\n}X\x04\x00\x00\x00nameK\x01sb.",  # sets an attribute of the class of dtypes
         b"\x80\x02cnumpy\nndarray\n)\x81.",  # makes an ndarray without arguments
-        b"\x80\x02cnumpy\ndtype\nX\x01\x00\x00\x00O\x85R.",
         b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x03\x00\x00\x00hex\x86R.",
         b"\x80\x02cos\nsystem\n.",
         b"\x80\x02K\x01.",  # is not a dict
-        # A key of tuples that double 40 times, whose hash takes forever; also with numbers of the memo that repeat.
-        b"\x80\x02}K\x00\x85q\x00" + 40 * b"h\x00\x86q\x00" + b"K\x01s.",
-        b"\x80\x02}U\x00q\x01" + 3 * b"U\x00q\x00" + b"K\x00\x85\x94" + 40 * b"h\x02\x86q\x02" + b"K\x01s.",
-        b"\x80\x02}U\x01aK\x01K\x002s.",  # the opcode DUP
-        b"\x80\x02}X\xe9\x03\x00\x00" + 1001 * b"a" + b"q\x00h\x00s.",  # a text of 1001 characters, twice
     ],
 )
 def test_what_a_pickle_may_not_do(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "pickle").write_bytes(content)
-    with pytest.raises(pickle.UnpicklingError):
-        plain_pickle.load(tmp_path / "pickle")
+    with pytest.raises(UserError, match="not a CIFAR-10 batch"):
+        images._read_pickled(tmp_path / "pickle")
 
 
 def test_the_fingerprint_is_of_the_images(config: ConfigDict, tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxpar.errors import UserError
 from jaxpar.inference.generate import Generator, unseen_characters
-from jaxpar.inference.pretrained import is_pretrained, load_language_model
 from jaxpar.inference.sampling import Sampling, choose_tokens, stack_samplings
-from jaxpar.inference.trained import Trained, load_trained
+from jaxpar.inference.trained import Trained, is_pretrained, load_language_model, load_trained
 
 REFERENCE = Path(__file__).parent / "reference" / "gpt_generation"
 LONGEST = 32  # positions of the reference
@@ -125,25 +124,26 @@ def test_tokens_are_drawn_with_their_probabilities(sampling: Sampling, expected:
     assert set(np.unique(drawn_B)) <= set(np.flatnonzero(expected > 0))
 
 
-def test_mistakes(generator: Generator, reference: Trained, classifier: Path) -> None:
-    with pytest.raises(UserError, match=r"temperature is -1; it must be 0, or from 1e-05 to 100,000"):
-        generator.stream(["t6"], 3, Sampling(-1))
-    with pytest.raises(UserError, match=r"temperature is '1'; it must be a number"):
-        generator.stream(["t6"], 3, Sampling("1"))  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"the prompt is 't6 .udcff'; it must be valid Unicode"):
-        generator.stream(["t6 \udcff"], 3, Sampling())
-    with pytest.raises(UserError, match="top_k is -1"):
-        generator.stream(["t6"], 3, Sampling(1, top_k=-1))
-    with pytest.raises(UserError, match=r"top_p is 0.0; it must be more than 0 and at most 1"):
-        generator.stream(["t6"], 3, Sampling(1, top_p=0.0))
-    with pytest.raises(UserError, match="seed is -1"):
-        generator.stream(["t6"], 3, Sampling(seed=-1))
-    with pytest.raises(UserError, match="max_tokens is 0; it must be at least 1"):
-        generator.stream(["t6"], 0, Sampling())
-    with pytest.raises(UserError, match="there are no prompts"):
-        generator.stream([], 3, Sampling())
-    with pytest.raises(UserError, match="the prompt has 32 tokens; it must have fewer than 32"):
-        generator.stream([words(np.full(LONGEST, 5))], 3, Sampling())
+@pytest.mark.parametrize(
+    ("prompts", "max_tokens", "sampling", "message"),
+    [
+        (["t6"], 3, Sampling(-1), "temperature is -1; it must be 0, or from 1e-05 to 100,000"),
+        (["t6"], 3, Sampling("1"), "temperature is '1'; it must be a number"),  # type: ignore[arg-type]
+        (["t6 \udcff"], 3, Sampling(), "the prompt is 't6 .udcff'; it must be valid Unicode"),
+        (["t6"], 3, Sampling(1, top_k=-1), "top_k is -1"),
+        (["t6"], 3, Sampling(1, top_p=0.0), "top_p is 0.0; it must be more than 0 and at most 1"),
+        (["t6"], 3, Sampling(seed=-1), "seed is -1"),
+        (["t6"], 0, Sampling(), "max_tokens is 0; it must be at least 1"),
+        ([], 3, Sampling(), "there are no prompts"),
+        ([words(np.full(LONGEST, 5))], 3, Sampling(), "the prompt has 32 tokens; it must have fewer than 32"),
+    ],
+)
+def test_mistakes(prompts: list[str], max_tokens: int, sampling: Sampling, message: str, generator: Generator) -> None:
+    with pytest.raises(UserError, match=message):
+        generator.stream(prompts, max_tokens, sampling)
+
+
+def test_models_that_cannot_generate(reference: Trained, classifier: Path) -> None:
     with pytest.raises(UserError, match=r"has config.task='classification' and config.model.name='bert'"):
         Generator(load_trained(classifier))
     with pytest.raises(UserError, match="it must be a run with a tokenizer"):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.models.attention import Memory, Stored, empty
 from jaxpar.models.gpt import resolve
-from jaxpar.models.memory import Memory, Stored, empty
 from tests.models.small import LLAMA, fast_jit, info_of, small, small_config
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from jaxpar.serve.page import render_page, security_headers
+from jaxpar.serve.guard import render_page, security_headers
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FACTS = {"task": "classification", "model": "bert", "workdir": "runs/</script>", "step": 1780, "columns": ["text"]}

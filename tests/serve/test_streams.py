@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxpar.inference.generate import Completion, Request, TextPiece, _Text
 from jaxpar.inference.sampling import Sampling
-from jaxpar.serve.events import EventStream
-from jaxpar.serve.streams import Continuations
+from jaxpar.serve.streams import Continuations, EventStream
 
 FAULTY = 66  # a request with this token fails at its third piece
 

@@ -1,6 +1,7 @@
 """Every implementation of `data_parallel` computes the gradient of one device, and sums over replicas in float32."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -43,3 +44,13 @@ def test_gradient_of_a_resnet(implementation: str, dtype: str) -> None:
         assert leaf.dtype == np.float32
         rounded = leaf == leaf.astype(jnp.bfloat16).astype(np.float32)
         assert rounded.mean() < 0.5, f"{name} was rounded to 8 bits"
+
+
+@pytest.mark.parametrize("exchange", ["ddp", "zero1"])
+def test_moments_are_updated_in_place(exchange: str) -> None:
+    """The update of a step copies no moments, so that they are not in memory twice."""
+    mlp = Task("mlp", "classification", "adamw", layers=2)
+    (program,) = make(mlp, "--config.strategy=data_parallel", f"--config.exchange={exchange}").compile()
+    text = program.compiled.as_text()
+    assert text is not None
+    assert not re.findall(r" = f32\[\d+,\d+\]\S* copy\(", text.partition("ENTRY")[2])

@@ -8,7 +8,7 @@ from sklearn.dummy import DummyClassifier
 from sklearn.metrics import confusion_matrix, f1_score, precision_recall_fscore_support
 
 from jaxpar import tasks
-from jaxpar.tasks import confusion
+from jaxpar.tasks import classification
 from jaxpar.tasks.classification import TASK
 from jaxpar.tasks.task import Sums
 
@@ -57,23 +57,23 @@ def test_sums_equal_the_matrix_of_scikit_learn(sums: Sums, answers: tuple[np.nda
 def test_metrics_of_classes_equal_scikit_learn(sums: Sums, answers: tuple[np.ndarray, np.ndarray]) -> None:
     """The fixture has a class without examples, one that is never predicted, and one that is neither."""
     expected = precision_recall_fscore_support(*answers, labels=range(NUM_CLASSES), zero_division=0)
-    for got, of_class in zip(confusion.class_metrics(sums.terms["confusion"]), expected, strict=True):
+    for got, of_class in zip(classification.class_metrics(sums.terms["confusion"]), expected, strict=True):
         np.testing.assert_allclose(got, of_class, rtol=1e-12)
-    assert list(confusion.occurring_classes(sums.terms["confusion"])) == [1, 2, 3, 4, 5]
+    assert list(classification.occurring_classes(sums.terms["confusion"])) == [1, 2, 3, 4, 5]
 
 
 def test_macro_f1_and_baseline_equal_scikit_learn(sums: Sums, answers: tuple[np.ndarray, np.ndarray]) -> None:
     labels_N, predicted_N = answers
     assert TASK.all_metrics(sums)["macro_f1"] == pytest.approx(f1_score(labels_N, predicted_N, average="macro"))
     baseline = DummyClassifier(strategy="most_frequent").fit(labels_N[:, None], labels_N)
-    common, accuracy = confusion.majority(sums.terms["confusion"])
+    common, accuracy = classification.majority(sums.terms["confusion"])
     assert common == baseline.predict([[0]])[0]
     assert accuracy == pytest.approx(baseline.score(labels_N[:, None], labels_N))
 
 
 @pytest.mark.parametrize("extra", [0, 1])
 def test_only_evaluations_of_few_classes_have_a_matrix(extra: int) -> None:
-    num_classes = confusion.MAX_CLASSES + extra
+    num_classes = classification.MAX_CLASSES + extra
     batch = {"labels": jnp.zeros(3, jnp.int32), "weights": jnp.ones(3)}
     logits = jnp.zeros((3, num_classes))
     shapes = jax.eval_shape(TASK.evaluation_sums, logits, batch).terms

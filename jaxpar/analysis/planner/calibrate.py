@@ -170,7 +170,7 @@ class MeasuredLayers:
         self._problem, self._batch, self._numbers, self._repeats = problem, batch, sizes, repeats
         self._started = started
         self._sizes = LayerSizes(problem)
-        self.memory, self.passes, self.residuals = self._sizes.memory, self._sizes.passes, self._sizes.residuals
+        self.memory, self.residuals = self._sizes.memory, self._sizes.residuals
         self._measured = cache(self._measure)
 
     def profile(self, size: int, remat: str) -> list[LayerProfile]:

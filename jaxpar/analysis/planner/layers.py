@@ -5,7 +5,6 @@ this machine, they are measured for two numbers of examples. Both are linear in 
 what layers save are those of the layers traced for this number.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
@@ -16,17 +15,15 @@ import numpy as np
 from jaxpar.analysis.rates import launch_seconds, memory_seconds, product_seconds
 from jaxpar.cluster import Cluster
 from jaxpar.layout import Fetch
-from jaxpar.measure.early_memory import PassMemory, pass_memory
 from jaxpar.measure.operations import PASS, Operation, operations
 from jaxpar.measure.residuals import Residuals, residuals
 from jaxpar.models.model import Model
 from jaxpar.pipeline.executor.layer_times import BACKWARD, FORWARD, LayerPrograms, kept_bytes, loss_program
-from jaxpar.pipeline.executor.programs import StageInputs, StageProgram
+from jaxpar.pipeline.executor.programs import StageProgram
 from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.state import nbytes
 from jaxpar.step import Problem, abstract
-from jaxpar.tasks import Sums, Task
-from jaxpar.tasks.token_logits import share_of_batch
+from jaxpar.tasks import Task
 
 KINDS_OF_REMAT = ("none", "dots", "full")
 SIZES = (4, 8)  # numbers of examples for which layers are traced
@@ -78,16 +75,6 @@ class Layers(Protocol):
     def residuals(self, size: int, remat: str) -> list[Residuals]:
         """Return what each layer of a replica holds for the backward pass. size, remat: as in `profile`."""
 
-    def passes(self, size: int, remat: str, *, is_apart: bool = False, num_shares: int = 1) -> list[PassMemory]:
-        """Return the memory of each layer in programs for CPUs.
-
-        Args:
-          size: as in `profile`.
-          remat: as in `profile`.
-          is_apart: a pipeline, whose backward pass reads what the forward pass saved, and adds up gradients elsewhere.
-          num_shares: number of devices among which XLA's partitioner divides the program of a whole batch.
-        """
-
 
 def resized(batch: Mapping[str, Any], size: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of a batch with `size` examples."""
@@ -114,7 +101,6 @@ class LayerSizes:
         self.programs = cache(self._programs)
         self.profile = cache(self._profile)
         self._split = cache(self._split_stashes)
-        self._passes = cache(self._trace_passes)
         self._residuals = cache(self._trace_residuals)
         self._residual = cache(self._trace_residual)
         self._inputs = cache(self._trace_inputs)
@@ -184,17 +170,6 @@ class LayerSizes:
         keys_B = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), size))
         return self._problem.model.unrolled().inputs(abstract(batch)), batch, keys_B
 
-    def passes(self, size: int, remat: str, *, is_apart: bool = False, num_shares: int = 1) -> list[PassMemory]:
-        """Return the memory of each layer in programs for CPUs. See `Layers`."""
-        return self._passes(size, remat, is_apart, num_shares)
-
-    def _trace_passes(self, size: int, remat: str, is_apart: bool, num_shares: int) -> list[PassMemory]:
-        problem = self._problem._replace(task=of_share(self._problem.task, num_shares))
-        programs = LayerPrograms(problem, resized(problem.batch, size), remat=remat)
-        measure = backward_memory if is_apart else layer_memory
-        of_programs = {number: measure(programs, number) for number in set(programs.numbers)}
-        return [of_programs[number] for number in programs.numbers]
-
 
 def _at(size: int, few: Any, many: Any) -> Any:
     """Return what is linear in the number of examples, for `size` of them, given the values for SIZES."""
@@ -222,50 +197,6 @@ def _apply(model: Model, task: Task | None, number: int, weights: Any, x: Any, o
     return outputs if task is None else task.sums(outputs, batch).loss
 
 
-def of_share(task: Task, num_shares: int) -> Task:
-    """Return a task whose sums are computed as those of a share of the batch. See `share_of_batch`."""
-
-    def sums(outputs: Any, batch: Mapping[str, jax.Array]) -> Sums:
-        with share_of_batch(num_shares):
-            return task.sums(outputs, batch)
-
-    return task if num_shares == 1 else dataclasses.replace(task, sums=sums)
-
-
-def layer_memory(programs: LayerPrograms, number: int) -> PassMemory:
-    """Return the memory of the forward and backward pass of a layer in one program, with its gradient."""
-    run, program = partial(programs.programs.run, number), programs.programs.programs[number]
-    others = program.inputs._replace(params=None, dy=None)
-
-    def forward(params: Any, others: StageInputs, _dy: Any) -> Any:
-        return run(FORWARD, others._replace(params=params), {})
-
-    def both(params: Any, others: StageInputs, dy: Any) -> Any:
-        outputs, saved = forward(params, others, dy)
-        return outputs, run(BACKWARD, others._replace(params=params, dy=dy), saved)[0]
-
-    return pass_memory(
-        both,
-        (program.inputs.params, others, program.inputs.dy),
-        resident=1,
-        late=1,
-        elsewhere=lambda outputs: outputs[0],  # the next layer counts its input
-        early=None if programs.remat == "none" else forward,
-    )
-
-
-def backward_memory(programs: LayerPrograms, number: int) -> PassMemory:
-    """Return the memory of the backward pass of a layer, with what it reads, and without the gradient."""
-    run, program = partial(programs.programs.run, number), programs.programs.programs[number]
-    others = program.inputs._replace(params=None)
-
-    def backward(params: Any, others: StageInputs, saved: Any) -> Any:
-        return run(BACKWARD, others._replace(params=params), saved)[0]
-
-    arguments = (program.inputs.params, others, dict(program.cut.saved))
-    return pass_memory(backward, arguments, resident=1, elsewhere=lambda outputs: outputs.dparams)
-
-
 class TracedLayers:
     """Layers on a GPU that need not exist."""
 
@@ -277,7 +208,7 @@ class TracedLayers:
         self._traced = cache(self._trace)
         self.profile = cache(self._profile)
         self._sizes = LayerSizes(problem)
-        self.memory, self.passes, self.residuals = self._sizes.memory, self._sizes.passes, self._sizes.residuals
+        self.memory, self.residuals = self._sizes.memory, self._sizes.residuals
 
     def _trace(self, remat: str) -> tuple[dict[tuple[int, int], "_Kernels"], list[int]]:
         """Return the kernels of each program and phase, and the number of the program of each layer."""

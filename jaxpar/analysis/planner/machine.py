@@ -36,10 +36,6 @@ class Machine(Protocol):
         """Bytes that an update moves / those that are counted (updates.py)."""
 
     @property
-    def runs_early(self) -> bool:
-        """Whether programs compute what they can before it is needed, and hold it: see cpu_memory.py."""
-
-    @property
     def clock_seconds(self) -> float:
         """Seconds of a clock of a pipeline besides its actions and transfers."""
 
@@ -84,7 +80,6 @@ class GpuMachine(NamedTuple):
     cluster: Cluster
     overlaps: bool = True
     update_repeats: float = KERNEL_REPEATS
-    runs_early: bool = False
 
     @property
     def clock_seconds(self) -> float:
@@ -140,7 +135,6 @@ class CpuMachine(NamedTuple):
     step_seconds: Mapping[int, float]
     overlaps: bool = False
     update_repeats: float = 1.0
-    runs_early: bool = True
 
     def together(self, seconds: np.ndarray, copies: int = 1) -> np.ndarray:
         """Devices share the cores: n of them take slowdown(n) times their mean, and at least the longest."""

@@ -6,7 +6,6 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxpar.analysis.planner import cpu_memory
 from jaxpar.analysis.planner.candidates import (
     DEFAULTS_OF_CHOICES,
     OF_STAGES,
@@ -17,7 +16,7 @@ from jaxpar.analysis.planner.candidates import (
     options_of,
     state_ratios,
 )
-from jaxpar.analysis.planner.predict import StateBytes, largest_transfer, pipeline_costs, splits_backward, stash_bytes
+from jaxpar.analysis.planner.predict import StateBytes, pipeline_costs, splits_backward
 from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.executor.packing import Packing
@@ -115,9 +114,6 @@ def pipeline_candidate(
     costs = pipeline_costs(
         layers, memory, space.machine, axes, table, bounds, traffic, states, packed, update, remat=remat
     )
-    if space.machine.runs_early:
-        nbytes = _pipeline_bytes_on_cpu(space, size, remat, table, bounds, max(states, key=sum))
-        costs = costs._replace(nbytes=nbytes)
     cuts = ",".join(layers[bound].name for bound in bounds[1:-1])
     settings = {
         "strategy": "pipeline",
@@ -132,26 +128,6 @@ def pipeline_candidate(
     }
     name = f"{schedule}, {table.num_devices} stages" + (f" x {replicas} replicas" if replicas > 1 else "")
     return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes)
-
-
-def _pipeline_bytes_on_cpu(
-    space: Space, size: int, remat: str, table: Table, bounds: Sequence[int], state: StateBytes
-) -> float:
-    """Return the bytes of a device. size: examples of a microbatch of a replica; state: that of the fullest device."""
-    layers = space.layers.profile(size, remat)
-    memory = space.layers.memory(size, remat, is_split=splits_backward(table))
-    sent = largest_transfer(layers, bounds)
-    kept = [layer.stash_bytes for layer in layers]
-    if remat == "full":  # a stage computes the forward pass of all its layers again
-        kept = [layer.held for layer in space.layers.passes(size, "none")]
-    return cpu_memory.cpu_pipeline_bytes(
-        space.layers.passes(size, remat, is_apart=True),
-        kept,
-        [layer.weight_bytes for layer in layers],
-        bounds,
-        stash_bytes(table, layers, memory, bounds, sent, remat),
-        state,
-    )
 
 
 def balanced_bounds(layers: Sequence[LayerProfile], num_stages: int) -> tuple[int, ...]:
@@ -197,9 +173,6 @@ def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> 
         update,
         remat=details.remat,
     )
-    if space.machine.runs_early:
-        nbytes = _pipeline_bytes_on_cpu(space, size, details.remat, table, bounds, max(states, key=sum))
-        costs = costs._replace(nbytes=nbytes)
     replicas = f" x {plan.num_replicas} replicas" if plan.num_replicas > 1 else ""
     name = f"{details.schedule}, {table.num_devices} stages{replicas}"
     shown = {"pipeline.num_microbatches": table.num_microbatches, "pipeline.remat": details.remat}

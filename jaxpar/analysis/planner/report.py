@@ -126,7 +126,8 @@ def unranked_rows(candidates: Sequence[UnrankedCandidate], workload: StepWork) -
 def describe_memory(space: Space) -> str:
     """Return a sentence about the memory of a device that a run can use."""
     if space.machine.cluster.platform == "cpu":
-        return f"A run can use {format_bytes(space.usable_bytes)} of memory for a device."
+        usable = format_bytes(space.usable_bytes)
+        return f"A run can use {usable} of memory for a device; predicted are the bytes of a GPU, and a CPU needs more."
     return f"{what_jax_takes(space.usable_bytes)}; a larger fraction gives a run more."
 
 
