@@ -14,7 +14,7 @@ from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError, check_choice, format_count
-from jaxpar.exchange.presets import EXCHANGES
+from jaxpar.exchange.named import EXCHANGES
 from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Model

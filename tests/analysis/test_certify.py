@@ -26,8 +26,8 @@ from jaxpar.config import default_config
 from jaxpar.data import Batches, plan
 from jaxpar.data.examples import Vectors
 from jaxpar.errors import exit_code
-from jaxpar.exchange import EXCHANGES, presets
-from jaxpar.exchange import gradients as averaging
+from jaxpar.exchange import EXCHANGES
+from jaxpar.exchange.named import exchange_differs
 from jaxpar.pipeline.executor import continuous, lowering
 from jaxpar.pipeline.executor import engine as pipeline_engine
 from jaxpar.pipeline.executor.lowering import LoweredTable
@@ -173,10 +173,10 @@ def dropped_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def doubled_psum(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = averaging.ddp
+    original = EXCHANGES["ddp"]
 
     def ddp(*arguments: Any, **options: Any) -> Any:
-        reduce = original(*arguments, **options)
+        reduce = original.call(*arguments, **options)
 
         def mean(tree: Any, state: Any) -> Any:
             once, state = reduce.mean(tree, state)
@@ -184,7 +184,7 @@ def doubled_psum(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return reduce._replace(mean=mean)
 
-    monkeypatch.setitem(averaging.GRADIENTS, "ddp", ddp)
+    monkeypatch.setitem(EXCHANGES, "ddp", original._replace(make=ddp))
 
 
 def key_of_replica(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,12 +476,12 @@ def test_strategies_that_differ_have_no_tolerance(words: str, certify: Any, caps
 
 
 def test_exchanges_that_differ() -> None:
-    same = {name for name in EXCHANGES if not presets.exchange_differs(name, {}, 4)}
+    same = {name for name in EXCHANGES if not exchange_differs(name, {}, 4)}
     assert same == {"ddp", "dp", "horovod", "byteps", "zero1", "zero2", "zero3", "hsdp"}
-    assert set(presets.DIFFERS) | same == set(EXCHANGES)
+    assert {name for name, row in EXCHANGES.items() if row.differs} == EXCHANGES.keys() - same
     for name, settings in {"byteps_onebit": {}, "bagua_bytegrad": {}, "ddp": {"wire_dtype": "float8_e4m3fn"}}.items():
-        assert presets.exchange_differs(name, settings | {"group": 2}, 4)
-        assert not presets.exchange_differs(name, settings | {"group": 4}, 4)  # one group of all replicas
+        assert exchange_differs(name, settings | {"group": 2}, 4)
+        assert not exchange_differs(name, settings | {"group": 4}, 4)  # one group of all replicas
 
 
 # ---- errors and the command line -----------------------------------------------------------------------------------
