@@ -203,7 +203,7 @@ LOSSY, PARTIAL = "compresses gradients lossily", "sends only part of the gradien
 MOMENTUM, WEIGHTS = "compresses momentum lossily after its warm-up", "has different weights on each replica"
 
 EXCHANGES: dict[str, NamedExchange] = {
-    # PyTorch's DistributedDataParallel and DataParallel. DataParallel is jaxpar/strategies/master.py.
+    # PyTorch's DistributedDataParallel and DataParallel. DataParallel is data_parallel/master.py of the strategies.
     "ddp": NamedExchange(
         ddp, {BUCKET_BYTES: 25 * MIB, "wire_dtype": "", "algorithm": "psum", "group": 1}, averages=True
     ),

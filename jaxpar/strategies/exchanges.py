@@ -38,6 +38,20 @@ def name(config: ConfigDict) -> str:
     return " ".join([config.exchange, *(f"{key}={value}" for key, value in sorted(given(config).items()))])
 
 
+def is_plain(config: ConfigDict) -> bool:
+    """Return whether the exchange is ddp without options."""
+    return config.exchange == "ddp" and not given(config)
+
+
+def check_no_exchange(config: ConfigDict, reason: str) -> None:
+    """Raise UserError if the exchange is not the default, for a strategy without one. reason: why it has none."""
+    if not is_plain(config):
+        raise UserError(
+            f"config.exchange is {name(config)!r}; it must be 'ddp' without options with "
+            f"config.strategy={config.strategy!r}, {reason}"
+        )
+
+
 def sums_along_a_ring(config: ConfigDict) -> bool:
     """Return whether replicas send gradients to their neighbours on a ring. A float8 or a group rules that out."""
     options = chosen(config)

@@ -34,7 +34,8 @@ from jaxpar.pipeline.executor.lowering import LoweredTable
 from jaxpar.pipeline.executor.state import PackedState, StageUpdate
 from jaxpar.pipeline.tables.table import Table, U
 from jaxpar.step import Problem
-from jaxpar.strategies import Strategy, data_parallel, pipeline, replicas
+from jaxpar.strategies import Strategy, pipeline
+from jaxpar.strategies.data_parallel import pmap, shard_map
 from scripts import certify as script
 from tests.runs import small_arguments, without_texts
 from tests.selection import slow_except
@@ -194,7 +195,7 @@ def key_of_replica(monkeypatch: pytest.MonkeyPatch) -> None:
         index = jax.numpy.arange(len(batch["index"]), dtype=jax.numpy.int32)
         return steps.gradients(problem, state, {**batch, "index": index}, *rest, **options)
 
-    changed(monkeypatch, replicas, gradients=gradients)
+    changed(monkeypatch, shard_map, gradients=gradients)
 
 
 def key_of_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +208,7 @@ def scaled_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         grads, sums = steps.gradients(*arguments, **options)
         return {**grads, "block_1": jax.tree.map(lambda g: g * (1 + 1e-4), grads["block_1"])}, sums
 
-    changed(monkeypatch, replicas, gradients=gradients)
+    changed(monkeypatch, shard_map, gradients=gradients)
 
 
 def counted_padding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +216,7 @@ def counted_padding(monkeypatch: pytest.MonkeyPatch) -> None:
         whole = {**batch, "weights": jax.numpy.ones_like(batch["weights"])}
         return steps.gradients(problem, state, whole, *rest, **options)
 
-    changed(monkeypatch, replicas, gradients=gradients)
+    changed(monkeypatch, shard_map, gradients=gradients)
 
 
 def own_mean(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +226,7 @@ def own_mean(monkeypatch: pytest.MonkeyPatch) -> None:
         own = jax.numpy.maximum(batch["weights"].sum(), 1)
         return steps.gradients(problem, state, batch, own, **options)
 
-    changed(monkeypatch, replicas, gradients=gradients)
+    changed(monkeypatch, shard_map, gradients=gradients)
 
 
 def forgotten_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +234,7 @@ def forgotten_step(monkeypatch: pytest.MonkeyPatch) -> None:
         after, metrics = steps.update(problem, state, *rest)
         return after._replace(step=state.step), metrics
 
-    changed(monkeypatch, data_parallel, update=update)
+    changed(monkeypatch, pmap, update=update)
 
 
 def smaller_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +245,7 @@ def smaller_update(monkeypatch: pytest.MonkeyPatch) -> None:
             state, {**updates, "head": jax.tree.map(lambda u: 0.99 * u, updates["head"])}, optimizer, metrics
         )
 
-    changed(monkeypatch, replicas, apply=apply)
+    changed(monkeypatch, shard_map, apply=apply)
 
 
 def changed_strategy(monkeypatch: pytest.MonkeyPatch, change: Callable[[Strategy[Any]], Strategy[Any]]) -> None:
@@ -315,7 +316,7 @@ def scaled_layer_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
         grads, sums = steps.gradients(*arguments, **options)
         return {**grads, "block_1": jax.tree.map(lambda g: g * (1 + 2**-5), grads["block_1"])}, sums
 
-    changed(monkeypatch, replicas, gradients=gradients)
+    changed(monkeypatch, shard_map, gradients=gradients)
 
 
 def earlier_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ from jaxpar.exchange.reduce import Axis
 from jaxpar.layout import shard_shape
 from jaxpar.models.model import Model
 from jaxpar.step import Problem
-from jaxpar.strategies import Strategy, replicas
-from jaxpar.strategies.replica_state import ReplicaState, make_layouts
+from jaxpar.strategies import Strategy
+from jaxpar.strategies.data_parallel.shard_map import ReplicaState, make_layouts, train_step
 from tests.selection import slow
 from tests.strategies.pipelines import (
     Outcome,
@@ -72,7 +72,7 @@ def traced_step(problem: Problem, exchange: Exchange) -> Any:
     axes, like = {"data": N, "stage": 1}, states.abstract_state(problem.model, problem.optimizer)
     mesh = meshes.make_mesh(axes, jax.devices())
     placed = ReplicaState(problem, mesh, exchange, make_layouts(exchange, axes, like))
-    step = replicas.train_step(problem, exchange, placed.layout, N)
+    step = train_step(problem, exchange, placed.layout, N)
     in_specs, out_specs = (placed.layout.specs, PartitionSpec("data")), (placed.layout.specs, PartitionSpec())
     mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return jax.make_jaxpr(mapped)(placed.abstract, problem.batch)
