@@ -60,7 +60,7 @@ def get_config() -> ConfigDict:
     exchange.peers = placeholder(
         str
     )  # bagua_decentralized: average with one peer (shift_one) or with all replicas (all)
-    exchange.offload = placeholder(bool)  # zero1, zero2, zero3: keep the optimizer state in host memory
+    exchange.offload = placeholder(bool)  # ZeRO, hsdp: keep the optimizer state in host memory
     exchange.quantized_weights = placeholder(bool)  # zero3, hsdp: gather parameters with 8 bits per element
     exchange.quantized_gradients = placeholder(bool)  # zero3, hsdp: scatter gradients with 8 bits per element
 

@@ -6,17 +6,15 @@ Each is a chain of small transformations:
     reduce.py          averages a vector over replicas: psum, ring, push and pull, hierarchical; in any dtype
     compress.py        compresses a vector: 8-bit, float8, 1-bit, top-k, random-k, dithering; error feedback, momentum
     clip.py            clips the gradient of a replica before it is compressed with error feedback
-    powersgd.py        averages low-rank factors of gradients
     scatter_gather.py  averages a vector approximately, compressed in both directions
-    exchange.py        the contracts of an exchange; adasum.py, adam.py, gossip.py and zero.py implement it
-    gradients.py       the named exchanges that average gradients: ddp, horovod, byteps, bagua_bytegrad, ..
-    around.py          the named exchanges that wrap an optimizer: zero3, onebit_adam, powersgd, ..
-    presets.py         all of them by name
-    settings.py        their options
+    exchange.py        the contracts of an exchange; adasum.py, adam.py, gossip.py, powersgd.py and zero.py implement it
+    gradients.py       the exchanges that only average gradients: DDP, Horovod, BytePS
+    named.py           the table of all exchanges by name: how each is made, its options, and what it needs
 
 To use an exchange in your own `shard_map` step, wrap the optimizer in `distributed_optimizer`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,12 +22,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxpar.exchange.around import AROUND, Rule
-from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
-from jaxpar.exchange.gradients import GRADIENTS
-from jaxpar.exchange.presets import EXCHANGES, make_exchange
+from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate, Rule
+from jaxpar.exchange.named import EXCHANGES, check_options, make_exchange
 from jaxpar.exchange.reduce import Axis
-from jaxpar.exchange.settings import obstacle
 from jaxpar.layout import Tree
 from jaxpar.plan import Traffic
 
@@ -43,8 +38,6 @@ __all__ = [
     "distributed_optimizer",
     "state_specs",
 ]
-
-WHOLE = ("horovod_adasum", "bagua_decentralized", "bagua_low_precision_decentralized", "bagua_model_average")
 
 
 def distributed_optimizer(
@@ -74,13 +67,13 @@ def distributed_optimizer(
     if not isinstance(dtype := options.get("wire_dtype", ""), str):
         options["wire_dtype"] = getattr(dtype, "__name__", None) or str(dtype)
 
-    def local(state: DistributedState) -> DistributedState:
-        inner = _first(state.optimizer) if is_per_replica else state.optimizer
-        return DistributedState(inner, _first(state.private))
+    def each(state: DistributedState, change: Callable[[jax.Array], jax.Array]) -> DistributedState:
+        """Change the arrays that differ between replicas."""
+        inner = jax.tree.map(change, state.optimizer) if is_per_replica else state.optimizer
+        return DistributedState(inner, jax.tree.map(change, state.private))
 
-    def out(state: DistributedState) -> DistributedState:
-        inner = _one(state.optimizer) if is_per_replica else state.optimizer
-        return DistributedState(inner, _one(state.private))
+    def with_dim(state: DistributedState) -> DistributedState:
+        return each(state, lambda x: jnp.asarray(x)[None])
 
     def built() -> Exchange:
         if axis_name in jax.typeof(jax.lax.axis_index(axis_name)).manual_axis_type.varying:
@@ -89,16 +82,15 @@ def distributed_optimizer(
                 "otherwise sums the gradients itself"
             )
         axis = Axis(axis_name, jax.lax.axis_size(axis_name))
-        if reason := obstacle(exchange, axis.size, options):
-            raise ValueError(" ".join(reason))
+        check_options(exchange, axis.size, options)
         return make_exchange(exchange, axis, Rule(optimizer, None), **options)
 
     def init(params: Tree) -> DistributedState:
-        return out(built().init(params))
+        return with_dim(built().init(params))
 
     def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
-        made = built().update(grads, local(state), params, **extra)
-        return made.updates, out(made.state)
+        made = built().update(grads, each(state, lambda x: x[0]), params, **extra)
+        return made.updates, with_dim(made.state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -109,22 +101,17 @@ def state_specs(axis_name: str, exchange: str = "horovod") -> DistributedState:
     State that differs between replicas is sharded over the axis: `state.private` and, with horovod_adasum and the Bagua
     exchanges of weights, `state.optimizer`. Raises ValueError if the exchange does not exist.
     """
-    if exchange not in (*GRADIENTS, *WHOLE):
-        others = ", which shards state, replaces the optimizer or depends on the length of the run"
-        others = others if exchange in AROUND else ""
-        raise ValueError(f"exchange is {exchange!r}{others}; it must be one of {', '.join((*GRADIENTS, *WHOLE))}")
+    names = [name for name, row in EXCHANGES.items() if row.in_own_step]
+    if exchange not in names:
+        is_wrapper = exchange in EXCHANGES and EXCHANGES[exchange].make
+        others = (
+            ", which shards state, replaces the optimizer or depends on the length of the run" if is_wrapper else ""
+        )
+        raise ValueError(f"exchange is {exchange!r}{others}; it must be one of {', '.join(names)}")
     each = PartitionSpec(axis_name)
-    return DistributedState(each if exchange in WHOLE else PartitionSpec(), each)
+    return DistributedState(each if EXCHANGES[exchange].diverges else PartitionSpec(), each)
 
 
 def broadcast(tree: Tree, axis_name: str) -> Tree:
     """Return replica 0's arrays on all replicas, like Horovod's broadcast_parameters. Call it inside `shard_map`."""
     return jax.tree.map(lambda x: jax.lax.all_gather(x, axis_name)[0], tree)
-
-
-def _first(tree: Tree) -> Tree:
-    return jax.tree.map(lambda x: x[0], tree)
-
-
-def _one(tree: Tree) -> Tree:
-    return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)

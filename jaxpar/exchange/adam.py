@@ -4,7 +4,6 @@ Adam is not linear in the gradient, so it does not tolerate lossy gradient compr
 frozen, Adam is momentum descent with a fixed step size for each parameter, and momentum can be compressed.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,28 +11,16 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.exchange.clip import clipped
-from jaxpar.exchange.exchange import AllReduce, DistributedState, Exchange, ExchangeUpdate, shared
+from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate, Rule, shared
+from jaxpar.exchange.fuse import fused, in_layer_order
+from jaxpar.exchange.reduce import Axis, Reducer, psum
 from jaxpar.layout import Tree
 from jaxpar.plan import Traffic
 
 ADAM_WARMUP = "warmup"  # name of the conditional in compiled programs
 
 
-def momentum_exchange(
-    exact: AllReduce,
-    lossy: AllReduce,
-    optimizer: optax.GradientTransformation,
-    *,
-    schedule: optax.Schedule,
-    b1: float,
-    b2: float,
-    eps: float,
-    num_steps: int,
-    warmup: float,
-    weight_decay: float = 0.0,
-    mask: Callable[[Tree], Tree] | None = None,
-    clip_norm: float = 0.0,
-) -> Exchange:
+def momentum_exchange(axis: Axis, rule: Rule, lossy: Reducer, *, bucket_bytes: int, warmup: float) -> Exchange:
     """Wrap optax.adamw in an exchange of momentum: after a warm-up, v is frozen and replicas exchange m.
 
     During the warm-up, replicas average gradients exactly. Afterwards each replica updates the momentum with its local
@@ -46,25 +33,22 @@ def momentum_exchange(
     algorithm 1). With MinMaxUInt8 and no error feedback, it is QAdam as in Bagua (Gan et al., 2021).
 
     Args:
-      exact: all-reduce of gradients.
-      lossy: all-reduce of momentum.
-      optimizer: optax.adamw with the arguments below. The exchange has the same optimizer state, so either can continue
-        from the other.
-      schedule: step -> learning rate.
-      b1: decay rate of m.
-      b2: decay rate of v.
-      eps: added to the square root of v.
-      num_steps: number of steps of the run.
+      axis: axis of the replicas.
+      rule: optax.adamw, its arguments, and the norm to which it clips the gradient. After the warm-up, each replica's
+        local gradient is clipped to that norm. The exchange has the same optimizer state as optax.adamw, so either can
+        continue from the other.
+      lossy: averages buckets of momentum.
+      bucket_bytes: size limit of the buckets of gradients and of momentum.
       warmup: the share of the steps until v is frozen.
-      weight_decay: as in optax.adamw.
-      mask: as in optax.adamw: params -> tree of booleans.
-      clip_norm: after the warm-up, the norm to which each replica's local gradient is clipped; 0: no clipping.
     """
-    optimizer = optax.with_extra_args_support(optimizer)
-    warmup_steps = max(1, round(warmup * num_steps))  # without a warm-up, v would stay zero
+    assert rule.adamw is not None
+    schedule, b1, b2, eps, weight_decay, mask = rule.adamw
+    exact, momentum = (in_layer_order(fused(one, bucket_bytes), rule.layers) for one in (psum(axis), lossy))
+    optimizer = optax.with_extra_args_support(rule.optimizer)
+    warmup_steps = max(1, round(warmup * rule.num_steps))  # without a warm-up, v would stay zero
 
     def init(params: Tree) -> DistributedState:
-        private = {"exact": exact.init(params), "lossy": lossy.init(params), "steps": jnp.zeros((), jnp.int32)}
+        private = {"exact": exact.init(params), "lossy": momentum.init(params), "steps": jnp.zeros((), jnp.int32)}
         return DistributedState(optimizer.init(params), private)
 
     def warm(grads: Tree, state: DistributedState, params: Tree) -> tuple[Tree, DistributedState]:
@@ -74,14 +58,13 @@ def momentum_exchange(
 
     def frozen(grads: Tree, state: DistributedState, params: Tree) -> tuple[Tree, DistributedState]:
         adam: optax.ScaleByAdamState = _only(state.optimizer, optax.ScaleByAdamState)
-        grads = clipped(grads, optax.tree.norm(grads), clip_norm)
+        grads = clipped(grads, optax.tree.norm(grads), rule.clip_norm)
         local = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, adam.mu, grads)
-        mean, lossy_state = lossy.mean(local, state.private["lossy"])
+        mean, lossy_state = momentum.mean(local, state.private["lossy"])
         after, direction = frozen_adam(adam, mean, b1=b1, b2=b2, eps=eps)
-        decayed = jax.tree.map(lambda _p: True, params) if mask is None else mask(params)
         rate = schedule(_only(state.optimizer, optax.ScaleByScheduleState).count)
         updates = jax.tree.map(
-            lambda d, p, is_decayed: -rate * (d + weight_decay * p * is_decayed), direction, params, decayed
+            lambda d, p, is_decayed: -rate * (d + weight_decay * p * is_decayed), direction, params, mask(params)
         )
         inner = _next(state.optimizer, after)
         return updates, DistributedState(inner, {**state.private, "lossy": lossy_state})
@@ -94,9 +77,9 @@ def momentum_exchange(
         return ExchangeUpdate(updates, after._replace(private=private), None)
 
     def traffic(params: Tree, _num_microbatches: int) -> list[Traffic]:
-        return shared(exact.traffic(params), share) + shared(lossy.traffic(params), 1 - share)
+        return shared(exact.traffic(params), share) + shared(momentum.traffic(params), 1 - share)
 
-    share = min(1.0, warmup_steps / num_steps)
+    share = min(1.0, warmup_steps / rule.num_steps)
     return Exchange(init, update, traffic, branches={ADAM_WARMUP: (1 - share, share)})
 
 

@@ -4,11 +4,12 @@ The functions of an exchange are called inside `shard_map` over the replicas' ax
 replica, and return the update of the parameters that the replica holds.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxpar.layout import REPLICATED, Fetch, Tree
 from jaxpar.plan import Traffic
@@ -30,6 +31,37 @@ class AllReduce(NamedTuple):
     mean: Callable[[Tree, Tree], tuple[Tree, Tree]]
     traffic: Callable[[Tree], list[Traffic]]
     clip_norm: float = 0.0
+
+
+class AdamW(NamedTuple):
+    """The arguments of optax.adamw. schedule: step -> learning rate."""
+
+    schedule: optax.Schedule
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    mask: Callable[[Tree], Tree]
+
+
+class Rule(NamedTuple):
+    """An optimizer to be wrapped in an exchange, and its parameters.
+
+    Attributes:
+      optimizer: any optax optimizer.
+      params: the parameters or their shapes, for exchanges that depend on them.
+      adamw: if the optimizer is optax.adamw, its arguments.
+      layers: if the parameters are {layer: ..}, the layers in order, so that the last layers' gradients are sent first.
+      clip_norm: the norm to which `optimizer` clips the gradient; exchanges that clip to it themselves need it.
+      num_steps: number of steps of the run, for exchanges with a warm-up.
+    """
+
+    optimizer: optax.GradientTransformation
+    params: Tree
+    adamw: AdamW | None = None
+    layers: Sequence[str] = ()
+    clip_norm: float = 0.0
+    num_steps: int = 1
 
 
 class DistributedState(NamedTuple):

@@ -128,7 +128,12 @@ def by_size(small: AllReduce, large: AllReduce, num_bytes: int) -> AllReduce:
 
 
 def in_layer_order(all_reduce: AllReduce, layers: Sequence[str]) -> AllReduce:
-    """Return the same all-reduce for a tree {layer: ..}, with buckets in the order of `layers`, not of their names."""
+    """Return the same all-reduce for a tree {layer: ..}, with buckets in the order of `layers`, not of their names.
+
+    Without layers, it can be any tree.
+    """
+    if not layers:
+        return all_reduce
 
     def ordered(tree: Tree) -> list[Tree]:
         return [tree[layer] for layer in layers]

@@ -139,9 +139,7 @@ def low_precision_decentralized(
     return mixed(optimizer, mix, init, traffic)
 
 
-def model_average(
-    _axis: Axis, optimizer: optax.GradientTransformation, all_reduce: AllReduce, interval: int
-) -> Exchange:
+def model_average(all_reduce: AllReduce, optimizer: optax.GradientTransformation, interval: int) -> Exchange:
     """Return an exchange that trains replicas independently, and averages their weights every `interval` steps.
 
     Bagua's model average in its synchronous form.

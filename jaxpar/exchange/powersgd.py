@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.exchange.exchange import AllReduce
+from jaxpar.exchange.exchange import AllReduce, Exchange, Rule, shared
+from jaxpar.exchange.fuse import averaged, fused, in_layer_order
+from jaxpar.exchange.reduce import Axis, psum
 from jaxpar.layout import Tree
 from jaxpar.plan import Traffic
 
@@ -32,6 +34,25 @@ class PowerState(NamedTuple):
     steps: jax.Array
     residuals: list[jax.Array]
     factors: list[jax.Array]
+
+
+def powersgd(axis: Axis, rule: Rule, *, bucket_bytes: int, rank: int, warmup: float, seed: int) -> Exchange:
+    """Return PowerSGD: low-rank factors of the gradients, with error feedback, after a warm-up.
+
+    The optimizer clips the approximate mean, as after PyTorch's hook: clipping each replica's gradient before it is
+    compressed lost more accuracy.
+    """
+    warmup_steps = round(warmup * rule.num_steps)
+    share = min(1.0, warmup_steps / rule.num_steps)
+    exact = fused(psum(axis), bucket_bytes)
+    lossy = low_rank(exact, rank=rank, warmup_steps=warmup_steps, seed=seed)
+    exchange = averaged(in_layer_order(lossy, rule.layers), rule.optimizer)
+
+    def traffic(params: Tree, _num_microbatches: int) -> list[Traffic]:
+        warm = in_layer_order(exact, rule.layers).traffic(params)
+        return shared(warm, share) + shared(lossy.traffic(params), 1 - share)
+
+    return exchange._replace(traffic=traffic, branches={WARMUP: (1 - share, share)} if warmup_steps else {})
 
 
 def low_rank(exact: AllReduce, *, rank: int, warmup_steps: int, seed: int) -> AllReduce:

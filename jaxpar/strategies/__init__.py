@@ -1,4 +1,4 @@
-"""Strategies: the ways to train a problem on devices. Each strategy has a module here and an entry in STRATEGIES.
+"""Strategies: the ways to train a problem on devices. Each has a module or a folder here, and an entry in STRATEGIES.
 
 A strategy is planned first, for any cluster and without devices, and then built on devices. strategy.py defines both
 contracts. The training loop calls only the functions of a `Strategy`. Every synchronous strategy trains like `single`,
@@ -21,7 +21,8 @@ from jaxpar.pipeline.executor.partition import AUTO, METHODS
 from jaxpar.plan import ACTIVATION_PARTS, Decision, Plan, check_memory
 from jaxpar.state import nbytes
 from jaxpar.step import Problem, saved_bytes
-from jaxpar.strategies import async_data_parallel, data_parallel, pipeline, schedules, single, swarm
+from jaxpar.strategies import async_data_parallel, data_parallel, pipeline, schedules, swarm
+from jaxpar.strategies.data_parallel import single
 from jaxpar.strategies.strategy import Strategy, StrategyModule
 from jaxpar.swarm.options import decide_swarm
 

@@ -60,11 +60,7 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Dec
     """
     meshes.check_processes("config.strategy='async_data_parallel'", cluster)
     meshes.check_stages(config)
-    if config.exchange != "ddp" or exchanges.given(config):
-        raise UserError(
-            f"config.exchange is {exchanges.name(config)!r}; it must be 'ddp' without options with "
-            "config.strategy='async_data_parallel', whose exchange is set by config.asynchronous"
-        )
+    exchanges.check_no_exchange(config, "whose exchange is set by config.asynchronous")
     source = options.decide_updates(config)
     workers, microbatches = config.asynchronous.num_workers, config.optimizer.accumulation_steps
     meshes.check_sizes(config, cluster)

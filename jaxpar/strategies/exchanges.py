@@ -8,22 +8,17 @@ from ml_collections import ConfigDict
 from jaxpar import optimizer
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError, check_choice
-from jaxpar.exchange import presets
-from jaxpar.exchange.around import AROUND, Rule
+from jaxpar.exchange import named
 from jaxpar.exchange.compress import FLOAT8
-from jaxpar.exchange.exchange import AllReduce, Exchange
-from jaxpar.exchange.gradients import GRADIENTS
+from jaxpar.exchange.exchange import AdamW, AllReduce, Exchange, Rule
+from jaxpar.exchange.named import AVERAGE, BUCKET_BYTES, EXCHANGES, PASSES, OptionError, check_options
 from jaxpar.exchange.powersgd import largest_rank
-from jaxpar.exchange.presets import AVERAGE, BUCKET_BYTES, EXCHANGES, HAS_BUCKETS, PASSES
 from jaxpar.exchange.reduce import Axis
-from jaxpar.exchange.settings import obstacle, options
 from jaxpar.mesh import DATA
 from jaxpar.models.model import Params
 from jaxpar.optimizer import OPTIMIZERS
 from jaxpar.state import nbytes
 from jaxpar.step import Problem
-
-NOISY = ("byteps_onebit", "byteps_randomk")  # most of what they send is noise, which error feedback cancels only later
 
 
 def given(config: ConfigDict) -> dict[str, Any]:
@@ -31,15 +26,36 @@ def given(config: ConfigDict) -> dict[str, Any]:
     return {name: value for name, value in config.exchange_options.items() if value is not None}
 
 
+def chosen(config: ConfigDict) -> dict[str, Any]:
+    """Return all options of the exchange: those that the config sets, and the defaults of the others."""
+    defaults = EXCHANGES[config.exchange].options
+    seed = {"seed": config.seed} if "seed" in defaults else {}
+    return {**defaults, **seed, **given(config)}
+
+
 def name(config: ConfigDict) -> str:
     """Return the name of the exchange and the options that the config sets, such as `ddp bucket_bytes=1000`."""
     return " ".join([config.exchange, *(f"{key}={value}" for key, value in sorted(given(config).items()))])
 
 
+def is_plain(config: ConfigDict) -> bool:
+    """Return whether the exchange is ddp without options."""
+    return config.exchange == "ddp" and not given(config)
+
+
+def check_no_exchange(config: ConfigDict, reason: str) -> None:
+    """Raise UserError if the exchange is not the default, for a strategy without one. reason: why it has none."""
+    if not is_plain(config):
+        raise UserError(
+            f"config.exchange is {name(config)!r}; it must be 'ddp' without options with "
+            f"config.strategy={config.strategy!r}, {reason}"
+        )
+
+
 def sums_along_a_ring(config: ConfigDict) -> bool:
     """Return whether replicas send gradients to their neighbours on a ring. A float8 or a group rules that out."""
-    chosen = {**options(config.exchange), **given(config)}
-    return chosen.get("algorithm") == "ring" and chosen["wire_dtype"] not in FLOAT8 and chosen["group"] == 1
+    options = chosen(config)
+    return options.get("algorithm") == "ring" and options["wire_dtype"] not in FLOAT8 and options["group"] == 1
 
 
 def private_key(config: ConfigDict, num_replicas: int, params: Params) -> dict[str, Any]:
@@ -49,21 +65,21 @@ def private_key(config: ConfigDict, num_replicas: int, params: Params) -> dict[s
 
     params: the parameters of the model, or their shapes.
     """
-    chosen = {**options(config.exchange), **_with_seed(config)}
-    if config.exchange not in HAS_BUCKETS or chosen[BUCKET_BYTES] >= nbytes(params):
-        chosen.pop(BUCKET_BYTES, None)
-    return {"exchange": config.exchange, "options": dict(sorted(chosen.items())), "replicas": num_replicas}
+    options = chosen(config)
+    if not EXCHANGES[config.exchange].residuals or options[BUCKET_BYTES] >= nbytes(params):
+        options.pop(BUCKET_BYTES, None)
+    return {"exchange": config.exchange, "options": dict(sorted(options.items())), "replicas": num_replicas}
 
 
 def differs(config: ConfigDict, num_replicas: int) -> str:
     """Return how training with the exchange differs from training on one device, for `Plan.differs`."""
-    return presets.exchange_differs(config.exchange, given(config), num_replicas)
+    return named.exchange_differs(config.exchange, given(config), num_replicas)
 
 
 def exchange_advice(config: ConfigDict) -> str:
     """Return advice against an exchange that trains badly with the optimizer, for `Plan.advice`."""
     kind = OPTIMIZERS[config.optimizer.name]
-    if config.exchange not in NOISY or not kind.adaptive:
+    if not (EXCHANGES[config.exchange].noisy and kind.adaptive):
         return ""
     has_onebit_adam = kind.is_adamw and config.strategy != "pipeline"
     others = "onebit_adam or byteps_topk" if has_onebit_adam else "bagua_bytegrad or byteps_topk"
@@ -73,17 +89,14 @@ def exchange_advice(config: ConfigDict) -> str:
     )
 
 
-def _with_seed(config: ConfigDict) -> dict[str, Any]:
-    seed = {"seed": config.seed} if "seed" in options(config.exchange) else {}
-    return seed | given(config)
-
-
 def check_exchange(config: ConfigDict, num_replicas: int, cluster: Cluster) -> None:
     """Raise UserError for an invalid exchange or exchange option."""
     check_choice("exchange", config.exchange, EXCHANGES)
-    if reason := obstacle(config.exchange, num_replicas, given(config)):
-        key, wrong = reason
-        raise UserError(f"config.{key} {wrong}" if key == "exchange" else f"config.exchange_options.{key} {wrong}")
+    try:
+        check_options(config.exchange, num_replicas, given(config))
+    except OptionError as error:
+        section = "config" if error.key == "exchange" else "config.exchange_options"
+        raise UserError(f"{section}.{error}") from None
     if given(config).get("offload") and not cluster.has_pinned_host_memory:
         raise UserError(
             "config.exchange_options.offload is True; it must be False on a platform without pinned host memory, "
@@ -93,65 +106,54 @@ def check_exchange(config: ConfigDict, num_replicas: int, cluster: Cluster) -> N
 
 
 def _check_optimizer(config: ConfigDict) -> None:
-    exchange, kind = config.exchange, config.optimizer.name
-    if exchange not in AROUND:
-        return
-    elementwise = [name for name, one in OPTIMIZERS.items() if one.elementwise]
-    if AROUND[exchange].divides and kind not in elementwise:
+    row, name = EXCHANGES[config.exchange], config.optimizer.name
+    if row.shards and not OPTIMIZERS[name].elementwise:
+        elementwise = ", ".join(key for key, kind in OPTIMIZERS.items() if kind.elementwise)
         raise UserError(
-            f"config.optimizer.name is {kind!r}, which needs whole arrays; it must be one of {', '.join(elementwise)} "
-            f"with config.exchange={exchange!r}, which shards them"
+            f"config.optimizer.name is {name!r}, which needs whole arrays; it must be one of {elementwise} with "
+            f"config.exchange={config.exchange!r}, which shards them"
         )
-    adamw = [name for name, one in OPTIMIZERS.items() if one.is_adamw]
-    if AROUND[exchange].has_adamw and kind not in adamw:
+    if row.adamw and not OPTIMIZERS[name].is_adamw:
+        adamw = ", ".join(key for key, kind in OPTIMIZERS.items() if kind.is_adamw)
         raise UserError(
-            f"config.optimizer.name is {kind!r}; it must be {', '.join(adamw)} with config.exchange={exchange!r}, "
-            "which computes the update of AdamW itself"
+            f"config.optimizer.name is {name!r}; it must be {adamw} with config.exchange={config.exchange!r}, which "
+            "computes the update of AdamW itself"
         )
 
 
 def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int) -> Exchange:
     """Return the exchange around the problem's optimizer. Raises UserError if it does not support this problem."""
-    passes = given(config).get(PASSES, 1)
-    if problem.num_steps % passes:
-        raise UserError(
-            f"config.exchange_options.{PASSES} is {passes}; it must divide the number of steps, {problem.num_steps}"
-        )
-    if config.exchange in AROUND and AROUND[config.exchange].divides:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(problem.model.shapes):
+    options, num_steps, shapes = chosen(config), problem.num_steps, problem.model.shapes
+
+    def check(holds: bool, key: str, must: str) -> None:
+        if not holds:
+            raise UserError(f"config.exchange_options.{key} is {options[key]}; it must {must}")
+
+    check(num_steps % options.get(PASSES, 1) == 0, PASSES, f"divide the number of steps, {num_steps}")
+    if EXCHANGES[config.exchange].shards:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
             if not leaf.size:
-                where = jax.tree_util.keystr(path)
                 raise UserError(
-                    f"config.exchange is {config.exchange!r}, which cannot shard {where} of shape {leaf.shape}; "
-                    "parameters must not be empty"
+                    f"config.exchange is {config.exchange!r}, which cannot shard {jax.tree_util.keystr(path)} of shape "
+                    f"{leaf.shape}; parameters must not be empty"
                 )
-    rank = (options(config.exchange) | given(config)).get("rank")
-    if rank is not None and rank > (largest := largest_rank(problem.model.shapes)):
-        raise UserError(
-            f"config.exchange_options.rank is {rank}; it must be at most {largest}, or no array of this model is "
-            "compressed"
-        )
-    interval = given(config).get("interval")
-    if interval is not None and interval > problem.num_steps:
-        raise UserError(
-            f"config.exchange_options.interval is {interval}; it must be at most {problem.num_steps}, the number of "
-            "steps, or the replicas never exchange anything"
-        )
-    check_compressed(config, problem.model.shapes)
-    o = config.optimizer
-    adamw = None
+    rank = largest_rank(shapes)
+    check(options.get("rank", 0) <= rank, "rank", f"be at most {rank}, or no array of this model is compressed")
+    never = f"be at most {num_steps}, the number of steps, or the replicas never exchange anything"
+    check(given(config).get("interval", 0) <= num_steps, "interval", never)
+    check_compressed(config, shapes)
+    o, adamw = config.optimizer, None
     if OPTIMIZERS[o.name].is_adamw:
-        schedule = optimizer.build_schedule(config, problem.num_steps)
-        adamw = {"schedule": schedule, "mask": optimizer.decayed}
-        adamw |= {key: o[key] for key in ("b1", "b2", "eps", "weight_decay", "clip_norm")}
+        schedule = optimizer.build_schedule(config, num_steps)
+        adamw = AdamW(schedule, o.b1, o.b2, o.eps, o.weight_decay, optimizer.decayed)
     layers = [layer.name for layer in problem.model.layers]
-    rule = Rule(problem.optimizer, problem.model.shapes, adamw, layers, o.clip_norm, problem.num_steps)
-    return presets.make_exchange(config.exchange, Axis(DATA, num_replicas), rule, **_with_seed(config))
+    rule = Rule(problem.optimizer, shapes, adamw, layers, o.clip_norm, num_steps)
+    return named.make_exchange(config.exchange, Axis(DATA, num_replicas), rule, **options)
 
 
 def check_compressed(config: ConfigDict, arrays: Any) -> None:
     """Raise UserError for a compressor to which all of these arrays are too small."""
-    smallest = (options(config.exchange) | given(config)).get("min_compress_bytes", 0)
+    smallest = chosen(config).get("min_compress_bytes", 0)
     largest = max((nbytes([leaf]) for leaf in jax.tree.leaves(arrays)), default=0)
     if smallest > largest:
         raise UserError(
@@ -170,13 +172,14 @@ def check_gradient_exchange(config: ConfigDict, num_replicas: int, cluster: Clus
             f"config.exchange_options.{key} is {given(config)[key]}; it must be None with "
             "config.strategy='pipeline', which accumulates gradients over config.pipeline.num_microbatches"
         )
-    if config.exchange in EXCHANGES and config.exchange not in GRADIENTS:
+    if config.exchange in EXCHANGES and not EXCHANGES[config.exchange].averages:
         reason = (
             "holds the whole model on one device"
             if config.exchange == "dp"
             else "wraps the optimizer of the whole model, but each stage has only a part of it"
         )
-        names = [name for name in GRADIENTS if has_ring or options(name).get("algorithm") != "ring"]
+        averaging = {name: row.options for name, row in EXCHANGES.items() if row.averages}
+        names = [name for name, options in averaging.items() if has_ring or options.get("algorithm") != "ring"]
         raise UserError(
             f"config.exchange is {config.exchange!r}, which {reason}; it must be one of {', '.join(names)} with "
             "config.strategy='pipeline'"
@@ -187,4 +190,4 @@ def check_gradient_exchange(config: ConfigDict, num_replicas: int, cluster: Clus
 def on_gradients(config: ConfigDict, num_replicas: int) -> AllReduce:
     """Return the exchange of gradients over the data axis, for pipelines."""
     clip_norm = config.optimizer.clip_norm
-    return presets.make_all_reduce(config.exchange, Axis(DATA, num_replicas), clip_norm, **_with_seed(config))
+    return named.make_all_reduce(config.exchange, Axis(DATA, num_replicas), clip_norm, **chosen(config))

@@ -27,15 +27,16 @@ from jaxpar.data import Batches
 from jaxpar.data.batches import shuffled
 from jaxpar.data.examples import Vectors
 from jaxpar.errors import exit_code
-from jaxpar.exchange import EXCHANGES, presets
-from jaxpar.exchange import gradients as averaging
+from jaxpar.exchange import EXCHANGES
+from jaxpar.exchange.named import exchange_differs
 from jaxpar.pipeline.executor import continuous, lowering
 from jaxpar.pipeline.executor import engine as pipeline_engine
 from jaxpar.pipeline.executor.lowering import LoweredTable
 from jaxpar.pipeline.executor.state import PackedState, StageUpdate
 from jaxpar.pipeline.tables.table import Table, U
 from jaxpar.step import Problem
-from jaxpar.strategies import Strategy, data_parallel, pipeline, replicas
+from jaxpar.strategies import Strategy, pipeline
+from jaxpar.strategies.data_parallel import pmap, shard_map
 from scripts import certify as script
 from tests.runs import small_arguments, without_texts
 from tests.selection import slow_except
@@ -174,10 +175,10 @@ def dropped_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def doubled_psum(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = averaging.ddp
+    original = EXCHANGES["ddp"]
 
     def ddp(*arguments: Any, **options: Any) -> Any:
-        reduce = original(*arguments, **options)
+        reduce = original.call(*arguments, **options)
 
         def mean(tree: Any, state: Any) -> Any:
             once, state = reduce.mean(tree, state)
@@ -185,7 +186,7 @@ def doubled_psum(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return reduce._replace(mean=mean)
 
-    monkeypatch.setitem(averaging.GRADIENTS, "ddp", ddp)
+    monkeypatch.setitem(EXCHANGES, "ddp", original._replace(make=ddp))
 
 
 def key_of_replica(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +196,7 @@ def key_of_replica(monkeypatch: pytest.MonkeyPatch) -> None:
         index = jax.numpy.arange(len(batch["index"]), dtype=jax.numpy.int32)
         return steps.gradients(problem, state, {**batch, "index": index}, *rest, **options)
 
-    changed(monkeypatch, replicas, gradients=gradients)
+    changed(monkeypatch, shard_map, gradients=gradients)
 
 
 def key_of_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +209,7 @@ def scaled_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         grads, sums = steps.gradients(*arguments, **options)
         return {**grads, "block_1": jax.tree.map(lambda g: g * (1 + 1e-4), grads["block_1"])}, sums
 
-    changed(monkeypatch, replicas, gradients=gradients)
+    changed(monkeypatch, shard_map, gradients=gradients)
 
 
 def counted_padding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +217,7 @@ def counted_padding(monkeypatch: pytest.MonkeyPatch) -> None:
         whole = {**batch, "weights": jax.numpy.ones_like(batch["weights"])}
         return steps.gradients(problem, state, whole, *rest, **options)
 
-    changed(monkeypatch, replicas, gradients=gradients)
+    changed(monkeypatch, shard_map, gradients=gradients)
 
 
 def own_mean(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +227,7 @@ def own_mean(monkeypatch: pytest.MonkeyPatch) -> None:
         own = jax.numpy.maximum(batch["weights"].sum(), 1)
         return steps.gradients(problem, state, batch, own, **options)
 
-    changed(monkeypatch, replicas, gradients=gradients)
+    changed(monkeypatch, shard_map, gradients=gradients)
 
 
 def forgotten_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +235,7 @@ def forgotten_step(monkeypatch: pytest.MonkeyPatch) -> None:
         after, metrics = steps.update(problem, state, *rest)
         return after._replace(step=state.step), metrics
 
-    changed(monkeypatch, data_parallel, update=update)
+    changed(monkeypatch, pmap, update=update)
 
 
 def smaller_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +246,7 @@ def smaller_update(monkeypatch: pytest.MonkeyPatch) -> None:
             state, {**updates, "head": jax.tree.map(lambda u: 0.99 * u, updates["head"])}, optimizer, metrics
         )
 
-    changed(monkeypatch, replicas, apply=apply)
+    changed(monkeypatch, shard_map, apply=apply)
 
 
 def changed_strategy(monkeypatch: pytest.MonkeyPatch, change: Callable[[Strategy[Any]], Strategy[Any]]) -> None:
@@ -316,7 +317,7 @@ def scaled_layer_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
         grads, sums = steps.gradients(*arguments, **options)
         return {**grads, "block_1": jax.tree.map(lambda g: g * (1 + 2**-5), grads["block_1"])}, sums
 
-    changed(monkeypatch, replicas, gradients=gradients)
+    changed(monkeypatch, shard_map, gradients=gradients)
 
 
 def earlier_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,12 +478,12 @@ def test_strategies_that_differ_have_no_tolerance(words: str, certify: Any, caps
 
 
 def test_exchanges_that_differ() -> None:
-    same = {name for name in EXCHANGES if not presets.exchange_differs(name, {}, 4)}
+    same = {name for name in EXCHANGES if not exchange_differs(name, {}, 4)}
     assert same == {"ddp", "dp", "horovod", "byteps", "zero1", "zero2", "zero3", "hsdp"}
-    assert set(presets.DIFFERS) | same == set(EXCHANGES)
+    assert {name for name, row in EXCHANGES.items() if row.differs} == EXCHANGES.keys() - same
     for name, settings in {"byteps_onebit": {}, "bagua_bytegrad": {}, "ddp": {"wire_dtype": "float8_e4m3fn"}}.items():
-        assert presets.exchange_differs(name, settings | {"group": 2}, 4)
-        assert not presets.exchange_differs(name, settings | {"group": 4}, 4)  # one group of all replicas
+        assert exchange_differs(name, settings | {"group": 2}, 4)
+        assert not exchange_differs(name, settings | {"group": 4}, 4)  # one group of all replicas
 
 
 # ---- errors and the command line -----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 from jaxpar import config as configs
 from jaxpar.exchange import EXCHANGES
-from jaxpar.exchange.settings import obstacle
+from jaxpar.exchange.named import check_options
 from jaxpar.strategies.exchanges import given
 from scripts.bench import accuracy
 
@@ -23,7 +23,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, *arguments: str, codes: dict[str, i
     def run(command: list[str], **_: Any) -> SimpleNamespace:
         config = configs.default_config()
         configs.override(config, [argument for argument in command if argument.startswith("--config.")])
-        assert obstacle(config.exchange, config.mesh.data, given(config)) is None
+        check_options(config.exchange, config.mesh.data, given(config))
         ran.append(config.exchange)
         code = (codes or {}).get(config.exchange, 0)
         if code == 0:

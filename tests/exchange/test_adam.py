@@ -8,8 +8,8 @@ import optax
 import pytest
 
 from jaxpar.exchange import Exchange
-from jaxpar.exchange.around import Rule
-from jaxpar.exchange.presets import make_exchange
+from jaxpar.exchange.exchange import AdamW, Rule
+from jaxpar.exchange.named import make_exchange
 from jaxpar.optimizer import at_step, clip_by_norm
 from tests.exchange import compressors
 from tests.exchange.replicas import Tree, adamw, axis, close, only, train
@@ -44,16 +44,10 @@ def optimizer(clip_norm: float) -> optax.GradientTransformation:
 
 
 def make(case: Case, num_steps: int = STEPS, warmup: float = WARM / STEPS) -> Exchange:
-    adamw = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": DECAY, "mask": lambda _params: DECAYED}
-    adamw |= {"schedule": schedule, "clip_norm": case.clip_norm}
+    adamw = AdamW(schedule, B1, B2, EPS, DECAY, lambda _params: DECAYED)
+    rule = Rule(optimizer(case.clip_norm), None, adamw, clip_norm=case.clip_norm, num_steps=num_steps)
     options = {"block": 2} if case.name == "onebit_adam" else {}
-    return make_exchange(
-        case.name,
-        axis(case.n),
-        Rule(optimizer(case.clip_norm), None, adamw, num_steps=num_steps),
-        warmup=warmup,
-        **options,
-    )
+    return make_exchange(case.name, axis(case.n), rule, warmup=warmup, **options)
 
 
 def draw(n: int) -> Tree:

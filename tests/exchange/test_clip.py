@@ -9,10 +9,8 @@ import pytest
 from jax.tree_util import tree_leaves_with_path
 
 from jaxpar import layout
-from jaxpar.exchange.around import Rule
-from jaxpar.exchange.gradients import GRADIENTS
-from jaxpar.exchange.presets import make_all_reduce, make_exchange
-from jaxpar.exchange.settings import options
+from jaxpar.exchange.exchange import Rule
+from jaxpar.exchange.named import EXCHANGES, make_all_reduce, make_exchange
 from jaxpar.optimizer import clip_by_norm
 from tests.exchange import compressors
 from tests.exchange.replicas import DATA, axis, only, train
@@ -61,8 +59,8 @@ def test_other_exchanges_clip_the_mean() -> None:
 
 def test_exchanges_with_error_feedback() -> None:
     """The exchanges that clip first are those with a residual in their private state."""
-    for name in GRADIENTS:
-        settings = {"min_compress_bytes": 0} if "min_compress_bytes" in options(name) else {}
+    for name in (name for name, row in EXCHANGES.items() if row.averages):
+        settings = {"min_compress_bytes": 0} if "min_compress_bytes" in EXCHANGES[name].options else {}
         all_reduce = make_all_reduce(name, axis(1), CLIP, **settings)
         private = layout.made_by_replicas({DATA: 1}, partial(all_reduce.init, START), DATA).shapes
         has_residual = any("residual" in jax.tree_util.keystr(path) for path, _ in tree_leaves_with_path(private))

@@ -4,10 +4,9 @@ import optax
 import pytest
 
 from jaxpar.exchange import Exchange, reduce
-from jaxpar.exchange.around import Rule
-from jaxpar.exchange.exchange import EVERY, every
+from jaxpar.exchange.exchange import EVERY, Rule, every
 from jaxpar.exchange.fuse import averaged, fused
-from jaxpar.exchange.presets import make_exchange
+from jaxpar.exchange.named import make_exchange
 from jaxpar.optimizer import clip_by_norm
 from tests.exchange import compressors
 from tests.exchange.replicas import Tree, adamw, axis, close, only, train

@@ -7,8 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxpar.exchange import gradients, reduce
+from jaxpar.exchange import reduce
 from jaxpar.exchange.fuse import Piece, buckets, fused, in_layer_order
+from jaxpar.exchange.named import make_all_reduce
 from tests.exchange.replicas import axis, on_replicas, only
 
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
@@ -94,7 +95,7 @@ def test_small_arrays_are_not_compressed() -> None:
     rng = np.random.default_rng(0)
     sizes = {"a": 3, "b": 40, "c": 1, "d": 16, "e": 17}
     tree = {name: rng.normal(size=(2, size)).astype(np.float32) for name, size in sizes.items()}
-    all_reduce = gradients.byteps_topk(axis(2), ratio=0.25, min_compress_bytes=4 * 17)
+    all_reduce = make_all_reduce("byteps_topk", axis(2), 0.0, ratio=0.25, min_compress_bytes=4 * 17)
     got = only(on_replicas(2, lambda x: all_reduce.mean(x, all_reduce.init(x))[0], tree))
     for name, x in tree.items():
         if name in ("a", "c", "d"):
@@ -116,7 +117,9 @@ def test_small_arrays_are_not_compressed() -> None:
 def test_ddp_starts_with_a_small_bucket() -> None:
     """1 MiB, as in PyTorch: of five arrays of 1 MiB, the last one is sent first, alone."""
     arrays = [jax.ShapeDtypeStruct((2**18,), np.float32) for _ in range(5)]
-    messages = [len(gradients.ddp(axis(2), bucket_bytes=size * 2**20).traffic(arrays)) for size in (1, 2, 25)]
+    messages = [
+        len(make_all_reduce("ddp", axis(2), 0.0, bucket_bytes=size * 2**20).traffic(arrays)) for size in (1, 2, 25)
+    ]
     assert messages == [5, 3, 2]
 
 

@@ -145,7 +145,7 @@ def test_low_precision_comes_to_consensus(n: int) -> None:
 @pytest.mark.parametrize("n", [2, 4])
 def test_model_average_is_the_mean_after_each_interval(n: int) -> None:
     interval, grads = 3, draw(n, 7)
-    exchange = gossip.model_average(axis(n), optax.sgd(RATE, momentum=0.9), fused(reduce.psum(axis(n)), 20), interval)
+    exchange = gossip.model_average(fused(reduce.psum(axis(n)), 20), optax.sgd(RATE, momentum=0.9), interval)
     params, _, _, state = train(n, exchange, START, grads)
     got, g_NSL = vectors(params, 2), vectors(grads, 2)
     x, momentum = np.stack([vectors(START, 0)] * n), np.zeros((n, 10))
@@ -169,4 +169,4 @@ def test_traffic() -> None:
     low_precision = gossip.low_precision_decentralized(axis(4), sgd, min_max_uint8())
     assert sent(gossip.decentralized(axis(4), sgd)) == [("collective-permute", "float32", 40)]
     assert sent(low_precision) == [("collective-permute", "uint8", 2 * (10 + 8))]
-    assert sent(gossip.model_average(axis(4), sgd, average, 5)) == [("all-reduce", "float32", 2 * 3 / 4 * 40 / 5)]
+    assert sent(gossip.model_average(average, sgd, 5)) == [("all-reduce", "float32", 2 * 3 / 4 * 40 / 5)]

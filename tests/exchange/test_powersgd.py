@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpar.exchange.around import Rule
+from jaxpar.exchange.exchange import Rule
+from jaxpar.exchange.named import make_exchange
 from jaxpar.exchange.powersgd import is_compressed, largest_rank, matrix_shape
-from jaxpar.exchange.presets import make_exchange
 from jaxpar.optimizer import clip_by_norm
 from tests.exchange.replicas import axis, close, only, train
 

@@ -79,7 +79,7 @@ def test_exact_within_groups_and_compressed_between(n: int, group: int, name: st
 def test_one_group_of_all_replicas_compresses_nothing() -> None:
     """BytePS sums exactly within a machine and compresses only between machines."""
     x = draw(4)
-    reducer = gradients._lossy(axis(4), 4, onebit(), onebit())
+    reducer = gradients.lossy(axis(4), 4, onebit(), onebit())
     np.testing.assert_allclose(only(run(4, reducer, x)[0]), x.mean(0), 1e-5, 1e-6)
 
 

@@ -14,17 +14,14 @@ from jax.sharding import PartitionSpec
 
 from jaxpar import mesh as meshes
 from jaxpar import state as states
-from jaxpar.exchange import settings
-from jaxpar.exchange.around import AROUND, Rule
-from jaxpar.exchange.exchange import Exchange
-from jaxpar.exchange.gradients import ERROR_FEEDBACK, GRADIENTS
-from jaxpar.exchange.presets import EXCHANGES, make_exchange
+from jaxpar.exchange.exchange import Exchange, Rule
+from jaxpar.exchange.named import EXCHANGES, make_exchange
 from jaxpar.exchange.reduce import Axis
 from jaxpar.layout import shard_shape
 from jaxpar.models.model import Model
 from jaxpar.step import Problem
-from jaxpar.strategies import Strategy, replicas
-from jaxpar.strategies.replica_state import ReplicaState, make_layouts
+from jaxpar.strategies import Strategy
+from jaxpar.strategies.data_parallel.shard_map import ReplicaState, make_layouts, train_step
 from tests.selection import slow
 from tests.strategies.pipelines import (
     Outcome,
@@ -58,7 +55,7 @@ def option(name: str, value: Any) -> str:
 def replicated(exchange: str, *overrides: str, n: int = N) -> tuple[str, ...]:
     """Return the overrides of replicas. Compressors compress all arrays, however small, unless overridden."""
     by = "--config.data_parallel.implementation=shard_map"
-    every = [option("min_compress_bytes", 0)] if exchange in ERROR_FEEDBACK else []
+    every = [option("min_compress_bytes", 0)] if "min_compress_bytes" in EXCHANGES[exchange].options else []
     chosen = f"--config.mesh.data={n}", f"--config.exchange={exchange}", by, *every
     return "--config.strategy=data_parallel", *chosen, *overrides
 
@@ -75,7 +72,7 @@ def traced_step(problem: Problem, exchange: Exchange) -> Any:
     axes, like = {"data": N, "stage": 1}, states.abstract_state(problem.model, problem.optimizer)
     mesh = meshes.make_mesh(axes, jax.devices())
     placed = ReplicaState(problem, mesh, exchange, make_layouts(exchange, axes, like))
-    step = replicas.train_step(problem, exchange, placed.layout, N)
+    step = train_step(problem, exchange, placed.layout, N)
     in_specs, out_specs = (placed.layout.specs, PartitionSpec("data")), (placed.layout.specs, PartitionSpec())
     mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return jax.make_jaxpr(mapped)(placed.abstract, problem.batch)
@@ -178,13 +175,13 @@ def test_private_state_resumes_bitwise(name: str) -> None:
     assert any((named(without["params"])[leaf] != value).any() for leaf, value in named(expected["params"]).items())
 
 
-BUCKETED = [name for name in EXCHANGES if "bucket_bytes" in settings.options(name)]
+BUCKETED = [name for name, row in EXCHANGES.items() if "bucket_bytes" in row.options]
 
 
 @pytest.mark.parametrize("name", BUCKETED)
 def test_the_private_state_depends_on_buckets_only_if_it_has_any(name: str) -> None:
     """The key of the private state differs between sizes of buckets if and only if its arrays do."""
-    optimizer = MLP_SGD if name not in AROUND or not AROUND[name].has_adamw else MLP
+    optimizer = MLP if EXCHANGES[name].adamw else MLP_SGD
     plans = [plan_of(optimizer, *replicated(name, option("bucket_bytes", size), n=2)) for size in (1000, 2**20, 2**21)]
     shapes = [str(jax.tree.leaves(plan.layouts["private"].shapes)) for plan in plans]
     assert [plan.private_key == plans[1].private_key for plan in plans] == [shape == shapes[1] for shape in shapes]
@@ -392,8 +389,3 @@ def test_zero3_gathers_a_layer_at_a_time_inside_the_scan(monkeypatch: pytest.Mon
     assert (len(forward), len(looped)) == (1, 2)  # and again in the backward pass
     block = sum(leaf.size for leaf in jax.tree.leaves(make_problem(make_config(BERT), BERT).model.shapes["block_0"]))
     assert f"f32[{N},{-(-block // N)}]" in forward[0]  # one block instead of all four
-
-
-def test_every_exchange_is_named_once() -> None:
-    assert set(EXCHANGES) == {"dp", *GRADIENTS, *AROUND}
-    assert len(EXCHANGES) == len(set(EXCHANGES))

@@ -20,7 +20,7 @@ from jaxpar.analysis.planner.candidates import DEFAULTS_OF_CHOICES, OPTIONS, Can
 from jaxpar.analysis.planner.spaces import cpu_space, gpu_space, load_problem
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError, check_choice, format_bytes, format_count
-from jaxpar.exchange.presets import EXCHANGES, exchange_differs
+from jaxpar.exchange.named import EXCHANGES, exchange_differs
 from jaxpar.gpus import gpu_kinds, kind_of_device
 from jaxpar.launch import processes
 from jaxpar.pipeline.executor.programs import REMATS

@@ -13,8 +13,8 @@ from jaxpar.analysis.planner.layers import Layers
 from jaxpar.analysis.planner.machine import Machine
 from jaxpar.analysis.planner.predict import StepCosts
 from jaxpar.analysis.planner.updates import update_bytes
-from jaxpar.exchange.presets import exchange_differs
-from jaxpar.exchange.settings import obstacle
+from jaxpar.errors import is_refused
+from jaxpar.exchange.named import check_options, exchange_differs
 from jaxpar.plan import Plan
 from jaxpar.state import abstract_state, nbytes
 from jaxpar.step import Problem
@@ -146,6 +146,6 @@ def options_of(space: Space, exchange: str, num_replicas: int) -> dict[str, Any]
     def possible(name: str, value: Any) -> bool:
         options = {name: value}
         is_exact = num_replicas > 1 and not exchange_differs(exchange, options, num_replicas)
-        return is_exact and obstacle(exchange, num_replicas, options) is None
+        return is_exact and not is_refused(check_options, exchange, num_replicas, options)
 
     return {f"{OPTIONS}{name}": value if possible(name, value) else None for name, value in given(space.config).items()}

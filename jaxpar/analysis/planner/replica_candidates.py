@@ -22,11 +22,11 @@ from jaxpar.analysis.planner.candidates import (
 from jaxpar.analysis.planner.gpu_memory import gpu_replica_bytes
 from jaxpar.analysis.planner.predict import StateBytes, StepCosts, UpdateBytes, replicas_costs
 from jaxpar.analysis.planner.updates import exchange_bytes, update_bytes
-from jaxpar.exchange.presets import EXCHANGES, exchange_differs
+from jaxpar.exchange.named import EXCHANGES, exchange_differs
 from jaxpar.layout import SHARDED
 from jaxpar.plan import Plan, Traffic
+from jaxpar.strategies.data_parallel.shard_map import ReplicaDetails
 from jaxpar.strategies.exchanges import sums_along_a_ring
-from jaxpar.strategies.replicas import ReplicaDetails
 
 LARGEST_RING = 64  # replicas of a ring whose steps are written out in the program
 COMBINED_BYTES = 30 * 2**20  # XLA combines all-reduces on GPUs up to this size

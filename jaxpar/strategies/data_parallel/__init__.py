@@ -1,10 +1,12 @@
 """`data_parallel`: every device trains on a shard of each batch, and config.exchange combines the gradients.
 
 There are three implementations:
-  shard_map  the program of one replica with explicit collectives (jaxpar/strategies/replicas.py)
+  shard_map  the program of one replica, with explicit collectives
   sharding   the step of one device, compiled for the whole mesh with the batch split over `data` and the state
              replicated; XLA's partitioner adds the collectives
   pmap       the step of one device, run on every device with an explicit sum over `data`
+
+and the exchange `dp` has programs of its own (master.py). `single` is one replica of `sharding`.
 
 Gradients are divided by the weight of the global batch, not by that of a replica's shard.
 
@@ -13,27 +15,25 @@ model would be summed in bfloat16, before they are cast to float32. `auto` there
 replicas of a model that is not float32.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
-import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import mesh as meshes
-from jaxpar import step as steps
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError, check_choice
 from jaxpar.mesh import DATA
 from jaxpar.models.model import Model
 from jaxpar.plan import Decision, Plan
 from jaxpar.state import State
-from jaxpar.step import Metrics, Problem
-from jaxpar.strategies import exchanges, master, replicas, single
-from jaxpar.strategies.placement import PlacedState, by_replica
-from jaxpar.strategies.strategy import CompiledProgram, Strategy
-from jaxpar.tasks import Sums
+from jaxpar.step import Problem
+from jaxpar.strategies import exchanges
+from jaxpar.strategies.data_parallel import master, pmap, shard_map, sharding
+from jaxpar.strategies.data_parallel.sharding import batch_divisor
+from jaxpar.strategies.strategy import Strategy
 
-DataParallelPlan = Plan[str] | Plan[replicas.ReplicaDetails]  # details: the name of a builder, or an exchange
+DataParallelPlan = Plan[str] | Plan[shard_map.ReplicaDetails]  # details: the name of a builder, or an exchange
 IMPLEMENTATIONS = ("auto", "shard_map", "sharding", "pmap")
 
 
@@ -48,7 +48,7 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Dec
     meshes.check_sizes(config, cluster)
     axes = meshes.sizes(config, cluster)
     exchanges.check_exchange(config, axes[DATA], cluster)
-    if config.data_parallel.implementation in ("sharding", "pmap") and not is_plain(config):
+    if config.data_parallel.implementation in ("sharding", "pmap") and not exchanges.is_plain(config):
         raise UserError(
             f"config.data_parallel.implementation is {config.data_parallel.implementation!r}, with which XLA sums the "
             f"gradients; it must be 'auto' or 'shard_map' with config.exchange={exchanges.name(config)!r}"
@@ -59,12 +59,7 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Dec
             f"{config.model.dtype!r}; it must be one of auto, shard_map, pmap, which sum in float32, "
             "with several replicas"
         )
-    return Decision(axes, *single.batch_divisor(config, axes[DATA]), num_replicas=axes[DATA], source=None)
-
-
-def is_plain(config: ConfigDict) -> bool:
-    """Return whether the exchange is ddp without options, which XLA's partitioner can implement as well."""
-    return config.exchange == "ddp" and not exchanges.given(config)
+    return Decision(axes, *batch_divisor(config, axes[DATA]), num_replicas=axes[DATA], source=None)
 
 
 def sums_are_float32(config: ConfigDict, num_replicas: int) -> bool:
@@ -78,59 +73,18 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
         return master.plan(shapes, decision)
     num_replicas, implementation = decision.num_replicas, config.data_parallel.implementation
     if implementation == "auto":
-        by_xla = is_plain(config) and sums_are_float32(config, num_replicas)
+        by_xla = exchanges.is_plain(config) and sums_are_float32(config, num_replicas)
         implementation = "sharding" if by_xla else "shard_map"
     if implementation == "shard_map":
-        return replicas.plan(config, shapes, decision, on_cpu=cluster.platform == "cpu")
+        return shard_map.plan(config, shapes, decision, on_cpu=cluster.platform == "cpu")
     summary = "batch sharded, state replicated"
     summary = f"pmap: {summary}" if implementation == "pmap" else "one device" if num_replicas == 1 else summary
-    return single.plan_replicated("data_parallel", shapes, decision, summary, implementation)
+    return sharding.plan_replicated("data_parallel", shapes, decision, summary, implementation)
 
 
 def build(plan: DataParallelPlan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:
     """Build the implementation that was planned."""
-    if isinstance(plan.details, replicas.ReplicaDetails):
-        return replicas.build(plan, problem, devices)
-    builders = {"master": master.build, "sharding": single.build, "pmap": build_pmap}
+    if isinstance(plan.details, shard_map.ReplicaDetails):
+        return shard_map.build(plan, problem, devices)
+    builders = {"master": master.build, "sharding": sharding.build, "pmap": pmap.build}
     return builders[plan.details](plan, problem, devices)
-
-
-def build_pmap(plan: Plan[str], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:
-    """Build data parallelism with `jax.pmap`: arrays have a leading dim over the replicas."""
-    n, devices = plan.num_replicas, list(devices[: plan.num_replicas])
-    mesh = meshes.make_mesh(plan.axes, devices)
-    placed = PlacedState(problem, plan.layouts, mesh)
-
-    def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
-        weight = jax.lax.psum(steps.batch_weight(batch), DATA)
-        grads_unreduced, sums_unreduced = steps.gradients(problem, state, batch, weight)
-        grads, sums = jax.lax.psum((grads_unreduced, sums_unreduced), DATA)
-        return steps.update(problem, state, grads, sums)
-
-    def evaluate(state: State, batch: dict[str, jax.Array]) -> Sums:
-        return jax.lax.psum(steps.evaluate(problem, state.params, batch), DATA)
-
-    def place(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        divided = {name: x.reshape(n, -1, *x.shape[1:]) for name, x in batch.items()}
-        return jax.device_put(divided, by_replica(mesh))
-
-    def programs() -> list[CompiledProgram]:
-        batch = {
-            name: jax.ShapeDtypeStruct((n, len(x) // n, *x.shape[1:]), x.dtype) for name, x in problem.batch.items()
-        }
-        return [CompiledProgram(compiled_step.lower(placed.abstract, batch).compile())]
-
-    # Metrics and sums are equal on all replicas and have no leading dim: their out axis is None.
-    compiled_step = jax.pmap(step, axis_name=DATA, devices=devices, donate_argnums=0, out_axes=(0, None))
-    compiled_evaluate = jax.pmap(evaluate, axis_name=DATA, devices=devices, out_axes=None)
-    return Strategy(
-        plan,
-        tuple(devices),
-        init=placed.init,
-        place=place,
-        step=meshes.one_at_a_time(compiled_step, mesh),
-        evaluate=meshes.one_at_a_time(compiled_evaluate, mesh),
-        to_canonical=placed.to_canonical,
-        from_canonical=placed.from_canonical,
-        compile=programs,
-    )

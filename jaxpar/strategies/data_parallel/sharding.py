@@ -1,6 +1,6 @@
-"""`single`: training on one device, the reference for all other strategies.
+"""Data parallelism by `jit` over a mesh: the batch is split over `data`, and XLA adds the collectives.
 
-The same program, compiled for a mesh of several devices, is data parallelism with the implementation `sharding`.
+On a mesh of one device, this is the strategy `single`.
 """
 
 from collections.abc import Sequence
@@ -12,37 +12,15 @@ from jaxpar import layout
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
-from jaxpar.cluster import Cluster
-from jaxpar.errors import UserError, check_choice, format_count
-from jaxpar.exchange.presets import EXCHANGES
+from jaxpar.errors import format_count
 from jaxpar.exchange.reduce import ring_traffic
-from jaxpar.mesh import DATA, STAGE
-from jaxpar.models.model import Model
+from jaxpar.mesh import DATA
 from jaxpar.plan import Decision, Plan, state_memory
 from jaxpar.state import State, nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
-from jaxpar.strategies import exchanges
 from jaxpar.strategies.placement import IN_PLACE, PlacedState, batch_placer, by_replica, on_all
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
-
-
-def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Decision[None]:
-    """Decide on one device. Raises UserError for a config with several devices or an exchange."""
-    meshes.check_processes("config.strategy='single'", cluster)
-    meshes.check_stages(config)
-    if config.mesh.data not in (-1, 1):
-        raise UserError(
-            f"config.mesh.data is {config.mesh.data}; it must be 1 or -1 with config.strategy='single' "
-            "(config.strategy='data_parallel' uses several devices)"
-        )
-    check_choice("exchange", config.exchange, EXCHANGES)
-    if config.exchange != "ddp" or exchanges.given(config):
-        raise UserError(
-            f"config.exchange is {exchanges.name(config)!r}; it must be 'ddp' without options with "
-            "config.strategy='single', which has one replica and exchanges nothing"
-        )
-    return Decision({DATA: 1, STAGE: 1}, *batch_divisor(config, 1), num_replicas=1, source=None)
 
 
 def batch_divisor(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
@@ -50,11 +28,6 @@ def batch_divisor(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
     number = config.optimizer.accumulation_steps
     words = f"{format_count(num_replicas, 'replica')} (the data axis) x {format_count(number, 'accumulation step')}"
     return num_replicas * number, words
-
-
-def plan(_config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[None], /) -> Plan[str]:
-    """Plan the whole state and every batch on one device."""
-    return plan_replicated("single", shapes, decision, "one device")
 
 
 def plan_replicated(

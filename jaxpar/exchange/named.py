@@ -1,0 +1,358 @@
+"""The named exchanges of config.exchange: a row for each in EXCHANGES, and the values of options in OPTION_VALUES.
+
+The checks of a config read the rows. tests/exchange/test_named.py compares them with `--help` and docs/exchanges.md.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from jaxpar.errors import UserError
+from jaxpar.exchange import gossip, reduce
+from jaxpar.exchange.adam import momentum_exchange
+from jaxpar.exchange.adasum import adasum
+from jaxpar.exchange.compress import FLOAT8, Compressor, dithering, error_feedback, min_max_uint8, onebit, randomk, topk
+from jaxpar.exchange.exchange import AllReduce, Exchange, Rule, every
+from jaxpar.exchange.fuse import averaged, fused, in_layer_order
+from jaxpar.exchange.gradients import byteps, compressed_byteps, ddp, horovod, lossy
+from jaxpar.exchange.powersgd import powersgd
+from jaxpar.exchange.reduce import Axis
+from jaxpar.exchange.scatter_gather import scatter_gather
+from jaxpar.exchange.zero import Codes, zero
+
+MIB = 2**20
+NODE = 8  # GPUs of most nodes
+LAYER_BYTES = 1024 * MIB  # more than most layers have
+BUCKET_BYTES = "bucket_bytes"
+PASSES, AVERAGE = "backward_passes_per_step", "average_aggregated_gradients"  # Horovod's, with any reduction
+ACCUMULATION = {PASSES: 1, AVERAGE: False}  # `make_exchange` adds it to an exchange
+QUANTIZED = ("quantized_weights", "quantized_gradients")
+INT32 = 2**31 - 1  # seeds and steps are int32
+
+
+class Option(NamedTuple):
+    """The values of an option, among those of the type of its default.
+
+    Attributes:
+      must: the rule, as in "it must be greater than 0".
+      allows: whether a value follows the rule.
+    """
+
+    must: str
+    allows: Callable[[Any], bool]
+
+
+def _one_of(*names: str) -> Option:
+    return Option(f"be one of {', '.join(names)}", lambda value: value in names)
+
+
+def _between(low: float, high: float) -> Option:
+    return Option(f"be between {low} and {high}", lambda value: low <= value <= high)
+
+
+POSITIVE = Option("be greater than 0", lambda value: value > 0)
+BOOLEAN = Option("be True or False", lambda _value: True)
+OPTION_VALUES: dict[str, Option] = {
+    BUCKET_BYTES: POSITIVE,
+    "wire_dtype": _one_of("float16", "bfloat16", *FLOAT8),
+    "algorithm": _one_of("psum", "ring"),
+    "group": POSITIVE,
+    "predivide": _between(0.0001, 10000),  # gradients in float16 would overflow or become 0
+    PASSES: POSITIVE,
+    AVERAGE: BOOLEAN,
+    "block": _between(0, 2**31),
+    "min_compress_bytes": _between(0, 2**31),
+    "ratio": Option("be greater than 0 and at most 1", lambda value: 0 < value <= 1),
+    "levels": _between(1, 127),
+    "seed": _between(0, INT32),
+    "momentum": _between(0.0, 0.9999),
+    "warmup": Option("be greater than 0 and less than 1", lambda value: 0 < value < 1),
+    "rank": POSITIVE,
+    "interval": _between(1, INT32),
+    "peers": _one_of("shift_one", "all"),
+    "offload": BOOLEAN,
+    **dict.fromkeys(QUANTIZED, BOOLEAN),
+}
+
+
+class NamedExchange(NamedTuple):
+    """A row of EXCHANGES.
+
+    Attributes:
+      make: (axis, **options) -> AllReduce if the exchange averages gradients; (axis, rule, **options) -> Exchange if it
+        wraps an optimizer; None if it has programs of its own.
+      options: its options, with their defaults.
+      averages: whether it only averages gradients, so that pipelines can use it, too.
+      differs: how training differs from a single device, whatever the options are; empty: only by rounding.
+      residuals: whether it has error feedback: its private state is divided into buckets, as what it sends is.
+      diverges: whether each replica has its own optimizer state, because the optimizer steps on the local gradient.
+      shards: whether it shards arrays, so that the optimizer must be elementwise, and no array may be empty.
+      adamw: whether it computes the update of AdamW itself, from exchanged momentum, so the optimizer must be AdamW.
+      noisy: whether most of what it sends is noise, which error feedback cancels only later.
+      replicas: what the number of replicas must be: a key of REPLICA_NUMBERS.
+    """
+
+    make: Callable[..., Any] | None
+    options: Mapping[str, Any]
+    averages: bool = False
+    differs: str = ""
+    residuals: bool = False
+    diverges: bool = False
+    shards: bool = False
+    adamw: bool = False
+    noisy: bool = False
+    replicas: str = ""
+
+    @property
+    def in_own_step(self) -> bool:
+        """Whether `distributed_optimizer` supports it: around any optimizer, whose state it does not shard."""
+        return self.averages or self.diverges
+
+    def call(self, *arguments: Any, **settings: Any) -> Any:
+        """Call `make` with the options, whose defaults these settings replace, except those of accumulation."""
+        assert self.make is not None
+        options = {**self.options, **settings}
+        return self.make(*arguments, **{key: value for key, value in options.items() if key not in ACCUMULATION})
+
+
+REPLICA_NUMBERS: dict[str, Callable[[int], bool]] = {
+    "": lambda _number: True,
+    "even": lambda number: number % 2 == 0,
+    "a power of 2": lambda number: number & (number - 1) == 0,
+}
+
+
+def layer_message_bytes(num_replicas: int) -> int:
+    """Return the default size limit of a message of ZeRO stage 3, in bytes.
+
+    Between nodes the latency of a message is long, so a layer has one. Several messages need fewer copies.
+    """
+    return 25 * MIB if num_replicas <= NODE else LAYER_BYTES
+
+
+def _compressed(
+    compressor: Callable[..., Compressor],
+    options: Mapping[str, Any],
+    differs: str,
+    *,
+    noisy: bool = False,
+    seed: Mapping[str, int] = {},
+) -> NamedExchange:
+    """Return the row of BytePS with a compressor.
+
+    options: those of the compressor. seed: the option of a random one.
+    """
+
+    def make(axis: Axis, **settings: Any) -> AllReduce:
+        own = {key: settings.pop(key) for key in options}
+        return compressed_byteps(axis, compressor(**own), **settings)
+
+    every_option = {**BYTEPS, **options, "momentum": 0.0, **seed}
+    return NamedExchange(make, every_option, averages=True, differs=differs, residuals=True, noisy=noisy)
+
+
+def _bytegrad(axis: Axis, *, bucket_bytes: int, group: int, block: int) -> AllReduce:
+    return fused(lossy(axis, group, min_max_uint8(block), min_max_uint8(block)), bucket_bytes)
+
+
+def _qadam(axis: Axis, rule: Rule, *, block: int, **options: Any) -> Exchange:
+    return momentum_exchange(axis, rule, scatter_gather(axis, min_max_uint8(block), min_max_uint8(block)), **options)
+
+
+def _onebit_adam(axis: Axis, rule: Rule, *, block: int, **options: Any) -> Exchange:
+    compressor = error_feedback(onebit("l2", block))
+    return momentum_exchange(axis, rule, scatter_gather(axis, compressor, compressor), **options)
+
+
+def _zero(axis: Axis, rule: Rule, *, stage: int, bucket_bytes: int, offload: bool) -> Exchange:
+    return zero(axis, stage, rule.optimizer, rule.params, bucket_bytes, offload=offload)
+
+
+def _zero3(
+    axis: Axis,
+    rule: Rule,
+    *,
+    group: int,
+    bucket_bytes: int,
+    offload: bool,
+    quantized_weights: bool,
+    quantized_gradients: bool,
+    block: int,
+) -> Exchange:
+    num_bytes, coded = bucket_bytes or layer_message_bytes(group), min_max_uint8(block)
+    codes = Codes(coded if quantized_weights else None, coded if quantized_gradients else None)
+    return zero(axis, 3, rule.optimizer, rule.params, num_bytes, offload=offload, codes=codes, group=group)
+
+
+def _low_precision(axis: Axis, rule: Rule, *, block: int) -> Exchange:
+    return gossip.low_precision_decentralized(axis, rule.optimizer, min_max_uint8(block))
+
+
+def _model_average(axis: Axis, rule: Rule, *, bucket_bytes: int, interval: int) -> Exchange:
+    return gossip.model_average(fused(reduce.psum(axis), bucket_bytes), rule.optimizer, interval)
+
+
+# Elements that share a scale (1 bit), or a range (8 bits). The gradient of most rows of an embedding is zero, so the
+# scale of 1-bit gradients should be that of one row or less.
+BYTES_BLOCK, BLOCK, ROW_BLOCK = 4096, 2048, 128
+BYTEPS = {BUCKET_BYTES: 4_096_000, "group": 1, "min_compress_bytes": 65_536}  # the defaults of BytePS
+ZERO = {BUCKET_BYTES: 25 * MIB, "offload": False}
+SHARDED_PARAMS = {"offload": False, **dict.fromkeys(QUANTIZED, False), "block": BLOCK}
+LOSSY, PARTIAL = "compresses gradients lossily", "sends only part of the gradients in each step"
+MOMENTUM, WEIGHTS = "compresses momentum lossily after its warm-up", "has different weights on each replica"
+
+EXCHANGES: dict[str, NamedExchange] = {
+    # PyTorch's DistributedDataParallel and DataParallel. DataParallel is data_parallel/master.py of the strategies.
+    "ddp": NamedExchange(
+        ddp, {BUCKET_BYTES: 25 * MIB, "wire_dtype": "", "algorithm": "psum", "group": 1}, averages=True
+    ),
+    "dp": NamedExchange(None, {}),
+    "horovod": NamedExchange(
+        horovod,
+        {BUCKET_BYTES: 128 * MIB, "wire_dtype": "", "algorithm": "ring", "group": 1, "predivide": 1.0, **ACCUMULATION},
+        averages=True,
+    ),
+    # BytePS, which sends signs, the largest values, random values, or values rounded randomly
+    "byteps": NamedExchange(byteps, {BUCKET_BYTES: BYTEPS[BUCKET_BYTES], "wire_dtype": ""}, averages=True),
+    "byteps_onebit": _compressed(onebit, {"block": ROW_BLOCK}, LOSSY, noisy=True),
+    "byteps_topk": _compressed(topk, {"ratio": 0.01}, PARTIAL),
+    "byteps_randomk": _compressed(randomk, {"ratio": 0.25}, PARTIAL, noisy=True, seed={"seed": 0}),
+    "byteps_dithering": _compressed(dithering, {"levels": 127}, LOSSY, seed={"seed": 0}),
+    # Bagua's ByteGrad: a byte for each element, and a range for each block. Bagua's own block is 1/n of a bucket.
+    "bagua_bytegrad": NamedExchange(
+        _bytegrad, {BUCKET_BYTES: 10 * MIB, "group": 1, "block": BYTES_BLOCK}, averages=True, differs=LOSSY
+    ),
+    "horovod_adasum": NamedExchange(
+        lambda axis, rule: adasum(axis, rule.optimizer),
+        ACCUMULATION,
+        differs="combines updates with Adasum instead of averaging gradients",
+        diverges=True,
+        replicas="a power of 2",
+    ),
+    "bagua_qadam": NamedExchange(
+        _qadam, {BUCKET_BYTES: 10 * MIB, "warmup": 0.2, "block": BYTES_BLOCK}, differs=MOMENTUM, adamw=True
+    ),
+    "bagua_decentralized": NamedExchange(
+        lambda axis, rule, **options: gossip.decentralized(axis, rule.optimizer, **options),
+        {"peers": "shift_one", "interval": 1},
+        differs=WEIGHTS,
+        diverges=True,
+        replicas="even",
+    ),
+    "bagua_low_precision_decentralized": NamedExchange(
+        _low_precision, {"block": BYTES_BLOCK}, differs=WEIGHTS, diverges=True
+    ),
+    "bagua_model_average": NamedExchange(
+        _model_average, {BUCKET_BYTES: 10 * MIB, "interval": 8}, differs=WEIGHTS, diverges=True
+    ),
+    # DeepSpeed's ZeRO, and hybrid sharding, whose groups are by default the largest that have no more replicas than a
+    # node and divide all replicas evenly. Size of messages: 0 is that of `layer_message_bytes`.
+    "zero1": NamedExchange(partial(_zero, stage=1), ZERO, shards=True),
+    "zero2": NamedExchange(partial(_zero, stage=2), ZERO, shards=True),
+    "zero3": NamedExchange(
+        lambda axis, rule, **options: _zero3(axis, rule, group=axis.size, **options),
+        {BUCKET_BYTES: 0, **SHARDED_PARAMS},
+        shards=True,
+    ),
+    "hsdp": NamedExchange(
+        lambda axis, rule, *, group, **options: _zero3(axis, rule, group=group or math.gcd(axis.size, NODE), **options),
+        {BUCKET_BYTES: 0, "group": 0, **SHARDED_PARAMS},
+        shards=True,
+    ),
+    "onebit_adam": NamedExchange(
+        _onebit_adam,
+        {BUCKET_BYTES: 25 * MIB, "warmup": 0.2, "block": BLOCK},
+        differs=MOMENTUM,
+        residuals=True,
+        adamw=True,
+    ),
+    "powersgd": NamedExchange(
+        powersgd,
+        {BUCKET_BYTES: 25 * MIB, "rank": 4, "warmup": 0.1, "seed": 0},
+        differs="sends low-rank approximations of gradients after its warm-up",
+    ),
+}
+
+
+def exchange_differs(name: str, settings: Mapping[str, Any], num_replicas: int) -> str:
+    """Return how training with this exchange differs from a single device; '' if it differs only by rounding."""
+    row = EXCHANGES[name]
+    is_compressor = row.averages and (row.differs or settings.get("wire_dtype") in FLOAT8)
+    if is_compressor and settings.get("group") == num_replicas > 1:
+        return ""  # it compresses between groups only
+    if row.differs:
+        return f"{name} {row.differs}"
+    if settings.get(PASSES, 1) > 1:
+        return f"{name} takes one optimizer step for every {settings[PASSES]} training steps"
+    quantized = [key.removeprefix("quantized_") for key in QUANTIZED if settings.get(key)]
+    if quantized:
+        return f"{name} sends {' and '.join(quantized)} with 8 bits per element"
+    return f"{name} sends gradients in {settings['wire_dtype']}" if settings.get("wire_dtype") else ""
+
+
+class OptionError(UserError, ValueError):
+    """An option that an exchange cannot have, or an exchange that is impossible with this number of replicas.
+
+    It is also a ValueError, for callers of `distributed_optimizer`, who have no config.
+    """
+
+    def __init__(self, key: str, wrong: str):
+        """key: the option, or "exchange". wrong: its value, and what it must be."""
+        super().__init__(f"{key} {wrong}")
+        self.key = key
+
+
+def check_options(name: str, num_replicas: int, settings: Mapping[str, Any]) -> None:
+    """Raise OptionError if an exchange is impossible with these options and this number of replicas."""
+    row = EXCHANGES[name]
+
+    def refuse(key: str, must: str) -> None:
+        raise OptionError(key, f"is {settings[key]!r}; it must {must}")
+
+    for key, value in settings.items():
+        if key not in row.options:
+            has = f"whose options are {', '.join(row.options)}" if row.options else "which has no options"
+            refuse(key, f"be None with exchange {name!r}, {has}")
+        default = row.options[key]
+        if isinstance(default, int) and not isinstance(value, int):
+            refuse(key, "be an integer")
+        if isinstance(default, float) and not isinstance(value, int | float):
+            refuse(key, "be a number")
+        if not OPTION_VALUES[key].allows(value):
+            refuse(key, OPTION_VALUES[key].must)
+    group, wire_dtype = settings.get("group", 1), settings.get("wire_dtype")
+    if settings.get(AVERAGE) and settings.get(PASSES, 1) == 1:
+        raise OptionError(AVERAGE, f"is True; it has no effect without exchange_options.{PASSES} of at least 2")
+    if num_replicas % group:
+        refuse("group", f"divide the number of replicas, {num_replicas}")
+    if group == num_replicas > 1 and settings.get("momentum"):
+        refuse("momentum", f"be 0 with group={group}, the number of replicas, because nothing is compressed")
+    if group > 1 and settings.get("algorithm") == "ring":
+        refuse("algorithm", f"be 'psum' with group={group}")
+    for key in ("algorithm", "predivide"):
+        if wire_dtype in FLOAT8 and key in settings:
+            refuse(key, f"be None with wire_dtype={wire_dtype!r}, whose sums are in float32")
+    if "block" in settings and QUANTIZED[0] in row.options and not any(settings.get(key) for key in QUANTIZED):
+        refuse("block", f"be None with exchange {name!r} without {' or '.join(QUANTIZED)}")
+    if not REPLICA_NUMBERS[row.replicas](num_replicas) and settings.get("peers") != "all":
+        number = f"their number must be {row.replicas}"
+        raise OptionError("exchange", f"is {name!r} with {num_replicas} replicas; {number}")
+
+
+def make_all_reduce(name: str, axis: Axis, clip_norm: float, **settings: Any) -> AllReduce:
+    """Return the named exchange of gradients with these options. clip_norm: as in `Rule`."""
+    row = EXCHANGES[name]
+    all_reduce: AllReduce = row.call(axis, **settings)
+    return all_reduce._replace(clip_norm=clip_norm) if row.residuals else all_reduce
+
+
+def make_exchange(name: str, axis: Axis, rule: Rule, **settings: Any) -> Exchange:
+    """Return the named exchange with these options, around an optimizer. dp is not supported."""
+    if EXCHANGES[name].averages:
+        all_reduce = make_all_reduce(name, axis, rule.clip_norm, **settings)
+        exchange = averaged(in_layer_order(all_reduce, rule.layers), rule.optimizer)
+    else:
+        exchange = EXCHANGES[name].call(axis, rule, **settings)
+    passes = settings.get(PASSES, 1)
+    return exchange if passes == 1 else every(passes, exchange, average=settings.get(AVERAGE, False))
