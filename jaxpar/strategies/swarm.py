@@ -34,12 +34,13 @@ from jaxpar.state import Canonical, State
 from jaxpar.step import Problem
 from jaxpar.strategies import exchanges, live_swarm
 from jaxpar.strategies.placement import PlacedState, batch_placer, on_all
-from jaxpar.strategies.strategy import Strategy
+from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.swarm import live_options, options
 from jaxpar.swarm.executor import SwarmExecutor, SwarmState
 from jaxpar.swarm.failures import events_before
 from jaxpar.swarm.fluid import run_fluid
 from jaxpar.swarm.ledger import LOST, REPEATED
+from jaxpar.swarm.live_options import LiveDetails
 from jaxpar.swarm.messages import MESSAGE_COMPRESSORS, MessageFormat
 from jaxpar.swarm.options import StageSizes, SwarmSource
 from jaxpar.swarm.programs import SwarmPrograms
@@ -190,47 +191,59 @@ def swarm_traffic(run: SwarmRun, sizes: StageSizes, num_peers: int, compress: st
     return tuple(one for one in traffic if one.messages)
 
 
-def build(plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[Any]:
-    """Build the executor of the simulated run, or the trainer of a live one, on the first of these devices."""
-    return (build_emulated if isinstance(plan.details, SwarmDetails) else live_swarm.build_live)(plan, problem, devices)
+def build(plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[SwarmState]:
+    """Build the executor of the simulated run, or the trainer of a live one, on the first of these devices.
 
-
-def build_emulated(plan: Plan[SwarmDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[SwarmState]:
-    """Build the executor of the simulated run on the first of these devices."""
+    Raises:
+      UserError: no cluster answers at config.swarm.address, or it has room for fewer peers than stages.
+    """
     details, mesh = plan.details, meshes.make_mesh(plan.axes, devices)
+    is_live = isinstance(details, LiveDetails)
+    delayed = not is_live and details.delayed
     placed = PlacedState(problem, plan.layouts, mesh)
     [at] = placed.shardings.key.device_set
-    programs = SwarmPrograms(problem, details.stages, details.messages, keeps_params=details.delayed)
     executor = SwarmExecutor(
-        programs,
+        SwarmPrograms(problem, details.stages, details.messages, keeps_params=delayed),
         details.stages,
-        RunActions(details.scenario, details.run),
+        (lambda _: []) if is_live else RunActions(details.scenario, details.run),
         details.num_microbatches,
         tuple(mesh.devices.flat),
     )
+    if is_live:
+        from jaxpar.swarm.live.trainer import start_trainer  # late, because Ray may not be installed
+
+        trainer = start_trainer(details, problem)
+        step, report = trainer.step, trainer.report
+    else:
+        step, report = executor.step, partial(report_swarm, details)
     everywhere, place_on_devices = on_all(mesh), batch_placer(mesh)
     sums = meshes.one_at_a_time(jax.jit(partial(steps.evaluate, problem), out_shardings=everywhere), mesh)
 
     def begin(state: State, private: Canonical | None = None) -> SwarmState:
         older = jax.device_put(private["params"], at) if private else state.params
-        return SwarmState(int(state.step), state, older if details.delayed else None)
+        return SwarmState(int(state.step), state, older if delayed else None)
 
     def evaluate(state: SwarmState, batch: Mapping[str, np.ndarray]) -> Sums:
         total: Sums = sums(jax.device_put(state.state.params, everywhere), place_on_devices(batch))
         return total
+
+    def compile_programs() -> list[CompiledProgram]:
+        *passes, update = executor.lower(states.abstract_state(problem.model, problem.optimizer), problem.batch)
+        compiled = [CompiledProgram(one.compile()) for one in passes]
+        return [*compiled, CompiledProgram(update.compile(), arguments=("parameters",))]
 
     return Strategy(
         plan,
         tuple(mesh.devices.flat),
         init=lambda key: begin(placed.init(key)),
         place=dict,
-        step=executor.step,
+        step=step,
         evaluate=evaluate,
         to_canonical=lambda state: placed.to_canonical(state.state),
         from_canonical=lambda tree, private=None: begin(placed.from_canonical(tree), private),
-        compile=lambda: live_swarm.compile_swarm(executor, problem),
+        compile=compile_programs,
         to_private=lambda state: {} if state.older is None else {"params": state.older},
-        report=lambda _state, workdir: report_swarm(details, workdir),
+        report=lambda _state, workdir: report(workdir),
     )
 
 

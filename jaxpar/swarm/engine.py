@@ -231,10 +231,10 @@ class SwarmEngine:
 
     def serve(self, peer: int, pace: float | None = None) -> None:
         """Route passes to a peer that has the state of its stage. pace: its seconds per unit of work, if known."""
-        stage, now = self.swarm.stage[peer], self._transport.now
-        self.swarm = placed(self.swarm, peer, stage, now)
+        stage = self.swarm.stage[peer]
+        self.swarm = placed(self.swarm, peer, stage, self._transport.now)
         self.queues[stage] = routing.announce(self.queues[stage], peer, self._rng.random(), pace)
-        self._move(refills(self.swarm, now))
+        self.refill()
         self.reroute(())
 
     def leave(self, peer: int) -> int:
@@ -252,7 +252,7 @@ class SwarmEngine:
             for microbatch, row in gradients:
                 self.record.lose_pass(row)
                 lost.append((step, microbatch))
-        self._move(refills(self.swarm, self._transport.now))
+        self.refill()
         self.reroute([one for one in self._active.values() if one.peer == peer or self._needs(one, peer)], lost)
         return len(lost)
 
@@ -262,9 +262,12 @@ class SwarmEngine:
             return True
         return one.is_repeat and one.stage not in self.batches[one.step].ledger.progress(one.microbatch).counted
 
-    def rebalance(self, rule: str, seconds: float) -> None:
-        """Apply a rule to the mean number of passes that each peer had been assigned in a period of `seconds`."""
-        loads = self.loads.read(len(self.swarm.stage), seconds)
+    def refill(self) -> None:
+        """Move a peer to each stage that has lost its last one."""
+        self._move(refills(self.swarm, self._transport.now))
+
+    def rebalance(self, rule: str, loads: Sequence[float]) -> None:
+        """Move peers by a rule. loads: the load of each peer, such as `self.loads` measures."""
         self._move(REBALANCING_RULES[rule](self.swarm, loads, self._transport.now))
 
     def _move(self, moves: Iterable[Move]) -> None:

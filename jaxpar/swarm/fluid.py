@@ -1,31 +1,20 @@
 """Throughput of a large swarm over hours: between two events, each stage computes at the total speed of its peers.
 
-This leaves out what happens within a step (run.py), but uses the same decisions: where a peer joins, who refills an
-empty stage, and who moves at the end of a period. The swarm computes at the rate of its slowest stage.
+The peers are those of run.py without any batch, so that only what they decide between steps is left: where a peer
+joins, who refills an empty stage, and who moves at the end of a period. The swarm computes at the rate of its slowest
+stage.
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.swarm.costs import download_seconds
-from jaxpar.swarm.failures import Trace, events_before, first_present
-from jaxpar.swarm.membership import (
-    ABSENT,
-    Move,
-    Swarm,
-    capacities,
-    make_swarm,
-    neediest,
-    optimal_throughput,
-    placed,
-    refills,
-    removed,
-)
-from jaxpar.swarm.rebalancing import REBALANCING_RULES
-from jaxpar.swarm.trace import JOIN, SwarmPeer
+from jaxpar.swarm.costs import SwarmSettings, Workload
+from jaxpar.swarm.failures import Trace, events_before
+from jaxpar.swarm.membership import ABSENT, Move, Swarm, capacities, optimal_throughput
+from jaxpar.swarm.run import VirtualPeers
+from jaxpar.swarm.trace import LEAVE, SwarmPeer
 
 
 class FluidRun(NamedTuple):
@@ -77,53 +66,47 @@ def run_fluid(
       rebalance_seconds: the period of rebalancing; 0: none.
       rule: key of REBALANCING_RULES.
     """
-    swarm = make_swarm(tuple(peer.speed for peer in peers), tuple(work), first_present(len(peers), trace))
-    events = events_before(trace, seconds)
-    period = rebalance_seconds or math.inf
-    tick, next_event, now = period, 0, 0.0
+    workload = Workload(tuple(work), (0.0,) * len(work), state_bytes=state_bytes)
+    fluid = _FluidPeers(peers, workload, trace, SwarmSettings(0, 0, rebalance_seconds=rebalance_seconds, rule=rule))
+    clock, engine = fluid.clock, fluid.engine
     times, rates, optima, rows, counts = [0.0], [], [], [], []
-    failures: list[float] = []
-    moves: list[tuple[float, Move]] = []
-
-    def move(found: list[Move]) -> None:
-        nonlocal swarm
-        for one in found:
-            swarm = placed(
-                swarm,
-                one.peer,
-                one.target,
-                now + download_seconds(peers, swarm, one.peer, one.target, now, state_bytes),
-            )
-            moves.append((now, one))
-
-    while now < seconds:
-        upcoming = [ready for ready in swarm.ready if ready > now]
-        trace_time = events[next_event].seconds if next_event < len(events) else math.inf
-        until = min(seconds, tick, trace_time, *upcoming)
-        capacity = capacities(swarm, now)
-        if until > now:
+    while times[-1] < seconds or clock.upcoming <= seconds:
+        until = min(clock.upcoming, seconds)
+        if until > times[-1]:
+            capacity = capacities(engine.swarm, clock.now)
             times.append(until)
             rates.append(float(capacity.min()))
-            optima.append(optimal_throughput(swarm))
+            optima.append(optimal_throughput(engine.swarm))
             rows.append(capacity)
-            counts.append(sum(stage != ABSENT for stage in swarm.stage))
-        now = until
-        while next_event < len(events) and events[next_event].seconds <= now:
-            _, peer, kind = events[next_event]
-            next_event += 1
-            if kind == JOIN:
-                stage = neediest(swarm)
-                swarm = placed(swarm, peer, stage, now + download_seconds(peers, swarm, peer, stage, now, state_bytes))
-            else:
-                swarm = removed(swarm, peer)
-                failures.append(now)
-            move(refills(swarm, now))
-        if now >= tick:
-            tick += period
-            move(REBALANCING_RULES[rule](swarm, published_loads(swarm, now), now))
+            counts.append(sum(stage != ABSENT for stage in engine.swarm.stage))
+        if clock.upcoming <= seconds:
+            clock.advance()
+    failures = [event.seconds for event in events_before(trace, seconds) if event.event == LEAVE]
     return FluidRun(
-        np.array(times), np.array(rates), np.array(optima), np.array(rows), np.array(counts), failures, moves
+        np.array(times),
+        np.array(rates),
+        np.array(optima),
+        np.array(rows),
+        np.array(counts),
+        failures,
+        engine.record.moves,
     )
+
+
+class _FluidPeers(VirtualPeers):
+    """Peers without passes. They publish the load that follows from the capacities of the stages."""
+
+    def join(self, peer: int) -> None:
+        """Let a peer join, after which another one can move."""
+        super().join(peer)
+        self.engine.refill()
+
+    def serve(self, peer: int, epoch: int) -> None:
+        """Do nothing: no pass waits for the peer, and its stage counts it from the end of its download."""
+
+    def read_loads(self) -> list[float]:
+        """See `published_loads`."""
+        return published_loads(self.engine.swarm, self.clock.now)
 
 
 def published_loads(swarm: Swarm, now: float) -> list[float]:

@@ -41,7 +41,7 @@ def run_swarm(peers: Sequence[SwarmPeer], workload: Workload, trace: Trace, sett
       UserError: a stage has no peer for the rest of the trace, so training cannot continue; or peers fail so often that
         a step never ends.
     """
-    return _VirtualPeers(peers, workload, trace, settings).run()
+    return VirtualPeers(peers, workload, trace, settings).run()
 
 
 class VirtualClock:
@@ -62,6 +62,11 @@ class VirtualClock:
         """Whether no event is left."""
         return not self._heap
 
+    @property
+    def upcoming(self) -> float:
+        """The time of the next event; inf if none is left."""
+        return self._heap[0][0] if self._heap else math.inf
+
     def at(self, time: float, event: Callable[..., None], *arguments: object, is_first: bool = False) -> None:
         """Call `event` with the arguments at this time. is_first: before other events; only one can wait."""
         heapq.heappush(self._heap, (time, 0 if is_first else next(self._numbers), event, arguments))
@@ -77,8 +82,8 @@ class VirtualClock:
         event(*arguments)
 
 
-class _VirtualPeers:
-    """The `SwarmTransport` of virtual time."""
+class VirtualPeers:
+    """The peers in virtual time: a `SwarmTransport`."""
 
     def __init__(self, peers: Sequence[SwarmPeer], workload: Workload, trace: Trace, settings: SwarmSettings) -> None:
         self.peers, self.workload, self.settings = peers, workload, settings
@@ -100,16 +105,17 @@ class _VirtualPeers:
         self.follow_trace()
         for peer in sorted(present):
             self.serve(peer, 0)
+        if settings.rebalance_seconds:
+            self.clock.at(settings.rebalance_seconds, self.rebalance)
 
     @property
     def now(self) -> float:
+        """The time, in seconds."""
         return self.clock.now
 
     def run(self) -> SwarmRun:
         """Process all events until the last update. With delayed updates, the next batch has started by then."""
         clock, record, settings = self.clock, self.record, self.settings
-        if settings.rebalance_seconds:
-            clock.at(settings.rebalance_seconds, self.rebalance)
         self.start_batches()
         while not clock.is_idle and len(record.update_times) < settings.num_steps:
             step, limit = len(record.update_times), clock.num_advances + self.most_events
@@ -139,6 +145,7 @@ class _VirtualPeers:
             self.engine.begin(self.num_started - 1, self.settings.num_microbatches, self.settings.in_flight)
 
     def all_started(self, _step: int) -> None:
+        """Start the next batch if it does not need the update."""
         self.start_batches()
 
     def average(self, step: int) -> list[list[int]]:
@@ -154,6 +161,7 @@ class _VirtualPeers:
         return groups
 
     def update(self, step: int, groups: list[list[int]]) -> None:
+        """End a batch whose averaging ends now."""
         batch = self.engine.batches.get(step)
         if batch is None or batch.averaging is not groups:
             return  # the averaging has started over
@@ -178,6 +186,7 @@ class _VirtualPeers:
         self.clock.after(seconds, self.arrive, one)
 
     def arrive(self, one: AssignedPass) -> None:
+        """Let a peer hold what it was sent for a pass."""
         if not self.engine.is_active(one):
             return
         holders = self.engine.batches[one.step].ledger.holders(one.microbatch, one.phase, one.stage)
@@ -190,14 +199,17 @@ class _VirtualPeers:
         self.engine.receive(one)
 
     def is_free(self, peer: int) -> bool:
+        """Return whether a peer computes nothing."""
         return self.running[peer] is None
 
     def start(self, one: AssignedPass) -> None:
+        """Let a peer compute a pass."""
         self.running[one.peer] = one
         self.record.begin_pass(one, max(one.step - self.settings.delayed, 0), self.clock.now)
         self.clock.after(self.work[one.phase][one.stage] / self.peers[one.peer].speed, self.finish, one)
 
     def finish(self, one: AssignedPass) -> None:
+        """End a pass, and move its peer if that was waiting for it."""
         if not self.engine.is_active(one):
             return
         self.running[one.peer] = None
@@ -229,6 +241,7 @@ class _VirtualPeers:
             self.engine.serve(peer)
 
     def end_service(self, peer: int) -> None:
+        """Record until when a peer has served its stage."""
         if self.serving[peer] != ABSENT:
             self.record.service.append((peer, self.serving[peer], self.since[peer], self.clock.now))
             self.serving[peer] = ABSENT
@@ -236,12 +249,17 @@ class _VirtualPeers:
     def follow_trace(self, event: PeerEvent | None = None) -> None:
         """Let a peer join or leave. The next event of the trace comes before anything else at the same time."""
         if event is not None:
-            (self.engine.join if event.event == JOIN else self.leave)(event.peer)
+            (self.join if event.event == JOIN else self.leave)(event.peer)
         upcoming = next(self.trace, None)
         if upcoming is not None:
             self.clock.at(upcoming.seconds, self.follow_trace, upcoming, is_first=True)
 
+    def join(self, peer: int) -> None:
+        """Let a peer download the state of a stage."""
+        self.engine.join(peer)
+
     def leave(self, peer: int) -> None:
+        """Let a peer fail."""
         self.end_service(peer)
         self.epoch[peer] += 1
         self.moving.pop(peer, None)
@@ -253,7 +271,12 @@ class _VirtualPeers:
         self.engine.leave(peer)
 
     def rebalance(self) -> None:
-        if self.clock.is_idle:
-            return  # nothing can happen any more
-        self.engine.rebalance(self.settings.rule, self.settings.rebalance_seconds)
+        """End a period."""
+        if self.clock.is_idle and self.engine.batches:
+            return  # nothing can happen any more that ends the step
+        self.engine.rebalance(self.settings.rule, self.read_loads())
         self.clock.after(self.settings.rebalance_seconds, self.rebalance)
+
+    def read_loads(self) -> list[float]:
+        """Return the mean number of passes that each peer had been assigned in the period."""
+        return self.engine.loads.read(len(self.peers), self.settings.rebalance_seconds)

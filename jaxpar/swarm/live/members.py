@@ -302,7 +302,7 @@ class Members:
         paces = {entry.peer: entry.pace for queue in self.engine.queues for entry in queue if entry.num_observed}
         speed = tuple(1 / paces[peer] if peer in paces else old for peer, old in enumerate(swarm.speed))
         self.engine.swarm = swarm._replace(speed=speed)
-        self.engine.rebalance(s.rule, s.rebalance_seconds)
+        self.engine.rebalance(s.rule, self.engine.loads.read(len(self.peers), s.rebalance_seconds))
 
     def _remember_pace(self, peer: int, stage: int) -> None:
         for entry in self.engine.queues[stage]:

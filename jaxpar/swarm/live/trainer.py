@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from jaxpar.pipeline.executor.programs import StagePrograms
 from jaxpar.pipeline.executor.stages import sum_over_stages
 from jaxpar.state import Canonical, State
 from jaxpar.step import Metrics, Problem
+from jaxpar.swarm.executor import SwarmState
 from jaxpar.swarm.ledger import FORWARD_PASS, LOST, OUTPUT_GRADIENT, REPEATED, STAGE_INPUT
 from jaxpar.swarm.live import cluster
 from jaxpar.swarm.live.events import EventKind, LinePrinter, LiveEvent, PeerStatus, emit, listeners
@@ -43,13 +44,6 @@ from jaxpar.swarm.live_options import LiveDetails
 from jaxpar.swarm.programs import SwarmPrograms, microbatches_of
 from jaxpar.swarm.table import RoutingTable, write_routing
 from jaxpar.tasks import Sums, mean_loss
-
-
-class LiveState(NamedTuple):
-    """State between steps, on the trainer's device. step: the step, on the host."""
-
-    step: int
-    state: State
 
 
 class LiveTrainer:
@@ -88,13 +82,13 @@ class LiveTrainer:
         """Return the passes of all steps with an update since the trainer started, numbered from 0."""
         return self.members.engine.record.table(len(self._likes), self._num_microbatches, 0, self.num_steps)
 
-    def step(self, before: LiveState, batch: Mapping[str, np.ndarray]) -> tuple[LiveState, Metrics]:
+    def step(self, before: SwarmState, batch: Mapping[str, np.ndarray]) -> tuple[SwarmState, Metrics]:
         """Take a step. batch: on the host.
 
         Raises:
           TrainingError: see `Members.turn`.
         """
-        number, state = before
+        number, state, _ = before
         members = self.members
         key, weight = self._programs.begin(state.key, np.int32(number), batch["weights"])
         scalars = [np.asarray(key), np.asarray(weight)]
@@ -134,8 +128,8 @@ class LiveTrainer:
         return gradients
 
     def _apply(
-        self, before: LiveState, step: LiveStep, averaging: Averaging, gradients: Sequence[Params]
-    ) -> tuple[LiveState, Metrics]:
+        self, before: SwarmState, step: LiveStep, averaging: Averaging, gradients: Sequence[Params]
+    ) -> tuple[SwarmState, Metrics]:
         """Apply the total gradients, on the peers and to the copy."""
         members = self.members
         for peer in step.suspects:
@@ -151,7 +145,7 @@ class LiveTrainer:
         loss = float(mean_loss(*jax.device_get((added.loss, added.weight))))
         emit(LiveEvent(EventKind.UPDATED, number=before.step, value=loss))
         members.source = self._source(after, members.source)
-        return LiveState(before.step + 1, after), metrics
+        return SwarmState(before.step + 1, after, None), metrics
 
     def _update_peers(self, averaging: Averaging, total: Params, norm: np.ndarray) -> None:
         """Let all peers take the optimizer step of their stage, without waiting for them."""
@@ -165,7 +159,7 @@ class LiveTrainer:
                     peer, "update", *arguments, label=("update", stage), num_arrays=0, done=members.acknowledge
                 )
 
-    def _skip(self, before: LiveState, step: LiveStep) -> tuple[LiveState, Metrics]:
+    def _skip(self, before: SwarmState, step: LiveStep) -> tuple[SwarmState, Metrics]:
         """End a step whose loss or gradient is not finite: no state changes."""
         self.members.engine.record.forget(step.number)
         for peer in step.suspects:
@@ -176,7 +170,7 @@ class LiveTrainer:
         after, metrics = self._update(before.state, zeros, sums, nan)
         self._newest = after
         self.members.source = self._source(after, self.members.source)
-        return LiveState(before.step + 1, after), metrics
+        return SwarmState(before.step + 1, after, None), metrics
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
