@@ -50,12 +50,12 @@ from jaxpar.analysis.schedule import ProgramSchedule, schedule_of
 from jaxpar.analysis.step_time import NOTHING, StepTime, check_step, predict, predict_program, short_source
 from jaxpar.cluster import Cluster
 from jaxpar.command_line import Parser
+from jaxpar.core.plan import COPY
 from jaxpar.errors import UserError, exit_code, format_bytes, is_refused
 from jaxpar.measure.flops import forward_flops
 from jaxpar.measure.kernels import ATTENTION
 from jaxpar.measure.phases import Phases
 from jaxpar.measure.source_lines import present_lines
-from jaxpar.plan import COPY
 from jaxpar.run import build
 from jaxpar.run.unused import check_unused_keys
 from jaxpar.step import Problem

@@ -43,10 +43,10 @@ from jaxpar.checkpoint import ledger
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import find_named
 from jaxpar.command_line import Parser, integer, names, output_path
+from jaxpar.core.plan import Plan
 from jaxpar.errors import FAILED, UserError, exit_code, format_count
 from jaxpar.launch.launcher import format_exit, forwarded
 from jaxpar.pages.recorded import CERTIFICATE
-from jaxpar.plan import Plan
 from jaxpar.run import build, metrics
 from scripts.comparison import page, pictures, table
 from scripts.comparison.results import find_score, read_outcome, run_seconds

@@ -43,18 +43,8 @@ from jaxpar.swarm.record import SwarmRun
 from jaxpar.swarm.run import run_swarm
 from jaxpar.swarm.scenario import read_scenario
 from jaxpar.swarm.table import OUTCOME_NAMES, check_routing
-from jaxpar.swarm.trace import (
-    LEAVE,
-    MAX_EVENTS,
-    PeerEvent,
-    SwarmPeer,
-    present_at_start,
-    read_swarm_trace,
-    write_trace,
-)
-from jaxpar.swarm.trace import (
-    find_peers as find_all_peers,
-)
+from jaxpar.swarm.trace import LEAVE, MAX_EVENTS, PeerEvent, SwarmPeer, present_at_start, read_swarm_trace, write_trace
+from jaxpar.swarm.trace import find_peers as find_all_peers
 
 HOUR = 3600.0
 PERIODS = (300.0, 60.0)

@@ -23,9 +23,9 @@ from jaxpar import config as configs
 from jaxpar.analysis.planner.candidates import Candidate, state_ratios
 from jaxpar.analysis.planner.unranked import UnrankedCandidate, predicted
 from jaxpar.checkpoint.ledger import Ledger
+from jaxpar.core.plan import DelayedUpdates, StageDelay
 from jaxpar.errors import UserError
 from jaxpar.pages.recorded import read_verdict
-from jaxpar.plan import DelayedUpdates, StageDelay
 from scripts import compare
 from scripts.comparison import results
 from scripts.comparison.page import html_page

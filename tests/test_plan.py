@@ -17,10 +17,10 @@ from flax import nnx
 from jaxpar import cluster, layout, strategies
 from jaxpar.cluster import Link
 from jaxpar.config import default_config
+from jaxpar.core.plan import ON_HOST, Decision, Plan, Traffic, check_memory, state_memory
 from jaxpar.errors import UserError
 from jaxpar.exchange import EXCHANGES
 from jaxpar.models import Model
-from jaxpar.plan import ON_HOST, Decision, Plan, Traffic, check_memory, state_memory
 from jaxpar.state import nbytes
 
 ROOT = Path(__file__).parents[1]

@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from jaxpar.core.plan import Traffic
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate, Rule
 from jaxpar.exchange.named import EXCHANGES, check_options, make_exchange
 from jaxpar.exchange.reduce import Axis
 from jaxpar.layout import Tree
-from jaxpar.plan import Traffic
 
 __all__ = [
     "EXCHANGES",

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar.core.plan import Traffic
 from jaxpar.exchange.clip import clipped
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate, Rule, shared
 from jaxpar.exchange.fuse import fused, in_layer_order
 from jaxpar.exchange.reduce import Axis, Reducer, psum
 from jaxpar.layout import Tree
-from jaxpar.plan import Traffic
 
 ADAM_WARMUP = "warmup"  # name of the conditional in compiled programs
 

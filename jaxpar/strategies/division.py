@@ -21,12 +21,7 @@ from jaxpar.mesh import DATA, STAGE, sizes
 from jaxpar.models.model import Model
 from jaxpar.optimizer import make_optimizer
 from jaxpar.pipeline.executor.partition import AUTO
-from jaxpar.pipeline.search.engine_costs import (
-    EngineCosts,
-    continuous_candidates,
-    flushing_candidates,
-    flushing_costs,
-)
+from jaxpar.pipeline.search.engine_costs import EngineCosts, continuous_candidates, flushing_candidates, flushing_costs
 from jaxpar.pipeline.search.engine_search import EnginePlan, EngineSearch
 from jaxpar.pipeline.search.layer_profile import LayerProfile, read_profile
 from jaxpar.pipeline.search.stage_costs import sync_seconds

@@ -10,9 +10,9 @@ from ml_collections import ConfigDict
 
 from jaxpar import layout
 from jaxpar import state as states
+from jaxpar.core.plan import Decision, Plan, Traffic, state_memory
 from jaxpar.errors import format_bytes, format_count
 from jaxpar.mesh import DATA, STAGE
-from jaxpar.plan import Decision, Plan, Traffic, state_memory
 from jaxpar.step import Problem
 from jaxpar.swarm import options
 from jaxpar.swarm.live_options import LiveDetails

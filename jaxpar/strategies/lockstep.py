@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar import mesh as meshes
 from jaxpar import state as states
+from jaxpar.core.plan import Plan, Traffic, state_memory
 from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.layout import Layout
 from jaxpar.mesh import DATA, STAGE
@@ -23,16 +24,11 @@ from jaxpar.models.model import Batch, Model
 from jaxpar.pipeline.executor.branches import device_branches
 from jaxpar.pipeline.executor.continuous import continuous_step, padded, update_trips
 from jaxpar.pipeline.executor.continuous_state import ContinuousState
-from jaxpar.pipeline.executor.engine import (
-    PipelineEngine,
-    pipeline_evaluation,
-    pipeline_step,
-)
+from jaxpar.pipeline.executor.engine import PipelineEngine, pipeline_evaluation, pipeline_step
 from jaxpar.pipeline.executor.lowering import LoweredTable, TableArrays, TableShape, lower_table, table_layout
 from jaxpar.pipeline.executor.state import PackedState
 from jaxpar.pipeline.executor.timeline import Timeline
 from jaxpar.pipeline.tables.schedule import forward_only
-from jaxpar.plan import Plan, Traffic, state_memory
 from jaxpar.state import nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies.pipeline_details import ExecutorResources, PipelineDetails, num_unapplied

@@ -8,8 +8,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import files, strategies
+from jaxpar.core.plan import Plan
 from jaxpar.pages.recorded import CERTIFICATE, read_verdict
-from jaxpar.plan import Plan
 from jaxpar.run import build, metrics
 from jaxpar.tasks import Score
 from scripts.comparison.runs import UNTESTED

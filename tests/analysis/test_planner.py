@@ -38,6 +38,7 @@ from jaxpar.analysis.planner.replica_candidates import combined, of_replicas, up
 from jaxpar.analysis.rates import EFFICIENCY, HOP_SECONDS
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import find_named
+from jaxpar.core.plan import Traffic
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
 from jaxpar.mesh import DATA, STAGE
@@ -46,7 +47,6 @@ from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.pipeline.tables.periodic import periodic_table
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table
 from jaxpar.pipeline.tables.simulate import Times, lockstep
-from jaxpar.plan import Traffic
 from jaxpar.state import nbytes
 from jaxpar.step import Problem
 from jaxpar.target import Target

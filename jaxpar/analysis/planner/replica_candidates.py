@@ -22,9 +22,9 @@ from jaxpar.analysis.planner.candidates import (
 from jaxpar.analysis.planner.gpu_memory import gpu_replica_bytes
 from jaxpar.analysis.planner.predict import StateBytes, StepCosts, UpdateBytes, replicas_costs
 from jaxpar.analysis.planner.updates import exchange_bytes, update_bytes
+from jaxpar.core.plan import Plan, Traffic
 from jaxpar.exchange.named import EXCHANGES, exchange_differs
 from jaxpar.layout import SHARDED
-from jaxpar.plan import Plan, Traffic
 from jaxpar.strategies.data_parallel.shard_map import ReplicaDetails
 from jaxpar.strategies.exchanges import sums_along_a_ring
 

@@ -55,14 +55,7 @@ from jaxpar.exchange.reduce import psum_small
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Batch
 from jaxpar.pipeline.executor.branches import clock_scope, delivery_scope, phase_scope, possible_programs
-from jaxpar.pipeline.executor.lowering import (
-    INBOXES,
-    NONE,
-    Actions,
-    ClockShape,
-    TableArrays,
-    TableShape,
-)
+from jaxpar.pipeline.executor.lowering import INBOXES, NONE, Actions, ClockShape, TableArrays, TableShape
 from jaxpar.pipeline.executor.packing import Packed, Packing
 from jaxpar.pipeline.executor.programs import StageInputs, StagePrograms
 from jaxpar.pipeline.executor.state import PackedState, StagedState, StageUpdate

@@ -11,25 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.errors import nearest
-from jaxpar.pipeline.tables.periodic import (
-    CONTINUOUS,
-    continuous_obstacle,
-    fewest_microbatches,
-    periodic_table,
-    unroll,
-)
-from jaxpar.pipeline.tables.table import (
-    BW,
-    Action,
-    B,
-    F,
-    StageDevices,
-    Table,
-    W,
-    loop_stages,
-    place_actions,
-    v_stages,
-)
+from jaxpar.pipeline.tables.periodic import CONTINUOUS, continuous_obstacle, fewest_microbatches, periodic_table, unroll
+from jaxpar.pipeline.tables.table import BW, Action, B, F, StageDevices, Table, W, loop_stages, place_actions, v_stages
 
 
 def model_parallel(_p: int, m: int, _v: int, _d: int) -> Iterator[Action]:

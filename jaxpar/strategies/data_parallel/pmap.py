@@ -7,8 +7,8 @@ import numpy as np
 
 from jaxpar import mesh as meshes
 from jaxpar import step as steps
+from jaxpar.core.plan import Plan
 from jaxpar.mesh import DATA
-from jaxpar.plan import Plan
 from jaxpar.state import State
 from jaxpar.step import Metrics, Problem
 from jaxpar.strategies.placement import PlacedState, by_replica
