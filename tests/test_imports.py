@@ -27,7 +27,7 @@ ORDER = [
     *("launch", "exchange", "data"),
     *("products", "tasks", "models", "optimizer", "state", "step", "checkpoint"),
     *("asynchronous", "pipeline", "swarm", "strategies"),
-    *("run", "inference", "serve", "export", "analysis", "pages", "training", "main", "swarm_demo", "__main__"),
+    *("run", "inference", "serve", "export", "analysis", "pages", "training", "compare", "commands", "__main__"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Writes a checkpoint in a format that other programs read, with the command scripts/export.
+"""Writes a checkpoint in a format that other programs read, with the command `jaxpar export`.
 
 - state_file.py: every array of the checkpoint as one safetensors file
 - hugging_face.py: the model as a directory for `transformers` or `sentence-transformers`

@@ -279,8 +279,9 @@ def refuse_division(config: ConfigDict, division: Division, model: Model, inputs
     """
     if division.needs_profile:
         yield UserError(
-            f"config.pipeline.profile is ''; it must be the path of a profile, which scripts/profile_layers.py writes, "
-            f"for a plan with config.pipeline.partition={AUTO!r}; only the start of a run measures the layers itself"
+            f"config.pipeline.profile is ''; it must be the path of a profile, which `jaxpar partition profile` "
+            f"writes, for a plan with config.pipeline.partition={AUTO!r}; only the start of a run measures the layers "
+            "itself"
         )
     if division.profile:
         yield from _refuse_other_layers(config, division.profile, model)

@@ -4,7 +4,7 @@
 
 Compiles the step of each config for 8 devices: GPUs of --target, which need not exist, or virtual CPU devices. Prints
 the predicted bytes, those of XLA's buffer assignment (arguments + temporary arrays + results that reuse no argument, as
-scripts/audit.py), the ratio, the median error and the share within 10%. Nothing is computed. --target needs the extra
+`jaxpar audit`), the ratio, the median error and the share within 10%. Nothing is computed. --target needs the extra
 `targets`. --held-out takes other models and sizes, with which the prediction was not developed.
 """
 
