@@ -1,4 +1,4 @@
-"""The commands of `jaxpar NAME`: a file for each, which is imported only if it is the one to run_command."""
+"""The commands of `jaxpar NAME`: a file for each, which is imported only if it is the one to run."""
 
 import signal
 import sys
@@ -8,8 +8,8 @@ from importlib import import_module
 from jaxpar.errors import UserError, exit_code, nearest
 
 COMMANDS = {
-    "train": "trains a model from a config, or resumes a run_command",
-    "launch": "starts several processes of one run_command on this machine",
+    "train": "trains a model from a config, or resumes a run",
+    "launch": "starts several processes of one run on this machine",
     "plan": "finds the fastest strategy on a cluster, which need not exist",
     "fit": "finds the largest batch that fits on GPUs",
     "audit": "compares the traffic and memory of a compiled step with theory",

@@ -1,4 +1,4 @@
-"""What commands that read a config have in common: the flag --config, overrides, and checks of both."""
+"""Flags of the commands that read a config: --config and overrides, and the checks of both."""
 
 import argparse
 from collections.abc import Collection, Sequence
