@@ -1,7 +1,7 @@
 """Describes the devices of a real or planned cluster. This is the only file that asks JAX for devices.
 
 `find_cluster` describes the devices of the current run, and `named_cluster` those of a cluster that is not available.
-Plans are made for a `Cluster` (jaxpar/plan.py); strategies are built on the devices that `devices` returns.
+Plans are made for a `Cluster` (jaxpar/core/plan.py); strategies are built on the devices that `devices` returns.
 """
 
 import os

@@ -39,9 +39,9 @@ from jaxpar.compare.table import (
     markdown,
     time_columns,
 )
+from jaxpar.core.plan import DelayedUpdates, StageDelay
 from jaxpar.errors import UserError
 from jaxpar.pages.verdict import read_verdict
-from jaxpar.plan import DelayedUpdates, StageDelay
 from tests.checkpoint.test_private import VALUES
 from tests.html_pages import check_alone
 from tests.runs import run_script, script_error, small_arguments

@@ -19,10 +19,10 @@ from flax import nnx
 from jaxpar import cluster, layout, strategies
 from jaxpar.cluster import Link
 from jaxpar.config import default_config
+from jaxpar.core.plan import ON_HOST, Decision, Plan, Traffic, refuse_memory, state_memory, transfer_seconds
 from jaxpar.errors import Refusals, UserError, accepted, outcome
 from jaxpar.exchange import EXCHANGES
 from jaxpar.models import Model
-from jaxpar.plan import ON_HOST, Decision, Plan, Traffic, refuse_memory, state_memory, transfer_seconds
 from jaxpar.state import nbytes
 
 ROOT = Path(__file__).parents[1]

@@ -22,9 +22,9 @@ from ml_collections import ConfigDict
 
 from jaxpar import checkpoint, strategies
 from jaxpar import config as configs
+from jaxpar.core.plan import format_private_key
 from jaxpar.launch.signals import Interrupt
 from jaxpar.measure.phases import Phases
-from jaxpar.plan import format_private_key
 from jaxpar.run import build, metrics
 from jaxpar.run.build import Run
 from jaxpar.run.start import start

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxpar.analysis import enqueued
 from jaxpar.asynchronous.programs import Server
+from jaxpar.core.plan import ACTIVATION_PARTS, COPY, ON_HOST, Plan
 from jaxpar.exchange.exchange import DistributedState
 from jaxpar.layout import Tree
 from jaxpar.measure import hlo
@@ -17,7 +18,6 @@ from jaxpar.mesh import STAGE
 from jaxpar.pipeline.executor.continuous_state import BUFFERS, WorkInFlight
 from jaxpar.pipeline.executor.programs import StageInputs
 from jaxpar.pipeline.executor.state import PackedState
-from jaxpar.plan import ACTIVATION_PARTS, COPY, ON_HOST, Plan
 from jaxpar.run.build import StrategyState
 from jaxpar.state import State
 from jaxpar.strategies import Strategy

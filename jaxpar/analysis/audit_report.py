@@ -16,12 +16,12 @@ from jaxpar.analysis.rates import refuse_rates
 from jaxpar.analysis.schedule import ProgramSchedule, schedule_of
 from jaxpar.analysis.step_time import NOTHING, StepTime, predict, predict_program, refuse_step, short_source
 from jaxpar.cluster import Cluster
+from jaxpar.core.plan import COPY
 from jaxpar.errors import accepted, format_bytes
 from jaxpar.measure.flops import forward_flops
 from jaxpar.measure.kernels import ATTENTION
 from jaxpar.measure.phases import Phases
 from jaxpar.measure.source_lines import present_lines
-from jaxpar.plan import COPY
 from jaxpar.run import build
 from jaxpar.step import Problem
 from jaxpar.strategies.strategy import CompiledProgram

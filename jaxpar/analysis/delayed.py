@@ -39,8 +39,8 @@ from jaxpar.addresses import Address, addresses
 from jaxpar.analysis.certificate import Comparison, Measured, announced, batches, check_finite
 from jaxpar.analysis.errors import Leaves
 from jaxpar.analysis.reference import HostBatch, Reference, Runs, Snapshot
+from jaxpar.core.plan import DelayedUpdates, StageDelay
 from jaxpar.models import Params
-from jaxpar.plan import DelayedUpdates, StageDelay
 from jaxpar.run.start import start
 from jaxpar.state import Canonical, State
 from jaxpar.step import Metrics, Problem

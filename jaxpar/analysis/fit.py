@@ -12,9 +12,9 @@ from ml_collections import ConfigDict
 from jaxpar import models, strategies
 from jaxpar.analysis import audit
 from jaxpar.analysis.step_time import ONE_PROGRAM
+from jaxpar.core.plan import Decision
 from jaxpar.data import DataInfo
 from jaxpar.errors import check_choice
-from jaxpar.plan import Decision
 from jaxpar.step import Problem
 from jaxpar.target import Target
 

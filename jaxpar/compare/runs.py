@@ -16,11 +16,11 @@ from ml_collections import ConfigDict
 from jaxpar import config as configs
 from jaxpar import files, strategies
 from jaxpar.compare.table import REFERENCE, StrategyOutcome
+from jaxpar.core.plan import Plan
 from jaxpar.errors import FAILED, UserError
 from jaxpar.launch.launcher import LAUNCHER, MAX_FORWARDED, POLL_SECONDS, start_process
 from jaxpar.launch.place import COMMAND
 from jaxpar.pages.verdict import CERTIFICATE, different_settings, read_verdict
-from jaxpar.plan import Plan
 from jaxpar.run import build, metrics
 from jaxpar.run.unused import unused_keys
 from jaxpar.tasks import Score

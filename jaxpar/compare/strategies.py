@@ -45,11 +45,11 @@ from jaxpar.compare.table import (
     markdown,
     time_columns,
 )
+from jaxpar.core.plan import Plan
 from jaxpar.errors import UserError, format_count
 from jaxpar.launch.launcher import format_exit, forwarded
 from jaxpar.launch.place import command_of
 from jaxpar.pages.verdict import CERTIFICATE
-from jaxpar.plan import Plan
 from jaxpar.run import build, metrics
 
 _EXCHANGES = ("dp", "ddp", "horovod", "byteps", "bagua_bytegrad", "zero1", "zero2", "zero3", "onebit_adam")

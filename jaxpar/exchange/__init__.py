@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from jaxpar.core.plan import Traffic
 from jaxpar.exchange.around import AROUND, Rule
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
 from jaxpar.exchange.gradients import GRADIENTS
@@ -31,7 +32,6 @@ from jaxpar.exchange.presets import EXCHANGES, make_exchange
 from jaxpar.exchange.reduce import Axis
 from jaxpar.exchange.settings import obstacle
 from jaxpar.layout import Tree
-from jaxpar.plan import Traffic
 
 __all__ = [
     "EXCHANGES",

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar.core.plan import Traffic
 from jaxpar.exchange.clip import clipped
 from jaxpar.exchange.exchange import AllReduce, DistributedState, Exchange, ExchangeUpdate, shared
 from jaxpar.layout import Tree
-from jaxpar.plan import Traffic
 
 ADAM_WARMUP = "warmup"  # name of the conditional in compiled programs
 

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar.core.plan import Traffic
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
 from jaxpar.exchange.fuse import flat
 from jaxpar.exchange.reduce import Axis
 from jaxpar.layout import PER_REPLICA, Tree
-from jaxpar.plan import Traffic
 
 
 def adasum(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import optax
 
+from jaxpar.core.plan import Traffic
 from jaxpar.exchange import gossip, reduce
 from jaxpar.exchange.adam import momentum_exchange
 from jaxpar.exchange.adasum import adasum
@@ -21,7 +22,6 @@ from jaxpar.exchange.reduce import Axis
 from jaxpar.exchange.scatter_gather import scatter_gather
 from jaxpar.exchange.zero import Codes, zero
 from jaxpar.layout import Tree
-from jaxpar.plan import Traffic
 
 NODE = 8  # GPUs of most nodes
 LAYER_BYTES = 1024 * MIB  # more than most layers have

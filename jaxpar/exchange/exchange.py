@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxpar.core.plan import Traffic
 from jaxpar.layout import REPLICATED, Fetch, Tree
-from jaxpar.plan import Traffic
 
 EVERY = "every_so_many_passes"  # name of the conditional in compiled programs
 

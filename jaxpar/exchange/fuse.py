@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxpar.core.plan import Traffic
 from jaxpar.exchange.clip import already_clipped, clipped
 from jaxpar.exchange.exchange import AllReduce, DistributedState, Exchange, ExchangeUpdate
 from jaxpar.exchange.reduce import Reducer
 from jaxpar.layout import Tree
-from jaxpar.plan import Traffic
 
 Leaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 

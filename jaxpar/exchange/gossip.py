@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar.core.plan import Traffic
 from jaxpar.exchange.compress import Compressor, from_bytes, payload_nbytes, to_bytes
 from jaxpar.exchange.exchange import AllReduce, DistributedState, Exchange, ExchangeUpdate, shared
 from jaxpar.exchange.fuse import flat
 from jaxpar.exchange.reduce import Axis, ring_traffic
 from jaxpar.layout import PER_REPLICA, Tree
-from jaxpar.plan import Traffic
 
 PEER, AVERAGING = "peer", "average"  # names of the conditionals in compiled programs
 # (updates, params, private state) -> (updates, private state)

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxpar.core.plan import Traffic
 from jaxpar.exchange.exchange import AllReduce
 from jaxpar.layout import Tree
-from jaxpar.plan import Traffic
 
 WARMUP = "powersgd_warmup"  # name of the conditional in compiled programs
 SAVING = 2  # an array is compressed only if its factors are more than SAVING times smaller

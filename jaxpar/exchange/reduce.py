@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jax.typing import DTypeLike
 
+from jaxpar.core.plan import Traffic
 from jaxpar.layout import Tree
-from jaxpar.plan import Traffic
 
 
 class Axis(NamedTuple):

@@ -16,10 +16,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.typing import DTypeLike
 
+from jaxpar.core.plan import Traffic
 from jaxpar.exchange.compress import Compressor, Payload, from_bytes, payload_nbytes, to_bytes
 from jaxpar.exchange.reduce import Axis, Reducer, ring_traffic
 from jaxpar.layout import Tree
-from jaxpar.plan import Traffic
 
 
 def scatter_gather(axis: Axis, worker: Compressor, server: Compressor) -> Reducer:

@@ -27,13 +27,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxpar.core.plan import Traffic
 from jaxpar.exchange.compress import Compressor
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
 from jaxpar.exchange.fuse import buckets
 from jaxpar.exchange.reduce import Axis, added_up, ring_traffic
 from jaxpar.exchange.scatter_gather import all_gather_coded, coded_nbytes, reduce_scatter_coded
 from jaxpar.layout import REPLICATED, SHARDED, Fetch, Tree, pad, shard_shape, split_dim, unpad
-from jaxpar.plan import Traffic
 
 
 class Codes(NamedTuple):

@@ -6,12 +6,12 @@ from typing import Any
 
 from jaxpar import config as configs
 from jaxpar import files
+from jaxpar.core.plan import Plan
 from jaxpar.errors import UserError, format_bytes, format_count
 from jaxpar.pages.charts import Series, line_chart, timeline_chart
 from jaxpar.pages.html import Cell, Row, document, folded, number_cell, paragraph, section, table
 from jaxpar.pages.recorded import RecordedRun, read_run
 from jaxpar.pages.verdict import CERTIFICATE, read_verdict
-from jaxpar.plan import Plan
 from jaxpar.run import report
 from jaxpar.run.build import Run
 from jaxpar.tasks import Task

@@ -15,6 +15,7 @@ from jaxpar import checkpoint, data, models, optimizer, state, strategies, tasks
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar.cluster import Cluster
+from jaxpar.core.plan import Decision, Plan
 from jaxpar.errors import UserError, format_bytes, format_count
 from jaxpar.launch import processes, watchdog
 from jaxpar.measure.phases import Phases
@@ -22,7 +23,6 @@ from jaxpar.memory import check_host_memory
 from jaxpar.models import Params, hf
 from jaxpar.pipeline.executor.layer_times import LayerPrograms
 from jaxpar.pipeline.search.layer_profile import LayerProfile, write_profile
-from jaxpar.plan import Decision, Plan
 from jaxpar.run import resume
 from jaxpar.run.callbacks import check_early_stop
 from jaxpar.run.unused import describe_unused

@@ -13,9 +13,9 @@ from jaxpar import checkpoint, data, state
 from jaxpar import config as configs
 from jaxpar.checkpoint import ledger
 from jaxpar.checkpoint.checksums import Info
+from jaxpar.core.plan import format_private_key
 from jaxpar.errors import UserError, format_count
 from jaxpar.launch import processes
-from jaxpar.plan import format_private_key
 from jaxpar.run import resume
 from jaxpar.run.build import Run, StrategyState
 from jaxpar.run.starts import record_start

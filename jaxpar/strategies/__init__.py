@@ -14,11 +14,11 @@ from ml_collections import ConfigDict
 from jaxpar import cluster as clusters
 from jaxpar.asynchronous.options import decide_updates
 from jaxpar.cluster import Cluster
+from jaxpar.core.plan import ACTIVATION_PARTS, Decision, Plan, refuse_memory
 from jaxpar.errors import Refusals, UserError, accepted, outcome, refuse_choice
 from jaxpar.models.model import Model
 from jaxpar.optimizer import refuse_optimizer, refuse_without_kernels
 from jaxpar.pipeline.executor.partition import AUTO, METHODS
-from jaxpar.plan import ACTIVATION_PARTS, Decision, Plan, refuse_memory
 from jaxpar.state import nbytes
 from jaxpar.step import Problem, saved_bytes
 from jaxpar.strategies import async_data_parallel, data_parallel, pipeline, schedules, single, swarm

@@ -40,11 +40,11 @@ from jaxpar.asynchronous.traffic import trees_sent
 from jaxpar.asynchronous.transport import BeginTransport
 from jaxpar.asynchronous.virtual_time import Emulation
 from jaxpar.cluster import Cluster
+from jaxpar.core.plan import Decision, Plan, Traffic, state_memory
 from jaxpar.errors import Refusals, UserError, format_count
 from jaxpar.layout import Layout
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Model
-from jaxpar.plan import Decision, Plan, Traffic, state_memory
 from jaxpar.state import Canonical, State, nbytes
 from jaxpar.step import Problem
 from jaxpar.strategies import exchanges

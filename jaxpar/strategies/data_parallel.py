@@ -22,10 +22,10 @@ from ml_collections import ConfigDict
 from jaxpar import mesh as meshes
 from jaxpar import step as steps
 from jaxpar.cluster import Cluster
+from jaxpar.core.plan import Decision, Plan
 from jaxpar.errors import Refusals, UserError, refuse_choice
 from jaxpar.mesh import DATA
 from jaxpar.models.model import Model
-from jaxpar.plan import Decision, Plan
 from jaxpar.state import State
 from jaxpar.step import Metrics, Problem
 from jaxpar.strategies import exchanges, master, replicas, single

@@ -18,6 +18,7 @@ from jaxpar import layout
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
+from jaxpar.core.plan import Plan, state_memory
 from jaxpar.launch import processes
 from jaxpar.layout import Layout
 from jaxpar.mesh import DATA
@@ -47,7 +48,6 @@ from jaxpar.pipeline.executor.stopwatch import Stopwatch
 from jaxpar.pipeline.executor.timeline import ActionNumbers, Timeline
 from jaxpar.pipeline.tables.periodic import num_in_flight, unroll, versions_kept
 from jaxpar.pipeline.tables.schedule import forward_only
-from jaxpar.plan import Plan, state_memory
 from jaxpar.state import Canonical, State, nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies.pipeline_details import ExecutorResources, PipelineDetails, num_unapplied

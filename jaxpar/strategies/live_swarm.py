@@ -16,9 +16,9 @@ from jaxpar import layout
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
+from jaxpar.core.plan import Decision, Plan, Traffic, state_memory
 from jaxpar.errors import Refusals, format_bytes, format_count
 from jaxpar.mesh import DATA, STAGE
-from jaxpar.plan import Decision, Plan, Traffic, state_memory
 from jaxpar.state import State
 from jaxpar.step import Problem
 from jaxpar.strategies.placement import PlacedState, on_all

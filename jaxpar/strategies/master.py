@@ -18,9 +18,9 @@ from jaxpar import layout
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
+from jaxpar.core.plan import Decision, Plan, Traffic, state_memory
 from jaxpar.mesh import DATA
 from jaxpar.models.model import Batch
-from jaxpar.plan import Decision, Plan, Traffic, state_memory
 from jaxpar.state import State, nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies.placement import PlacedState, batch_placer, by_replica, on_all

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from jaxpar import mesh as meshes
 from jaxpar import step as steps
 from jaxpar.cluster import Cluster
+from jaxpar.core.plan import ARRAYS, Decision, DelayedUpdates, Plan, state_memory
 from jaxpar.data.cache import fingerprint
 from jaxpar.errors import Refusals, UserError, format_count
 from jaxpar.layout import PER_REPLICA
@@ -33,7 +34,6 @@ from jaxpar.pipeline.executor.state import StagedState
 from jaxpar.pipeline.tables.periodic import CONTINUOUS
 from jaxpar.pipeline.tables.schedule import SCHEDULES
 from jaxpar.pipeline.tables.table import Table
-from jaxpar.plan import ARRAYS, Decision, DelayedUpdates, Plan, state_memory
 from jaxpar.step import Problem
 from jaxpar.strategies import dispatched, exchanges, lockstep
 from jaxpar.strategies.auto_executor import choose_executor

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jaxpar.core.plan import Plan, Traffic
 from jaxpar.layout import Layout
 from jaxpar.pipeline.executor.continuous_state import ContinuousState
 from jaxpar.pipeline.executor.lowering import LoweredTable
@@ -11,7 +12,6 @@ from jaxpar.pipeline.executor.programs import StagePrograms
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.executor.state import StagedState
 from jaxpar.pipeline.tables.table import Table
-from jaxpar.plan import Plan, Traffic
 
 
 @dataclass(frozen=True)

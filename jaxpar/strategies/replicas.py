@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
+from jaxpar.core.plan import Decision, Plan, state_memory
 from jaxpar.errors import Refusals
 from jaxpar.exchange.exchange import EVERY, Exchange
 from jaxpar.exchange.reduce import psum_small
@@ -26,7 +27,6 @@ from jaxpar.layout import PER_REPLICA, Layout
 from jaxpar.mesh import DATA
 from jaxpar.models.model import Batch
 from jaxpar.optimizer import at_step
-from jaxpar.plan import Decision, Plan, state_memory
 from jaxpar.state import State
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxpar.core.plan import StageDelay
 from jaxpar.errors import Refusals, UserError, refuse_choice
 from jaxpar.files import path_state
 from jaxpar.pipeline.executor.programs import REMATS
@@ -16,7 +17,6 @@ from jaxpar.pipeline.tables.replicated import WITH_REPLICAS, parse_replicas, rep
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle, unknown_schedule
 from jaxpar.pipeline.tables.table import BW, B, F, Table, U, W, is_training
 from jaxpar.pipeline.tables.table_file import is_table_file, read_table
-from jaxpar.plan import StageDelay
 
 EXECUTORS = LOCKSTEP, DISPATCH = "lockstep", "dispatch"
 AUTO_EXECUTOR = "auto"  # the plan chooses it (auto_executor.py)

@@ -13,12 +13,12 @@ from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.cluster import Cluster
+from jaxpar.core.plan import Decision, Plan, state_memory
 from jaxpar.errors import Refusals, UserError, format_count, refuse_choice
 from jaxpar.exchange.presets import EXCHANGES
 from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Model
-from jaxpar.plan import Decision, Plan, state_memory
 from jaxpar.state import State, nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges

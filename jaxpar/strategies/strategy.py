@@ -10,12 +10,12 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxpar.cluster import Cluster
+from jaxpar.core.plan import Decision, Plan
 from jaxpar.errors import Refusals
 from jaxpar.models.model import Model
 from jaxpar.pipeline.executor.branches import DeviceBranches
 from jaxpar.pipeline.executor.enqueue import ProgramCall
 from jaxpar.pipeline.tables.simulate import Span
-from jaxpar.plan import Decision, Plan
 from jaxpar.state import Canonical
 from jaxpar.step import Metrics, Problem
 from jaxpar.tasks import Sums

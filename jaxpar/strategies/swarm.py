@@ -23,13 +23,13 @@ from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.cluster import Cluster
+from jaxpar.core.plan import Decision, DelayedUpdates, Plan, StageDelay, Traffic, state_memory
 from jaxpar.errors import Refusals, UserError, format_count
 from jaxpar.layout import Layout
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Model
 from jaxpar.pipeline.executor.partition import AUTO, METHODS
 from jaxpar.pipeline.executor.stages import Stages
-from jaxpar.plan import Decision, DelayedUpdates, Plan, StageDelay, Traffic, state_memory
 from jaxpar.state import Canonical, State
 from jaxpar.step import Problem
 from jaxpar.strategies import exchanges, live_swarm

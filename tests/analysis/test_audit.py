@@ -16,8 +16,8 @@ from jaxpar import step
 from jaxpar.analysis import audit, audit_report
 from jaxpar.analysis.audit import SCALARS, CollectiveRow, axis_of
 from jaxpar.commands import audit as command
+from jaxpar.core.plan import Decision, Plan, Traffic
 from jaxpar.exchange import EXCHANGES, Axis, reduce
-from jaxpar.plan import Decision, Plan, Traffic
 from jaxpar.run import build
 from jaxpar.strategies.strategy import CompiledProgram
 from jaxpar.tasks.classification import TASK

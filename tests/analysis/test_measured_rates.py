@@ -29,9 +29,9 @@ from jaxpar.analysis.planner.measured_rates import (
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import cluster_toml, find_named
 from jaxpar.commands import plan as command
+from jaxpar.core.plan import Traffic
 from jaxpar.errors import UserError
 from jaxpar.mesh import DATA, STAGE
-from jaxpar.plan import Traffic
 from tests.runs import run_script, script_error
 from tests.test_target import needs_plugin, run
 

@@ -39,6 +39,7 @@ from jaxpar.analysis.rates import EFFICIENCY, HOP_SECONDS
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import find_named
 from jaxpar.commands import plan as command
+from jaxpar.core.plan import Traffic
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
 from jaxpar.mesh import DATA, STAGE
@@ -47,7 +48,6 @@ from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.pipeline.tables.periodic import periodic_table
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table
 from jaxpar.pipeline.tables.simulate import Times, lockstep
-from jaxpar.plan import Traffic
 from jaxpar.state import nbytes
 from jaxpar.step import Problem
 from jaxpar.target import Target
@@ -535,6 +535,13 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert run_script(monkeypatch, command, *base, "--cluster=h100:4", "--json") == 0
     listed = json.loads(capsys.readouterr().out)
     ranked = [one for one in listed if one["ranked"]]
+    config = configs.load_config(base[0].removeprefix("--config="))
+    configs.override(config, base[1:])
+    before = config.to_json_best_effort()
+    of_python = jaxpar.plan(config, "h100:4")
+    assert [one.costs.seconds for one in of_python] == [one["seconds"] for one in ranked]
+    assert of_python[0].fits
+    assert config.to_json_best_effort() == before
     assert listed[0]["seconds"] == min(one["seconds"] for one in ranked if one["fits"])
     assert [one["name"].split(",")[0] for one in listed[len(ranked) :]] == [
         "async",

@@ -12,7 +12,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxpar import checkpoint, training
-from jaxpar.plan import format_private_key
+from jaxpar.core.plan import format_private_key
 from tests.runs import change_info, small_config
 from tests.test_train import assert_bitwise_equal, final_params, stop_at
 

@@ -10,11 +10,11 @@ from typing import Any, cast
 import pytest
 
 from jaxpar import config as configs
+from jaxpar.core.plan import Decision, Plan, Traffic
 from jaxpar.pages.html import number_cell, table
 from jaxpar.pages.recorded import read_run
 from jaxpar.pages.run_page import confusions, metric_label, run_page, traffic_table, write_report
 from jaxpar.pipeline.tables.simulate import Span
-from jaxpar.plan import Decision, Plan, Traffic
 from tests.html_pages import Page, check_alone
 from tests.pages.recorded_runs import NAMES, RESULT, write_run
 

@@ -16,10 +16,10 @@ from ml_collections import ConfigDict
 from jaxpar import cluster, models, optimizer, strategies, tasks
 from jaxpar import state as states
 from jaxpar.config import default_config, override
+from jaxpar.core.plan import Plan
 from jaxpar.data import DataInfo
 from jaxpar.models import resnet
 from jaxpar.pipeline.executor.state import StagedState
-from jaxpar.plan import Plan
 from jaxpar.state import Canonical
 from jaxpar.step import Problem, abstract
 from jaxpar.strategies import Strategy

@@ -13,7 +13,7 @@ import pytest
 from jaxpar.analysis import audit
 from jaxpar.asynchronous import server, table
 from jaxpar.asynchronous.virtual_time import VirtualTime
-from jaxpar.plan import Traffic
+from jaxpar.core.plan import Traffic
 from jaxpar.state import nbytes
 from tests.asynchronous.test_engines import RANDOM, asynchronous, table_of
 from tests.selection import slow, slow_except

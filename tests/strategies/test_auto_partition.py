@@ -7,11 +7,11 @@ import jax
 import pytest
 
 from jaxpar import cluster, strategies
+from jaxpar.core.plan import Plan
 from jaxpar.errors import UserError
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline.search import stage_search
 from jaxpar.pipeline.search.layer_profile import LayerProfile, write_profile
-from jaxpar.plan import Plan
 from tests.strategies.pipelines import Task, make, make_config, make_problem, outcome, relative_error
 
 TASK = Task("bert", "classification", layers=4)

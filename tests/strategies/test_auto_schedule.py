@@ -12,6 +12,7 @@ import pytest
 from jaxpar import cluster, strategies
 from jaxpar.cluster import Cluster
 from jaxpar.config import default_config
+from jaxpar.core.plan import Plan
 from jaxpar.errors import UserError
 from jaxpar.pipeline.executor.programs import StagePrograms
 from jaxpar.pipeline.search.layer_profile import LayerProfile, write_profile
@@ -20,7 +21,6 @@ from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table
 from jaxpar.pipeline.tables.simulate import Times, lockstep, simulate_table
 from jaxpar.pipeline.tables.table import Table, W
 from jaxpar.pipeline.tables.validate import check_table, peak_stashed
-from jaxpar.plan import Plan
 from jaxpar.step import abstract
 from jaxpar.strategies import Strategy, auto_schedule
 from jaxpar.strategies.schedules import AUTO_EXECUTOR, EXECUTORS

@@ -16,8 +16,8 @@ from jaxpar import cluster, strategies
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.analysis import audit
+from jaxpar.core.plan import Plan
 from jaxpar.errors import UserError
-from jaxpar.plan import Plan
 from jaxpar.state import Canonical
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.swarm import SwarmDetails

@@ -13,9 +13,9 @@ from jaxpar.analysis.planner.layers import Layers
 from jaxpar.analysis.planner.machine import Machine
 from jaxpar.analysis.planner.predict import StepCosts
 from jaxpar.analysis.planner.updates import update_bytes
+from jaxpar.core.plan import Plan
 from jaxpar.exchange.presets import exchange_differs
 from jaxpar.exchange.settings import obstacle
-from jaxpar.plan import Plan
 from jaxpar.state import abstract_state, nbytes
 from jaxpar.step import Problem
 from jaxpar.strategies.exchanges import given

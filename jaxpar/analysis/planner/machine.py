@@ -11,8 +11,8 @@ import numpy as np
 from jaxpar.analysis.audit import PERMUTE
 from jaxpar.analysis.rates import collective_seconds, hop_seconds, launch_seconds, memory_seconds, send_rate
 from jaxpar.cluster import Cluster
+from jaxpar.core.plan import COPY, Traffic
 from jaxpar.mesh import DATA, STAGE
-from jaxpar.plan import COPY, Traffic
 
 # Messages of a ring algorithm in a collective of n devices.
 MESSAGES = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "all-to-all": 1}  # times n - 1

@@ -18,6 +18,7 @@ from jaxpar.analysis.planner.candidates import (
     state_ratios,
 )
 from jaxpar.analysis.planner.predict import StateBytes, largest_transfer, pipeline_costs, splits_backward, stash_bytes
+from jaxpar.core.plan import Plan
 from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.executor.packing import Packing
@@ -26,7 +27,6 @@ from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle
 from jaxpar.pipeline.tables.table import Table
-from jaxpar.plan import Plan
 from jaxpar.step import Problem
 
 LARGEST_TABLE = 20_000  # devices x microbatches of the largest table that is made

@@ -14,12 +14,12 @@ import numpy as np
 
 from jaxpar.analysis.planner.layers import LayerMemory
 from jaxpar.analysis.planner.machine import Machine, num_collectives
+from jaxpar.core.plan import COPY, Traffic
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.pipeline.tables.simulate import Times
 from jaxpar.pipeline.tables.table import StageDevices, Table, W
 from jaxpar.pipeline.tables.validate import peak_handed, peak_in_flight, peak_stashed
-from jaxpar.plan import COPY, Traffic
 
 # Bytes that a scan over the layers moves in addition, for each byte of the stacks of what layers save and of their
 # weights: compiled programs of GPT-2 124M for H100s with and without a scan differ by this much.

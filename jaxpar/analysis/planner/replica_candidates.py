@@ -23,10 +23,10 @@ from jaxpar.analysis.planner.candidates import (
 from jaxpar.analysis.planner.gpu_memory import gpu_replica_bytes
 from jaxpar.analysis.planner.predict import StateBytes, StepCosts, UpdateBytes, replicas_costs
 from jaxpar.analysis.planner.updates import exchange_bytes, update_bytes
+from jaxpar.core.plan import Plan, Traffic
 from jaxpar.exchange.around import layer_message_bytes
 from jaxpar.exchange.presets import EXCHANGES, exchange_differs
 from jaxpar.layout import SHARDED
-from jaxpar.plan import Plan, Traffic
 from jaxpar.strategies.exchanges import sums_along_a_ring
 from jaxpar.strategies.replicas import ReplicaDetails
 

@@ -15,8 +15,8 @@ from ml_collections import ConfigDict
 from jaxpar.analysis.planner.candidates import Candidate, Settings, Space, ranked
 from jaxpar.analysis.planner.pipeline_candidates import candidate_of_pipeline, of_pipelines
 from jaxpar.analysis.planner.replica_candidates import candidate_of_replicas, of_replicas
+from jaxpar.core.plan import Plan
 from jaxpar.errors import format_count
-from jaxpar.plan import Plan
 
 FIRST_REPORT = 3.0  # seconds after which a search reports its progress
 

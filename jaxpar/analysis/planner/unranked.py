@@ -28,9 +28,9 @@ from jaxpar.asynchronous.contention import ServerTimes, simulate_contention
 from jaxpar.asynchronous.delays import compute_times, mean_compute_time
 from jaxpar.asynchronous.layouts import server_layouts
 from jaxpar.asynchronous.table import UpdateTable
+from jaxpar.core.plan import Plan, Traffic, state_memory
 from jaxpar.errors import UserError, accepted, format_count
 from jaxpar.mesh import DATA, STAGE
-from jaxpar.plan import Plan, Traffic, state_memory
 from jaxpar.state import abstract_state, nbytes
 from jaxpar.swarm import options as swarms
 from jaxpar.swarm.actions import RECEIVE, RECEIVE_INPUT

@@ -8,9 +8,9 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxpar import step as steps
+from jaxpar.core.plan import Plan
 from jaxpar.exchange.exchange import DistributedState
 from jaxpar.measure.operations import operations
-from jaxpar.plan import Plan
 from jaxpar.state import State, abstract_state
 from jaxpar.step import Metrics, Problem
 from jaxpar.tasks import Sums

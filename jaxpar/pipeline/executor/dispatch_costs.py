@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxpar import layout
+from jaxpar.core.plan import Traffic
 from jaxpar.exchange.exchange import AllReduce
 from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.layout import Holders, Layout, LeafLayout, Tree
@@ -22,7 +23,6 @@ from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.executor.state import StagedState
 from jaxpar.pipeline.tables.periodic import num_in_flight
 from jaxpar.pipeline.tables.table import Table
-from jaxpar.plan import Traffic
 from jaxpar.state import nbytes
 
 

@@ -1,0 +1,1 @@
+"""The plan, which all strategies share."""
