@@ -1,7 +1,7 @@
 """BERT for the comparison of strategies: 128 tokens, 128 texts per batch.
 
     scripts/train --config=configs/compare_bert.py --workdir=runs/one
-    scripts/python scripts/compare.py --config=configs/compare_bert.py --workdir=runs/compare
+    jaxpar compare strategies --config=configs/compare_bert.py --workdir=runs/compare
 
 Reaches 36% test accuracy on WordNet glosses, with a learning rate of 5e-3: at 2e-5, a small model learns nothing from
 scratch. Preset `base`: an epoch of BERT-base at 2e-5 on GPUs, with your data and weights (--config.model.init_from).

@@ -108,7 +108,7 @@ def get_config() -> ConfigDict:
     # where the activations are smallest (narrow), the names of the layers that begin stages 1, 2, ...: block_2,head, or
     # auto: stages and replicas by a profile
     pipeline.partition = "flops"
-    # For partition auto: profile of the layers, from scripts/profile_layers.py. Empty: measured at the start of the run
+    # For partition auto: profile of the layers, by `jaxpar partition profile`. Empty: measured at the start of the run
     pipeline.profile = ""
     pipeline.bandwidth = 0.0  # for partition auto: bytes per second between two devices; required
     # For partition auto and schedule auto: bytes of a device. 0: no limit; for schedule auto: the memory of the device

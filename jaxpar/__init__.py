@@ -4,12 +4,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxpar.analysis.certificate_report import certify as certify
+    from jaxpar.analysis.planner.planning import plan as plan
     from jaxpar.config import load_config as load_config
     from jaxpar.inference.loaded import load as load
+    from jaxpar.inference.loaded import predict as predict
     from jaxpar.training import train as train
 
 # name -> module. They are imported on first use, because `import jaxpar` must not import JAX.
-LAZY = {"load": "jaxpar.inference.loaded", "load_config": "jaxpar.config", "train": "jaxpar.training"}
+LAZY = {
+    "certify": "jaxpar.analysis.certificate_report",
+    "load": "jaxpar.inference.loaded",
+    "load_config": "jaxpar.config",
+    "plan": "jaxpar.analysis.planner.planning",
+    "predict": "jaxpar.inference.loaded",
+    "train": "jaxpar.training",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """The command `jaxpar`, or `python -m jaxpar`.
 
-The imports of `main` take some tenths of a second, in which Python would answer a Ctrl-C with a traceback. Signals are
-therefore blocked from here until `main` handles them.
+The imports of a command take some tenths of a second, in which Python would answer a Ctrl-C with a traceback. Signals
+are therefore blocked from here until the command handles them.
 """
 
 import signal
@@ -10,9 +10,9 @@ import signal
 def enter() -> None:
     """Run the command line of this process."""
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    from jaxpar.main import run
+    from jaxpar.commands import run_command
 
-    run()
+    run_command()
 
 
 if __name__ == "__main__":

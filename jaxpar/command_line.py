@@ -1,17 +1,19 @@
-"""Command lines of the scripts, whose mistakes are reported in the same words as those of scripts/train."""
+"""Command lines of commands other than `jaxpar train`, whose mistakes are reported in the same words as its own."""
 
 import argparse
+import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxpar.errors import UserError, nearest
-from jaxpar.files import run_of
+from jaxpar.files import run_of, unwritable
 
-EXAMPLE = "--config=configs/quickstart.py --workdir=runs/quickstart"  # flags that scripts/train requires
-OVERRIDE = " or --config.KEY=VALUE"  # what else an argument can be if a script takes overrides
+EXAMPLE = "--config=configs/quickstart.py --workdir=runs/quickstart"  # flags that `jaxpar train` requires
+OVERRIDE = " or --config.KEY=VALUE"  # what else an argument can be if a command takes overrides
+BEHIND = ", or follow --, as the arguments of `jaxpar train` do"  # if a command passes some on
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,7 +24,7 @@ class Parser(argparse.ArgumentParser):
 
         Args:
           description: text for --help.
-          prog: name of the script, if it differs from the file.
+          prog: the command, if it differs from the file.
           others: what an argument can be instead of a flag of this parser, as the end of an error message.
         """
         super().__init__(
@@ -67,6 +69,26 @@ class Parser(argparse.ArgumentParser):
         self._others = OVERRIDE
         others, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
         return self.parse(others), overrides
+
+    def parse_before_training(
+        self, argv: Sequence[str], example: str, reserved: Collection[str]
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse `argv` up to `--`. Also return the arguments of `jaxpar train`, which follow it.
+
+        Args:
+          argv: the command line.
+          example: flags of this parser, for an error message.
+          reserved: names of flags of `jaxpar train` that this command sets.
+        """
+        end = argv.index("--") if "--" in argv else len(argv)
+        arguments, rest = self.parse(argv[:end]), list(argv[end + 1 :])
+        flags = {argument.partition("=")[0].lstrip("-") for argument in rest if argument.startswith("-")}
+        for name in sorted(flags & set(reserved)):
+            raise UserError(f"--{name} is set by `{self.prog}`; remove it from the arguments after --")
+        for name in ("config", "workdir"):
+            if name not in flags and "help" not in flags:
+                raise missing(f"--{name}", f"{self.prog} {example} -- {EXAMPLE}")
+        return arguments, rest
 
     def error(self, message: str) -> NoReturn:
         """Raise a UserError for an error of argparse: `argument NAME: REASON`, or a list of missing arguments."""
@@ -118,6 +140,27 @@ def split_overrides(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
             overrides.append(arguments[0])
             arguments = arguments[1:]
     return others, overrides
+
+
+@contextlib.contextmanager
+def writing(flag: str, path: Path) -> Iterator[None]:
+    """Within `with`, raise UserError instead of an OSError of the file that a flag names."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{flag} is {str(path)!r}; it must be {unwritable(path, error)}") from error
+
+
+def check_new_file(flag: str, path: Path, suffixes: Sequence[str] = ("",), config: str = "") -> None:
+    """Raise UserError unless a flag names a file with one of the suffixes in an existing folder.
+
+    config: the file that the command loads, as PATH:PRESET, which must be another one.
+    """
+    if not path.name.endswith(tuple(suffixes)) or path.is_dir() or not path.absolute().parent.is_dir():
+        kind = " ".join(["a", *filter(None, suffixes), "file"])
+        raise UserError(f"{flag} is {str(path)!r}; it must be the path of {kind} in a folder that exists")
+    if config and path.resolve() == Path(config.partition(":")[0]).resolve():
+        raise UserError(f"{flag} is {str(path)!r}; it must be another file than that of --config, which it loads")
 
 
 # ---- types of flags: their errors are the end of a message, after `--FLAG is` -----------------------------------
@@ -190,3 +233,14 @@ def names(choices: Iterable[str]) -> Callable[[str], list[str]]:
         return list(dict.fromkeys(values))
 
     return parse
+
+
+# ---- output -----------------------------------------------------------------------------------------------------
+
+
+def format_rows(rows: Sequence[Sequence[str]], *, right: bool = False) -> str:
+    """Return rows of cells as lines with columns of equal width. right: align all but the first column right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pads = [str.ljust, *[str.rjust if right else str.ljust] * (len(widths) - 1)]
+    lines = ("  ".join(pad(cell, n) for pad, cell, n in zip(pads, row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

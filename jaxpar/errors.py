@@ -133,7 +133,7 @@ CLOSED = "the standard output is closed; it must be open, such as with >/dev/nul
 
 
 def exit_code(command: Callable[[], int | None]) -> int:
-    """Run a script's `command` and return its exit code.
+    """Run a command, and return its exit code.
 
     It is 2 for a UserError and 1 for a TrainingError, which are printed in one line, and 130 for a Ctrl-C. It is also 1
     if the reader of the output has closed its pipe, and 2 if the output cannot be written or a file may not be read.
@@ -142,8 +142,9 @@ def exit_code(command: Callable[[], int | None]) -> int:
     if sys.stdout is None:
         return fail(CLOSED)
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # scripts/python starts scripts with it blocked
         with _exit_on_sigterm():
+            # scripts/python and `jaxpar.__main__` block them during the imports.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
             code = command() or 0
             sys.stdout.flush()
         return code

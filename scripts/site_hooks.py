@@ -1,4 +1,4 @@
-"""mkdocs hooks: files outside of docs/ that pages link to (`../jaxpar/plan.py`), search, and the copy button.
+"""mkdocs hooks: files outside of docs/ that pages link to (`../jaxpar/core/plan.py`), search, and the copy button.
 
 Markdown files become pages; other files become pages that show their source in a code block. The search finds guides
 before reference and history, and no source. The copy button of a console block copies its commands only.

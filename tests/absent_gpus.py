@@ -2,7 +2,7 @@
 
     python -m tests.absent_gpus '{"NAME": ["--config.KEY=VALUE", ...], ...}'
 
-Prints one JSON object: the audit of each name (scripts/audit.py), with the schedule and, if the step is one program,
+Prints one JSON object: the audit of each name (`jaxpar audit`), with the schedule and, if the step is one program,
 the predicted time.
 """
 
@@ -13,10 +13,10 @@ import tempfile
 from pathlib import Path
 
 from jaxpar import config as configs
+from jaxpar.analysis.audit_report import audit_run
 from jaxpar.analysis.step_time import check_step
 from jaxpar.errors import is_refused
 from jaxpar.target import find_target
-from scripts import audit
 
 TINY = ("--config.model.num_layers=2", "--config.model.hidden_size=64", "--config.batch_size=64")
 
@@ -29,7 +29,7 @@ def main() -> None:
         configs.override(config, [*TINY, "--config.data.source=synthetic", *overrides])
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
             is_one = not is_refused(check_step, config)
-            audited[name] = audit.run(config, Path(folder), target, with_program=True, with_time=is_one)
+            audited[name] = audit_run(config, Path(folder), target, with_program=True, with_time=is_one)
     print(json.dumps(audited))
 
 

@@ -12,7 +12,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxpar import config as configs
-from jaxpar import main
+from jaxpar.commands import train
 from jaxpar.errors import exit_code
 
 WORDS = ("red", "green", "blue", "cat", "dog", "bird", "runs", "sleeps", "eats", "now")
@@ -84,7 +84,7 @@ def refused(folder: Path, tmp_path: Path, arguments: Sequence[str], capsys: pyte
     Returns the single line on stderr.
     """
     command = ["jaxpar", "--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(folder)]
-    assert main.main([*command, *arguments]) == 2
+    assert train.main([*command, *arguments]) == 2
     captured = capsys.readouterr()
     lines = captured.err.strip().splitlines()
     assert len(lines) == 1, captured.err
@@ -94,15 +94,16 @@ def refused(folder: Path, tmp_path: Path, arguments: Sequence[str], capsys: pyte
 
 
 def run_script(monkeypatch: pytest.MonkeyPatch, script: ModuleType, *arguments: str) -> int:
-    """Run a script of scripts/ with these arguments in this process, and return its exit code."""
-    monkeypatch.setattr(sys, "argv", [f"{script.__name__.rpartition('.')[2]}.py", *arguments])
-    return exit_code(script.main)
+    """Run a command with these arguments in this process, and return its exit code."""
+    name = script.__name__.rpartition(".")[2].split("_")
+    monkeypatch.setattr(sys, "argv", ["jaxpar", *name, *arguments])
+    return exit_code(lambda: script.main(arguments))
 
 
 def script_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: ModuleType, *arguments: str
 ) -> tuple[str, str]:
-    """Run a script that refuses its arguments. Return its output, and its message, which must be one line."""
+    """Run a command that refuses its arguments. Return its output, and its message, which must be one line."""
     assert run_script(monkeypatch, script, *arguments) == 2
     out, err = capsys.readouterr()
     [line] = [line for line in err.splitlines() if not line.startswith("planner ")]  # progress, on a slow machine

@@ -11,34 +11,34 @@ from types import ModuleType
 import pytest
 
 from jaxpar.command_line import Parser, integer, names, number, output_path, split_overrides
-from jaxpar.errors import TrainingError, UserError, exit_code
-from jaxpar.export import command as export
-from jaxpar.launch import launcher
-from scripts import (
+from jaxpar.commands import (
     audit,
     certify,
-    compare,
     compare_pipelines,
     compare_runs,
+    compare_strategies,
     compare_updates,
     draw,
+    export,
+    launch,
+    partition_profile,
     plan,
     predict,
-    profile_layers,
     simulate,
     swarm_simulate,
 )
+from jaxpar.errors import TrainingError, UserError, exit_code
 from scripts.bench import peers, pipeline
 from tests.runs import script_error
 
 CONFIG = "--config is missing; it must be set, as in --config=configs/quickstart.py"
 EXPORT = "--workdir=runs/quickstart --output=quickstart.safetensors --format=safetensors"
 FORMATS = "safetensors, hf, stablehlo"
-LAUNCH = "scripts/launch --num_processes=2 -- --config=configs/quickstart.py --workdir=runs/quickstart"
+LAUNCH = "jaxpar launch --num_processes=2 -- --config=configs/quickstart.py --workdir=runs/quickstart"
 TRAIN = ["--", "--config=x", "--workdir=y"]
 LISTED = "it must be one that --help lists"
 OVERRIDE = " or --config.KEY=VALUE"
-BEHIND = ", or follow --, as the arguments of scripts/train do"
+BEHIND = ", or follow --, as the arguments of `jaxpar train` do"
 # A script, its arguments, and the message.
 MISTAKES: list[tuple[ModuleType, list[str], str]] = [
     (audit, [], CONFIG),
@@ -53,7 +53,7 @@ MISTAKES: list[tuple[ModuleType, list[str], str]] = [
     (audit, ["--config=x", "y"], f"'y' is not an argument; it must be a flag that --help lists{OVERRIDE}"),
     (certify, ["--num_steps=10", "--config.seed=1"], CONFIG),
     (certify, ["--num_steps=0.5"], "--num_steps is '0.5'; it must be an integer"),
-    (compare, ["--strategies=ddp"], CONFIG.replace("quickstart", "compare_bert")),
+    (compare_strategies, ["--strategies=ddp"], CONFIG.replace("quickstart", "compare_bert")),
     (compare_updates, ["--cases=sync"], CONFIG),
     (compare_updates, ["--workers=0"], "--workers is 0; it must be at least 1"),
     (compare_updates, ["--slowdown=nan"], "--slowdown is 'nan'; it must be a number of at least 1"),
@@ -69,14 +69,14 @@ MISTAKES: list[tuple[ModuleType, list[str], str]] = [
         f"--format is 'safetensor'; it must be one of {FORMATS}. Did you mean 'safetensors'?",
     ),
     (simulate, ["zb_h1"], "'zb_h1' is not an argument; it must be a flag that --help lists"),
-    (launcher, [], "--num_processes is missing; it must be set, as in --num_processes=2"),
-    (launcher, ["--num_processes=two"], "--num_processes is 'two'; it must be an integer"),
-    (launcher, ["--num_processes=0"], "--num_processes is 0; it must be at least 1"),
-    (launcher, ["--num_processes=3", *TRAIN], "--num_processes is 3; it must divide the number of visible GPUs, 4"),
-    (launcher, ["--num_processes=2", "--max_restarts=-1"], "--max_restarts is -1; it must be at least 0"),
-    (launcher, ["--num_processes=2", "--workdir=x"], f"--workdir is not a flag; {LISTED}{BEHIND}"),
-    (launcher, ["--num_processes=2"], f"--config is missing; it must be set, as in {LAUNCH}"),
-    (launcher, ["--num_processes=2", "--", "--config=x"], f"--workdir is missing; it must be set, as in {LAUNCH}"),
+    (launch, [], "--num_processes is missing; it must be set, as in --num_processes=2"),
+    (launch, ["--num_processes=two"], "--num_processes is 'two'; it must be an integer"),
+    (launch, ["--num_processes=0"], "--num_processes is 0; it must be at least 1"),
+    (launch, ["--num_processes=3", *TRAIN], "--num_processes is 3; it must divide the number of visible GPUs, 4"),
+    (launch, ["--num_processes=2", "--max_restarts=-1"], "--max_restarts is -1; it must be at least 0"),
+    (launch, ["--num_processes=2", "--workdir=x"], f"--workdir is not a flag; {LISTED}{BEHIND}"),
+    (launch, ["--num_processes=2"], f"--config is missing; it must be set, as in {LAUNCH}"),
+    (launch, ["--num_processes=2", "--", "--config=x"], f"--workdir is missing; it must be set, as in {LAUNCH}"),
     (peers, [], "--torch_python is missing; it must be set, as in --torch_python=TORCH/bin/python"),
     (peers, ["--torch_python=nowhere"], "--torch_python is 'nowhere', which does not exist; it must be an interpreter"),
     (
@@ -86,9 +86,9 @@ MISTAKES: list[tuple[ModuleType, list[str], str]] = [
     ),
     (pipeline, ["--stages=4,x"], "--stages is '4,x'; it must be one or more positive integers, such as 4,8"),
     (
-        launcher,
+        launch,
         ["--num_processes=2", "--", "--process_id=1"],
-        "--process_id is set by the launcher for each process; remove it from the arguments after --",
+        "--process_id is set by `jaxpar launch`; remove it from the arguments after --",
     ),
 ]
 
@@ -103,8 +103,7 @@ def test_a_mistake_is_one_line(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.setattr(sys, "argv", [script.__name__, *arguments])
-    main = script.main if script is not pipeline else lambda: pipeline.main(arguments)
-    assert exit_code(main) == 2
+    assert exit_code(script.main if script is peers else lambda: script.main(arguments)) == 2
     captured = capsys.readouterr()
     assert captured.err == f"jaxpar: {message}\n"
     assert captured.out == ""
@@ -188,8 +187,8 @@ def test_sigterm_ends_a_command_as_an_exception(capsys: pytest.CaptureFixture[st
 
 OUTPUTS: list[tuple[ModuleType, str]] = [
     *((compare_runs, "--output"), (predict, "--output"), (export, "--output"), (certify, "--output")),
-    *((compare, "--workdir"), (compare_pipelines, "--workdir"), (compare_updates, "--workdir")),
-    *((draw, "--out"), (draw, "--save"), (plan, "--out"), (plan, "--save_cluster"), (profile_layers, "--out")),
+    *((compare_strategies, "--workdir"), (compare_pipelines, "--workdir"), (compare_updates, "--workdir")),
+    *((draw, "--out"), (draw, "--save"), (plan, "--out"), (plan, "--save_cluster"), (partition_profile, "--out")),
     *((swarm_simulate, "--out"), (swarm_simulate, "--make_trace")),
 ]
 

@@ -1,4 +1,4 @@
-"""Tests of scripts/compare.py: the table and its files from outcomes by hand, and which runs are started."""
+"""Tests of `jaxpar compare strategies`: the table and its files from outcomes by hand, and which runs are started."""
 
 import csv
 import html
@@ -21,26 +21,37 @@ import pytest
 from jaxpar import cluster, files, strategies
 from jaxpar import config as configs
 from jaxpar.analysis.planner.candidates import Candidate, state_ratios
+from jaxpar.analysis.planner.planning import make_space
 from jaxpar.analysis.planner.unranked import UnrankedCandidate, predicted
 from jaxpar.checkpoint.ledger import Ledger
+from jaxpar.commands import compare_strategies as command
+from jaxpar.compare import runs
+from jaxpar.compare import strategies as compare
+from jaxpar.compare.pictures import MOST_LINES, draw_pictures, svg
+from jaxpar.compare.runs import configured, run_logged
+from jaxpar.compare.table import (
+    StrategyOutcome,
+    TableColumn,
+    comparison_columns,
+    csv_text,
+    format_range,
+    html_page,
+    markdown,
+    time_columns,
+)
 from jaxpar.core.plan import DelayedUpdates, StageDelay
 from jaxpar.errors import UserError
 from jaxpar.pages.recorded import read_verdict
-from scripts import compare
-from scripts.comparison import results
-from scripts.comparison.page import html_page
-from scripts.comparison.pictures import MOST_LINES, pictures, svg
-from scripts.comparison.runs import configured, run_logged
-from scripts.comparison.table import Column, Outcome, comparison_columns, csv_text, format_range, markdown, time_columns
-from scripts.plan import make_space
 from tests.checkpoint.test_private import VALUES
 from tests.html_pages import check_alone
 from tests.runs import run_script, script_error, small_arguments
 from tests.selection import slow
 
 OUTCOMES = {
-    "single": Outcome(step_seconds=0.2, wire_bytes=0, device_bytes=(8_000_000,), in_flight_bytes=2_000_000, metric=0.5),
-    "ddp": Outcome(
+    "single": StrategyOutcome(
+        step_seconds=0.2, wire_bytes=0, device_bytes=(8_000_000,), in_flight_bytes=2_000_000, metric=0.5
+    ),
+    "ddp": StrategyOutcome(
         step_seconds=0.16,
         wire_bytes=4_000_000,
         device_bytes=(8_000_000, 8_000_000),
@@ -50,8 +61,8 @@ OUTCOMES = {
         certificate="passed, 10 steps",
         curve=((10, 0.25), (20, 0.5)),
     ),
-    "gpipe": Outcome(failed="a | b <script>alert(1)</script>"),
-    "async": Outcome(
+    "gpipe": StrategyOutcome(failed="a | b <script>alert(1)</script>"),
+    "async": StrategyOutcome(
         step_seconds=2.5,
         is_emulated=True,
         wire_bytes=1,
@@ -65,7 +76,7 @@ OUTCOMES = {
 }
 
 
-def columns() -> list[Column]:
+def columns() -> list[TableColumn]:
     return comparison_columns(OUTCOMES, batch_size=128, machine="2 cores", metric="test_accuracy", metric_format=".1%")
 
 
@@ -120,7 +131,7 @@ def test_bytes_of_devices() -> None:
 
 def test_the_page_needs_no_other_file_and_escapes_text() -> None:
     kinds = {"single": "single", "ddp": "data_parallel", "gpipe": "pipeline", "async": "async_data_parallel"}
-    drawn = pictures(OUTCOMES, kinds, batch_size=128, machine="2 cores", metric="accuracy")
+    drawn = draw_pictures(OUTCOMES, kinds, batch_size=128, machine="2 cores", metric="accuracy")
     assert [picture.name for picture in drawn] == ["throughput", "accuracy", "memory"]
     images = {picture.title: svg(picture) for picture in drawn}
     text = html_page("a <b> & c", columns(), images, ["first", "code `--x=<y>` ends"])
@@ -152,7 +163,8 @@ def heights(axis: Any) -> list[float]:
 def test_pictures_show_the_values_of_the_table() -> None:
     kinds = {"single": "single", "ddp": "data_parallel", "gpipe": "pipeline", "async": "async_data_parallel"}
     throughput, accuracy, memory = (
-        picture.figure.axes[0] for picture in pictures(OUTCOMES, kinds, batch_size=128, machine="m", metric="accuracy")
+        picture.figure.axes[0]
+        for picture in draw_pictures(OUTCOMES, kinds, batch_size=128, machine="m", metric="accuracy")
     )
     assert heights(throughput) == pytest.approx([640, 800, 51.2])
     assert heights(memory) == pytest.approx([8, 2, 8, 1, 3, 0])
@@ -170,7 +182,7 @@ def test_many_curves_are_in_several_panels() -> None:
     outcomes = dict.fromkeys(names, OUTCOMES["ddp"])
     kinds = {name: {"e": "data_parallel", "p": "pipeline"}.get(name[0], "single") for name in names}
     kinds |= {name: "pipeline" for name in names if name.startswith("schedule")}
-    drawn = pictures(outcomes, kinds, batch_size=128, machine="m", metric="accuracy")
+    drawn = draw_pictures(outcomes, kinds, batch_size=128, machine="m", metric="accuracy")
     axes = drawn[1].figure.axes
     assert [len(axis.lines) for axis in axes] == [8, 3, 7]
     for axis in axes:
@@ -217,7 +229,7 @@ def test_an_outcome_of_a_run(tmp_path: Path) -> None:
     config = configured("configs/default.py", [*overrides(tmp_path), *compare.strategy_settings("async", 2)])
     plan = strategies.plan(config, loaded.problem, cluster.named_cluster("cpu", 2))
     write_run(tmp_path / "run")
-    outcome = results.read_outcome(config, plan, tmp_path / "run", loaded)
+    outcome = runs.read_outcome(config, plan, tmp_path / "run", loaded)
     assert outcome.step_seconds == 24 / 64
     assert outcome.is_emulated
     assert outcome.metric == 0.25
@@ -227,7 +239,7 @@ def test_an_outcome_of_a_run(tmp_path: Path) -> None:
     assert outcome.device_bytes == tuple(plan.device_bytes)
     assert outcome.wire_bytes == plan.wire_bytes > 0
     assert outcome.certificate == ""
-    assert results.run_seconds(tmp_path / "run") == 60
+    assert runs.run_seconds(tmp_path / "run") == 60
 
 
 def test_the_state_and_what_is_in_flight_are_apart_in_pipelines_too(tmp_path: Path) -> None:
@@ -236,7 +248,7 @@ def test_the_state_and_what_is_in_flight_are_apart_in_pipelines_too(tmp_path: Pa
     write_run(tmp_path / "run")
     config = configured("configs/default.py", [*overrides(tmp_path), *compare.strategy_settings("gpipe", 2)])
     plan = strategies.plan(config, loaded.problem, cluster.named_cluster("cpu", 2))
-    pipeline = results.read_outcome(config, plan, tmp_path / "run", loaded)
+    pipeline = runs.read_outcome(config, plan, tmp_path / "run", loaded)
     stashes = [sum(parts.get(part, 0) for part in ("stashes", "transfers")) for parts in plan.memory]
     assert min(stashes) > 0
     assert [*pipeline.device_bytes] == [sum(parts.values()) - n for parts, n in zip(plan.memory, stashes, strict=True)]
@@ -250,16 +262,16 @@ def test_guarantee_and_staleness_of_plans() -> None:
     exact: Any = SimpleNamespace(differs="older weights", delays=DelayedUpdates(stages, ""))
     lossy: Any = SimpleNamespace(differs="older weights; lossy", delays=DelayedUpdates(stages, "lossy"))
     plain: Any = SimpleNamespace(differs="", delays=None)
-    assert results.find_guarantee(exact) == "differs: older weights; equal to one device with the same delays"
-    assert results.find_guarantee(lossy) == "differs: older weights; lossy"
-    assert results.find_guarantee(plain) == "equal to single"
-    assert results.find_staleness(exact, {}) == (0.75, 2)
-    assert results.find_staleness(plain, {}) is None
+    assert runs.find_guarantee(exact) == "differs: older weights; equal to one device with the same delays"
+    assert runs.find_guarantee(lossy) == "differs: older weights; lossy"
+    assert runs.find_guarantee(plain) == "equal to single"
+    assert runs.find_staleness(exact, {}) == (0.75, 2)
+    assert runs.find_staleness(plain, {}) is None
 
 
 def test_only_virtual_time_is_emulated() -> None:
     def emulated(*values: str) -> bool:
-        return results.is_emulated(configured("configs/default.py", [f"--config.{value}" for value in values]))
+        return runs.is_emulated(configured("configs/default.py", [f"--config.{value}" for value in values]))
 
     assert emulated("strategy=async_data_parallel")
     assert emulated("strategy=swarm")
@@ -297,7 +309,7 @@ def test_every_strategy_can_be_planned(num_devices: int) -> None:
     """For the default of the config, with synthetic data instead of a tokenizer."""
     base = ["--config.data.source=synthetic", f"--config.mesh.virtual_cpu_devices={num_devices}"]
     on = cluster.named_cluster("cpu", num_devices)
-    settings = {name: [*base, *compare.strategy_settings(name, num_devices)] for name in compare.NAMES}
+    settings = {name: [*base, *compare.strategy_settings(name, num_devices)] for name in compare.COMPARED}
     loaded = compare.load(configured("configs/compare_bert.py", settings["single"]), on)
     plans = {
         name: strategies.possible(configured("configs/compare_bert.py", of_strategy), loaded.problem, on)
@@ -306,7 +318,7 @@ def test_every_strategy_can_be_planned(num_devices: int) -> None:
     assert len(plans) == 19
     assert not [plan for plan in plans.values() if isinstance(plan, str)]
     used = {name: plan.num_devices for name, plan in plans.items() if not isinstance(plan, str)}
-    assert used == {name: 1 if name == "single" else num_devices for name in compare.NAMES}
+    assert used == {name: 1 if name == "single" else num_devices for name in compare.COMPARED}
 
 
 def test_the_preset_for_gpus() -> None:
@@ -354,7 +366,7 @@ def test_failed_and_finished_runs(
 
     started["instead"]["zero1"] = diverge
     chosen = "--strategies=zero1,gpipe,dp", "--config.pipeline.num_microbatches=5"  # 24 examples are not divisible
-    assert run_script(monkeypatch, compare, *flags(tmp_path, *chosen)) == 1
+    assert run_script(monkeypatch, command, *flags(tmp_path, *chosen)) == 1
     assert started["order"] == ["single", "dp", "zero1"]
     out = capsys.readouterr().out.splitlines()
     assert out[:3] == [
@@ -377,12 +389,12 @@ def test_failed_and_finished_runs(
 
     started["order"].clear()
     del started["instead"]["zero1"]
-    assert run_script(monkeypatch, compare, *flags(tmp_path, *chosen)) == 1  # gpipe
+    assert run_script(monkeypatch, command, *flags(tmp_path, *chosen)) == 1  # gpipe
     assert started["order"] == ["zero1"]  # the others are finished
     assert capsys.readouterr().out.splitlines()[2] == "row 3 of 4  zero1: 375 ms per step; 0:00 left"
 
     started["order"].clear()
-    assert run_script(monkeypatch, compare, *flags(tmp_path, "--strategies=dp", "--config.seed=1")) == 2
+    assert run_script(monkeypatch, command, *flags(tmp_path, "--strategies=dp", "--config.seed=1")) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"jaxpar: {tmp_path}/runs/single contains a run with other settings (config.seed: 0 -> 1); ")
     assert not started["order"]
@@ -393,12 +405,12 @@ def test_the_table_keeps_finished_runs_with_the_same_settings(
 ) -> None:
     """A key that only pipelines read excludes a finished pipeline, and no other strategy."""
     started["instead"]["ssp"] = lambda *_: 1
-    assert run_script(monkeypatch, compare, *flags(tmp_path, "--strategies=dp,gpipe,ssp")) == 1
-    assert "For gpipe: `scripts/python scripts/certify.py" in capsys.readouterr().out  # ssp failed
+    assert run_script(monkeypatch, command, *flags(tmp_path, "--strategies=dp,gpipe,ssp")) == 1
+    assert "For gpipe: `jaxpar certify" in capsys.readouterr().out  # ssp failed
     started["order"].clear()
 
     def rows(*arguments: str) -> list[str]:
-        assert run_script(monkeypatch, compare, *flags(tmp_path, *arguments)) == 0
+        assert run_script(monkeypatch, command, *flags(tmp_path, *arguments)) == 0
         capsys.readouterr()
         table = (tmp_path / "runs" / "compare.csv").read_text().splitlines()
         return [row["strategy"] for row in csv.DictReader(table)]
@@ -408,7 +420,7 @@ def test_the_table_keeps_finished_runs_with_the_same_settings(
     assert rows("--strategies=dp") == ["single", "dp", "zero3", "gpipe"]
     assert started["order"] == ["zero3"]
     changed = flags(tmp_path, "--strategies=gpipe", "--config.pipeline.num_microbatches=2")
-    _, message = script_error(monkeypatch, capsys, compare, *changed)
+    _, message = script_error(monkeypatch, capsys, command, *changed)
     assert "runs/gpipe contains a run with other settings (config.pipeline.num_microbatches: 0 -> 2); " in message
 
 
@@ -420,7 +432,7 @@ def test_other_examples_are_a_failure(
         return 0
 
     started["instead"]["ddp"] = other
-    assert run_script(monkeypatch, compare, *flags(tmp_path, "--strategies=ddp,horovod")) == 1
+    assert run_script(monkeypatch, command, *flags(tmp_path, "--strategies=ddp,horovod")) == 1
     rows = {row[0]: row for row in cells_of([line for line in capsys.readouterr().out.splitlines() if line])}
     assert rows["ddp"][-1] == "failed: the run did not use the same examples as single"
     assert rows["horovod"][-2:] == ["equal to single", "not certified"]
@@ -436,12 +448,12 @@ def test_a_signal_stops_the_comparison(
 
     started["instead"]["dp"] = stop
     before = signal.getsignal(signal.SIGINT)
-    assert run_script(monkeypatch, compare, *flags(tmp_path, "--strategies=dp,ddp")) == 130
+    assert run_script(monkeypatch, command, *flags(tmp_path, "--strategies=dp,ddp")) == 130
     assert signal.getsignal(signal.SIGINT) is before
     assert started["order"] == ["single", "dp"]
     *_, stopped, resume = capsys.readouterr().out.splitlines()
     assert stopped == "row 2 of 3  dp: stopped"
-    assert resume.startswith("resume    scripts/python compare.py --config=configs/default.py --workdir=")
+    assert resume.startswith("resume    jaxpar compare strategies --config=configs/default.py --workdir=")
     assert resume.endswith("--strategies=dp,ddp")
     assert not (tmp_path / "runs" / "compare.md").exists()
 
@@ -453,7 +465,7 @@ def test_predicted_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     for num_layers, num_stages in (1, 2), (4, 4):
         shared = f"--config.model.num_layers={num_layers}", "--config.pipeline.num_microbatches=3"
         chosen = "--strategies=gpipe,async", "--cluster=h100:8", f"--workdir={tmp_path}/{num_layers}", *shared
-        assert run_script(monkeypatch, compare, *flags(tmp_path, *chosen)) == 0
+        assert run_script(monkeypatch, command, *flags(tmp_path, *chosen)) == 0
         out = capsys.readouterr().out
         assert f"\ngpipe: predicted with {num_stages} stages x {8 // num_stages} replicas\n" in out
         mesh = f"--config.mesh.stage={num_stages}", f"--config.mesh.data={8 // num_stages}"
@@ -493,7 +505,7 @@ def test_mistakes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    _, message = script_error(monkeypatch, capsys, compare, *flags(tmp_path, *mistake.split()))
+    _, message = script_error(monkeypatch, capsys, command, *flags(tmp_path, *mistake.split()))
     assert message.startswith(MISTAKES[mistake])
     assert "zero4" not in mistake or message.endswith("Did you mean 'zero3'?\n")
     assert not started["order"]
@@ -513,7 +525,7 @@ def test_a_workdir_that_cannot_be_written(
     file.parent.mkdir(exist_ok=True)
     file.write_text("kept")
     flag = f"--workdir={tmp_path}/runs{'' if name == '/ddp' else name}"
-    out, message = script_error(monkeypatch, capsys, compare, *flags(tmp_path, "--strategies=ddp", flag))
+    out, message = script_error(monkeypatch, capsys, command, *flags(tmp_path, "--strategies=ddp", flag))
     assert message.startswith(f"--workdir is '{tmp_path}/runs{name}', which is ")
     assert message.endswith("; it must be a writable directory\n")
     assert not out
@@ -525,7 +537,7 @@ def test_one_device_is_not_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(compare, "find_cluster_apart", lambda *_: cluster.named_cluster("cpu", 1))
-    _, message = script_error(monkeypatch, capsys, compare, *flags(tmp_path))
+    _, message = script_error(monkeypatch, capsys, command, *flags(tmp_path))
     assert message.startswith("config.mesh.virtual_cpu_devices is 0; it must be at least 2, ")
 
 
@@ -557,10 +569,10 @@ def test_the_reason_of_a_failure() -> None:
     output = (
         "step 1\nTraceback (most recent call last):\n  File x\njax.errors.JaxRuntimeError: INTERNAL: no\n----\nFor ..\n"
     )
-    assert compare.failure(1, output) == "jax.errors.JaxRuntimeError: INTERNAL: no"
-    assert compare.failure(2, "jaxpar: config.x is 1; it must be 2\n") == "config.x is 1; it must be 2"
-    assert compare.failure(-9, output) == "was killed by SIGKILL"
-    assert compare.failure(3, "hangs\n") == "exited with code 3"
+    assert compare.reason_of_failure(1, output) == "jax.errors.JaxRuntimeError: INTERNAL: no"
+    assert compare.reason_of_failure(2, "jaxpar: config.x is 1; it must be 2\n") == "config.x is 1; it must be 2"
+    assert compare.reason_of_failure(-9, output) == "was killed by SIGKILL"
+    assert compare.reason_of_failure(3, "hangs\n") == "exited with code 3"
 
 
 @pytest.mark.slow
@@ -568,7 +580,7 @@ def test_trained_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command trains two strategies in processes of their own: ddp equals single, up to rounding."""
     arguments = [one for one in flags(tmp_path, "--strategies=ddp", "--config.num_steps=8") if "mesh.data" not in one]
     on_cpus = ["--config.mesh.virtual_cpu_devices=2"]
-    assert run_script(monkeypatch, compare, *arguments, *on_cpus) == 0
+    assert run_script(monkeypatch, command, *arguments, *on_cpus) == 0
     [single, ddp] = csv.DictReader((tmp_path / "runs" / "compare.csv").read_text().splitlines())
     assert ddp["test_accuracy"] == single["test_accuracy"]
     assert math.isclose(

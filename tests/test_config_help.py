@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from jaxpar import config as configs
-from jaxpar import config_help, main
+from jaxpar import config_help
+from jaxpar.commands import train
 from jaxpar.config_help import Described
 
 
@@ -40,7 +41,7 @@ def test_comments_of_keys(expected: Described) -> None:
 
 def test_help_lists_the_sections(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    assert main.main(["jaxpar", "--help"]) == 0
+    assert train.main(["jaxpar", "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "configs/quickstart.py" in "".join(lines)
     assert "  eval                 evaluations during the training" in lines
@@ -50,13 +51,13 @@ def test_help_lists_the_sections(capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 def test_help_for_a_section_and_for_a_key(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["jaxpar", "--help=eval"]) == 0
+    assert train.main(["jaxpar", "--help=eval"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("config.eval\n    evaluations during the training\n--config.eval.every_steps=0\n    steps")
     assert shown.count("--config.") == sum(key.startswith("eval.") for key in configs.keys(configs.default_config()))
-    assert main.main(["jaxpar", "--help=optimizer.lr"]) == 0
+    assert train.main(["jaxpar", "--help=optimizer.lr"]) == 0
     assert capsys.readouterr().out == "--config.optimizer.lr=0.001\n    peak learning rate\n"
-    assert main.main(["jaxpar", "--help=config"]) == 0
+    assert train.main(["jaxpar", "--help=config"]) == 0
     assert "--config.batch_size=256\n    global batch size" in capsys.readouterr().out
 
 
@@ -71,7 +72,7 @@ def test_print_config_prints_flags_that_give_the_same_config(
         "--config.optimizer.lr=1",
     ]
     command = ["jaxpar", "--config=configs/gpt_wordnet.py:llama", *overrides, "--print_config"]
-    assert main.main(command) == 0
+    assert train.main(command) == 0
     printed = capsys.readouterr().out
     config = configs.default_config()
     configs.override(config, shlex.split(printed, comments=True))
@@ -80,5 +81,5 @@ def test_print_config_prints_flags_that_give_the_same_config(
     assert configs.keys(config) == configs.keys(expected)
     assert "\n--config.optimizer.lr=1.0  # default: 0.001\n" in printed
     assert not list(tmp_path.iterdir())
-    assert main.main([*command, f"--workdir={tmp_path}/run"]) == 0
+    assert train.main([*command, f"--workdir={tmp_path}/run"]) == 0
     assert not list(tmp_path.iterdir())

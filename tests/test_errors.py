@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from jaxpar import command_line, errors, main
+from jaxpar import command_line, errors
+from jaxpar.commands import train
 from jaxpar.errors import exit_code, format_bytes, most_similar, nearest
 
 ROOT = Path(__file__).parent.parent
@@ -83,7 +84,7 @@ def test_a_config_that_ends_the_process(
 ) -> None:
     path = tmp_path / "mine.py"
     path.write_text(ENDS)
-    assert main.main(["jaxpar", f"--config={path}:{how}", f"--workdir={tmp_path}/run"]) == 2
+    assert train.main(["jaxpar", f"--config={path}:{how}", f"--workdir={tmp_path}/run"]) == 2
     message = capsys.readouterr().err
     assert message.startswith(f"jaxpar: {path}, line {line}")
     assert message.count("\n") == 1
@@ -98,7 +99,7 @@ def test_a_model_that_ends_the_process(
     path.write_text("raise SystemExit")
     monkeypatch.syspath_prepend(tmp_path)
     arguments = ["--config=configs/default.py", "--config.model.name=ending_models.mine", f"--workdir={tmp_path}/run"]
-    assert main.main(["jaxpar", *arguments]) == 2
+    assert train.main(["jaxpar", *arguments]) == 2
 
     def script() -> None:
         runpy.run_path(str(path))
@@ -131,12 +132,12 @@ def test_a_full_disk_for_the_output_and_long_names(
     argv = ["jaxpar", f"--workdir=/runs/{name}", "--config.data.train", "y" * 300]
     monkeypatch.setattr("sys.argv", argv)
     monkeypatch.setattr(errors, "discard", lambda _stream: None)
-    monkeypatch.setattr(main, "discard", lambda _stream: None)
+    monkeypatch.setattr(train, "discard", lambda _stream: None)
     for message, error in cases.items():
 
         def raises(*_: object, error: OSError = error) -> int:
             raise error
 
-        monkeypatch.setattr(main, "_main", raises)
-        assert (run(raises) if run else main.main(argv)) == 2
+        monkeypatch.setattr(train, "_main", raises)
+        assert (run(raises) if run else train.main(argv)) == 2
         assert capsys.readouterr().err.startswith(f"jaxpar: {message}")

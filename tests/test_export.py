@@ -22,8 +22,9 @@ from tokenizers import Tokenizer
 from jaxpar import checkpoint, data, models, training
 from jaxpar import config as configs
 from jaxpar.cluster import find_cluster
+from jaxpar.commands import export
 from jaxpar.errors import UserError, format_bytes
-from jaxpar.export import command, hugging_face, output
+from jaxpar.export import hugging_face, output
 from jaxpar.export.output import completed
 from tests.docs.test_pages import blocks
 from tests.models.small import fast_jit
@@ -69,7 +70,7 @@ def docs(heading: str, page: str = "checkpoints.md") -> str:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, workdir: Path, output: Path, *more: str, kind: str = "safetensors") -> int:
-    return run_script(monkeypatch, command, f"--workdir={workdir}", f"--output={output}", f"--format={kind}", *more)
+    return run_script(monkeypatch, export, f"--workdir={workdir}", f"--output={output}", f"--format={kind}", *more)
 
 
 def test_orbax_reads_it_as_the_docs_say(workdir: Path) -> None:
@@ -232,7 +233,7 @@ def test_mistakes_end_in_one_line(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", command.FORMATS)
+@pytest.mark.parametrize("kind", export.FORMATS)
 def test_an_export_that_fails_leaves_nothing(
     kind: str,
     workdir: Path,

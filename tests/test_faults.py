@@ -19,8 +19,9 @@ from pathlib import Path
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxpar import checkpoint, errors, main
+from jaxpar import checkpoint, errors
 from jaxpar import config as configs
+from jaxpar.commands import train
 from jaxpar.errors import UserError
 from jaxpar.launch import watchdog
 from tests.checkpoint.test_private import VALUES
@@ -40,7 +41,7 @@ SETTINGS = {
     "mesh.virtual_cpu_devices": 2,
 }
 GRACE_SECONDS = 30
-BINARY = "from jaxpar import main; main.run()"
+BINARY = "from jaxpar.commands import train; train.run()"
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def ended(process: "subprocess.Popen[str]", code: int = 0, timeout: float = 240)
 def run(folder: Path, workdir: Path) -> None:
     """Run the binary in this process, which has more devices than the run uses: starts or resumes a run."""
     rest = [one for one in arguments(folder, workdir) if not one.startswith("--config.mesh.virtual_cpu_devices")]
-    assert main.main(["jaxpar", *rest]) == 0
+    assert train.main(["jaxpar", *rest]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def launched(folder: Path, tmp_path: Path, *overrides: str, process: int, first:
     (tmp_path / "sitecustomize.py").write_text(once)
     own = arguments(folder, tmp_path / "run", *overrides, "--config.mesh.virtual_cpu_devices=1")
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "jaxpar.launch.launcher", "--num_processes=2", "--max_restarts=1", "--", *own],
+        [sys.executable, "-m", "jaxpar", "launch", "--num_processes=2", "--max_restarts=1", "--", *own],
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -22,12 +22,12 @@ ORDER = [
         "mesh",
         "layout",
         "addresses",
-        "plan",
+        "core",
     ),  # usable without devices
     *("launch", "exchange", "data"),
     *("products", "tasks", "models", "optimizer", "state", "step", "checkpoint"),
     *("asynchronous", "pipeline", "swarm", "strategies"),
-    *("run", "inference", "serve", "export", "analysis", "pages", "training", "main", "swarm_demo", "__main__"),
+    *("run", "inference", "serve", "export", "analysis", "pages", "training", "compare", "commands", "__main__"),
 ]
 
 
@@ -98,6 +98,7 @@ def test_files_import_without_a_cycle() -> None:
 CONTRACTS = {
     *("build", "decide", "plan", "resources"),  # strategies, models, and executors of pipelines
     *("resolve", "load", "metrics", "sums", "predictions", "main"),  # models; data sources; tasks; scripts
+    "predict",  # from Python; the time of programs
     *("SIZES", "DEFAULTS", "NORM_EPS", "TASK"),  # models; tasks
 }
 

@@ -21,8 +21,9 @@ import jax
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxpar import checkpoint, main, memory, training
+from jaxpar import checkpoint, memory, training
 from jaxpar import config as configs
+from jaxpar.commands import train
 from jaxpar.errors import TrainingError, UserError
 from tests.runs import small_arguments
 from tests.test_train import stop_at
@@ -31,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(*arguments: str) -> int:
-    return main.main(["jaxpar", *arguments])
+    return train.main(["jaxpar", *arguments])
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -331,11 +332,11 @@ def test_a_disk_without_room(
 
 def test_a_disk_that_fills_up_while_saving(tmp_path: Path) -> None:
     """Real writes of orbax fail, because files are limited to 20 kB, less than a checkpoint of this model."""
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); from jaxpar import main"
-    arguments = command(tmp_path, tmp_path / "run")[3:]
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
+    arguments = command(tmp_path, tmp_path / "run")[4:]
     cache = str(tmp_path / "cache")  # its entries are truncated, so other tests must not read them
     process = subprocess.run(
-        [sys.executable, "-c", f"{limit}; main.run()", *arguments],
+        [sys.executable, "-c", f"{limit}; from jaxpar.commands import train; train.run()", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": cache},
         capture_output=True,
         text=True,
@@ -412,7 +413,7 @@ def test_the_changes_to_try_after_a_run(overrides: list[str], flags: list[str]) 
     """`single` accepts only exchange ddp and one stage. Only BERT has the size mini."""
     config = configs.default_config()
     configs.override(config, [f"--config.{text}" for text in overrides])
-    assert main.changes_to_try(config) == flags
+    assert train.changes_to_try(config) == flags
 
 
 TWO_SIGNALS = """
@@ -451,7 +452,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job sta
 from jaxpar.__main__ import enter
 load = builtins.__import__
 def interrupted(name, *arguments):
-    if name == "jaxpar.main":
+    if name == "jaxpar.commands":
         os.kill(os.getpid(), signal.SIGINT)
     return load(name, *arguments)
 builtins.__import__ = interrupted
@@ -472,35 +473,39 @@ def test_a_signal_during_the_imports(tmp_path: Path) -> None:
     assert process.stdout.startswith("stopped before the first step\nresume ")
 
 
-# Stands in for scripts/python: prints the command that main would print to resume the run.
+# Stands in for scripts/python: prints the command that `train` would print to resume the run.
 PRINT_COMMAND = """#!/usr/bin/env bash
 while [[ $1 != -m ]]; do shift; done
-PYTHONPATH={root} {python} -c 'import sys; from jaxpar import main; print(main.resume_command(sys.argv[2:]))' "$@"
+code='import sys; from jaxpar.commands.train import resume_command; print(resume_command(sys.argv[2:]))'
+PYTHONPATH={root} {python} -c "$code" "$@"
 """
 
 
-@pytest.mark.parametrize("started", ["./train", "../a folder/train", "{folder}/train"])
-def test_the_command_that_resumes_a_run_can_be_pasted(started: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "started",
+    [["./train"], ["../a folder/train"], ["{folder}/train"], ["./jaxpar", "train"], ["{folder}/jaxpar", "train"]],
+)
+def test_the_command_that_resumes_a_run_can_be_pasted(started: list[str], tmp_path: Path) -> None:
     """A shell in any folder starts the same script in the same folder with the same arguments."""
     folder = tmp_path / "a folder"
     folder.mkdir()
-    shutil.copy(ROOT / "scripts" / "train", folder)
+    for name in ("train", "jaxpar"):
+        shutil.copy(ROOT / "scripts" / name, folder)
     (folder / "python").write_text(PRINT_COMMAND.format(root=ROOT, python=sys.executable))
     (folder / "python").chmod(0o755)
     arguments = ["--workdir=it's mine", "--config.data.train=*.csv", "--config.num_epochs=$HOME"]
-    first = subprocess.run(
-        [started.format(folder=folder), *arguments], cwd=folder, capture_output=True, text=True, check=True
-    ).stdout
+    command = [*(word.format(folder=folder) for word in started), *arguments]
+    first = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
     pasted = subprocess.run(["bash", "-c", first], cwd="/", capture_output=True, text=True, check=True).stdout
     assert pasted == first
-    assert shlex.split(first) == ["cd", str(folder), "&&", started.format(folder=folder), *arguments]
+    assert shlex.split(first) == ["cd", str(folder), "&&", *command]
 
 
 def test_the_command_of_the_module() -> None:
     """`python` may be another interpreter in the shell into which the command is pasted."""
-    command = main.resume_command(["/x/jaxpar/__main__.py", "--workdir=x"])
+    command = train.resume_command(["/x/jaxpar/__main__.py", "--workdir=x"])
     assert shlex.split(command) == ["cd", os.getcwd(), "&&", sys.executable, "-m", "jaxpar", "--workdir=x"]  # noqa: PTH109
-    assert main.resume_command(["my bin/jaxpar"]).endswith(" && 'my bin/jaxpar'")
+    assert train.resume_command(["my bin/jaxpar"]).endswith(" && 'my bin/jaxpar'")
 
 
 def test_a_run_on_a_terminal(tmp_path: Path) -> None:
@@ -536,18 +541,20 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_training", [False, True])
 def test_a_reader_that_closes_the_output(is_training: bool, tmp_path: Path) -> None:
     """As `| head` does. A run reports it, because it ends."""
-    arguments = command(tmp_path, tmp_path / "run") if is_training else [sys.executable, "-m", "jaxpar.main", "--help"]
+    arguments = (
+        command(tmp_path, tmp_path / "run") if is_training else [sys.executable, "-m", "jaxpar", "train", "--help"]
+    )
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(arguments, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (1, f"jaxpar: {main.CLOSED_OUTPUT}\n" if is_training else "")
+    assert (done.returncode, done.stderr) == (1, f"jaxpar: {train.CLOSED_OUTPUT}\n" if is_training else "")
 
 
 def command(folder: Path, workdir: Path, *overrides: str) -> list[str]:
     """Return the command that starts the small run in a separate process."""
     arguments = ["--config=configs/default.py", f"--workdir={workdir}", *small_arguments(folder), *overrides]
-    return [sys.executable, "-m", "jaxpar.main", *arguments, "--config.mesh.virtual_cpu_devices=2"]
+    return [sys.executable, "-m", "jaxpar", "train", *arguments, "--config.mesh.virtual_cpu_devices=2"]
 
 
 def wait_for_checkpoint(process: subprocess.Popen[str], workdir: Path, step: int) -> None:
@@ -560,7 +567,7 @@ def wait_for_checkpoint(process: subprocess.Popen[str], workdir: Path, step: int
 
 def test_a_closed_output(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout", None)
-    assert main.main(["jaxpar", "--config=configs/quickstart.py", f"--workdir={tmp_path}/run"]) == 2
+    assert train.main(["jaxpar", "--config=configs/quickstart.py", f"--workdir={tmp_path}/run"]) == 2
     assert (
         capsys.readouterr().err == "jaxpar: the standard output is closed; it must be open, such as with >/dev/null\n"
     )

@@ -100,7 +100,7 @@ def test_modules_in_the_current_folder_are_not_imported(arguments: list[str], tm
 @pytest.mark.parametrize(
     ("command", "code"),
     [
-        (["python", str(ROOT / "scripts" / "draw.py"), "--schedule=gpipe"], 130),
+        (["jaxpar", "draw", "--schedule=gpipe"], 130),
         (["launch", "--num_processes=2"], 130),
         (["train", "--config=configs/default.py", "--workdir=never", "--stopped_exit_code=75"], 75),
         (["python", "-c", "print()"], -signal.SIGINT),

@@ -194,12 +194,12 @@ def run(command: Sequence[str], **variables: str) -> "subprocess.CompletedProces
 
 def audit(*overrides: str, on: str = "h100:8") -> "subprocess.CompletedProcess[str]":
     """Run the audit for a target."""
-    return run(["scripts/audit.py", "--config=configs/quickstart.py", f"--target={on}", "--json", *overrides])
+    return run(["-m", "jaxpar", "audit", "--config=configs/quickstart.py", f"--target={on}", "--json", *overrides])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is not None, reason="XLA's compiler is found")
 def test_without_the_plugin() -> None:
-    done = run(["scripts/audit.py", "--config=configs/quickstart.py", "--target=h100:8"], PYTHONPATH=str(ROOT))
+    done = run(["-m", "jaxpar", "audit", "--config=configs/quickstart.py", "--target=h100:8"], PYTHONPATH=str(ROOT))
     assert done.returncode == 2
     assert re.fullmatch(
         r"jaxpar: --target is 'h100:8', for which XLA cannot compile here; install the extra targets "
@@ -273,7 +273,7 @@ def test_offloaded_state_of_absent_gpus() -> None:
     config = ["--config=configs/quickstart.py", "--target=h100:8", "--config.exchange=zero1", *TINY]
     offload = "--config.exchange_options.offload=True"
     whole, offloaded = (
-        json.loads(run(["scripts/audit.py", *config, "--json", *options]).stdout) for options in ([], [offload])
+        json.loads(run(["-m", "jaxpar", "audit", *config, "--json", *options]).stdout) for options in ([], [offload])
     )
     state = whole["devices"][0]["optimizer"]["nbytes"]
     assert offloaded["devices"][0]["optimizer on the host"] == {"nbytes": state, "theory": state}
@@ -281,7 +281,7 @@ def test_offloaded_state_of_absent_gpus() -> None:
     assert offloaded["needed"]["arguments"] == whole["needed"]["arguments"] - state
     assert offloaded["needed"]["temporary arrays"] >= state
     assert f"For each GPU, {format_bytes(state)} of its state are on the host." in run(
-        ["scripts/audit.py", *config, offload]
+        ["-m", "jaxpar", "audit", *config, offload]
     ).stdout.split("\n")
 
 
@@ -346,7 +346,7 @@ def test_every_strategy_on_absent_gpus(first: int) -> None:
 @needs_plugin
 @pytest.mark.slow
 def test_the_largest_batch() -> None:
-    command = ["scripts/fit.py", "--config=configs/quickstart.py", "--target=t4:2", "--json", *TINY]
+    command = ["-m", "jaxpar", "fit", "--config=configs/quickstart.py", "--target=t4:2", "--json", *TINY]
     command += ["--config.data.source=synthetic", "--remat=none,full"]
     done = run(command, **{target.FRACTION: "0.002"})
     assert done.returncode == 0, done.stderr

@@ -181,3 +181,11 @@ def _rows(texts: Sequence[Text]) -> list[tuple[str, ...]]:
 def load(workdir: str | Path, step: int | None = None, devices: Sequence[jax.Device] | None = None) -> LoadedModel:
     """Load the trained model of the run in `workdir`. See `load_trained`."""
     return LoadedModel(load_trained(workdir, step, devices))
+
+
+def predict(workdir: str | Path, examples: Sequence[Text] | np.ndarray, *, top_k: int = 1) -> list[Prediction]:
+    """Return the prediction of the trained model of a run for each example, as `load(workdir).predict` does.
+
+    Load the model once to predict more than once.
+    """
+    return load(workdir).predict(examples, top_k=top_k)

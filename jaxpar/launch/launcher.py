@@ -1,26 +1,9 @@
-"""Starts several processes of one run on this machine, as torchrun does.
+"""Starts, restarts and ends the processes of a run on this machine, for `jaxpar launch` and for comparisons."""
 
-    scripts/launch --num_processes=2 [--max_restarts=3] -- --config=configs/quickstart.py --workdir=DIR [...]
-
-Arguments after -- are passed to scripts/train. The launcher sets --coordinator_address, --num_processes and
---process_id for each process. GPUs are divided equally between the processes, and every line of output is prefixed with
-the process number. When one process fails, the launcher kills the others and restarts all of them from the last
-checkpoint, up to --max_restarts times. Ctrl-C and SIGTERM are forwarded to all processes, which save and stop. A second
-signal stops them without saving, and a third one kills them. No process outlives the launcher.
-
-Exit codes:
-  0      all processes finished, or were stopped by a signal after saving the state (--stopped_exit_code of
-         scripts/train replaces 0 for a stopped run)
-  2      user error; the processes are not restarted
-  other  the exit code of the process that failed, or 128 + N if signal N killed it
-"""
-
-import argparse
 import contextlib
 import ctypes
 import os
 import resource
-import shlex
 import signal
 import subprocess
 import sys
@@ -29,13 +12,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
-from jaxpar.command_line import EXAMPLE, Parser, integer, missing
-from jaxpar.errors import FAILED, HANGS, USER_ERROR, UserError, exit_code, format_bytes, is_failure
-from jaxpar.launch.place import BIND, COMMAND, FLAGS, free_port
+from jaxpar.errors import FAILED, HANGS, USER_ERROR, UserError, format_bytes, is_failure
+from jaxpar.launch.place import BIND, COMMAND, FLAGS, command_of, free_port
 from jaxpar.launch.signals import SIGNALS
 from jaxpar.memory import host_bytes
 
-NAME = f"{shlex.quote(sys.executable)} -m jaxpar.launch.launcher"
 LAUNCHER = "JAXPAR_LAUNCHER"  # environment variable with the launcher's process id
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # If several processes failed, the one with the lowest value is reported; 0 for other signals, 2 for other exit codes.
@@ -45,38 +26,6 @@ PROCESS_BYTES = 250_000_000  # memory of a process that trains the smallest mode
 PROCESS_THREADS = 40  # that JAX starts on two CPU cores; more on more cores
 POLL_SECONDS = 0.05
 MAX_FORWARDED = 2  # signals that are forwarded; another one kills the processes
-
-
-def main() -> int:
-    """Run the command line and return the exit code."""
-    signals: list[int] = []
-    with forwarded(signals):
-        arguments, rest = read_arguments(sys.argv[1:])
-        check_capacity(arguments.num_processes)
-        gpus = visible_gpus()
-        if len(gpus) % arguments.num_processes:
-            raise UserError(
-                f"--num_processes is {arguments.num_processes}; it must divide the number of visible GPUs, {len(gpus)}"
-            )
-        return run_processes(arguments, rest, gpus, signals)
-
-
-def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the arguments of the launcher, and those of scripts/train, which follow `--`."""
-    parser = Parser(__doc__, prog="scripts/launch", others=", or follow --, as the arguments of scripts/train do")
-    parser.require("--num_processes", "--num_processes=2", type=integer(1), help="number of processes, 1 or more")
-    parser.add_argument(
-        "--max_restarts", type=integer(0), default=0, help="maximum number of restarts after a failure (default: 0)"
-    )
-    end = argv.index("--") if "--" in argv else len(argv)
-    arguments, rest = parser.parse(argv[:end]), argv[end + 1 :]
-    flags = {argument.partition("=")[0].lstrip("-") for argument in rest if argument.startswith("-")}
-    for name in sorted(flags & FLAGS.keys()):
-        raise UserError(f"--{name} is set by the launcher for each process; remove it from the arguments after --")
-    for name in ("config", "workdir"):
-        if name not in flags and "help" not in flags:
-            raise missing(f"--{name}", f"scripts/launch --num_processes=2 -- {EXAMPLE}")
-    return arguments, rest
 
 
 def check_capacity(num_processes: int) -> None:
@@ -94,34 +43,33 @@ def check_capacity(num_processes: int) -> None:
 
 
 def run_processes(
-    arguments: argparse.Namespace, of_process: Sequence[str], gpus: Sequence[str], signals: list[int]
+    num_processes: int, max_restarts: int, of_process: Sequence[str], gpus: Sequence[str], signals: list[int]
 ) -> int:
     """Start the processes, restart them if one fails, and return the exit code.
 
     Args:
-      arguments: the launcher's arguments.
-      of_process: the arguments of scripts/train.
+      num_processes: number of processes.
+      max_restarts: how many times all of them are started again after a failure.
+      of_process: the arguments of `jaxpar train`.
       gpus: the visible GPUs, to divide between the processes.
       signals: the signals received so far; signal handlers append to it.
     """
-    flags = f"--num_processes={arguments.num_processes}"
-    if arguments.max_restarts > 0:
-        flags += f" --max_restarts={arguments.max_restarts}"
-    command = f"{os.environ.get(COMMAND, NAME)} {flags}"
-    for restart in range(arguments.max_restarts + 1):
+    flags = [f"--num_processes={num_processes}", *([f"--max_restarts={max_restarts}"] if max_restarts else [])]
+    command = command_of([sys.argv[0], "launch", *flags])
+    for restart in range(max_restarts + 1):
         try:
-            group = Group(of_process, arguments.num_processes, gpus, command)
+            group = Group(of_process, num_processes, gpus, command)
         except OSError as error:
             print_line(f"a process could not be started: {error.strerror}")
             return FAILED
         number, code = group.wait(signals)
         if not is_failure(code):
             return code
-        others = "; the other processes were killed" if arguments.num_processes > 1 else ""
+        others = "; the other processes were killed" if num_processes > 1 else ""
         print_line(f"process {number} {format_exit(code)}{others}")
-        if code == USER_ERROR or signals or restart == arguments.max_restarts:
+        if code == USER_ERROR or signals or restart == max_restarts:
             break
-        print_line(f"restart {restart + 1} of {arguments.max_restarts}, from the last checkpoint")
+        print_line(f"restart {restart + 1} of {max_restarts}, from the last checkpoint")
     return code if code >= 0 else 128 - code
 
 
@@ -132,7 +80,7 @@ class Group:
         """Start the processes.
 
         Args:
-          arguments: arguments of scripts/train.
+          arguments: arguments of `jaxpar train`.
           num_processes: number of processes.
           gpus: GPUs as in CUDA_VISIBLE_DEVICES, to divide between the processes.
           command: the user's command up to `--`, quoted for a shell.
@@ -155,7 +103,7 @@ class Group:
                 if gpus:
                     environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[number * share : (number + 1) * share])
                 options = ["-P"] if sys.flags.safe_path else []  # do not import from the current folder
-                self._start([sys.executable, *options, "-m", "jaxpar.main", *arguments], environment)
+                self._start([sys.executable, *options, "-m", "jaxpar", "train", *arguments], environment)
         except BaseException:
             self._end()
             raise
@@ -224,7 +172,7 @@ def end_with_launcher() -> None:
 
 
 def start_process(command: list[str], environment: Mapping[str, str], output: int | TextIO) -> "subprocess.Popen[str]":
-    """Start a process of scripts/train whose signals this process forwards, and whose output goes to `output`."""
+    """Start a process of `jaxpar train` whose signals this process forwards, and whose output goes to `output`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the process unblocks them: signals.Ending
     try:
         return subprocess.Popen(
@@ -286,7 +234,3 @@ def visible_gpus() -> list[str]:
     except FileNotFoundError:
         return []
     return [str(number) for number in range(sum(line.startswith("GPU ") for line in listed.splitlines()))]
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code(main))

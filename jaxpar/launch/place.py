@@ -9,13 +9,14 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
+from pathlib import Path
 from typing import NamedTuple
 
 from jaxpar.errors import TrainingError, UserError
 
 
 class PlaceFlag(NamedTuple):
-    """A flag of scripts/train that defines the place of a process.
+    """A flag of `jaxpar train` that defines the place of a process.
 
     Attributes:
       variable: environment variable that can be set instead of the flag.
@@ -34,7 +35,8 @@ FLAGS = {
     "num_processes": PlaceFlag("JAXPAR_NUM_PROCESSES", int, "Number of processes of the run."),
     "process_id": PlaceFlag("JAXPAR_PROCESS_ID", int, "Index of this process, from 0."),
 }
-# Environment variable with the user's command up to the flags of scripts/train, quoted for a shell.
+# Environment variable with the program that the user called, quoted for a shell: scripts/jaxpar, or a program that
+# stands for a command of jaxpar, such as scripts/train, or scripts/launch with its flags.
 COMMAND = "JAXPAR_COMMAND"
 KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"  # set for the pods of an indexed Job
 # Variables that a cluster manager sets for each process: the number of processes, the index of this one among all and
@@ -63,8 +65,12 @@ class Place(NamedTuple):
 def command_of(argv: Sequence[str]) -> str:
     """Return the command line of a process with these arguments, quoted for a shell."""
     python = f"{shlex.quote(sys.executable)} -m jaxpar"
-    program = os.environ.get(COMMAND) or (python if argv[0].endswith("__main__.py") else shlex.quote(argv[0]))
-    return " ".join([program, *map(shlex.quote, argv[1:])])
+    program = python if argv[0].endswith("__main__.py") else shlex.quote(argv[0])
+    words = argv[1:]
+    if given := os.environ.get(COMMAND):
+        program = given
+        words = words[Path(given).name != "jaxpar" :]  # scripts/train stands for `jaxpar train`
+    return " ".join([program, *map(shlex.quote, words)])
 
 
 def find_place(flags: Mapping[str, str | int | None], environ: Mapping[str, str] = os.environ) -> Place | None:

@@ -82,11 +82,3 @@ def _chart(title: str, runs: Sequence[RecordedRun], split: str, metric: str) -> 
         points = [] if is_other else run.points(split, metric)
         series.append(Series(str(run.workdir), points, is_marked=split == "validation"))
     return line_chart(title, series)
-
-
-def format_rows(rows: Sequence[Row]) -> str:
-    """Return rows as lines of text with columns of equal width."""
-    texts = [[cell if isinstance(cell, str) else cell.text for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in texts]
-    return "\n".join(line.rstrip() for line in lines)

@@ -221,6 +221,13 @@ def measure_layers(config: ConfigDict, loaded: Loaded, size: int, repeats: int) 
     return programs.measure(microbatch, repeats=repeats)
 
 
+def estimate_layers(config: ConfigDict, loaded: "Loaded | Run", size: int, device: str) -> list[LayerProfile]:
+    """Return the profile of the layers on a kind of GPU, as `measure_layers` does, without running them."""
+    microbatch = {name: x[:size] for name, x in loaded.batches.longest().items()}
+    programs = LayerPrograms(loaded.problem, microbatch, remat=config.pipeline.remat)
+    return programs.estimate(clusters.named_cluster(device, 1), config.model.dtype)
+
+
 def contains_run(workdir: Path) -> bool:
     """Return whether `workdir` contains a run."""
     return (workdir / "config.json").exists() or bool(checkpoint.steps(workdir / "checkpoints"))

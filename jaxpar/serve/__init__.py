@@ -1,1 +1,1 @@
-"""A small HTTP service for the trained model of a run (scripts/serve)."""
+"""A small HTTP service for the trained model of a run (`jaxpar serve`)."""

@@ -44,7 +44,7 @@ class Guard:
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
         if host_name(host) not in {*self._hosts, _local_address(scope)}:
-            rule = f"one of {', '.join(sorted(self._hosts))}, or of --allowed_hosts of scripts/serve"
+            rule = f"one of {', '.join(sorted(self._hosts))}, or of --allowed_hosts of `jaxpar serve`"
             return refusal(400, f"the host is {host!r:.60}; it must be {rule}")
         if origin is not None:
             site = origin.partition("://")[2].lower()

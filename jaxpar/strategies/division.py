@@ -265,8 +265,9 @@ def check_division(config: ConfigDict, division: Division, model: Model, inputs:
     """
     if division.needs_profile:
         raise UserError(
-            f"config.pipeline.profile is ''; it must be the path of a profile, which scripts/profile_layers.py writes, "
-            f"for a plan with config.pipeline.partition={AUTO!r}; only the start of a run measures the layers itself"
+            f"config.pipeline.profile is ''; it must be the path of a profile, which `jaxpar partition profile` "
+            f"writes, for a plan with config.pipeline.partition={AUTO!r}; only the start of a run measures the layers "
+            "itself"
         )
     if division.profile:
         _check_layers(config, division.profile, model)

@@ -104,7 +104,7 @@ def train(config: str, workdir: Path, overrides: list[str]) -> dict[str, float] 
     """Return the result of a run, and train it if there is no result yet; None if it diverges."""
     path = workdir / "result.json"
     if not path.is_file():
-        command = [sys.executable, "-m", "jaxpar.main", f"--config={config}", f"--workdir={workdir}", *overrides]
+        command = [sys.executable, "-m", "jaxpar", "train", f"--config={config}", f"--workdir={workdir}", *overrides]
         done = subprocess.run(command, stdout=subprocess.DEVNULL)
         if done.returncode == DIVERGED:
             return None

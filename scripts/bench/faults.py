@@ -105,7 +105,7 @@ class Signal(NamedTuple):
 def go(workdir: Path, since: float, sent: Signal | None = None, *, asynchronous: bool = True) -> Ended:
     """Start a run and wait until it exits. asynchronous: config.checkpoint.asynchronous of the run."""
     values = [f"--config.{key}={value}" for key, value in (RUN | {"checkpoint.asynchronous": asynchronous}).items()]
-    command = [sys.executable, "-m", "jaxpar.main", "--config=configs/default.py", f"--workdir={workdir}", *values]
+    command = [sys.executable, "-m", "jaxpar", "train", "--config=configs/default.py", f"--workdir={workdir}", *values]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     lines: list[tuple[float, str]] = []
     seen = threading.Event()

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar import config as configs
+from jaxpar.analysis import audit_report
 from jaxpar.command_line import Parser
 from jaxpar.errors import exit_code, format_bytes
 from jaxpar.strategies.schedules import EXECUTORS
 from jaxpar.target import find_target
-from scripts import audit
 
 
 class Case(NamedTuple):
@@ -73,7 +73,7 @@ def audited(case: Case) -> dict[str, Any]:
         {"model.dtype": "bfloat16", "data.source": "synthetic", "data.synthetic_examples": 512} | case.values
     )
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-        return audit.run(config, Path(folder), find_target(case.target), with_program=True, with_time=True)
+        return audit_report.audit_run(config, Path(folder), find_target(case.target), with_program=True, with_time=True)
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def main() -> None:
             sizes = f"{format_bytes(needed['arguments']):>10} {format_bytes(needed['temporary arrays']):>10}"
             print(f"{name:21} {case.target:9} {sizes} {fits:>5} {time['seconds']:8.3f} {time['mfu']:6.3f}")
             if found["findings"] is not None:  # of a step of one program
-                print("\n".join(f"    {line}" for line in audit.format_findings(found["findings"])), flush=True)
+                print("\n".join(f"    {line}" for line in audit_report.format_findings(found["findings"])), flush=True)
 
 
 if __name__ == "__main__":

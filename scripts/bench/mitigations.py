@@ -3,7 +3,7 @@
     scripts/python scripts/bench/mitigations.py [--config=configs/mlp_mnist.py] [--workers=8] [--seeds=3]
         [--cases=async,async+dc_asgd,..] [--workdir=runs/mitigations] [--config.KEY=VALUE ...]
 
-Each case is trained by the command line in a separate process, once for each seed; scripts/compare_updates.py has the
+Each case is trained by the command line in a separate process, once for each seed; `jaxpar compare updates` has the
 cases. The table has the mean over seeds, and the range from the lowest to the highest score. Runs with results in the
 workdir are not repeated. `dc_strength` is the lambda of Zheng et al., 2017; the cases without it have their values for
 CIFAR-10.
@@ -12,9 +12,9 @@ CIFAR-10.
 import sys
 
 from jaxpar.command_line import Parser, integer, names, output_path
+from jaxpar.compare.updates import UPDATE_CASES
 from jaxpar.errors import exit_code
 from scripts.bench.accuracy import compare
-from scripts.compare_updates import CASES
 
 ROWS = (
     "sync",
@@ -52,7 +52,7 @@ def main() -> None:
 def chosen(row: str) -> list[str]:
     """Return the overrides that select a case and its settings: `CASE`, or `CASE KEY=VALUE ..`."""
     case, *settings = row.split()
-    return [f"--config.asynchronous.{setting}" for setting in (*CASES[case], *settings)]
+    return [f"--config.asynchronous.{setting}" for setting in (*UPDATE_CASES[case], *settings)]
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     scripts/python scripts/bench/planned_memory.py [--target=h100:8] [--held-out] [--only=TEXT]
 
 Compiles the step of each config for 8 GPUs, which need not exist. Prints the predicted bytes, those of XLA's buffer
-assignment (arguments + temporary arrays + results that reuse no argument, as scripts/audit.py), the ratio, the median
+assignment (arguments + temporary arrays + results that reuse no argument, as `jaxpar audit`), the ratio, the median
 error and the share within 10%. Nothing is computed. It needs the extra `targets`. --held-out takes other models and
 sizes, with which the prediction was not developed.
 """

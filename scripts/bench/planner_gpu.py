@@ -2,7 +2,7 @@
 
     scripts/python scripts/bench/planner_gpu.py [--rounds=15] [--size=base]
 
-Measures the rates of the GPUs as --cluster=here of scripts/plan.py does, and prints them. For BERT in float32 and in
+Measures the rates of the GPUs as --cluster=here of `jaxpar plan` does, and prints them. For BERT in float32 and in
 bfloat16, and for each strategy, prints the time of a step in milliseconds, and predicted / measured:
 
   assumed   predicted by the planner from the rates of the data sheet and assumed efficiencies; only for known GPUs

@@ -38,7 +38,7 @@ def write_rows(path: Path, number: int) -> None:
 
 
 def predict(predictor: Predictor, source: Path, target: Path) -> None:
-    """Predict the rows of `source` as scripts/predict does."""
+    """Predict the rows of `source` as `jaxpar predict` does."""
     target.unlink(missing_ok=True)
     windows = inputs.read_windows(predictor.trained, source, "csv", predictor.batch_size)
     with outputs.open_output(target, "csv") as write:

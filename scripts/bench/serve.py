@@ -1,4 +1,4 @@
-"""Measures the latencies of scripts/serve under load, and its rate against that of predicting the same texts directly.
+"""Measures the latencies of `jaxpar serve` under load, and its rate against that of predicting the same texts directly.
 
     scripts/python scripts/bench/serve.py --workdir=runs/quickstart [--concurrent=500] [--rounds=3]
 

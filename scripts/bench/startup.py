@@ -19,7 +19,15 @@ ROUNDS = 3
 def first_step(arguments: list[str]) -> float:
     """Return the seconds until a run logs its first step, and kill the run then."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "jaxpar.main", *arguments, f"--workdir={folder}", "--config.log.every_steps=1"]
+        command = [
+            sys.executable,
+            "-m",
+            "jaxpar",
+            "train",
+            *arguments,
+            f"--workdir={folder}",
+            "--config.log.every_steps=1",
+        ]
         start = time.perf_counter()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         metrics = Path(folder) / "metrics.jsonl"

@@ -13,14 +13,14 @@ import pytest
 
 from jaxpar import config as configs
 from jaxpar import step
-from jaxpar.analysis import audit
+from jaxpar.analysis import audit, audit_report
 from jaxpar.analysis.audit import SCALARS, CollectiveRow, axis_of
+from jaxpar.commands import audit as command
 from jaxpar.core.plan import Decision, Plan, Traffic
 from jaxpar.exchange import EXCHANGES, Axis, reduce
 from jaxpar.run import build
 from jaxpar.strategies.strategy import CompiledProgram
 from jaxpar.tasks.classification import TASK
-from scripts import audit as script
 from tests.runs import run_script, small_arguments, without_texts
 from tests.strategies.pipelines import TRANSFORMER, VOCABULARY, Task, make, make_config, make_problem, pipeline
 from tests.strategies.test_exchanges import TWICE, option, replicated
@@ -237,7 +237,7 @@ def test_the_sums_of_many_targets_are_scalars(tmp_path: Path) -> None:
     values += [f"data.target_columns={','.join('abcdefghijklmnopqrst')}", "mesh.data=2", f"cache_dir={tmp_path}"]
     config = configs.default_config()
     configs.override(config, [f"--config.{value}" for value in values])
-    found = script.run(config, tmp_path)
+    found = audit_report.audit_run(config, tmp_path)
     assert [row for row in found["collectives"] if not row["explained"]] == []
     [row] = [row for row in found["collectives"] if row["dtype"] == SCALARS]
     assert row["nbytes"] >= 62 * 4
@@ -417,7 +417,7 @@ SMALL = [*SYNTHETIC, "model.name=mlp", "model.num_heads=None", "model.mlp_size=N
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> int:
     small = [*without_texts(small_arguments(folder)), *(f"--config.{key}" for key in SMALL)]
-    return run_script(monkeypatch, script, "--config=configs/default.py", *small, *arguments)
+    return run_script(monkeypatch, command, "--config=configs/default.py", *small, *arguments)
 
 
 def test_the_script_prints_a_table(
@@ -434,7 +434,7 @@ def test_the_script_prints_a_table(
     lines = [line.split() for line in captured.out.splitlines()]
     assert ["memory", "on", "devices", "0,", "1", "bytes", "theory", "ratio"] in lines
     start = lines.index(["largest", "temporary", "arrays", "at", "the", "peak", "bytes", "layer", "and", "line"])
-    assert len(lines[start + 1 :]) == script.NUM_BUFFERS + 1
+    assert len(lines[start + 1 :]) == audit_report.NUM_BUFFERS + 1
     rows = {line[0]: line[1:] for line in lines[start - 5 : start - 1]}
     assert list(rows) == ["parameters", "optimizer", "inputs", "temporary"]
     assert rows["parameters"][0] == rows["parameters"][1]

@@ -15,9 +15,9 @@ from jaxpar.analysis.planner import auto, search
 from jaxpar.analysis.planner.auto import resolve_strategy
 from jaxpar.analysis.planner.candidates import Settings, Space
 from jaxpar.analysis.planner.spaces import gpu_space, load_problem
+from jaxpar.commands import plan as command
 from jaxpar.errors import UserError
 from jaxpar.target import Target
-from scripts import plan as script
 from tests.launch.test_processes import finished, launch
 from tests.runs import refused, run_script, small_arguments, small_config
 from tests.selection import slow_except
@@ -99,7 +99,7 @@ def test_the_script_compares_the_same_candidates(
 ) -> None:
     settings = [*small_arguments(folder), UNSET, "--config.strategy=auto", "--config.pipeline.schedule=gpipe"]
     arguments = ("--config=configs/default.py", "--cluster=h100:2", *settings)
-    assert run_script(monkeypatch, script, *arguments) == 0
+    assert run_script(monkeypatch, command, *arguments) == 0
     printed = capsys.readouterr().out
     assert re.search(r"^ 1 .*  gpipe, 2 stages", printed, re.MULTILINE)
     assert not re.search(r"ddp|1f1b|Your config", printed)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxpar.analysis import audit_report
 from jaxpar.analysis.buffers import Buffers, buffers_at_peak
 from jaxpar.strategies.strategy import CompiledProgram
-from scripts import audit as script
 from tests.strategies.pipelines import BATCH, LENGTH, TRANSFORMER, Task, make
 
 pytestmark = pytest.mark.usefixtures("lines_in_programs")
@@ -73,7 +73,7 @@ def test_lines() -> None:
         Buffers(2048, 1, "bool", (2048,), ("block_0-block_11",), "a.py:2 in f")._asdict(),
         *[Buffers(1, 1, "bool", (), (), "pad added by XLA")._asdict()] * 5,
     ]
-    assert script.format_buffers(rows) == [
+    assert audit_report.format_buffers(rows) == [
         "largest temporary arrays at the peak                     bytes  layer and line",
         "2 x float32[4,128]                                       4,096  block_*  a.py:1 in f",
         "bool[2048]                                               2,048  block_0-block_11  a.py:2 in f",

@@ -20,8 +20,9 @@ from ml_collections import ConfigDict
 from jaxpar import config as configs
 from jaxpar import files, strategies
 from jaxpar import step as steps
-from jaxpar.analysis import certificate, reference
+from jaxpar.analysis import certificate, certificate_report, reference
 from jaxpar.analysis.errors import Error, compare, compare_change, worst
+from jaxpar.commands import certify as command
 from jaxpar.config import default_config
 from jaxpar.data import Batches
 from jaxpar.data.batches import shuffled
@@ -37,7 +38,6 @@ from jaxpar.pipeline.tables.table import Table, U
 from jaxpar.step import Problem
 from jaxpar.strategies import Strategy, pipeline
 from jaxpar.strategies.data_parallel import pmap, shard_map
-from scripts import certify as script
 from tests.runs import small_arguments, without_texts
 from tests.selection import slow_except
 
@@ -75,8 +75,7 @@ def certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
         own = small_arguments(tmp_path)
         overrides = [*(without_texts(own) if MLP[0] in keys else own), *(f"--config.{key}" for key in keys)]
         arguments = ["--config=configs/default.py", f"--num_steps={num_steps}", f"--output={output}", *overrides]
-        monkeypatch.setattr(sys, "argv", ["certify.py", *arguments])
-        code = script.main()
+        code = command.main(arguments)
         return code, json.loads(output.read_text())
 
     return run
@@ -140,7 +139,7 @@ def test_one_device_is_bitwise_itself(tmp_path: Path) -> None:
         f"--output={tmp_path / 'certificate.json'}",
         *overrides,
     ]
-    command, environment = [sys.executable, "scripts/certify.py", *arguments], {**os.environ, "XLA_FLAGS": ""}
+    command, environment = [sys.executable, "-m", "jaxpar", "certify", *arguments], {**os.environ, "XLA_FLAGS": ""}
     process = subprocess.run(
         command, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
@@ -148,7 +147,7 @@ def test_one_device_is_bitwise_itself(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "certificate.json").read_text())
     errors = [error for of in (found["metrics"], *found["layers"].values()) for error in of.values()]
     assert all(error == {"bitwise": True, "ulps": 0, "relative": 0} for error in errors)
-    assert script.format_certificate(found).count("bitwise") == len(errors)
+    assert certificate_report.format_certificate(found).count("bitwise") == len(errors)
     assert len(errors) == len(found["metrics"]) + 6 * len(found["layers"])
 
 
@@ -535,21 +534,27 @@ CELLS: dict[str, Any] = {
 def test_columns_of_the_table_are_separate() -> None:
     """The columns do not run together for any error, from rounding to the largest possible error."""
     errors = [error and files.without_nonfinite(error._asdict()) for error in CELLS.values()]
-    assert [script.cell(error) for error in errors] == list(CELLS)
+    assert [certificate_report.cell(error) for error in errors] == list(CELLS)
     found: dict[str, Any] = dict.fromkeys(("strategy", "model", "differs"), "s")
     found |= {"sums": {"batch_size": 24, "strategy": "s", "reference": "r"}, "devices": {"number": 1, "kinds": ["cpu"]}}
     found |= {"batches": [0], "versions": {}, "metrics": {}, "delays": []}
     found["layers"] = {str(i): dict.fromkeys(certificate.QUANTITIES, error) for i, error in enumerate(errors)}
-    rows = [re.split("  +", line) for line in script.format_certificate(found).splitlines()]
+    rows = [re.split("  +", line) for line in certificate_report.format_certificate(found).splitlines()]
     start = rows.index(["layer", "start", "gradient", "rounding", "update", "moments", "resume", "drift"]) + 1
     assert rows[start : start + len(CELLS)] == [[str(i), *7 * [text]] for i, text in enumerate(CELLS)]
 
 
 def test_delays_of_a_stage_are_one_line() -> None:
     stage = {"layers": ["embed"], "updated_after": 1, "computed_after": [0], "lags": [1]}
-    assert script.format_delays(stage) == "embed: gradients at weights that lack 1 update, applied after 1 step"
+    assert (
+        certificate_report.format_delays(stage)
+        == "embed: gradients at weights that lack 1 update, applied after 1 step"
+    )
     stage = {"layers": ["a", "b", "c"], "updated_after": 3, "computed_after": [0, 0, 1], "lags": [2, 1, 1]}
-    assert script.format_delays(stage) == "a .. c: gradients at weights that lack 1 or 2 updates, applied after 3 steps"
+    assert (
+        certificate_report.format_delays(stage)
+        == "a .. c: gradients at weights that lack 1 or 2 updates, applied after 3 steps"
+    )
 
 
 def found_with(error: Error) -> certificate.Measured:
@@ -651,13 +656,11 @@ def test_contents_of_a_certificate(certify: Any, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_a_mistake_is_reported_in_one_line(
-    mistake: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mistake: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = f"--output={tmp_path}/certificate.json"
-    monkeypatch.setattr(
-        sys, "argv", ["certify.py", "--config=configs/default.py", *small_arguments(tmp_path), output, mistake]
-    )
-    assert exit_code(script.main) == 2
+    arguments = ["--config=configs/default.py", *small_arguments(tmp_path), output, mistake]
+    assert exit_code(lambda: command.main(arguments)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
@@ -665,10 +668,8 @@ def test_a_mistake_is_reported_in_one_line(
     assert not (tmp_path / "certificate.json").exists()
 
 
-def test_a_nonfinite_step_cannot_be_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_nonfinite_step_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [*small_arguments(tmp_path), "--config.optimizer.lr=1e38", f"--output={tmp_path}/c.json"]
-    monkeypatch.setattr(sys, "argv", ["certify.py", "--config=configs/default.py", "--num_steps=3", *overrides])
-    assert exit_code(script.main) == 1
+    arguments = ["--config=configs/default.py", "--num_steps=3", *overrides]
+    assert exit_code(lambda: command.main(arguments)) == 1
     assert "is not finite, so it cannot be compared" in capsys.readouterr().err

@@ -7,12 +7,12 @@ from typing import Any, get_args
 import pytest
 
 from jaxpar.analysis import findings
+from jaxpar.analysis.audit_report import describe_program, format_findings, format_program, format_programs
 from jaxpar.analysis.findings import Finding, Kind
 from jaxpar.analysis.schedule import schedule_of
 from jaxpar.analysis.step_time import NOTHING, predict
 from jaxpar.cluster import named_cluster
 from jaxpar.config import default_config
-from scripts.audit import describe, format_findings, format_program, format_programs
 from tests.analysis.test_schedule import TEXT, program
 from tests.analysis.test_step_time import cluster
 
@@ -92,14 +92,14 @@ def test_expectations() -> None:
 
 def test_format_program() -> None:
     compiled, gpus = program(ALL), cluster(num_processes=1)
-    text = "\n".join(format_program(describe(schedule_of(compiled), predict([compiled], gpus))))
+    text = "\n".join(format_program(describe_program(schedule_of(compiled), predict([compiled], gpus))))
     [reduced] = [line.split() for line in text.splitlines() if line.startswith("all-reduce") and " 5.00 " in line]
     assert reduced[1:6] == ["float32", "4,194,304", "5.00", "0", "0"]
     assert float(reduced[6]) == float(reduced[7]) > 0  # ms in five iterations, all exposed
     assert "matrix products: 15 of bfloat16, 1 of float32; attention kernels: none" in text
     assert "    of float32: jit(step)/branch" in text
     assert text.endswith("copies of 1 MiB or more in loops: 10 (41.9 MB); the host waits for the GPU: once")
-    unknown = format_program(describe(schedule_of(compiled), NOTHING))
+    unknown = format_program(describe_program(schedule_of(compiled), NOTHING))
     assert all(line.split()[-1] == "0" for line in unknown if line.startswith("all-reduce"))  # without times
 
 
@@ -133,7 +133,7 @@ def test_copies_without_a_known_rate() -> None:
 
 def test_several_programs() -> None:
     """Equal programs are printed once. Without knowing when each one runs, there are no totals."""
-    row = describe(schedule_of(program(ALL)), NOTHING)
+    row = describe_program(schedule_of(program(ALL)), NOTHING)
     assert row["name"] == "jit_step"
     other, alone = row | {"name": "jit_update"}, [line for line in format_programs([row | {"devices": [0, 1]}]) if line]
     assert alone == format_program(row)

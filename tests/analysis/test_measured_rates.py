@@ -28,10 +28,10 @@ from jaxpar.analysis.planner.measured_rates import (
 )
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import cluster_toml, find_named
+from jaxpar.commands import plan as command
 from jaxpar.core.plan import Traffic
 from jaxpar.errors import UserError
 from jaxpar.mesh import DATA, STAGE
-from scripts import plan as script
 from tests.runs import run_script, script_error
 from tests.test_target import needs_plugin, run
 
@@ -234,7 +234,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     listed = []
     for cluster in ("--cluster=here", f"--cluster={path}", "--cluster=h100:8"):
         saved = [f"--save_cluster={path}"] if cluster == "--cluster=here" else []
-        assert run_script(monkeypatch, script, *QUICKSTART, *FEW, cluster, *saved, "--json") == 0
+        assert run_script(monkeypatch, command, *QUICKSTART, *FEW, cluster, *saved, "--json") == 0
         printed = capsys.readouterr()
         listed.append({str(one["settings"]): one["seconds"] for one in json.loads(printed.out)})
         lines = printed.err.splitlines(keepends=True)
@@ -254,11 +254,11 @@ def test_one_unknown_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     """Plans for a GPU without any rates of a data sheet, which cannot be saved."""
     use_gpus(monkeypatch, device_kind="GeForce 256", peak_flops={}, num_devices=1)
     monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
-    assert run_script(monkeypatch, script, *QUICKSTART, "--cluster=here") == 0
+    assert run_script(monkeypatch, command, *QUICKSTART, "--cluster=here") == 0
     printed = capsys.readouterr()
     assert re.search(r"^ 1 .*  single", printed.out, re.MULTILINE)
     assert "links" not in printed.err
-    _, message = script_error(monkeypatch, capsys, script, *QUICKSTART, "--cluster=here", "--save_cluster=x.toml")
+    _, message = script_error(monkeypatch, capsys, command, *QUICKSTART, "--cluster=here", "--save_cluster=x.toml")
     assert message.startswith("--save_cluster is 'x.toml' on GeForce 256; it must be unset, because a cluster file has")
 
 
@@ -277,7 +277,7 @@ MISTAKES = {
 @pytest.mark.parametrize("flags", MISTAKES)
 def test_mistakes(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     use_gpus(monkeypatch)
-    assert MISTAKES[flags] in script_error(monkeypatch, capsys, script, *QUICKSTART, *flags)[1]
+    assert MISTAKES[flags] in script_error(monkeypatch, capsys, command, *QUICKSTART, *flags)[1]
 
 
 def test_a_file_that_cannot_be_written(
@@ -286,7 +286,7 @@ def test_a_file_that_cannot_be_written(
     use_gpus(monkeypatch)
     folder = tmp_path / "x.toml"
     folder.mkdir()
-    _, message = script_error(monkeypatch, capsys, script, *QUICKSTART, "--cluster=here", f"--save_cluster={folder}")
+    _, message = script_error(monkeypatch, capsys, command, *QUICKSTART, "--cluster=here", f"--save_cluster={folder}")
     assert message.startswith(f"--save_cluster is '{folder}'; it must be the path of a .toml file")
 
 

@@ -17,7 +17,7 @@ import jaxpar
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import models, optimizer, strategies, tasks
-from jaxpar.analysis.planner import calibrate, report, search, updates
+from jaxpar.analysis.planner import calibrate, planning, report, search, updates
 from jaxpar.analysis.planner.candidates import MOST_DIVISORS, Candidate, Space, divisors, plan_of, with_settings
 from jaxpar.analysis.planner.layers import LayerMemory, TracedLayers, narrowed_bytes, resized
 from jaxpar.analysis.planner.machine import CpuMachine, GpuMachine
@@ -38,6 +38,7 @@ from jaxpar.analysis.planner.replica_candidates import combined, of_replicas, up
 from jaxpar.analysis.rates import EFFICIENCY, HOP_SECONDS
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import find_named
+from jaxpar.commands import plan as command
 from jaxpar.core.plan import Traffic
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
@@ -50,7 +51,6 @@ from jaxpar.pipeline.tables.simulate import Times, lockstep
 from jaxpar.state import nbytes
 from jaxpar.step import Problem
 from jaxpar.target import Target
-from scripts import plan as script
 from scripts.bench import planned_memory as cases
 from tests.runs import run_script, script_error
 from tests.strategies.pipelines import Task, make_batch, make_config, make_problem
@@ -528,13 +528,13 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     """The table, the JSON, and the config file that can be trained."""
     base = ("--config=configs/quickstart.py", "--config.data.source=synthetic", "--config.batch_size=64")
     out = tmp_path / "best.py"
-    assert run_script(monkeypatch, script, *base, "--cluster=h100:4", f"--out={out}") == 0
+    assert run_script(monkeypatch, command, *base, "--cluster=h100:4", f"--out={out}") == 0
     printed = capsys.readouterr().out
     assert re.search(r"^bert of size tiny, layers .*\n4 x NVIDIA H100 80GB HBM3: \d+ candidates in", printed)
     assert "Your config: " in printed
     assert "Without stages" not in printed
     odd = [*base[:2], "--config.batch_size=62", "--config.exchange_options.bucket_bytes=1000"]
-    assert run_script(monkeypatch, script, *odd, "--cluster=configs/clusters/8xv100_nvlink.toml") == 0
+    assert run_script(monkeypatch, command, *odd, "--cluster=configs/clusters/8xv100_nvlink.toml") == 0
     of_v100s = capsys.readouterr().out
     assert "\n8 x Tesla V100-SXM2-32GB with 16 GB: " in of_v100s
     assert (
@@ -544,9 +544,16 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert re.search(r"^ .* m?s +[\d,]+ +\d\.\d\d +\d .*  async, 4 workers$", printed, re.MULTILINE)
     config = configs.load_config(str(out))
     assert config.mesh.data * config.mesh.stage == 4
-    assert run_script(monkeypatch, script, *base, "--cluster=h100:4", "--json") == 0
+    assert run_script(monkeypatch, command, *base, "--cluster=h100:4", "--json") == 0
     listed = json.loads(capsys.readouterr().out)
     ranked = [one for one in listed if one["ranked"]]
+    config = configs.load_config(base[0].removeprefix("--config="))
+    configs.override(config, base[1:])
+    before = config.to_json_best_effort()
+    of_python = jaxpar.plan(config, "h100:4")
+    assert [one.costs.seconds for one in of_python] == [one["seconds"] for one in ranked]
+    assert of_python[0].fits
+    assert config.to_json_best_effort() == before
     assert listed[0]["seconds"] == min(one["seconds"] for one in ranked if one["fits"])
     assert [one["name"].split(",")[0] for one in listed[len(ranked) :]] == [
         "async",
@@ -564,13 +571,13 @@ def test_compiled_candidates_are_corrected(
     def verified(found: list[Candidate], number: int, space: Space, target: Any) -> list[Any]:
         assert (number, target.usable_bytes, space.usable_bytes) == (1, 50e9, 50e9)
         large = found[0]._replace(costs=found[0].costs._replace(nbytes=2 * space.usable_bytes), fits=False)
-        return [script.Verified(found[0], large, 0.5)]
+        return [planning.Verified(found[0], large, 0.5)]
 
-    monkeypatch.setattr(script, "verified", verified)
-    monkeypatch.setattr(script, "find_target", lambda *_: Target(H100, [], 70e9, 50e9))
-    monkeypatch.setattr(script, "cluster_of", lambda *_: H100)
+    monkeypatch.setattr(command, "verified", verified)
+    monkeypatch.setattr(command, "find_target", lambda *_: Target(H100, [], 70e9, 50e9))
+    monkeypatch.setattr(command, "cluster_of", lambda *_: H100)
     out, config = tmp_path / "best.py", ("--config=configs/quickstart.py", "--config.data.source=synthetic")
-    assert run_script(monkeypatch, script, *config, "--cluster=h100:4x8", "--verify=1", f"--out={out}", "--json") == 0
+    assert run_script(monkeypatch, command, *config, "--cluster=h100:4x8", "--verify=1", f"--out={out}", "--json") == 0
     listed = json.loads(capsys.readouterr().out)
     assert listed[0]["fits"]
     assert [one["bytes"] for one in listed if not one["fits"]] == [2 * 50e9]
@@ -578,9 +585,9 @@ def test_compiled_candidates_are_corrected(
 
 
 def test_nothing_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(script, "cluster_of", lambda *_: replace(H100, memory_bytes=1000))
+    monkeypatch.setattr(command, "cluster_of", lambda *_: replace(H100, memory_bytes=1000))
     config = ("--config=configs/quickstart.py", "--config.data.source=synthetic", "--config.model.num_layers=1")
-    out, message = script_error(monkeypatch, capsys, script, *config, "--cluster=h100:2x8")
+    out, message = script_error(monkeypatch, capsys, command, *config, "--cluster=h100:2x8")
     assert out.startswith("bert of size tiny, but config.model has num_layers=1 (not 2), layers embed, ")
     assert message.startswith("--cluster is 'h100:2x8', but nothing fits on it; it must have more devices or memory: ")
     end = "JAX takes 750 B of the 1 kB of a GPU (XLA_CLIENT_MEM_FRACTION=0.75); a larger fraction gives a run more."
@@ -592,16 +599,16 @@ def test_a_state_that_is_too_large_for_one_device(
 ) -> None:
     """8e9 parameters with Adam's moments in float32 need 96 GB; no batch size is to blame."""
     config = ("--config=configs/gpt.py:llama_8b", "--config.data.source=synthetic")
-    _, message = script_error(monkeypatch, capsys, script, *config, "--cluster=h100:1")
+    _, message = script_error(monkeypatch, capsys, command, *config, "--cluster=h100:1")
     assert message.startswith("config.strategy is 'single', which needs 96.4 GB on device 0 (parameters 32.1 GB, ")
 
 
 def test_steps_without_a_predicted_time(found: list[Candidate]) -> None:
     """The time of `dp` is that of the planner alone: its programs lack the copies between devices."""
     one = next(one for one in found if one.name == "dp")
-    line = str(script.Verified(one, one, None))
+    line = str(planning.Verified(one, one, None))
     assert line.endswith(f"; not predicted from programs (predicted {one.costs.seconds * 1e3:.3g} ms)")
-    assert str(script.Verified(one, one, 0.25)).endswith(f"; 250 ms (predicted {one.costs.seconds * 1e3:.3g} ms)")
+    assert str(planning.Verified(one, one, 0.25)).endswith(f"; 250 ms (predicted {one.costs.seconds * 1e3:.3g} ms)")
 
 
 def test_the_path_of_a_config_is_absolute(
@@ -661,7 +668,7 @@ MISTAKES = {
 @pytest.mark.parametrize("flag", MISTAKES)
 def test_mistakes(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [flag] if "cluster" in flag else ["--cluster=h100:8", flag]
-    assert run_script(monkeypatch, script, "--config=configs/quickstart.py", *flags) == 2
+    assert run_script(monkeypatch, command, "--config=configs/quickstart.py", *flags) == 2
     assert MISTAKES[flag] in capsys.readouterr().err
 
 

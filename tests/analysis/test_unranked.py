@@ -11,7 +11,7 @@ import pytest
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import strategies
-from jaxpar.analysis.planner import report
+from jaxpar.analysis.planner import planning, report
 from jaxpar.analysis.planner.candidates import Candidate, Space, state_ratios
 from jaxpar.analysis.planner.layers import LayerMemory
 from jaxpar.analysis.planner.machine import CpuMachine, GpuMachine, Machine
@@ -22,7 +22,6 @@ from jaxpar.measure.residuals import Residuals
 from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.state import nbytes
 from jaxpar.swarm.trace import SwarmPeer
-from scripts import plan as script
 from tests.analysis.test_planner import small_problem
 
 BATCH, EXAMPLE_SECONDS = 240, 1e-3  # of a layer: a third of it forward
@@ -219,8 +218,8 @@ def test_the_second_table(free: Space) -> None:
     best = predict(free, "strategy=data_parallel", "mesh.data=4")
     assert isinstance(best, Candidate)
     own = rate_of(free, *WORKERS, "asynchronous.num_workers=2")
-    text = script.describe(free, [best], work, own, [*others, "a reason"], 1.0)
-    assert script.NOT_RANKED in text
+    text = planning.describe_plans(free, [best], work, own, [*others, "a reason"], 1.0)
+    assert planning.NOT_RANKED in text
     *_, last, _, reason = text.splitlines()
     assert last.split()[:4] == ["480", "ms", "500", "1.00"]
     assert last.endswith("your config: async, 2 workers")

@@ -1,5 +1,4 @@
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +9,11 @@ import pytest
 from jaxpar import config as configs
 from jaxpar import training
 from jaxpar.asynchronous import options
+from jaxpar.commands import compare_updates
+from jaxpar.compare import updates
 from jaxpar.errors import UserError
 from jaxpar.tasks import Score
 from jaxpar.tasks.classification import TASK
-from scripts import compare_updates
 from scripts.bench import mitigations
 from tests.checkpoint.test_private import config as small_run
 
@@ -33,17 +33,14 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", run)
 
 
-def compare(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["compare_updates.py", "--config=configs/default.py", *arguments])
-    compare_updates.main()
+def compare(*arguments: str) -> None:
+    compare_updates.main(["--config=configs/default.py", *arguments])
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
-def test_a_straggler_slows_sync_to_its_pace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    compare(monkeypatch, f"--workdir={tmp_path}", "--cases=async+dc_asgd", "--workers=4", "--config.num_steps=16")
+def test_a_straggler_slows_sync_to_its_pace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compare(f"--workdir={tmp_path}", "--cases=async+dc_asgd", "--workers=4", "--config.num_steps=16")
     lines = capsys.readouterr().out.splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     assert cells[0][:5] == ["updates", "straggler", "throughput", "staleness", "test_accuracy"]
@@ -62,25 +59,25 @@ def test_a_straggler_slows_sync_to_its_pace(
     assert formatted == ("nothing lost" if lost == 0 else f"{round(100 * (1 - left / lost))}%")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/result.json")}
     assert len(before) == 6
-    compare(monkeypatch, f"--workdir={tmp_path}", "--cases=sync", "--workers=4", "--config.num_steps=16")
+    compare(f"--workdir={tmp_path}", "--cases=sync", "--workers=4", "--config.num_steps=16")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/result.json")} == before  # nothing was run again
     with pytest.raises(UserError, match="sync_1 contains a run with other settings"):
-        compare(monkeypatch, f"--workdir={tmp_path}", "--cases=sync", "--workers=4", "--config.num_steps=12")
+        compare(f"--workdir={tmp_path}", "--cases=sync", "--workers=4", "--config.num_steps=12")
 
 
 def test_the_rate_is_divided_by_the_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {}
 
-    def run(_config: str, workdir: Path, overrides: list[str]) -> compare_updates.Outcome:
+    def run(_config: str, workdir: Path, overrides: list[str]) -> updates.UpdatesOutcome:
         config = configs.default_config()
         configs.override(config, overrides)
         rates[workdir.name] = config.optimizer.lr
         result = {"test_accuracy": 0.5, "staleness_mean": 0.0, "staleness_max": 0}
-        return compare_updates.Outcome(np.arange(2), np.ones(2), np.arange(2.0), result, 4.0)
+        return updates.UpdatesOutcome(np.arange(2), np.ones(2), np.arange(2.0), result, 4.0)
 
-    monkeypatch.setattr(compare_updates, "train", run)
-    cases = f"--cases={compare_updates.RATE}", "--slowdown=2"
-    compare(monkeypatch, f"--workdir={tmp_path}", *cases, "--workers=4", "--config.optimizer.lr=0.2")
+    monkeypatch.setattr(updates, "train_updates", run)
+    cases = f"--cases={updates.RATE}", "--slowdown=2"
+    compare(f"--workdir={tmp_path}", *cases, "--workers=4", "--config.optimizer.lr=0.2")
     expected = {"sync": 0.2, "async": 0.2, "async_rate_n": 0.05}
     assert rates == {f"{name}_{slowdown}": rate for name, rate in expected.items() for slowdown in (1, 2)}
 
@@ -92,7 +89,7 @@ def test_recovered_of_a_loss_and_of_a_perplexity() -> None:
 
     def recovered(figure: str, *ends: float) -> str:
         score = Score(figure, "", is_exponential=figure == "perplexity")
-        return compare_updates.recovered(outcomes(figure, *ends), "async+dc_asgd", 1.0, score)
+        return updates.recovered(outcomes(figure, *ends), "async+dc_asgd", 1.0, score)
 
     assert recovered("test_loss", 1.0, 3.0, 2.5) == "25%"
     assert recovered("perplexity", 10.0, 1000.0, 100.0) == "50%"
@@ -100,18 +97,18 @@ def test_recovered_of_a_loss_and_of_a_perplexity() -> None:
     assert recovered("train_loss", 1.0, 1.0, 1.0) == "nothing lost"
 
 
-def test_a_case_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_that_is_not_there() -> None:
     with pytest.raises(UserError, match=r"--cases is 'sync,asink'; .* one or more of sync, .* you mean 'async'\?$"):
-        compare(monkeypatch, "--cases=sync,asink")
+        compare("--cases=sync,asink")
 
 
 def test_a_case_that_diverges() -> None:
     steps, losses = np.arange(1, 5), np.array([4.0, 3.0, 2.0, 1.0])
     result = {"test_accuracy": 0.5, "staleness_mean": 0.0, "staleness_max": 0}
-    fine = compare_updates.Outcome(steps, losses, steps * 1.0, result, 4.0)
-    lost = compare_updates.Outcome(steps[:1], losses[:1], np.array([np.nan]), None, np.nan)
+    fine = updates.UpdatesOutcome(steps, losses, steps * 1.0, result, 4.0)
+    lost = updates.UpdatesOutcome(steps[:1], losses[:1], np.array([np.nan]), None, np.nan)
     outcomes = {("sync", 1.0): fine, ("async", 1.0): lost, ("async+dc_asgd", 1.0): fine}
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in compare_updates.rows(outcomes, TASK.score)]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in updates.update_rows(outcomes, TASK.score)]
     assert cells[2] == ["sync", "none", "4.00", "0.00, 0", "50.00%", "", "1"]
     assert cells[3] == ["async", "none", "", "", "diverged", "", ""]
     assert cells[4][5] == "async diverged"

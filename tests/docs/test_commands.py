@@ -4,6 +4,7 @@ import ast
 import importlib
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import NamedTuple
 import pytest
 from ml_collections import ConfigDict
 
-from jaxpar import cluster, main, mesh
+from jaxpar import cluster, commands, mesh
 from jaxpar import config as configs
 from jaxpar.analysis.planner.auto import AUTO_STRATEGY
 from jaxpar.analysis.planner.candidates import with_settings
+from jaxpar.commands import train
 from jaxpar.errors import exit_code
 from jaxpar.run import build, unused
 from tests.docs.prose import ROOT
@@ -42,27 +44,24 @@ NOT_RUN = {
     "curl": "needs a service",
     "mpirun": "needs several hosts",
     "printf": "needs a run",
-    "scripts/compare_runs": "needs runs",
-    "scripts/export": "needs a run, unless its output is an error",
-    "scripts/generate": "needs a run",
-    "scripts/predict": "needs a run",
-    "scripts/serve": "needs a run",
+    "jaxpar audit": "compiles, and the temporary memory depends on the flags of XLA",
+    "jaxpar certify": "trains",
+    "jaxpar compare": "trains, or needs runs",
+    "jaxpar export": "needs a run, unless its output is an error",
+    "jaxpar fit": "compiles for several minutes",
+    "jaxpar generate": "needs a run",
+    "jaxpar partition profile": "measures",
+    "jaxpar plan": "prints how long it took",
+    "jaxpar predict": "needs a run",
+    "jaxpar serve": "needs a run",
+    "jaxpar swarm --": "trains",
+    "jaxpar swarm simulate --peers=400": "takes 3 s; tests/swarm/test_simulate.py checks it",
+    "jaxpar swarm simulate --report=replay": "needs a run",
     "scripts/launch": "trains",
     'scripts/python -c "import jax;': "depends on the machine",
     "scripts/python -m pip": "installs packages",
-    "scripts/python scripts/audit.py": "compiles, and the temporary memory depends on the flags of XLA",
     "scripts/python scripts/bench": "measures",
-    "scripts/python scripts/certify.py": "trains",
-    "scripts/python scripts/compare.py": "trains",
-    "scripts/python scripts/compare_pipelines.py": "trains",
-    "scripts/python scripts/compare_updates.py": "trains",
-    "scripts/python scripts/fit.py": "compiles for several minutes",
-    "scripts/python scripts/plan.py": "prints how long it took",
-    "scripts/python scripts/profile_layers.py": "measures",
-    "scripts/python scripts/swarm_simulate.py --peers=400": "takes 3 s; tests/swarm/test_simulate.py checks it",
-    "scripts/python scripts/swarm_simulate.py --report=replay": "needs a run",
     "scripts/setup": "installs packages",
-    "scripts/swarm": "trains",
     "scripts/train": "trains, unless its output is an error",
     "unzip": "needs a download",
 }
@@ -80,7 +79,7 @@ def shown(page: str) -> Iterator[Shown]:
     for language, text in blocks(page):
         for part in re.split(r"^\$ ", text.replace("\\\n", " "), flags=re.MULTILINE)[1:] * (language == "console"):
             command, _, output = part.partition("\n")
-            yield Shown(" ".join(command.split()), output)
+            yield Shown(" ".join(command.split()).replace("scripts/jaxpar", "jaxpar"), output)
 
 
 COMMANDS = sorted({one.command for page in PAGES for one in shown(page)})
@@ -93,40 +92,49 @@ def split(command: str) -> list[str]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_are_known(command: str) -> None:
-    """Scripts exist and have these flags."""
+    """Commands and scripts exist and have these flags."""
     words = split(command)
     if words[0] in SYSTEM:
-        words = words[next((n for n, word in enumerate(words) if word.startswith("scripts/")), len(words)) :]
+        starts = [n for n, word in enumerate(words) if word.startswith("scripts/") or word == "jaxpar"]
+        words = words[starts[0] :] if starts else []
         if not words:
             return
-    path = ROOT / words[0]
-    assert path.is_file(), command
-    if words[0] == "scripts/python" and words[1] == "-c":
+    if words[:2] == ["scripts/python", "-c"]:
         compile(words[2], command, "exec")
         return
-    if words[0] == "scripts/python" and words[1] != "-m":
-        path = ROOT / words[1]
-        assert path.is_file(), command
     flags = {word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--") and word != "--"}
-    source = sources(path)
+    source = sources(words)
     unknown = {
         flag for flag in flags - OTHERS if not re.match(r"config\b", flag) and not re.search(f'"(--)?{flag}"', source)
     }
     assert not unknown, f"{command}: {sorted(unknown)}"
 
 
-def sources(path: Path) -> str:
-    """Return the source of a script and of the modules of jaxpar that it imports or starts."""
-    source = path.read_text()
-    names = [name if "." in name else f"{name}.main" for name in re.findall(r"-m (jaxpar[\w.]*)", source)]
-    if path.suffix == ".py":
-        imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
-        names += [f"{node.module}.{alias.name}" for node in imports for alias in node.names]
-        names += [node.module for node in imports]
-        return source + "".join(file.read_text() for file in map(module_file, names) if file.is_file())
-    source += "".join(sources(path.parent / name) for name in re.findall(r'/(\w+\.py)" "\$@"', source))
-    names += ["jaxpar.main"] * ("jaxpar.launch.launcher" in names)  # the launcher passes it the flags after --
-    return source + "".join(sources(module_file(name)) for name in names)
+def sources(words: list[str]) -> str:
+    """Return the source of a command, or of a script, and of the modules of jaxpar that it imports."""
+    known = command_of(words)
+    if known == "help":
+        return '"help"'
+    if known:
+        paths = [module_file(f"jaxpar.commands.{known.replace(' ', '_')}")]
+        paths += [module_file("jaxpar.commands.train")] * (known in ("launch", "swarm"))  # it passes on flags after --
+    else:
+        paths = [ROOT / words[words[0] == "scripts/python" and words[1] != "-m"]]
+    assert all(path.is_file() for path in paths), words
+    source = "".join(path.read_text() for path in paths)
+    if paths[0].suffix != ".py":
+        return source
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
+    names = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    names |= {node.module or "" for node in imports}
+    return source + "".join(file.read_text() for file in map(module_file, names) if file.is_file())
+
+
+def command_of(words: list[str]) -> str | None:
+    """Return the command of jaxpar that words call, directly or by a script; None if they call none."""
+    if words[0] == "jaxpar":
+        return commands.find_command(words[1:]) or "help"
+    return words[0].removeprefix("scripts/") if words[0] in ("scripts/train", "scripts/launch") else None
 
 
 def module_file(name: str) -> Path:
@@ -204,9 +212,9 @@ def test_outputs(
     for command, output in shown(page):
         words = split(command)
         if words[0] == "scripts/train" and output.startswith("jaxpar: "):
-            assert main.main(words) == 2
-        elif words[0] == "scripts/export" and output.startswith("jaxpar: "):
-            run(["", "jaxpar.export.command", *words[1:]], output)
+            assert train.main(words) == 2
+        elif words[:2] == ["jaxpar", "export"] and output.startswith("jaxpar: "):
+            run(words, output)
         elif command.startswith(tuple(NOT_RUN)):
             leave_config(words)
             continue
@@ -233,6 +241,12 @@ def run(words: list[str], output: str) -> None:
         print(path.read_text(), end="")
     elif words[1] == "-c":
         exec(words[2])
+    elif words[0] == "jaxpar":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", words)
+            patch.setattr(signal, "signal", lambda *_: None)  # pytest handles Ctrl-C
+            with pytest.raises(SystemExit):
+                commands.run_command()
     else:
         script = importlib.import_module(words[1].removesuffix(".py").replace("/", "."))
         with pytest.MonkeyPatch.context() as patch:

@@ -238,3 +238,8 @@ def test_the_path_to_evaluate_must_be_one(classifier: Path) -> None:
     path: Any = 3
     with pytest.raises(UserError, match=r"^path is 3; it must be the path of a file or a directory$"):
         jaxpar.load(classifier).evaluate(path)
+
+
+def test_predictions_in_one_call(classifier: Path) -> None:
+    texts = examples_of("classification")[:3]
+    assert jaxpar.predict(classifier, texts, top_k=2) == jaxpar.load(classifier).predict(texts, top_k=2)

@@ -1,4 +1,4 @@
-"""Tests the command scripts/predict: formats, pipes, the terminal, and mistakes."""
+"""Tests the command `jaxpar predict`: formats, pipes, the terminal, and mistakes."""
 
 import csv
 import itertools
@@ -19,12 +19,12 @@ import pytest
 
 import jaxpar
 from jaxpar import checkpoint, mesh
+from jaxpar.commands import predict
 from jaxpar.data.rows import TextRow
 from jaxpar.errors import UserError
 from jaxpar.inference import inputs, outputs
 from jaxpar.inference.predictor import Predictor
 from jaxpar.inference.trained import load_trained
-from scripts import predict
 from tests.inference.conftest import TrainedRun, records
 from tests.runs import run_script
 
@@ -251,8 +251,8 @@ def test_a_damaged_best_checkpoint_is_one_line(classifier: Path, tmp_path: Path)
     state = workdir / "checkpoints" / str(best) / "state"
     for file in state.glob("ocdbt.process_0/d/*"):
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 3])
-    command = [sys.executable, predict.__file__, f"--workdir={workdir}", "--input=-"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(predict.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "jaxpar", "predict", f"--workdir={workdir}", "--input=-"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(predict.__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, input="red cat\n", env=environment, capture_output=True, text=True, timeout=300)
     assert json.loads(done.stdout)["text"] == "red cat"
     damaged, model, predicted = done.stderr.splitlines()

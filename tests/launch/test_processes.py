@@ -24,6 +24,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import checkpoint, training
 from jaxpar import config as configs
+from jaxpar.commands import launch as command
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import launcher, processes
 from jaxpar.launch.place import BIND, FLAGS, bind_address, find_place, free_port
@@ -263,7 +264,7 @@ def environment(**more: str) -> dict[str, str]:
 def launch(folder: Path, workdir: Path, name: str, *overrides: str, restarts: int = 0) -> "subprocess.Popen[str]":
     own = [*settings(folder, name), *overrides]
     arguments = ["--config=configs/default.py", f"--workdir={workdir}", *own]
-    command = [sys.executable, "-m", "jaxpar.launch.launcher", "--num_processes=2", f"--max_restarts={restarts}", "--"]
+    command = [sys.executable, "-m", "jaxpar", "launch", "--num_processes=2", f"--max_restarts={restarts}", "--"]
     return subprocess.Popen(
         [*command, *arguments, f"--config.mesh.virtual_cpu_devices={num_devices(name) // 2}"],
         env=environment(),
@@ -420,7 +421,7 @@ def test_processes_that_slurm_starts(folder: Path, tmp_path: Path, alone: Callab
     """Processes need only the environment variables of SLURM, which this test sets."""
     job = str(free_port())
     arguments = [*settings(folder, "data_parallel"), "--config.mesh.virtual_cpu_devices=2"]
-    command = [sys.executable, "-m", "jaxpar.main", "--config=configs/default.py", f"--workdir={tmp_path}/run"]
+    command = [sys.executable, "-m", "jaxpar", "train", "--config=configs/default.py", f"--workdir={tmp_path}/run"]
     started = [
         subprocess.Popen(
             [*command, *arguments],
@@ -443,7 +444,7 @@ def test_processes_that_are_given_different_runs(folder: Path, tmp_path: Path) -
     arguments = [*settings(folder, "texts"), "--config.mesh.virtual_cpu_devices=2", *place]
     other = tmp_path / "other.csv"
     other.write_text((folder / "data.csv").read_text() + "one more row,none\n")
-    command = [sys.executable, "-m", "jaxpar.main", "--config=configs/default.py", f"--workdir={tmp_path}/run"]
+    command = [sys.executable, "-m", "jaxpar", "train", "--config=configs/default.py", f"--workdir={tmp_path}/run"]
     own = [[], ["--config.optimizer.lr=0.5", f"--config.data.train={other}"]]
     started = [
         subprocess.Popen(
@@ -573,9 +574,8 @@ def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, capsy
 
     real = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", start)
-    monkeypatch.setattr(launcher, "visible_gpus", list)
-    monkeypatch.setattr(sys, "argv", ["launch", "--num_processes=2", "--", "--config=x", "--workdir=y"])
-    assert launcher.main() == 1
+    monkeypatch.setattr(command, "visible_gpus", list)
+    assert command.main(["--num_processes=2", "--", "--config=x", "--workdir=y"]) == 1
     assert capsys.readouterr().err == "launch: a process could not be started: Resource temporarily unavailable\n"
     assert started[0].returncode == -signal.SIGKILL
 
@@ -722,14 +722,14 @@ def test_more_processes_than_the_machine_can_hold(
 ) -> None:
     monkeypatch.setattr(launcher, "host_bytes", lambda: 2_000_000_000)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (threads, threads))
-    monkeypatch.setattr(launcher, "run_processes", lambda *_: 0)
-    monkeypatch.setattr(launcher, "visible_gpus", list)
-    monkeypatch.setattr(sys, "argv", ["launch", f"--num_processes={number}", "--", "--config=x", "--workdir=y"])
+    monkeypatch.setattr(command, "run_processes", lambda *_: 0)
+    monkeypatch.setattr(command, "visible_gpus", list)
+    arguments = [f"--num_processes={number}", "--", "--config=x", "--workdir=y"]
     if not rule:
-        assert launcher.main() == 0
+        assert command.main(arguments) == 0
         return
     with pytest.raises(UserError, match=re.escape(f"{number}; it must be {rule}")):
-        launcher.main()
+        command.main(arguments)
 
 
 def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -751,14 +751,12 @@ def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.parametrize("written", ["--{}=0", "-{}=0", "--{} 0", "-{} 0"])
 def test_flags_set_by_the_launcher_are_refused(flag: str, written: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "run_processes", lambda *_: 0)
-    monkeypatch.setattr(launcher, "visible_gpus", list)
-    own = ["launch", "--num_processes=2", "--", "--config=x", f"--workdir={flag}", flag]
-    monkeypatch.setattr(sys, "argv", own)
-    assert launcher.main() == 0
-    monkeypatch.setattr(sys, "argv", [*own, *written.format(flag).split()])
-    with pytest.raises(UserError, match=f"^--{flag} is set by the launcher for each process; remove it "):
-        launcher.main()
+    monkeypatch.setattr(command, "run_processes", lambda *_: 0)
+    monkeypatch.setattr(command, "visible_gpus", list)
+    own = ["--num_processes=2", "--", "--config=x", f"--workdir={flag}", flag]
+    assert command.main(own) == 0
+    with pytest.raises(UserError, match=f"^--{flag} is set by `jaxpar launch`; remove it "):
+        command.main([*own, *written.format(flag).split()])
 
 
 class FakeProcess:

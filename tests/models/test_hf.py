@@ -16,9 +16,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jaxpar import checkpoint
 from jaxpar import config as configs
+from jaxpar.commands import export as command
 from jaxpar.data import DataInfo, read_info, write_info
 from jaxpar.errors import UserError
-from jaxpar.export import command, hugging_face
+from jaxpar.export import hugging_face
 from jaxpar.export.hugging_face import save_directory
 from jaxpar.export.output import completed
 from jaxpar.models import Model, build, hf

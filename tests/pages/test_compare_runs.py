@@ -1,12 +1,12 @@
-"""scripts/compare_runs: the table, the page and the mistakes."""
+"""`jaxpar compare runs`: the table, the page and the mistakes."""
 
 from pathlib import Path
 
 import pytest
 
+from jaxpar.commands import compare_runs
 from jaxpar.pages.recorded import read_run
 from jaxpar.pages.runs_page import comparison_page
-from scripts import compare_runs
 from tests.html_pages import check_alone
 from tests.pages.recorded_runs import write_run
 from tests.runs import run_script, script_error

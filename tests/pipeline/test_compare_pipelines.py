@@ -1,4 +1,4 @@
-"""Tests of scripts/compare_pipelines.py: virtual times by hand, the table, and runs that are not repeated."""
+"""Tests of jaxpar compare pipelines: virtual times by hand, the table, and runs that are not repeated."""
 
 import json
 import subprocess
@@ -12,11 +12,20 @@ import pytest
 from jaxpar import config as configs
 from jaxpar import training
 from jaxpar.cluster import Link
+from jaxpar.commands import compare_pipelines
+from jaxpar.compare import pipelines
+from jaxpar.compare.pipelines import (
+    PIPELINE_CASES,
+    PipelineCase,
+    PipelineOutcome,
+    PipelineStep,
+    data_parallel_seconds,
+    pipeline_seconds,
+    steps_to,
+)
 from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.pipeline.tables.periodic import periodic_table
 from jaxpar.pipeline.tables.schedule import make_table
-from scripts import compare_pipelines
-from scripts.compare_pipelines import CASES, Case, Outcome, StepTime, data_parallel_step, pipeline_step, steps_to
 from tests.checkpoint.test_private import VALUES
 from tests.runs import run_script, script_error, small_arguments
 
@@ -34,20 +43,20 @@ def test_time_of_a_pipeline_that_drains() -> None:
     1:       F0 F1 BW0 BW0 BW1 BW1
     """
     table = make_table("gpipe", num_devices=2, num_microbatches=2, num_chunks=1)
-    step = pipeline_step(table, [layer(output=2), layer()], [0, 1, 2], Link(4, 0.5))
+    step = pipeline_seconds(table, [layer(output=2), layer()], [0, 1, 2], Link(4, 0.5))
     assert step == pytest.approx((11, 5 / 11))
 
 
 def test_layers_of_a_stage_add_up() -> None:
     table = make_table("1f1b", num_devices=2, num_microbatches=3, num_chunks=1)
     layers = [layer(0.25, 0.5), layer(0.75, 1.5, output=2), layer()]
-    assert pipeline_step(table, layers, [0, 2, 3], FREE) == pytest.approx((4 * 3, 1 / 4))
+    assert pipeline_seconds(table, layers, [0, 2, 3], FREE) == pytest.approx((4 * 3, 1 / 4))
 
 
 def test_b_and_w_are_halves_of_a_backward_pass() -> None:
     """With F, B and W of one unit each, the bubble of ZB-H1 is a third of that of 1F1B, (p - 1) units (Qi et al.)."""
     table = make_table("zb_h1", num_devices=4, num_microbatches=8, num_chunks=1)
-    assert pipeline_step(table, [layer()] * 4, range(5), FREE).seconds == pytest.approx(3 * 8 + 3)
+    assert pipeline_seconds(table, [layer()] * 4, range(5), FREE).seconds == pytest.approx(3 * 8 + 3)
 
 
 def test_time_of_a_pipeline_that_never_drains() -> None:
@@ -57,35 +66,41 @@ def test_time_of_a_pipeline_that_never_drains() -> None:
     """
     for name, m in (("pipedream", 1), ("pipedream", 3), ("pipedream_2bw", 2)):
         table = periodic_table(name, [1, 1], m)
-        assert pipeline_step(table, [layer(), layer(0.5, 1)], range(3), FREE) == pytest.approx((3 * m, 0))
-        step = pipeline_step(table, [layer(output=4), layer()], range(3), Link(8, 0.5))
+        assert pipeline_seconds(table, [layer(), layer(0.5, 1)], range(3), FREE) == pytest.approx((3 * m, 0))
+        step = pipeline_seconds(table, [layer(output=4), layer()], range(3), Link(8, 0.5))
         assert step == pytest.approx((4 * m, 1 / 4))
 
 
 def test_a_step_takes_at_least_the_time_of_the_transfers_on_a_link() -> None:
     table = make_table("gpipe", num_devices=2, num_microbatches=4, num_chunks=1)
-    step = pipeline_step(table, [layer(output=100), layer()], range(3), Link(10))
+    step = pipeline_seconds(table, [layer(output=100), layer()], range(3), Link(10))
     assert step == pytest.approx((40, 28 / 40))
 
 
 def test_time_of_data_parallelism() -> None:
     """The ring sends two messages of half of the weights: 2.5 s for layer 2, from 4 s on, then 4.5 s for layer 0."""
     layers = [layer(weights=8), layer(0, 0), layer(weights=4)]
-    assert data_parallel_step(layers, 2, Link(2, 0.25)) == pytest.approx((4 + 2.5 + 4.5, 5 / 11))
-    assert data_parallel_step(layers, 2, FREE) == pytest.approx((6, 0))
+    assert data_parallel_seconds(layers, 2, Link(2, 0.25)) == pytest.approx((4 + 2.5 + 4.5, 5 / 11))
+    assert data_parallel_seconds(layers, 2, FREE) == pytest.approx((6, 0))
 
 
 def test_the_table() -> None:
-    cases = {name: Case([], 8, StepTime(seconds, 0.25), 1e6) for name, seconds in (("1f1b", 0.2), ("pipedream", 0.1))}
-    cases |= {"ddp": Case([], None, StepTime(0.4, 0), 2e6), "gpipe": Case([], 8, StepTime(0.1, 0), 1e6)}
+    cases = {
+        name: PipelineCase([], 8, PipelineStep(seconds, 0.25), 1e6)
+        for name, seconds in (("1f1b", 0.2), ("pipedream", 0.1))
+    }
+    cases |= {
+        "ddp": PipelineCase([], None, PipelineStep(0.4, 0), 2e6),
+        "gpipe": PipelineCase([], 8, PipelineStep(0.1, 0), 1e6),
+    }
     outcomes = {
-        "1f1b": Outcome([10, 20, 30], [0.1, 0.8, 0.9], diverged=False),
-        "pipedream": Outcome([10, 20, 30], [0.1, 0.5, 0.7], diverged=False),
-        "ddp": Outcome([10, 20, 30], [0.1, 0.5, 0.69], diverged=False),
-        "gpipe": Outcome([], [], diverged=True),
+        "1f1b": PipelineOutcome([10, 20, 30], [0.1, 0.8, 0.9], diverged=False),
+        "pipedream": PipelineOutcome([10, 20, 30], [0.1, 0.5, 0.7], diverged=False),
+        "ddp": PipelineOutcome([10, 20, 30], [0.1, 0.5, 0.69], diverged=False),
+        "gpipe": PipelineOutcome([], [], diverged=True),
     }
     assert [steps_to(outcome, 0.7) for outcome in outcomes.values()] == [20, 30, None, None]
-    lines = compare_pipelines.rows(cases, outcomes, 0.7, "accuracy")
+    lines = pipelines._rows(cases, outcomes, 0.7, "accuracy")
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert cells[0][4:7] == ["steps to 70%", "time to 70%", "relative to 1f1b"]
     assert cells[2] == ["1f1b", "8", "200 ms", "25.0%", "20", "4 s", "1.00", "1 MB", "90.00%"]
@@ -123,9 +138,9 @@ def test_finished_runs_are_not_repeated(
     monkeypatch.setattr(subprocess, "run", run)
     assert run_script(monkeypatch, compare_pipelines, *flags(tmp_path)) == 0
     first = capsys.readouterr().out.splitlines()
-    assert set(started) == set(CASES)
+    assert set(started) == set(PIPELINE_CASES)
     sizes = {name: (config.mesh.data, config.mesh.stage) for name, config in started.items()}
-    assert sizes == {name: (2, 1) if name == "ddp" else (1, 2) for name in CASES}
+    assert sizes == {name: (2, 1) if name == "ddp" else (1, 2) for name in PIPELINE_CASES}
     pipelines = {name: config.pipeline for name, config in started.items() if name != "ddp"}
     assert {name: c.num_microbatches for name, c in pipelines.items() if c.num_microbatches != 8} == {
         "pipedream_unsplit": 1
@@ -136,7 +151,7 @@ def test_finished_runs_are_not_repeated(
     assert lines[0].startswith("2 x Tesla V100-SXM2-32GB, each 15.7 TFLOP/s in float32 and 900 GB/s of memory; links")
     assert first[-len(lines) - 2 : -2] == lines
     cells = {row[0]: row for row in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines[4:])}
-    assert list(cells) == list(CASES)
+    assert list(cells) == list(PIPELINE_CASES)
     assert {row[4] for row in cells.values()} == {"8"}
     started.clear()
 

@@ -1,4 +1,4 @@
-"""Tests of scripts/simulate.py and scripts/draw.py: a subprocess without JAX, and mistakes."""
+"""Tests of `jaxpar simulate` and `jaxpar draw`: a subprocess without JAX, and mistakes."""
 
 import json
 import subprocess
@@ -8,26 +8,26 @@ from types import ModuleType
 
 import pytest
 
+from jaxpar.commands import draw, simulate
+from jaxpar.commands import schedule_flags as options
 from jaxpar.errors import exit_code
-from jaxpar.pipeline import flags as options
 from jaxpar.pipeline.tables.periodic import CONTINUOUS
 from jaxpar.pipeline.tables.replicated import replicated_table
 from jaxpar.pipeline.tables.schedule import SCHEDULES
 from jaxpar.pipeline.tables.table_file import read_table, write_table
 from jaxpar.pipeline.tables.validate import TableError, peak_stashed
-from scripts import draw, simulate
 from tests.runs import run_script
 
 ROOT = Path(__file__).parents[2]
-RUN = "import runpy, sys; sys.argv = sys.argv[1:]; code = 0\n"
-RUN += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+RUN = "import runpy, sys; code = 0\n"
+RUN += "try: runpy.run_module('jaxpar', run_name='__main__')\n"
 RUN += "except SystemExit as stop: code = stop.code\n"
 RUN += "assert 'jax' not in sys.modules and 'flax' not in sys.modules; sys.exit(code)"
 
 
-def run(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in a subprocess that fails if it imports JAX."""
-    command = [sys.executable, "-c", RUN, str(ROOT / "scripts" / script), *flags]
+def run(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a subprocess that fails if it imports JAX."""
+    command = [sys.executable, "-c", RUN, name, *flags]
     return subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
 
 
@@ -36,7 +36,7 @@ ZB_H1 += ["--weight=9.337", "--communication=0.601"]
 
 
 def test_simulate_prints_a_result_a_line() -> None:
-    process = run("simulate.py", *ZB_H1)
+    process = run("simulate", *ZB_H1)
     assert process.returncode == 0, process.stderr
     assert not process.stderr, process.stderr
     lines = {name: values for name, *values in map(str.split, process.stdout.splitlines())}
@@ -49,7 +49,7 @@ def test_simulate_prints_a_result_a_line() -> None:
     assert lines["peak_in_flight"] == ["8", "7", "6", "5", "4", "3", "2", "1"]
     assert lines["peak_stashed"] == ["8"] * 8
     assert float(lines["idle"][0]) == pytest.approx(float(lines["makespan"][0]) - 24 * (18.522 + 18.086 + 9.337))
-    found = json.loads(run("simulate.py", *ZB_H1, "--json").stdout)
+    found = json.loads(run("simulate", *ZB_H1, "--json").stdout)
     assert list(found) == list(lines)
     assert found["idle_in_span"] == pytest.approx([float(value) for value in lines["idle_in_span"]])
 
@@ -57,10 +57,10 @@ def test_simulate_prints_a_result_a_line() -> None:
 def test_chunks_and_times_by_device() -> None:
     flags = ["--num_stages=2", "--num_microbatches=3", "--json"]
     for chunks in ([], ["--num_chunks=2"]):  # the default is the number of chunks of the schedule
-        found = json.loads(run("simulate.py", "--schedule=zb_v", *flags, *chunks).stdout)
+        found = json.loads(run("simulate", "--schedule=zb_v", *flags, *chunks).stdout)
         assert found["bubble_rate"] == 0
         assert found["makespan"] == 3 * 3 + 0.5
-    found = json.loads(run("simulate.py", "--schedule=gpipe", *flags, "--forward=1,2", "--weight=0").stdout)
+    found = json.loads(run("simulate", "--schedule=gpipe", *flags, "--forward=1,2", "--weight=0").stdout)
     assert found["makespan"] == 1 + 3 * 2 + 3 * 1 + 1
 
 
@@ -68,17 +68,17 @@ def test_a_schedule_is_found_saved_and_read_again(tmp_path: Path) -> None:
     path = tmp_path / "found.csv"
     flags = ["--forward=4", "--backward=5", "--weight=3", "--json"]
     search = ["--auto", "--num_stages=4", "--num_microbatches=8", "--memory_limit=6"]
-    found = json.loads(run("simulate.py", *search, *flags, f"--save={path}").stdout)
-    of_one_chunk = json.loads(run("simulate.py", *search, "--num_chunks=1", *flags).stdout)
+    found = json.loads(run("simulate", *search, *flags, f"--save={path}").stdout)
+    of_one_chunk = json.loads(run("simulate", *search, "--num_chunks=1", *flags).stdout)
     assert "1f1b with" in of_one_chunk["schedule"]
     assert "zb_v with" in found["schedule"]
     assert found["cost"] < of_one_chunk["cost"]
     assert (
         found["bubble_rate"]
-        < json.loads(run("simulate.py", "--schedule=zb_h1", *search[1:3], *flags).stdout)["bubble_rate"]
+        < json.loads(run("simulate", "--schedule=zb_h1", *search[1:3], *flags).stdout)["bubble_rate"]
     )
     assert peak_stashed(read_table(path)).max() <= 6 * read_table(path).num_chunks
-    again = json.loads(run("simulate.py", f"--schedule={path}", *flags).stdout)
+    again = json.loads(run("simulate", f"--schedule={path}", *flags).stdout)
     assert again | {"schedule": ""} == found | {"schedule": ""}
 
 
@@ -87,7 +87,7 @@ def test_a_schedule_is_found_for_lockstep() -> None:
     search = ["--auto", "--num_stages=4", "--num_microbatches=8", "--memory_limit=7", "--num_chunks=1", "--json"]
     times = ["--forward=1.74", "--backward=1.88", "--weight=1.61"]
     cost, of_lockstep = (
-        json.loads(run("simulate.py", *search, *times, f"--objective={name}").stdout) for name in ("cost", "lockstep")
+        json.loads(run("simulate", *search, *times, f"--objective={name}").stdout) for name in ("cost", "lockstep")
     )
     assert of_lockstep["schedule"] == "zb_h2, improved in lockstep"
     assert of_lockstep["lockstep"] < 0.98 * cost["lockstep"]
@@ -95,7 +95,7 @@ def test_a_schedule_is_found_for_lockstep() -> None:
     assert of_lockstep["lockstep_bound"] == pytest.approx(3 * 1.74 + 8 * (1.74 + 1.88 + 1.61))
     assert "lockstep_bound" not in cost
     # zb_v, which has two chunks, beats all schedules with one chunk if F, B and W take the same time.
-    two = json.loads(run("simulate.py", *search[:-2], "--json", "--objective=lockstep").stdout)
+    two = json.loads(run("simulate", *search[:-2], "--json", "--objective=lockstep").stdout)
     assert two["schedule"] == "zb_v"
     assert two["lockstep"] == 25.5
     assert two["lockstep_bound"] <= 25.5
@@ -116,8 +116,7 @@ def test_long_work_is_announced(
 ) -> None:
     monkeypatch.setattr(options, "SEARCH_SECONDS", 1.0)
     monkeypatch.setattr(options, "TABLE_SECONDS", 2.0)
-    monkeypatch.setattr(sys, "argv", ["simulate.py", *flags])
-    simulate.main()
+    simulate.main(flags)
     assert capsys.readouterr().err == expected
 
 
@@ -125,8 +124,7 @@ def test_a_text_has_a_limit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     """GPipe of 3 devices and 4 microbatches takes 2 (3 + 4 - 1) clocks."""
     flags = ["--schedule=gpipe", "--num_stages=3", "--num_microbatches=4", "--out=x.txt"]
     monkeypatch.setattr(draw, "MAX_CELLS", 3 * 12 - 1)
-    monkeypatch.setattr(sys, "argv", ["draw.py", *flags])
-    assert exit_code(draw.main) == 2
+    assert exit_code(lambda: draw.main(flags)) == 2
     message = (
         "--out is 'x.txt'; it must end in .svg or .png with 3 devices and 12 clocks, because a text has at most 35"
     )
@@ -136,7 +134,7 @@ def test_a_text_has_a_limit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 @pytest.mark.parametrize("suffix", ["txt", "svg", "png"])
 def test_draw_by_the_suffix(suffix: str, tmp_path: Path) -> None:
     out = tmp_path / f"chart.{suffix}"
-    process = run("draw.py", "--schedule=1f1b", "--num_stages=3", "--num_microbatches=4", f"--out={out}")
+    process = run("draw", "--schedule=1f1b", "--num_stages=3", "--num_microbatches=4", f"--out={out}")
     assert process.returncode == 0, process.stderr
     assert not process.stderr + process.stdout, process.stderr
     start = {"txt": b"1f1b, 3 devices, 4 microbatches: bubble 33.3%\n0:  F0  F1", "svg": b"<?xml", "png": b"\x89PNG"}
@@ -369,22 +367,17 @@ def test_a_mistake_is_reported_in_one_line(
     script: ModuleType,
     flags: list[str],
     message: str,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [script.__name__, *flags])
-    assert exit_code(script.main) == 2
+    assert exit_code(lambda: script.main(flags)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == f"jaxpar: {message}\n"
 
 
-def test_sizes_are_those_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sizes_are_those_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*flags: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["simulate.py", f"--schedule={path}", *flags])
-        exit_code(simulate.main)
+        exit_code(lambda: simulate.main([f"--schedule={path}", *flags]))
         return "".join(capsys.readouterr())
 
     path = tmp_path / "mine.csv"

@@ -1,4 +1,4 @@
-"""Starts scripts/serve in another process, and talks to it."""
+"""Starts jaxpar serve in another process, and talks to it."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ class Service(NamedTuple):
 
 def start(workdir: Path, *flags: str) -> Service:
     """Start the service and return it when it serves."""
-    command = [sys.executable, "-P", str(ROOT / "scripts" / "serve.py"), f"--workdir={workdir}", "--port=0", *flags]
+    command = [sys.executable, "-P", "-m", "jaxpar", "serve", f"--workdir={workdir}", "--port=0", *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""Tests the end of scripts/serve by SIGTERM: no connection that was established before it is reset."""
+"""Tests the end of `jaxpar serve` by SIGTERM: no connection that was established before it is reset."""
 
 import asyncio
 import json

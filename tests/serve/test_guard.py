@@ -15,9 +15,9 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.testclient import TestClient
 
+from jaxpar.commands import serve
 from jaxpar.errors import UserError
 from jaxpar.serve.guard import Guard
-from scripts import serve
 from tests.inference.conftest import classifier as classifier
 from tests.serve.service import Service, ask, start, stop
 
@@ -172,7 +172,6 @@ def test_a_connection_that_sends_requests_stays_open(service: Service) -> None:
 
 
 @pytest.mark.parametrize("host", ["http://a.example", "a.example:80", "*.example", "a b", "u@a"])
-def test_hosts_that_are_none(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["serve", "--workdir=x", f"--allowed_hosts=b.example,{host}"])
+def test_hosts_that_are_none(host: str) -> None:
     with pytest.raises(UserError, match=r"^--allowed_hosts contains .*; it must be the name of a host, without scheme"):
-        serve.main()
+        serve.main(["--workdir=x", f"--allowed_hosts=b.example,{host}"])

@@ -1,4 +1,4 @@
-"""Tests the page of scripts/serve in headless Chromium, against a service with fixed answers."""
+"""Tests the page of `jaxpar serve` in headless Chromium, against a service with fixed answers."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""Tests scripts/serve as a client sees it: answers, streams, mistakes, and 500 concurrent requests."""
+"""Tests `jaxpar serve` as a client sees it: answers, streams, mistakes, and 500 concurrent requests."""
 
 import asyncio
 import json
@@ -11,10 +11,10 @@ import jax
 import pytest
 
 import jaxpar
+from jaxpar.commands.serve import bind
 from jaxpar.errors import UserError
 from jaxpar.serve.app import Service as App
 from jaxpar.serve.body import Limits
-from scripts.serve import bind
 from tests.inference.conftest import TrainedRun
 from tests.inference.conftest import classifier as classifier
 from tests.inference.conftest import trained_run as trained_run

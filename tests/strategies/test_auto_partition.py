@@ -190,7 +190,7 @@ def test_mistakes(profile: Path, tmp_path: Path) -> None:
     for overrides, message in (
         (
             settings("", "1f1b"),
-            r"config\.pipeline\.profile is ''; it must be the path of a profile, which scripts.* for a plan with",
+            r"config\.pipeline\.profile is ''; it must be the path of a profile, which `jaxpar .*` writes, for a plan",
         ),
         (
             settings(tmp_path / "none.json", "1f1b"),

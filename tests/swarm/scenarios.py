@@ -23,7 +23,7 @@ def replayable(scenario: Scenario) -> Iterator[None]:
     except Exception as error:
         path = Path(tempfile.gettempdir()) / "jaxpar_scenario.json"
         write_scenario(path, SwarmScenario(*scenario))
-        error.add_note(f"replay: scripts/python scripts/swarm_simulate.py --report=replay --scenario={path}")
+        error.add_note(f"replay: jaxpar swarm simulate --report=replay --scenario={path}")
         raise
 
 

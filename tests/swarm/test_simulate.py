@@ -1,31 +1,29 @@
 """Checks the script: its results, against the targets and hand counts, and its errors."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxpar.commands import swarm_simulate
+from jaxpar.swarm import reports
 from jaxpar.swarm.costs import SwarmSettings, TransformerLayer, Workload, device_utilization
 from jaxpar.swarm.ledger import COUNTED, LOST, REPEATED
 from jaxpar.swarm.scenario import SwarmScenario, write_scenario
 from jaxpar.swarm.trace import LEAVE, PeerEvent, SwarmPeer, read_swarm_trace
-from scripts import swarm_simulate
 from tests.runs import script_error
 from tests.swarm.scenarios import make_scenario
 
 
-def simulate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    monkeypatch.setattr(sys, "argv", ["swarm_simulate.py", *arguments, "--json"])
-    swarm_simulate.main()
+def simulate(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    swarm_simulate.main([*arguments, "--json"])
     return json.loads(capsys.readouterr().out)
 
 
-def test_rebalancing_of_400_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rebalancing_of_400_peers() -> None:
     """The targets are the published 0.958 and 0.976, on a trace with 0.827 without rebalancing."""
-    monkeypatch.setattr(sys, "argv", ["swarm_simulate.py", "--peers=400", "--stages=4", "--rule=balance"])
-    lines, result = swarm_simulate.rebalancing(swarm_simulate.make_parser().parse())
+    lines, result = reports.rebalancing(swarm_simulate.read_flags(["--peers=400", "--stages=4", "--rule=balance"]))
     none, slow, fast = (case["efficiency"] for case in result["cases"])
     assert none == pytest.approx(0.827, abs=0.01)
     assert slow >= 0.958
@@ -36,51 +34,44 @@ def test_rebalancing_of_400_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 SMALL = ("--peers=12", "--stages=3", "--hours=4", "--lifetime=3", "--rejoin=1")
 
 
-def test_a_written_trace_replays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_written_trace_replays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.csv"
-    made = simulate(monkeypatch, capsys, *SMALL, f"--make_trace={path}")
-    again = simulate(monkeypatch, capsys, *SMALL[:3], f"--trace={path}", f"--out={tmp_path / 'load.svg'}")
+    made = simulate(capsys, *SMALL, f"--make_trace={path}")
+    again = simulate(capsys, *SMALL[:3], f"--trace={path}", f"--out={tmp_path / 'load.svg'}")
     assert made == again
     assert [case["rule"] for case in made["cases"]] == ["none", "paper", "paper", "balance", "balance"]
     assert read_swarm_trace(path, [SwarmPeer(f"p{n}") for n in range(12)])
     assert "hours; each mark is a failure" in (tmp_path / "load.svg").read_text()
-    one = simulate(monkeypatch, capsys, *SMALL, "--rebalance_seconds=300", "--rule=paper")
+    one = simulate(capsys, *SMALL, "--rebalance_seconds=300", "--rule=paper")
     assert one["cases"] == made["cases"][:2]
 
 
-def test_gpipe_at_several_latencies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpipe_at_several_latencies(capsys: pytest.CaptureFixture[str]) -> None:
     """GPipe takes (4 + 1) (0.1 + 0.3) s and one message each way, of 0.04 s and the latency; the ideal is 4 x 0.4 s."""
     flags = ("--report=latency", "--peers=4", "--stages=2", "--num_microbatches=8")
-    cases = simulate(monkeypatch, capsys, *flags)["cases"]
+    cases = simulate(capsys, *flags)["cases"]
     for case in cases:
         assert case["gpipe"] == pytest.approx(1.6 / (2.0 + 2 * (0.04 + case["latency"])))
         assert case["delayed"] > case["gpipe"]
     assert all(0 < case["swarm"] <= 1 for case in cases)
 
 
-def test_square_cube_law(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_square_cube_law(capsys: pytest.CaptureFixture[str]) -> None:
     """By hand for width 1000 and 100 tokens: 7.32 GFLOP, 2 x 200 kB at 1 MB/s, and two round trips of 0.1 s."""
     assert device_utilization(TransformerLayer(1000, 100), flops=7.32e9, bandwidth=1e6, latency=0.1) == pytest.approx(
         1 / 1.6
     )
-    cases = simulate(monkeypatch, capsys, "--report=width")["cases"]
+    cases = simulate(capsys, "--report=width")["cases"]
     at_once = [case["utilization"][1] for case in cases if case["latency"] == 0]
     assert at_once == sorted(at_once)
     assert {case["published"] for case in cases if case["width"] == 768} == {0.18, 0.015, None}
 
 
 @pytest.mark.parametrize("flag", ["--peers=399", "--stages=3", "--hours=15", "--lifetime=3", "--bandwidth=100"])
-def test_published_results_are_for_their_settings_only(
-    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["swarm_simulate.py", "--seed=1"])
-    assert swarm_simulate.is_published(swarm_simulate.make_parser().parse())
-    monkeypatch.setattr(sys, "argv", ["swarm_simulate.py", flag])
-    assert not swarm_simulate.is_published(swarm_simulate.make_parser().parse())
-    monkeypatch.setattr(sys, "argv", ["swarm_simulate.py", "--peers=8", "--stages=2", "--hours=0.1"])
-    swarm_simulate.main()
+def test_published_results_are_for_their_settings_only(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert swarm_simulate.read_flags(["--seed=1"]).is_published
+    assert not swarm_simulate.read_flags([flag]).is_published
+    swarm_simulate.main(["--peers=8", "--stages=2", "--hours=0.1"])
     assert capsys.readouterr().out.splitlines()[1:3] == [
         "rebalancing               throughput / optimal   moves",
         "none                                     0.792       0",
@@ -88,18 +79,18 @@ def test_published_results_are_for_their_settings_only(
 
 
 def test_too_many_events(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(swarm_simulate, "MAX_EVENTS", 1000)
+    monkeypatch.setattr(reports, "MAX_EVENTS", 1000)
     output, error = script_error(monkeypatch, capsys, swarm_simulate, "--lifetime=0.01", "--rejoin=0.01", "--hours=2")
     assert output == ""
     assert error.startswith("--hours is 2; it must be less than 0.0")
     assert error.endswith("because by then peers with these rates have failed and joined 1,000 times\n")
 
 
-def test_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scenario = SwarmScenario(*make_scenario(3))
     write_scenario(tmp_path / "scenario.json", scenario)
     run = scenario.run()
-    assert simulate(monkeypatch, capsys, "--report=replay", f"--scenario={tmp_path / 'scenario.json'}") == {
+    assert simulate(capsys, "--report=replay", f"--scenario={tmp_path / 'scenario.json'}") == {
         "steps": 6,
         "seconds": run.update_times[-1],
         "failures": sum(event.event == LEAVE and event.seconds < run.update_times[-1] for event in scenario.trace),

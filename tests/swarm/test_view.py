@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jaxpar import swarm_demo
+from jaxpar.commands import swarm
 from jaxpar.errors import UserError
 from jaxpar.swarm.ledger import BACKWARD_PASS, FORWARD_PASS
 from jaxpar.swarm.live.events import EventKind, LinePrinter, LiveEvent, notable
@@ -101,7 +101,7 @@ def test_screen_of_a_terminal() -> None:
 
 @pytest.mark.parametrize(("text", "seconds"), [("20s", 20.0), ("20", 20.0), ("1.5m", 90.0), ("1h", 3600.0), ("0", 0.0)])
 def test_durations(text: str, seconds: float) -> None:
-    assert swarm_demo.duration(text) == seconds
+    assert swarm.duration(text) == seconds
 
 
 @pytest.mark.parametrize(
@@ -114,25 +114,25 @@ def test_durations(text: str, seconds: float) -> None:
         "--kill_every=inf -- --config=c.py --workdir=w": "--kill_every is 'inf'; it must be a time such as 20s",
         "--peers=0 -- --config=c.py --workdir=w": "--peers is 0; it must be at least 1",
         "--peers=2 -- --config=c.py --workdir=w": "--peers is 2; it must be at least 3, as --stages",
-        "-- --config=c.py --workdir=w --config.swarm.mode=live": "--config.swarm.mode is set by scripts/swarm",
-        "--config=c.py": "or follow --, as the arguments of scripts/train do",
+        "-- --config=c.py --workdir=w --config.swarm.mode=live": "--config.swarm.mode is set by `jaxpar swarm`",
+        "--config=c.py": "or follow --, as the arguments of `jaxpar train` do",
     }.items(),
 )
 def test_mistakes(arguments: str, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
-        swarm_demo.run_demo(arguments.split())
+        swarm.main(arguments.split())
 
 
 def test_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(UserError, match=r"rich.console is not installed; scripts/swarm needs it: install the extra"):
-        swarm_demo.run_demo(["--", "--config=c.py", "--workdir=w"])
+    with pytest.raises(UserError, match=r"rich.console is not installed; `jaxpar swarm` needs it: install the extra"):
+        swarm.main(["--", "--config=c.py", "--workdir=w"])
 
 
 def test_killer_kills_one_process_per_period() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         lines: list[str] = []
-        killer = swarm_demo.PeerKiller(0.0, 2, random.Random(0), lines.append)
+        killer = swarm.PeerKiller(0.0, 2, random.Random(0), lines.append)
         host = socket.gethostname()
         killer(LiveEvent(EventKind.ATTACHED, 4, number=process.pid, text=host))
         killer(LiveEvent(EventKind.ATTACHED, 5, number=1, text=f"not-{host}"))
@@ -146,7 +146,7 @@ def test_killer_kills_one_process_per_period() -> None:
 def test_killer_waits_until_a_killed_peer_is_replaced() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         lines: list[str] = []
-        killer, host = swarm_demo.PeerKiller(0.0, 2, random.Random(0), lines.append), socket.gethostname()
+        killer, host = swarm.PeerKiller(0.0, 2, random.Random(0), lines.append), socket.gethostname()
         killer(LiveEvent(EventKind.ATTACHED, 4, number=process.pid, text=host))
         for _ in range(2):
             killer(LiveEvent(EventKind.UPDATED))
@@ -161,7 +161,7 @@ def test_demonstration(tmp_path: Path) -> None:
     """Peers are killed, and the run ends like one whose peers live."""
     train = ["--config=configs/quickstart.py", "--config.num_steps=12", "--config.swarm.join_seconds=1"]
     own = ["--peers=4", "--stages=2", "--kill_every=5s"]
-    command = ["scripts/swarm", *own, "--", *train, f"--workdir={tmp_path}"]
+    command = ["scripts/jaxpar", "swarm", *own, "--", *train, f"--workdir={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     assert "kill -9" in done.stdout

@@ -1,4 +1,4 @@
-"""Profiles of layers: sizes and estimates by hand, and the script that writes them."""
+"""Profiles of layers: sizes and estimates by hand, and the command that writes them."""
 
 from pathlib import Path
 
@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxpar.cluster import named_cluster
+from jaxpar.commands import partition_profile
 from jaxpar.pipeline.executor.layer_times import LayerPrograms
 from jaxpar.pipeline.search.layer_profile import read_profile
-from scripts import profile_layers
 from tests.runs import run_script, script_error, small_arguments
 from tests.strategies.pipelines import BATCH, LENGTH, Task, make_batch, make_config, make_problem, pipeline, shared
 
@@ -75,7 +75,7 @@ def test_estimates_by_the_roofline() -> None:
 def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "profile.json"
     flags = "--config=configs/default.py", f"--out={path}", "--device=A100-80GB"
-    assert run_script(monkeypatch, profile_layers, *small_arguments(tmp_path), *flags) == 0
+    assert run_script(monkeypatch, partition_profile, *small_arguments(tmp_path), *flags) == 0
     layers = read_profile(path)
     table = capsys.readouterr().out.splitlines()[-len(layers) - 1 :]
     assert table[0].split() == ["layer", "forward", "backward", "output", "stash", "weights"]
@@ -97,5 +97,5 @@ def test_mistakes(
     flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = *small_arguments(tmp_path), *flags.split()
-    _, message = script_error(monkeypatch, capsys, profile_layers, *arguments)
+    _, message = script_error(monkeypatch, capsys, partition_profile, *arguments)
     assert message.startswith(WRONG[flags])

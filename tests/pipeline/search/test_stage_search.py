@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from jaxpar.commands import partition
 from jaxpar.errors import UserError
 from jaxpar.pipeline.search.layer_profile import LayerProfile, read_profile, write_profile
 from jaxpar.pipeline.search.stage_costs import COMMUNICATION_MODELS
 from jaxpar.pipeline.search.stage_search import Level, PlannedStage, StagePlan, StageSearch
-from scripts import partition
 from tests.runs import run_script, script_error
 
 ROOT = Path(__file__).parents[3]
@@ -358,7 +358,15 @@ def test_an_output_that_cannot_be_written(output: str, code: int, message: str, 
         os.close(reader)
     else:
         writer = os.open(output, os.O_WRONLY)
-    command = [sys.executable, partition.__file__, f"--profile={profile}", "--num_workers=2", "--bandwidth=1e9"]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxpar",
+        "partition",
+        f"--profile={profile}",
+        "--num_workers=2",
+        "--bandwidth=1e9",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
     os.close(writer)

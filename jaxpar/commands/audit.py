@@ -1,0 +1,65 @@
+r"""Audits the traffic and memory of a training step: compiles the step without running it and compares with theory.
+
+    jaxpar audit --config=configs/quickstart.py --config.mesh.data=4 \
+        --config.mesh.virtual_cpu_devices=4 --config.exchange=bagua_bytegrad [--json]
+
+For every kind of collective, prints the mesh axis, the dtype of the transfer, the number of collectives per step, the
+bytes that a device sends, the bytes according to the formula of the exchange, and the ratio. Then prints the bytes on
+each device, in the compiled program and by the formula: parameters, optimizer, exchange state (residuals, copies),
+inputs (batches, plans, in-flight gradients) and temporaries. For copies that the host makes between programs, there is
+only the formula. Last, lists the largest of the temporary arrays that are in memory at the peak, with the layers and
+lines of code that compute them.
+
+With --target, the step is compiled for GPUs that this machine does not have (jaxpar/gpus; the extra `targets`), or with
+--target=here for those that it has, and the last line compares the memory that XLA's buffer assignment needs on a GPU
+with what JAX takes there: 0.75 of the memory, or XLA_CLIENT_MEM_FRACTION.
+
+--program also describes the schedule of that program, or of each program if a step has several: for every collective,
+its bytes, how many kernels and matrix products run at the same time, and of its predicted time the part in which the
+GPU only waits; the dtypes of the matrix products, attention kernels, FLOPs compared with those of the model, copies of
+large arrays in loops, the number of kernels, and how often the host waits for the GPU. Findings are what of this costs
+time without need (jaxpar/analysis/findings.py); those that are normal for the strategy have the reason.
+
+--time predicts the time of a step: of each kernel by its FLOPs and bytes and the rates of the GPU, of collectives by
+the link that they cross (jaxpar/analysis/step_time.py). It prints what takes longest, and MFU as a run does. The
+programs of dispatched stages run as soon as their inputs have arrived (jaxpar/analysis/enqueued.py). Not predicted are
+the steps of async_data_parallel and swarm, exchange dp, and offload.
+
+The exit code is 1 if no formula explains a collective, and 2 for invalid arguments.
+"""
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxpar.analysis.audit_report import audit_run, format_audit
+from jaxpar.analysis.rates import check_rates
+from jaxpar.commands.config_flags import ConfigParser, prepare_config
+from jaxpar.errors import UserError
+from jaxpar.target import find_target
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line and return the exit code."""
+    parser = ConfigParser(__doc__, "jaxpar audit")
+    parser.add_argument("--target", help="compile for these GPUs, such as h100:8, h100:16x8 (hosts x GPUs) or here")
+    parser.add_argument(
+        "--program", action="store_true", help="with --target: describe the schedule of the GPU program"
+    )
+    parser.add_argument("--time", action="store_true", help="with --target: predict the time of a step")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    arguments, _, config = parser.read(argv)
+    prepare_config(config)
+    for flag in ("program", "time"):
+        if getattr(arguments, flag) and arguments.target is None:
+            raise UserError(f"--{flag} is set; it must be set with --target, because it describes a program for GPUs")
+    target = None if arguments.target is None else find_target(arguments.target)
+    if arguments.time and target:
+        check_rates(target.cluster)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        audited = audit_run(config, Path(folder), target, with_program=arguments.program, with_time=arguments.time)
+    print(json.dumps(audited, indent=1) if arguments.json else format_audit(audited))
+    return 0 if all(row["explained"] for row in audited["collectives"]) else 1

@@ -1,0 +1,75 @@
+"""Compares pipeline schedules and data parallelism by the time to a target accuracy, in virtual time on a cluster.
+
+    jaxpar compare pipelines --config=configs/quickstart.py [--workdir=runs/pipelines] [--stages=2]
+        [--num_microbatches=8] [--target=0.7] [--cases=1f1b,pipedream,..] [--device=v100] [--bandwidth=1.5e11]
+        [--latency=5e-6] [--config.KEY=VALUE ...]
+
+Each case is a run of `jaxpar train`, with the same batches and seed; a run that is already in the workdir is not
+repeated. The settings of a case override those of the config and the command line. The virtual time of a run is its
+number of steps times the time of a step on the cluster, which does not depend on this machine:
+
+  layers       times by the roofline of the GPU (`jaxpar partition profile`) for the longest texts. Half of a backward
+               pass is B, and half is W. The update of the weights is not counted.
+  pipelines    by the simulator. A result takes the latency, and its bytes divided by the bandwidth, to the next stage.
+               A schedule without flush takes the time of a step in its steady state.
+  ddp          each layer's gradients are exchanged by a ring all-reduce as soon as they are computed, one layer at a
+               time, while the backward pass of earlier layers continues
+
+The accuracy against steps and against virtual time is drawn as WORKDIR/pipelines.png. A table is printed, and written
+as WORKDIR/pipelines.md:
+
+  bubble       fraction of a step in which the busiest device waits
+  time to      virtual time of the first evaluation (config.eval.every_steps) at or above the target
+  memory       of the device with the most, according to the plan and its estimates (docs/plans.md)
+"""
+
+from collections.abc import Sequence
+
+from jaxpar import cluster as clusters
+from jaxpar.cluster import Link
+from jaxpar.command_line import choice, integer, names, number, output_path
+from jaxpar.commands.config_flags import ConfigParser
+from jaxpar.compare.pipelines import PIPELINE_CASES, compare_pipelines
+from jaxpar.gpus import gpu_kinds
+from jaxpar.mesh import DATA, STAGE
+from jaxpar.pipeline.search.layer_profile import LARGEST_VALUE
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train all cases, and write the table and the plot."""
+    parser = ConfigParser(__doc__, "jaxpar compare pipelines")
+    add = parser.add_argument
+    add("--workdir", type=output_path, default="runs/pipelines", help="directory of the runs")
+    add("--stages", type=integer(2), default=2, help="number of devices: stages, or replicas of ddp")
+    add("--num_microbatches", type=integer(1), default=8, help="number of microbatches of a batch")
+    add("--target", type=number("a number between 0 and 1", maximum=1), default=0.7, help="accuracy to reach")
+    add(
+        "--cases",
+        type=names(PIPELINE_CASES),
+        default=list(PIPELINE_CASES),
+        help=f"some of {', '.join(PIPELINE_CASES)} (default: all)",
+    )
+    kinds = gpu_kinds()
+    add("--device", type=choice(kinds, ignore_case=True), default="v100", help=f"GPU: {', '.join(kinds)}")
+    rate = number("at least 1 byte per second", minimum=1)
+    add("--bandwidth", type=rate, default=1.5e11, help="of each link, in bytes per second")
+    add(
+        "--latency",
+        type=number(f"a time between 0 and {LARGEST_VALUE:g}", maximum=LARGEST_VALUE),
+        default=5e-6,
+        help="of each link, in seconds",
+    )
+    arguments, overrides = parser.parse_with_overrides(argv)
+    link = Link(arguments.bandwidth, arguments.latency)
+    cluster = clusters.named_cluster(arguments.device, arguments.stages, links={DATA: link, STAGE: link})
+    workdir = arguments.workdir
+    lines = compare_pipelines(
+        arguments.config,
+        overrides,
+        workdir,
+        cluster,
+        num_microbatches=arguments.num_microbatches,
+        target=arguments.target,
+        cases=arguments.cases,
+    )
+    print("\n".join(["", *lines, "", f"picture   {workdir}/pipelines.png"]))

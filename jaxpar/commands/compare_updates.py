@@ -1,0 +1,56 @@
+"""Measures how stale gradients affect a model: trains it with each update policy, with and without a straggler.
+
+    jaxpar compare updates --config=configs/quickstart.py [--workdir=runs/updates] [--workers=4]
+        [--slowdown=4] [--cases=sync,async,..] [--config.KEY=VALUE ...]
+
+Each case is a run of `jaxpar train`; a run that is already in the workdir is not repeated. The loss
+against steps (an equal number of gradients) and against virtual time is drawn as WORKDIR/updates.png. A table is
+printed, and written as WORKDIR/updates.md:
+
+  throughput   gradients per virtual second; one worker computes 1 by default
+  staleness    number of versions between the one a gradient is computed from and the one it is applied to: mean,
+               maximum
+  recovered    for a mitigation: the share of the gap between async and sync that it closes (of log perplexity)
+  time to      virtual seconds to the training loss that sync without a straggler has after 1/4 of the run
+
+The curve of a case that diverges ends there, and the case has no results.
+
+The delays are those of config.asynchronous.delays; --config.asynchronous.delays.distribution=lognormal, for example,
+changes them.
+"""
+
+from collections.abc import Sequence
+
+from jaxpar.command_line import integer, names, number, output_path
+from jaxpar.commands.config_flags import ConfigParser
+from jaxpar.compare.updates import UPDATE_CASES, compare_updates
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run all cases, and write the table and the plot."""
+    parser = ConfigParser(__doc__, "jaxpar compare updates")
+    parser.add_argument("--workdir", type=output_path, default="runs/updates", help="directory of the runs")
+    parser.add_argument("--workers", type=integer(1), default=4, help="number of workers")
+    parser.add_argument(
+        "--slowdown",
+        type=number("a number of at least 1", minimum=1),
+        default=4.0,
+        help="how many times slower the straggler is",
+    )
+    parser.add_argument(
+        "--cases",
+        type=names(UPDATE_CASES),
+        default=list(UPDATE_CASES),
+        help=f"some of {', '.join(UPDATE_CASES)} (default: all)",
+    )
+    arguments, overrides = parser.parse_with_overrides(argv)
+    workdir = arguments.workdir
+    lines = compare_updates(
+        arguments.config,
+        overrides,
+        workdir,
+        num_workers=arguments.workers,
+        slowdown=arguments.slowdown,
+        cases=arguments.cases,
+    )
+    print("\n".join(["", *lines, "", f"picture   {workdir}/updates.png"]))

@@ -1,0 +1,43 @@
+"""Flags of the commands that read a config: --config and overrides, and the checks of both."""
+
+import argparse
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxpar import config as configs
+from jaxpar import data, mesh
+from jaxpar.command_line import Parser
+from jaxpar.run.unused import EVERY_EFFECT, check_unused_keys
+
+
+class ConfigParser(Parser):
+    """A parser of a command line with --config and overrides."""
+
+    def __init__(self, description: str | None, prog: str, example: str = "configs/quickstart.py") -> None:
+        """Make a parser with the flags --help and --config. example: a config, for the error message."""
+        super().__init__(description, prog)
+        self.require("--config", f"--config={example}", help="config file as PATH[:PRESET]")
+
+    def read(
+        self, argv: Sequence[str], effects: Collection[Any] = EVERY_EFFECT
+    ) -> tuple[argparse.Namespace, list[str], ConfigDict]:
+        """Return the arguments, the overrides of the config, and the config with them.
+
+        effects: those that an override must have, as in `check_unused_keys`.
+        """
+        arguments, overrides = self.parse_with_overrides(argv)
+        return arguments, overrides, load_checked(arguments.config, overrides, effects)
+
+
+def load_checked(name: str, overrides: Sequence[str], effects: Collection[Any] = EVERY_EFFECT) -> ConfigDict:
+    """Return a config with overrides, each of which must have one of the effects, as in `check_unused_keys`."""
+    config = configs.load_config(name)
+    check_unused_keys(config, configs.override(config, overrides), effects)
+    return config
+
+
+def prepare_config(config: ConfigDict) -> None:
+    """Configure JAX for a config, before its first use."""
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")

@@ -1,0 +1,83 @@
+"""Exports a checkpoint of a run in a format that other programs read.
+
+    jaxpar export --workdir=runs/quickstart --output=DIRECTORY --format=hf
+
+Formats:
+  safetensors  a file with every array of the checkpoint: parameters, optimizer state, step and random key
+  hf           a directory for Hugging Face `transformers`, or `sentence-transformers` if BERT pools by the mean
+  stablehlo    a directory with the model as a program that JAX runs on CPUs and GPUs without jaxpar
+
+The output must not exist. docs/export.md describes the formats.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import logging
+
+from jaxpar import checkpoint, data
+from jaxpar.command_line import Parser, choice, integer, output_path
+from jaxpar.errors import UserError, format_bytes
+from jaxpar.export import hugging_face, program
+from jaxpar.export.output import check_output, completed, save_state_file
+
+FORMATS = ("safetensors", "hf", "stablehlo")
+CHECKPOINTS = ("best", "newest")
+USAGE = "--workdir=runs/quickstart --output=quickstart.safetensors --format=safetensors"
+
+
+def export_run(workdir: Path, output: Path, kind: str, step: int | None = None, *, best: bool = True) -> None:
+    """Write a checkpoint of the run in `workdir` to `output`, which appears only when it is complete.
+
+    Args:
+      workdir: the workdir of the run.
+      output: a file for safetensors, otherwise a directory, which can exist if it is empty.
+      kind: one of FORMATS.
+      step: the step of the checkpoint. None: that of the best or the newest one.
+      best: whether to prefer the checkpoint with the lowest validation loss to the newest one.
+
+    Raises:
+      UserError: the output exists or cannot be written, there is no such checkpoint, or the format cannot express the
+        model.
+    """
+    is_directory = kind != "safetensors"
+    check_output(output, is_directory=is_directory)
+    saved = checkpoint.of_run(workdir, step, best=best)
+    with completed(output, is_directory=is_directory) as path:
+        if is_directory:
+            _write_model(saved, workdir, path, kind)
+        else:
+            save_state_file(saved, path)
+    files = sorted(file for file in output.rglob("*") if file.is_file()) or [output]
+    size = format_bytes(sum(file.stat().st_size for file in files))
+    names = ": " + ", ".join(str(file.relative_to(output)) for file in files) if is_directory else ""
+    print(f"{output}: step {saved.step}, {size}{names}")
+
+
+def _write_model(saved: checkpoint.Checkpoint, workdir: Path, directory: Path, kind: str) -> None:
+    config, info = checkpoint.config_of(saved, workdir), data.read_info(workdir)
+    tokenizer = workdir / "tokenizer.json"
+    if kind == "hf":
+        hugging_face.save_directory(saved.tree["params"], config, info, tokenizer, directory)
+    else:
+        program.save_program(saved, config, info, tokenizer, directory)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command line."""
+    parser = Parser(__doc__, "jaxpar export")
+    parser.require("--workdir", USAGE, type=Path, help="workdir of a run")
+    parser.require("--output", USAGE, type=output_path, help="file or directory to write; it must not exist")
+    parser.require("--format", USAGE, type=choice(FORMATS), help=f"one of {', '.join(FORMATS)}")
+    parser.add_argument(
+        "--checkpoint",
+        type=choice(CHECKPOINTS),
+        help="best: the one with the lowest validation loss (default); or newest",
+    )
+    parser.add_argument("--step", type=integer(0), help="step of the checkpoint, instead of --checkpoint")
+    arguments = parser.parse(argv)
+    if arguments.step is not None and arguments.checkpoint is not None:
+        raise UserError(f"--step is {arguments.step}; it must not be set together with --checkpoint")
+    logging.set_verbosity(logging.FATAL)  # orbax also logs the errors that it raises
+    best = arguments.checkpoint != "newest"
+    export_run(arguments.workdir, arguments.output, arguments.format, arguments.step, best=best)

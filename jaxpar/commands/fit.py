@@ -1,0 +1,129 @@
+r"""Finds the largest batch that fits on GPUs, which this machine need not have, by compiling the step for them.
+
+    jaxpar fit --config=configs/quickstart.py --target=h100:8 [--vary=microbatch] \
+        [--remat=none,full] [--json]
+
+The memory is that of XLA's buffer assignment, and must fit into what JAX takes on a GPU: 0.75 of the memory, or
+XLA_CLIENT_MEM_FRACTION. The search of a remat (full, none, dots) compiles the step about six times.
+
+--vary=batch varies config.batch_size, up to the number of training examples. --vary=microbatch keeps it and varies the
+number of microbatches: config.pipeline.num_microbatches, or config.optimizer.accumulation_steps without a pipeline.
+
+The exit code is 1 if no size fits with any remat, and 2 for invalid arguments.
+"""
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxpar import models
+from jaxpar.analysis import fit
+from jaxpar.analysis.fit import Fit, Sizes, Tried
+from jaxpar.analysis.planner.auto import resolve_strategy
+from jaxpar.command_line import choice, names
+from jaxpar.commands.config_flags import ConfigParser, prepare_config
+from jaxpar.errors import format_bytes
+from jaxpar.pipeline.executor.programs import REMATS
+from jaxpar.run import build
+from jaxpar.target import Target, find_target, what_jax_takes
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line and return the exit code."""
+    parser = ConfigParser(__doc__, "jaxpar fit")
+    parser.require("--target", "--target=h100:8", help="the GPUs, such as h100:8, h100:16x8 (hosts x GPUs) or here")
+    vary = (fit.BATCH, fit.MICROBATCH)
+    parser.add_argument("--vary", type=choice(vary), default=fit.BATCH, help="what to vary: batch or microbatch")
+    parser.add_argument(
+        "--remat", type=names(REMATS), default=list(REMATS), help="some of full,none,dots; default: all"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    arguments, _, config = parser.read(argv)
+    prepare_config(config)
+    target = find_target(arguments.target)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        config = resolve_strategy(config, Path(folder), target)
+        fit.check_strategy(config)
+        model, sizes, fits = _run(config, Path(folder), target, arguments.vary, arguments.remat)
+    if arguments.json:
+        print(json.dumps({"model": model, **_as_json(config, target, sizes, fits)}, indent=1))
+    else:
+        print(model, _as_text(config, target, sizes, fits), sep="\n")
+    return 0 if any(one.largest for one in fits) else 1
+
+
+def _run(config: Any, workdir: Path, target: Target, vary: str, remats: list[str]) -> tuple[str, Sizes, list[Fit]]:
+    """Return a description of the model, the sizes, and the largest that fits for each remat. Prints the attempts."""
+    cluster, decision = build.check_run(config, workdir, target.cluster)
+    loaded = build.load_parts(config, workdir, cluster)
+    if vary == fit.BATCH:
+        sizes = fit.batch_sizes(decision, len(loaded.dataset.train))
+    else:
+        sizes = fit.microbatch_sizes(config, decision, target)
+
+    def report(remat: str, tried: Tried) -> None:
+        print(
+            f"remat {remat}, {vary} of {tried.size:,}: {tried.reason or format_tried(tried)}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    info, problem = loaded.dataset.info, loaded.problem
+    model = models.describe_model(config, problem.model, problem.batch)
+    return model, sizes, list(fit.find_fits(config, problem, info, target, sizes, remats, report))
+
+
+def format_tried(tried: Tried) -> str:
+    """Format what a size needs: `needs 12.31 GB`."""
+    return f"needs {exact(tried.needed_bytes)}"
+
+
+def exact(nbytes: float) -> str:
+    """Format bytes with four digits: the sizes next to the limit differ by less than a percent of it."""
+    return format_bytes(nbytes, digits=4)
+
+
+def _as_json(config: Any, target: Target, sizes: Sizes, fits: list[Fit]) -> dict[str, Any]:
+    """Return the result as a JSON object."""
+    value_of = dict(zip(sizes.sizes, sizes.values, strict=True))
+
+    def row(tried: Tried | None) -> dict[str, Any] | None:
+        if tried is None:
+            return None
+        finite = None if tried.reason else tried.needed_bytes
+        return {"size": tried.size, sizes.key: value_of[tried.size], "needed": finite, "reason": tried.reason}
+
+    return {
+        "usable_bytes": target.usable_bytes,
+        "memory_bytes": target.memory_bytes,
+        "fits": [
+            {fit.remat_key(config): one.remat, "largest": row(one.largest), "following": row(one.following)}
+            for one in fits
+        ],
+    }
+
+
+def _as_text(config: Any, target: Target, sizes: Sizes, fits: list[Fit]) -> str:
+    """Return the result as a table."""
+    what = "batch_size" if sizes.key == "batch_size" else "microbatch"
+    value_of = dict(zip(sizes.sizes, sizes.values, strict=True))
+    lines = [
+        what_jax_takes(target.usable_bytes, digits=4),
+        "",
+        f"{fit.remat_key(config):14} {'largest ' + what:>18} {'needs':>9}  next",
+    ]
+    for one in fits:
+        size, needed = (f"{one.largest.size:,}", exact(one.largest.needed_bytes)) if one.largest else ("none", "")
+        if one.following is None:
+            following = "this is the largest possible"
+        else:
+            following = f"{one.following.size:,} {one.following.reason or format_tried(one.following)}"
+        lines.append(f"{one.remat:14} {size:>18} {needed:>9}  {following}")
+    if what == "microbatch":
+        found = [(one.remat, value_of[one.largest.size]) for one in fits if one.largest]
+        lines += ["", *(f"config.{sizes.key}={value} with remat {remat}" for remat, value in found)]
+    return "\n".join(lines)

@@ -1,0 +1,141 @@
+"""Continues texts with the language model of a run, or with one in Hugging Face format.
+
+    jaxpar generate --workdir=runs/gpt --prompt="a small" [--prompt=TEXT ...] [--max_tokens=100]
+        [--temperature=0.8 --top_k=50 --top_p=0.95 --seed=0] [--step=N] [--json]
+
+Without --prompt, prompts are the lines of the standard input; in a terminal, you are asked for one after another. One
+continuation is printed while it is computed, several ones at their end, in order, after their prompts. --json prints
+one object a line instead: prompt, text, tokens, and end ("end of text" or "length").
+
+By default, every token is the most likely one. A temperature above 0 draws tokens, of the --top_k most likely ones, or
+of the fewest whose probabilities sum up to --top_p. The same seed gives the same text.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from absl import logging
+
+from jaxpar.command_line import Parser, integer, number
+from jaxpar.errors import UserError, printable
+from jaxpar.inference.generate import Completion, Generator
+from jaxpar.inference.sampling import Sampling
+from jaxpar.inference.trained import is_pretrained, load_language_model, load_trained, prepare
+
+TOGETHER = 16  # prompts of the standard input that are continued at the same time
+
+
+def _log(line: str) -> None:
+    """Print a line to stderr, because stdout contains the texts."""
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+def print_stream(generator: Generator, prompt: str, max_tokens: int, sampling: Sampling) -> None:
+    """Print a prompt and its continuation as it is computed."""
+    pieces = generator.stream([prompt], max_tokens, sampling)
+    print(prompt, end="", flush=True)
+    is_empty = True
+    for piece in pieces:
+        print(piece.text, end="", flush=True)
+        is_empty = is_empty and not piece.text
+    print(flush=True)
+    if is_empty:
+        _log("the model ended the text at once")
+
+
+def print_completion(completion: Completion, as_json: bool) -> None:
+    """Print a whole continuation."""
+    line = json.dumps(completion._asdict(), ensure_ascii=False) if as_json else completion.prompt + completion.text
+    print(line, flush=True)
+
+
+def _ask(generator: Generator, max_tokens: int, sampling: Sampling) -> None:
+    """Ask for prompts in the terminal until the end of the input."""
+    _log("Enter a text to continue; Ctrl-D ends.")
+    with contextlib.suppress(EOFError):
+        while True:
+            prompt = input("> ")
+            try:
+                print_stream(generator, prompt, max_tokens, sampling)
+            except UserError as error:
+                _log(f"jaxpar: {error}")
+    print(file=sys.stderr)
+
+
+def groups_of_lines() -> Iterator[list[str]]:
+    """Yield the lines of the standard input, TOGETHER at a time."""
+    group: list[str] = []
+    try:
+        for line in sys.stdin:
+            group.append(line.rstrip("\r\n"))
+            if len(group) == TOGETHER:
+                yield group
+                group = []
+    except UnicodeDecodeError:
+        raise UserError("the standard input is not UTF-8; it must be text in UTF-8") from None
+    if group:
+        yield group
+
+
+def generate(
+    generator: Generator, prompts: Sequence[str] | None, max_tokens: int, sampling: Sampling, *, as_json: bool
+) -> None:
+    """Continue the prompts, or those of the standard input, and print the texts."""
+    if prompts is None and sys.stdin is None:
+        raise UserError("the standard input is closed; it must be open, or --prompt must be set")
+    if prompts is None and sys.stdin.isatty() and not as_json:
+        _ask(generator, max_tokens, sampling)
+        return
+    if prompts is not None and len(prompts) == 1 and not as_json:
+        print_stream(generator, prompts[0], max_tokens, sampling)
+        return
+    is_empty = True
+    for group in groups_of_lines() if prompts is None else [list(prompts)]:
+        is_empty = False
+        for completion in generator(group, max_tokens, sampling):
+            print_completion(completion, as_json)
+    if is_empty:
+        raise UserError("the standard input is empty; it must have a prompt in each line")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command line."""
+    parser = Parser(__doc__, "jaxpar generate")
+    example = '--workdir=runs/gpt --prompt="a small"'
+    parser.require("--workdir", example, type=Path, help="workdir of a run, or directory of a GPT-2")
+    parser.add_argument("--prompt", action="append", help="text to continue; repeat it for several texts")
+    parser.add_argument("--max_tokens", type=integer(1), default=100, help="longest continuation (default: 100)")
+    parser.add_argument(
+        "--temperature",
+        type=number("a number of at least 0"),
+        default=0.0,
+        help="divisor of the logits (default: 0, which chooses the most likely token)",
+    )
+    parser.add_argument("--top_k", type=integer(0), default=0, help="number of tokens to draw from (default: 0, all)")
+    parser.add_argument(
+        "--top_p",
+        type=number("a number from 0 to 1", 0, 1),
+        default=1.0,
+        help="draw from the fewest tokens with this probability (default: 1, all)",
+    )
+    parser.add_argument("--seed", type=integer(0), default=0, help="seed of the random numbers (default: 0)")
+    parser.add_argument("--step", type=integer(0), help="step of the checkpoint (default: the best one)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    arguments = parser.parse(argv)
+    logging.set_verbosity(logging.FATAL)  # orbax also logs the errors that it raises
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    sampling.check("--")
+    if sampling.is_greedy and (sampling.top_k or sampling.top_p < 1):
+        _log("--top_k and --top_p have no effect without --temperature, because the most likely token is chosen")
+    workdir: Path = arguments.workdir
+    if is_pretrained(workdir):
+        if arguments.step is not None:
+            raise UserError(f"--step is {arguments.step}; it must not be set for {workdir}, which is not a run")
+        trained = load_language_model(workdir, log=_log)
+    else:
+        prepare(workdir)
+        trained = load_trained(workdir, arguments.step, log=_log)
+    generate(Generator(trained), arguments.prompt, arguments.max_tokens, sampling, as_json=arguments.json)

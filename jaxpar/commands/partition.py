@@ -1,0 +1,156 @@
+r"""Divides a profiled model into pipeline stages and replicas, by PipeDream's partitioner. Needs no JAX and no devices.
+
+    jaxpar partition --profile=profile.json --num_workers=16 --bandwidth=1.25e9
+    jaxpar partition --profile=profile.json --num_workers=16 --levels=8:3e11,2:1.25e9 --json
+
+The profile is a JSON file with the times and sizes of the layers (docs/pipelines.md). The plan minimizes the time of
+the slowest stage, transfer, or exchange of gradients.
+"""
+
+import math
+from argparse import ArgumentTypeError
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxpar.command_line import Parser, choice, format_rows, integer, missing, number
+from jaxpar.errors import UserError, format_count
+from jaxpar.files import json_text
+from jaxpar.pipeline.search.layer_profile import LayerProfile, read_profile
+from jaxpar.pipeline.search.stage_costs import COMMUNICATION_MODELS
+from jaxpar.pipeline.search.stage_search import (
+    MAX_WORK,
+    WORK_PER_SECOND,
+    Level,
+    StagePlan,
+    StageSearch,
+    most_workers,
+    search_work,
+)
+
+RULE = "SIZE:BANDWIDTH of each level, the innermost first, as in 8:3e11,2:1.25e9"
+
+
+def levels(text: str) -> list[Level]:
+    """Parse the levels of a hierarchy: `SIZE:BANDWIDTH`, separated by commas."""
+    result = []
+    for part in text.split(","):
+        size, _, bandwidth = part.partition(":")
+        try:
+            level = Level(int(size), float(bandwidth))
+        except ValueError:
+            raise ArgumentTypeError(f"{text!r}; it must be {RULE}") from None
+        if level.size < 1 or not 1 <= level.bandwidth < math.inf:
+            raise ArgumentTypeError(f"{text!r}; it must be {RULE}, with sizes and bandwidths of at least 1")
+        result.append(level)
+    return result
+
+
+def hierarchy(num_workers: int, bandwidth: float | None, given: list[Level] | None) -> list[Level]:
+    """Return the levels that the flags describe: `given`, or one level with this bandwidth."""
+    if given is None:
+        if bandwidth is None:
+            raise missing("--bandwidth", "--bandwidth=1.25e9", "set without --levels")
+        return [Level(num_workers, bandwidth)]
+    if bandwidth is not None:
+        raise UserError(f"--bandwidth is {bandwidth:g}; it must not be set with --levels, which has bandwidths")
+    if (product := math.prod(level.size for level in given)) != num_workers:
+        raise UserError(f"--num_workers is {num_workers}; it must be {product}, the product of the sizes in --levels")
+    return given
+
+
+def _as_json(plan: StagePlan) -> str:
+    """Return the plan as a JSON object."""
+    time = plan.seconds_per_microbatch
+    return json_text(
+        {
+            "stages": [stage._asdict() for stage in plan.stages],
+            "seconds_per_microbatch": time,
+            "speedup_over_data_parallel": plan.data_parallel_seconds / time if time else 1.0,
+            "speedup_over_model_parallel": plan.model_parallel_seconds / time if time else 1.0,
+            "num_in_flight": plan.num_in_flight,
+        }
+    )
+
+
+def _as_text(plan: StagePlan, layers: list[LayerProfile]) -> str:
+    """Return the plan as lines: a table of the stages, and the predictions."""
+    rows = [("stage", "layers", "replicas", "first layer", "last layer")]
+    for index, (first, last, replicas) in enumerate(plan.stages):
+        rows.append((str(index), f"{first}-{last}", str(replicas), layers[first].name, layers[last].name))
+    time = plan.seconds_per_microbatch
+    lines = [format_rows(rows), "", f"time per microbatch   {time:.6g} s"]
+    if time:
+        lines += [
+            f"data parallelism      {plan.data_parallel_seconds / time:.3g} times as long",
+            f"model parallelism     {plan.model_parallel_seconds / time:.3g} times as long",
+        ]
+    return "\n".join(
+        [
+            *lines,
+            f"in flight             {format_count(plan.num_in_flight, 'microbatch')} per device of the first stage",
+        ]
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command line."""
+    parser = Parser(__doc__, "jaxpar partition")
+    parser.require(
+        "--profile", "--profile=profile.json", type=Path, metavar="FILE.json", help="the profile of the model"
+    )
+    parser.require(
+        "--num_workers", "--num_workers=16", type=integer(1), metavar="N", help="number of workers (devices)"
+    )
+    add = parser.add_argument
+    add("--bandwidth", type=number("at least 1 byte per second", minimum=1), help="bytes per second")
+    add("--levels", type=levels, help=f"a hierarchy instead of --bandwidth: {RULE}")
+    add(
+        "--memory_limit",
+        type=number("a non-negative number of bytes"),
+        default=0.0,
+        help="bytes of a worker; 0 (default): no limit",
+    )
+    add(
+        "--communication_model",
+        type=choice(COMMUNICATION_MODELS),
+        metavar="|".join(COMMUNICATION_MODELS),
+        default="ring",
+        help="time of a gradient exchange: of a ring all-reduce (default), or by the formula of PipeDream's paper or "
+        "released code",
+    )
+    add("--straight", action="store_true", help="give every stage one worker")
+    add("--no_transfers", action="store_true", help="ignore the transfers of activations and gradients between stages")
+    add("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse(argv)
+    layers = read_profile(arguments.profile)
+    chosen_levels = hierarchy(arguments.num_workers, arguments.bandwidth, arguments.levels)
+    if arguments.num_workers > (most := most_workers(len(layers))):
+        raise UserError(
+            f"--num_workers is {arguments.num_workers}; it must be at most {most} for a profile of "
+            f"{format_count(len(layers), 'layer')}, because the search would take too long"
+        )
+    work = search_work(len(layers), chosen_levels, has_limit=bool(arguments.memory_limit))
+    if len(chosen_levels) > 1 and work > MAX_WORK:
+        raise UserError(
+            f"--levels has {len(chosen_levels)} levels; for {format_count(len(layers), 'layer')} and "
+            f"{arguments.num_workers} workers the search would take about {work / WORK_PER_SECOND:,.0f} s, and it must "
+            f"take at most {MAX_WORK / WORK_PER_SECOND:,.0f} s; merge layers, or use fewer workers"
+        )
+    search = StageSearch(
+        layers,
+        chosen_levels,
+        model=arguments.communication_model,
+        transfers=not arguments.no_transfers,
+        straight=arguments.straight,
+        memory_limit=arguments.memory_limit or math.inf,
+    )
+    plan = search.find()
+    most_stages = 1 + sum(layer.can_cut for layer in layers[:-1])
+    if plan is None and arguments.straight and most_stages < arguments.num_workers:
+        raise UserError(
+            f"--num_workers is {arguments.num_workers}; it must be at most {most_stages}, the number of stages that "
+            f"the {format_count(len(layers), 'layer')} can be cut into, with --straight"
+        )
+    if plan is None:
+        raise UserError(f"--memory_limit is {arguments.memory_limit:g}; it must be larger, because no plan fits")
+    print(_as_json(plan) if arguments.json else _as_text(plan, layers))

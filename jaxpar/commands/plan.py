@@ -1,0 +1,103 @@
+r"""Finds the fastest way to train a config on a cluster, which need not exist.
+
+    jaxpar plan --config=configs/quickstart.py --cluster=h100:8 [--verify=3] [--out=best.py]
+        [--json] [--save_cluster=FILE.toml] [--config.KEY=VALUE ...]
+
+Predicts the time and the memory of a step for every strategy that trains like one device, on every mesh, with every
+number of microbatches, schedule and rematerialization, for batches of config.batch_size examples. Compiles nothing,
+unless --verify asks for it. The columns of the table:
+
+  step      predicted time of a step
+  MFU       FLOPs of the model / what the devices could compute in this time
+  waits     share of the step in which the busiest device waits for other stages
+  sends     share of the step in which it only communicates
+  memory    what the fullest device needs
+
+A second table has the predicted rates of workers and peers that do not wait for each other, which are not ranked:
+staleness is the number of updates that are missing in the weights from which a gradient is computed, and `sends` are
+the bytes that the busiest device sends in a step.
+
+The cluster is written as in --target of `jaxpar audit`, such as h100:4x8 for 4 hosts of 8 H100s, or is a file
+(configs/clusters). `here` are the devices of this machine, which are measured first: on GPUs, the rates of matrix
+products, of the memory and of links, and the time between kernels, which --save_cluster writes as a cluster file; on
+CPUs, layers and links.
+"""
+
+import gc
+import json
+import time
+from collections.abc import Sequence
+
+from jaxpar import models
+from jaxpar.analysis.planner import report, search
+from jaxpar.analysis.planner.auto import AUTO_STRATEGY, no_candidate
+from jaxpar.analysis.planner.candidates import ranked, state_ratios
+from jaxpar.analysis.planner.planning import cluster_of, describe_plans, make_space, measured_space, verified
+from jaxpar.analysis.planner.unranked import predicted, unranked
+from jaxpar.command_line import check_new_file, integer, output_path, writing
+from jaxpar.commands.config_flags import ConfigParser, load_checked
+from jaxpar.errors import UserError, check_choice, format_bytes
+from jaxpar.files import write_text
+from jaxpar.run.unused import EFFECTS
+from jaxpar.strategies import STRATEGIES
+from jaxpar.target import HERE, find_target
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command line."""
+    parser = ConfigParser(__doc__, "jaxpar plan")
+    parser.require("--cluster", "--cluster=h100:8", metavar="FILE|NAME:HOSTSxDEVICES|here", help="the cluster")
+    add = parser.add_argument
+    add("--verify", type=integer(1), default=0, metavar="N", help="compile the first N, and correct their memory")
+    add("--out", type=output_path, metavar="FILE.py", help="write the first one as a config file")
+    add(
+        "--save_cluster",
+        type=output_path,
+        metavar="FILE.toml",
+        help="write the GPUs of --cluster=here as a cluster file",
+    )
+    add("--json", action="store_true", help="print all candidates as JSON")
+    arguments, overrides = parser.parse_with_overrides(argv)
+    begin = time.monotonic()
+    gc.set_threshold(100_000, 20, 100)  # traced programs stay alive, and frequent collections took a sixth of the time
+    if arguments.cluster == HERE and arguments.verify:
+        raise UserError(f"--verify is {arguments.verify}; it must be unset with --cluster={HERE}")
+    target = find_target(arguments.cluster, "--cluster") if arguments.verify else None
+    config = load_checked(arguments.config, overrides, EFFECTS)  # sections: of several strategies
+    if arguments.out:
+        check_new_file("--out", arguments.out, [".py"], arguments.config)
+    check_choice("strategy", config.strategy, [*STRATEGIES, AUTO_STRATEGY])
+    if arguments.cluster == HERE:
+        space = measured_space(config, arguments.save_cluster)
+    elif arguments.save_cluster:
+        raise UserError(f"--save_cluster is {str(arguments.save_cluster)!r}; it must be unset without --cluster={HERE}")
+    else:
+        space = make_space(config, cluster_of(arguments.cluster), target)
+    if not arguments.json:
+        print(models.describe_model(config, space.problem.model, space.problem.batch), flush=True)
+    found = search.candidates(space)
+    if not found:
+        raise no_candidate(space)
+    compiled = verified(found, arguments.verify, space, target) if target else []
+    corrected = {id(one.predicted): one.corrected for one in compiled}
+    found = ranked(corrected.get(id(one), one) for one in found)
+    work = report.work_of(space)
+    ratios = state_ratios(space.problem)
+    others = unranked(space, ratios)
+    if arguments.json:
+        listed = [report.as_json(one, work) for one in found]
+        listed += [report.unranked_json(one, work) for one in others if not isinstance(one, str)]
+        print(json.dumps(listed, indent=1))
+    elif found[0].fits:
+        own = None if config.strategy == AUTO_STRATEGY else predicted(space, config, ratios)
+        print(describe_plans(space, found, work, own, others, time.monotonic() - begin))
+        print(*map(str, compiled), sep="\n", end="\n" if compiled else "")
+    best = found[0]
+    if not best.fits:
+        raise UserError(
+            f"--cluster is {arguments.cluster!r}, but nothing fits on it; it must have more devices or memory: "
+            f"{best.name} needs {format_bytes(best.costs.nbytes)} on each. {report.advise_memory(space)}"
+        )
+    if arguments.out:
+        with writing("--out", arguments.out):
+            write_text(arguments.out, report.config_file(arguments.config, overrides, best, arguments.cluster))

@@ -1,0 +1,270 @@
+"""Trains a model from a config. If --workdir contains a run, resumes it.
+
+    jaxpar train --config=configs/NAME.py[:PRESET] --workdir=DIR [--config.KEY=VALUE ...]
+        [--stopped_exit_code=N] [--coordinator_address=HOST:PORT --num_processes=N --process_id=I]
+    jaxpar train --config=configs/NAME.py[:PRESET] [--config.KEY=VALUE ...] --print_config
+    jaxpar train --help[=SECTION or KEY]
+
+--coordinator_address, --num_processes and --process_id connect processes that were started by hand, without a cluster
+manager (docs/processes.md). To start several processes on one machine, use `jaxpar launch`. --print_config prints all
+keys of the config with their values, as flags, and changes nothing.
+
+Exit codes:
+  0    finished, or stopped by a signal after saving the state (--stopped_exit_code replaces 0 for a stopped run)
+  1    the training failed
+  2    user error, reported in one line
+  3    the process hung; the stacks of its threads were printed
+  130  stopped immediately by a second Ctrl-C, without saving
+"""
+
+import os
+import shlex
+import signal
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from logging import CRITICAL, getLogger
+from pathlib import Path
+from typing import Any
+
+from absl import flags, logging
+from ml_collections import ConfigDict
+
+from jaxpar import command_line, config_help
+from jaxpar import config as configs
+from jaxpar.command_line import OVERRIDE
+from jaxpar.errors import (
+    CLOSED,
+    FAILED,
+    STOPPED_CODES,
+    USER_ERROR,
+    TrainingError,
+    UserError,
+    discard,
+    fail,
+    format_count,
+    is_closed_output,
+    is_failure,
+    is_refused,
+    message_of_exit,
+    printable,
+    too_long,
+    unwritten_output,
+)
+from jaxpar.files import disk_error
+from jaxpar.launch.launcher import end_with_launcher
+from jaxpar.launch.place import FLAGS, command_of, find_place
+from jaxpar.launch.signals import Ending, Interrupt, StoppedEarly
+from jaxpar.memory import memory_error
+
+CLOSED_OUTPUT = "the reader of the output has closed it, and the run ended; the existing checkpoints are intact"
+
+
+def run() -> None:
+    """Run the command line of this process, and end the process."""
+    end_with_launcher()
+    try:
+        code = main(sys.argv)
+    except Exception:
+        if not _has_others():
+            raise
+        traceback.print_exc()
+        code = FAILED
+    if is_failure(code) and _has_others():  # a normal exit would deadlock: JAX waits for processes waiting for this one
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # from here on, Ctrl-C ends the process without a traceback
+    sys.exit(code)
+
+
+def _has_others() -> bool:
+    """Return whether this process is connected to other processes."""
+    return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line and return the exit code."""
+    if sys.stdout is None:
+        return fail(CLOSED)
+    # Orbax and asyncio log the exceptions that they raise as errors, with tracebacks.
+    logging.set_verbosity(logging.FATAL)
+    getLogger("asyncio").setLevel(CRITICAL)
+    try:
+        code = _main(list(argv))
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        return fail(str(error), USER_ERROR)
+    except TrainingError as error:
+        return fail(str(error), FAILED)
+    except (SystemExit, KeyboardInterrupt) as error:  # raised by a user's file, because signals are handled otherwise
+        return fail(message_of_exit(error))
+    except OSError as error:
+        reason = unwritten_output(error)
+        if reason or is_closed_output(error):
+            discard(sys.stdout)
+        if reason:
+            return fail(f"{reason}; the existing checkpoints are intact")
+        if is_closed_output(error):
+            is_training = any(argument.partition("=")[0] == "--workdir" for argument in argv)
+            return fail(CLOSED_OUTPUT, FAILED) if is_training else FAILED  # silent, as other programs before `head`
+        if reason := too_long(error, argv):
+            return fail(reason)
+        if not disk_error(error):
+            raise
+        what = f"{error.filename or 'the disk'}: {error.strerror}"
+        return fail(f"{what}; the existing checkpoints are intact", USER_ERROR)
+    except (MemoryError, RuntimeError) as error:  # JAX raises a RuntimeError
+        reason = memory_error(error)
+        if reason is None:
+            raise
+        smaller = "lower config.batch_size or config.data.max_length, or choose a smaller config.model"
+        return fail(f"out of memory ({reason}); {smaller}; the existing checkpoints are intact", USER_ERROR)
+
+
+def _main(argv: list[str]) -> int:
+    arguments, overrides = command_line.split_overrides(argv[2:] if argv[1:2] == ["train"] else argv[1:])
+    arguments = ["--help=" if argument in ("-h", "--help") else argument for argument in arguments]
+    values = _flags()
+    try:
+        rest = values([argv[0], *arguments])[1:]
+    except flags.UnrecognizedFlagError as error:
+        known = [f"--{name}" for name in (*FLAGS, "config", "workdir", "stopped_exit_code", "print_config")]
+        raise command_line.unknown(f"--{error.flagname}", known, OVERRIDE) from error
+    except flags.IllegalFlagValueError as error:  # "flag --NAME=VALUE: reason"
+        name, _, value = str(error).removeprefix("flag --").partition(":")[0].partition("=")
+        kind = {"int": "an integer", "bool": "true or false"}[values[name].flag_type()]
+        raise UserError(f"--{name} is {value!r}; it must be {kind}") from error
+    except flags.Error as error:  # "Missing value for flag --NAME"
+        raise command_line.no_value(f"--{str(error).rpartition('--')[2]}") from error
+    if values.help is not None:
+        print(config_help.describe_keys(values.help) if values.help else _help())
+        return 0
+    if rest:
+        raise command_line.unknown(rest[0], (), OVERRIDE)
+    for name in ("config",) if values.print_config else ("config", "workdir"):
+        if not values[name].value:
+            raise command_line.missing(f"--{name}", command_line.EXAMPLE)
+    stopped = values.stopped_exit_code
+    if is_failure(stopped):
+        raise UserError(
+            f"--stopped_exit_code is {stopped}; it must be 0, or {STOPPED_CODES[0]} to {STOPPED_CODES[-1]}, "
+            "because other codes are reserved"
+        )
+    place = {name: values[name].value for name in FLAGS}
+    with Ending(nth=1, code=stopped, text=lambda: _stopped(argv, early=not Interrupt.was_entered)):
+        config = configs.load_config(values.config)
+        given = configs.override(config, overrides)
+        if values.print_config:
+            print(config_help.format_flags(config))
+            return 0
+        return _train(config, given, Path(values.workdir), place, argv, stopped)
+
+
+def _flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    flags.DEFINE_string("config", None, "Config file, optionally followed by :PRESET.", flag_values=values)
+    flags.DEFINE_string("workdir", None, "Directory of the run. An existing run is resumed.", flag_values=values)
+    flags.DEFINE_integer("stopped_exit_code", 0, "Exit code of a run stopped by a signal.", flag_values=values)
+    for name, flag in FLAGS.items():
+        define = flags.DEFINE_integer if flag.kind is int else flags.DEFINE_string
+        define(name, None, flag.help, flag_values=values)
+    flags.DEFINE_bool("print_config", False, "Print the config and exit.", flag_values=values)
+    flags.DEFINE_string("help", None, "Show this help, or that of a section of keys.", flag_values=values)
+    return values
+
+
+def _help() -> str:
+    files = ", ".join(f"configs/{file.name}" for file in sorted(configs.config_folder().glob("*.py")))
+    keys = "Sections of keys (--help=SECTION prints the keys of one, with their defaults and meaning):"
+    text = config_help.wrapped_text(f"{__doc__}\nConfigs: {files}\n\n{keys}\n")
+    return f"{text}\n{config_help.describe_overview()}"
+
+
+def _train(
+    config: ConfigDict,
+    given: set[str],
+    workdir: Path,
+    place: dict[str, str | int | None],
+    argv: list[str],
+    stopped_exit_code: int,
+) -> int:
+    # Imported late, because JAX must be configured before it is used and --help does not need it.
+    from jaxpar import data, mesh, tasks, training
+    from jaxpar.launch import processes
+
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    found = find_place(place)
+    if mesh.sends_between_cpus(config):
+        processes.listen_for_arrays(found, config.mesh.virtual_cpu_devices)
+    processes.meet_processes(found)
+    try:
+        result = training.train_config(config, workdir, Interrupt(), given=given)
+    except training.Stopped as stopped:
+        print(printable(f"{stopped}\n{_resume(argv)}", keep="\n"), flush=True)
+        return stopped_exit_code
+    except StoppedEarly:
+        print(_stopped(argv, early=True), flush=True)
+        return stopped_exit_code
+    closing = _closing(result, workdir, tasks.find_task(config).headline, changes_to_try(config))
+    print(printable(closing, keep="\n"), flush=True)
+    return 0
+
+
+def _stopped(argv: Sequence[str], *, early: bool) -> str:
+    """Return the lines to print if a signal stopped the run outside the training loop, with nothing to save."""
+    when = "before the first step" if early else "after the last step, before the result was written"
+    return f"stopped {when}\n{_resume(argv)}"
+
+
+def _resume(argv: Sequence[str]) -> str:
+    return f"resume    {resume_command(argv)}"
+
+
+def resume_command(argv: Sequence[str]) -> str:
+    """Return the command line that starts the run again, from any folder of a shell."""
+    return f"cd {shlex.quote(str(Path.cwd()))} && {command_of(argv)}"
+
+
+def changes_to_try(config: ConfigDict) -> list[str]:
+    """Return flags for runs to compare with a run of `config`. Each of them, added alone, is possible."""
+    from jaxpar import cluster, strategies  # late, as above
+
+    flags, found = [], cluster.find_cluster()
+    other = config.copy_and_resolve_references()
+    other.strategy = "data_parallel" if config.strategy == "single" else "single"
+    if found.num_devices > 1 and not is_refused(strategies.decide, other, found):
+        flags.append(f"--config.strategy={other.strategy}")
+    if (config.model.name, config.model.size, config.model.init_from) == ("bert", "tiny", ""):
+        flags.append("--config.model.size=mini")
+    return flags
+
+
+def _closing(result: Mapping[str, Any], workdir: Path, headline: str, changes: Sequence[str]) -> str:
+    """Return the lines to print at the end of a run.
+
+    Args:
+      result: the contents of result.json.
+      workdir: directory of the run.
+      headline: format string of the task's main metric.
+      changes: flags to try next.
+    """
+    reached = headline.format(**result) if "test_loss" in result else "finished"
+    left = (
+        "result.json",
+        "report.html",
+        "metrics.jsonl",
+        "curves.png",
+        "confusion.png",
+        "checkpoints/",
+        "tensorboard/",
+    )
+    results = ", ".join(name for name in left if (workdir / name).exists())
+    rate = f", {result['examples_per_second']:,.0f} examples/s" if "examples_per_second" in result else ""
+    first = f"try {' or '.join(changes)} with a new --workdir;\n          " if changes else ""
+    return (
+        f"\n{reached} after {format_count(result['steps'], 'step')}{rate}\n"
+        f"results   {workdir}/{results}\n"
+        f"next      {first}use the model (docs/predict.md), or train on your own data (docs/data.md)"
+    )

@@ -1,0 +1,382 @@
+"""Trains a config with every strategy, and compares them, for `jaxpar compare strategies`."""
+
+import multiprocessing
+import os
+import re
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxpar import cluster as clusters
+from jaxpar import files, mesh, models, strategies
+from jaxpar.analysis.planner.candidates import Candidate, Space, StateRatios, state_ratios
+from jaxpar.analysis.planner.planning import make_space
+from jaxpar.analysis.planner.unranked import predicted as predicted_for
+from jaxpar.checkpoint import ledger
+from jaxpar.cluster import Cluster
+from jaxpar.compare.pictures import draw_pictures, svg
+from jaxpar.compare.runs import (
+    changed_settings,
+    check_settings,
+    configured,
+    find_score,
+    is_finished,
+    prepare_run,
+    read_outcome,
+    run_logged,
+    run_seconds,
+)
+from jaxpar.compare.table import (
+    REFERENCE,
+    StrategyOutcome,
+    comparison_columns,
+    csv_text,
+    format_step_seconds,
+    html_page,
+    markdown,
+    time_columns,
+)
+from jaxpar.core.plan import Plan
+from jaxpar.errors import UserError, format_count
+from jaxpar.launch.launcher import format_exit, forwarded
+from jaxpar.launch.place import command_of
+from jaxpar.pages.recorded import CERTIFICATE
+from jaxpar.run import build, metrics
+
+_EXCHANGES = ("dp", "ddp", "horovod", "byteps", "bagua_bytegrad", "zero1", "zero2", "zero3", "onebit_adam")
+_SCHEDULES = ("model_parallel", "gpipe", "1f1b", "zb_h1", "pipedream", "pipedream_2bw")
+_POLICIES = ("async", "ssp")
+SWARM = "swarm"
+COMPARED = (REFERENCE, *_EXCHANGES, *_SCHEDULES, *_POLICIES, SWARM)
+LOG = "log.txt"
+NOTES = (
+    "The time of a step is the median of a run, without compilation. The strategies run one after another, so "
+    "other load on the machine changes their ratios. The workers or peers of an emulated strategy take turns on these "
+    "devices, in virtual time; the time of this emulation is not compared.",
+    "What a device sends and its state follow from the plan. In flight are the gradients and activations of a step, "
+    "as an estimate; the stashes of a pipeline are those of its plan.",
+)
+PREDICTED = (
+    "Predicted times are those of `jaxpar plan`, for the same batch on all devices of the cluster, where pipelines "
+    "have the largest possible number of stages, and the workers or peers of async, ssp and swarm have a device each."
+)
+ERROR = re.compile(r"jaxpar: |[\w.]+(Error|Exception)\b")  # start of the line in which a program reports an error
+
+
+class Planned(NamedTuple):
+    """A strategy of the comparison: its overrides, its config, and its plan, or the reason why there is none."""
+
+    overrides: list[str]
+    config: ConfigDict
+    plan: Plan[Any] | str
+
+
+class Prediction(NamedTuple):
+    """Predicted seconds of a step, or None, and a note: the mesh of a pipeline, or the reason why there is no time."""
+
+    seconds: float | None
+    note: str = ""
+
+
+def compare_strategies(
+    config_name: str,
+    overrides: Sequence[str],
+    workdir: Path,
+    *,
+    names: Sequence[str],
+    num_devices: int | None,
+    predict_for: tuple[str, Cluster] | None,
+) -> tuple[dict[str, StrategyOutcome], list[str]]:
+    """Train strategies, write the table, the pictures and the page, and return the outcomes and the table.
+
+    Args:
+      config_name: the config, as PATH[:PRESET].
+      overrides: of the config.
+      workdir: directory of the runs.
+      names: some of COMPARED.
+      num_devices: number of devices to train_strategy on; None: all.
+      predict_for: name of a cluster, and the cluster, for which times are predicted.
+    """
+    jax.config.update("jax_platforms", "cpu")  # runs need the memory of the GPUs
+    virtual = configured(config_name, overrides).mesh.virtual_cpu_devices
+    if virtual and num_devices:
+        overrides = [*overrides, f"--config.mesh.virtual_cpu_devices={num_devices}"]
+    cluster = find_cluster_apart(config_name, list(overrides))
+    num_devices = num_devices or cluster.num_devices
+    if num_devices < 2:
+        raise UserError(
+            f"config.mesh.virtual_cpu_devices is {virtual}; it must be at least 2, because this machine has one device"
+        )
+    settings = {name: [*overrides, *strategy_settings(name, num_devices)] for name in COMPARED}
+    all_configs = {name: configured(config_name, of_strategy) for name, of_strategy in settings.items()}
+    with files.locked(workdir):
+        wanted = choose_rows(names, all_configs, workdir)
+        loaded = load(all_configs[REFERENCE], cluster)
+        planned = {
+            name: Planned(settings[name], config, strategies.possible(config, loaded.problem, cluster))
+            for name, config in all_configs.items()
+            if name in wanted
+        }
+        predicted = predict_all(config_name, wanted, overrides, predict_for[1]) if predict_for else {}
+        outcomes = train_all(planned, config_name, workdir, loaded)
+        machine, elsewhere = describe_machine(cluster, num_devices), predict_for[0] if predict_for else ""
+        return outcomes, write(outcomes, planned, config_name, workdir, loaded, machine, predicted, elsewhere)
+
+
+def choose_rows(chosen: Sequence[str], all_configs: Mapping[str, ConfigDict], workdir: Path) -> list[str]:
+    """Return the strategies of the table: REFERENCE, the chosen ones, and those with a finished run of the config.
+
+    Raises:
+      UserError: REFERENCE or a chosen strategy has a run with other settings.
+    """
+    required = {REFERENCE, *chosen}
+    for name, config in all_configs.items():
+        if name in required:
+            check_settings(config, workdir / name)
+    return [
+        name
+        for name, config in all_configs.items()
+        if name in required or (is_finished(workdir / name) and not changed_settings(config, workdir / name))
+    ]
+
+
+def find_cluster_apart(config: str, overrides: list[str]) -> Cluster:
+    """Return the devices of this machine. They are found in another process, which then releases them."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(find_cluster_of, config, overrides).result()
+
+
+def find_cluster_of(config: str, overrides: list[str]) -> Cluster:
+    """Return the devices that a run of this config would find."""
+    mesh.prepare_jax(configured(config, overrides), Path())
+    return clusters.find_cluster()
+
+
+def describe_machine(cluster: Cluster, num_devices: int) -> str:
+    """Return the devices of the comparison: `2 CPU cores (2 virtual devices)`, or `8 x Tesla V100-SXM2-32GB`."""
+    if cluster.platform != "cpu":
+        return f"{num_devices} x {cluster.device_kind}"
+    return f"{format_count(os.cpu_count() or 1, 'CPU core')} ({format_count(num_devices, 'virtual device')})"
+
+
+def strategy_settings(name: str, num_devices: int, num_stages: int | None = None) -> list[str]:
+    """Return the overrides that select a strategy of COMPARED on this number of devices.
+
+    num_stages: stages of a pipeline, a divisor of the number of devices; None: as many as devices.
+    """
+    settings: dict[str, object] = {"exchange": "ddp", "mesh.data": num_devices, "mesh.stage": 1}
+    if name in _EXCHANGES:
+        settings |= {"strategy": "data_parallel", "exchange": name}
+    elif name in _SCHEDULES:
+        num_stages = num_stages or num_devices
+        settings |= {"strategy": "pipeline", "pipeline.schedule": name}
+        settings |= {"mesh.data": num_devices // num_stages, "mesh.stage": num_stages}
+    elif name in _POLICIES:
+        settings |= {"strategy": "async_data_parallel", "asynchronous.policy": name}
+        settings |= {"asynchronous.num_workers": num_devices}
+    elif name == SWARM:
+        settings |= {"strategy": SWARM, "swarm.peers": num_devices}
+    else:
+        settings |= {"strategy": REFERENCE, "mesh.data": 1}
+    return [f"--config.{key}={value}" for key, value in settings.items()]
+
+
+def predict_all(
+    config: str, wanted: Sequence[str], overrides: Sequence[str], cluster: Cluster
+) -> dict[str, Prediction]:
+    """Return the prediction for each strategy on all devices of a cluster."""
+    space = make_space(configured(config, overrides), cluster)
+    ratios = state_ratios(space.problem)
+    return {name: predict_strategy(name, config, overrides, space, ratios) for name in wanted}
+
+
+def predict_strategy(name: str, config: str, overrides: Sequence[str], space: Space, ratios: StateRatios) -> Prediction:
+    """Return the prediction for a strategy. A pipeline has as many stages as possible.
+
+    If no number of stages is possible, the reason is that of the smallest one.
+    """
+    reason, is_pipeline = "", name in _SCHEDULES
+    for num_stages in stage_numbers(space) if is_pipeline else [1]:
+        settings = strategy_settings(name, space.num_devices, num_stages)
+        of_strategy = configured(config, [*overrides, *settings])
+        found = predicted_for(space, of_strategy, ratios)
+        if not isinstance(found, str):
+            stages, replicas = format_count(num_stages, "stage"), space.num_devices // num_stages
+            if not isinstance(found, Candidate):
+                return Prediction(found.seconds, f"{found.name}, mean staleness {found.mean_staleness:.2f}")
+            note = f"{stages} x {format_count(replicas, 'replica')}" if is_pipeline else ""
+            return Prediction(found.costs.seconds, note)
+        reason = found
+    return Prediction(None, reason)
+
+
+def stage_numbers(space: Space) -> list[int]:
+    """Return the numbers of stages that divide the devices of a cluster and have a layer each, the largest first.
+
+    If there are none, it is the number of devices, for which the plan then gives the reason.
+    """
+    n, num_layers = space.num_devices, len(space.problem.model.layers)
+    return [number for number in range(min(n, num_layers), 1, -1) if n % number == 0] or [n]
+
+
+def load(config: ConfigDict, cluster: Cluster) -> build.Loaded:
+    """Read the data and build the model, which all strategies have in common. Raises UserError for their mistakes."""
+    with tempfile.TemporaryDirectory() as folder:
+        build.check_run(config, Path(folder), cluster)
+        return build.load_parts(config, Path(folder), cluster)
+
+
+def train_all(
+    planned: Mapping[str, Planned], config: str, workdir: Path, loaded: build.Loaded
+) -> dict[str, StrategyOutcome]:
+    """Train all strategies, one after another, and return the outcomes. Raises KeyboardInterrupt after a signal."""
+    commands = {
+        name: prepare_run(config, workdir / name, one.overrides)
+        for name, one in planned.items()
+        if not isinstance(one.plan, str)
+    }
+    outcomes: dict[str, StrategyOutcome] = {}
+    signals: list[int] = []
+    took: list[float] = []  # of rows that were trained in this call, with start-up and compilation
+    with forwarded(signals):
+        for number, (name, one) in enumerate(planned.items(), start=1):
+            print(f"row {number} of {len(planned)}  {name}: ", end="", flush=True)
+            start, was_finished = time.monotonic(), is_finished(workdir / name)
+            outcomes[name] = (
+                StrategyOutcome(failed=one.plan)
+                if isinstance(one.plan, str)
+                else train_strategy(commands[name], one.config, one.plan, workdir / name, signals, loaded)
+            )
+            if signals:
+                print(f"stopped\nresume    {command_of(sys.argv)}", flush=True)
+                raise KeyboardInterrupt
+            left = [
+                other
+                for other, its in list(planned.items())[number:]
+                if not isinstance(its.plan, str) and not is_finished(workdir / other)
+            ]
+            if is_finished(workdir / name) and not was_finished:
+                took.append(time.monotonic() - start)
+            seconds = [run_seconds(workdir / other) for other in planned if is_finished(workdir / other)]
+            mean = max(float(np.mean(some)) for some in (seconds, took) if some) if seconds else 0.0
+            clock = metrics.format_clock(len(left) * mean)
+            print(f"{describe_outcome(outcomes[name])}; {clock} left", flush=True)
+    return check_examples(outcomes, workdir)
+
+
+def train_strategy(
+    command: list[str], config: ConfigDict, plan: Plan[Any], workdir: Path, signals: list[int], loaded: build.Loaded
+) -> StrategyOutcome:
+    """Return the outcome of a strategy, and train_strategy it with the command if it is not finished."""
+    if not is_finished(workdir):
+        code = run_logged(command, workdir / LOG, signals)
+        if not is_finished(workdir):
+            return StrategyOutcome(failed=reason_of_failure(code, (workdir / LOG).read_text(errors="replace")))
+    return read_outcome(config, plan, workdir, loaded)
+
+
+def reason_of_failure(code: int, output: str) -> str:
+    """Return the reason why a run failed: the last line of its output that reports an error, or how it ended."""
+    reported = [line for line in output.splitlines() if ERROR.match(line)]
+    return reported[-1].removeprefix("jaxpar: ") if reported and code > 0 else format_exit(code)
+
+
+def check_examples(outcomes: Mapping[str, StrategyOutcome], workdir: Path) -> dict[str, StrategyOutcome]:
+    """Return the outcomes, in which a run has failed if its examples are not those of the first one."""
+    used = {name: ledger.used_examples(workdir / name / "ledger") for name, row in outcomes.items() if not row.failed}
+    first = next(iter(used), "")
+    reason = f"the run did not use the same examples as {first}"
+    return {
+        name: StrategyOutcome(failed=reason) if name in used and used[name] != used[first] else row
+        for name, row in outcomes.items()
+    }
+
+
+def describe_outcome(outcome: StrategyOutcome) -> str:
+    """Return an outcome in one line."""
+    if outcome.failed:
+        return f"failed: {outcome.failed}"
+    return f"{format_step_seconds(outcome.step_seconds)} per step" if outcome.step_seconds else "not timed"
+
+
+def write(
+    outcomes: Mapping[str, StrategyOutcome],
+    planned: Mapping[str, Planned],
+    config_name: str,
+    workdir: Path,
+    loaded: build.Loaded,
+    machine: str,
+    predicted: Mapping[str, Prediction],
+    cluster: str,
+) -> list[str]:
+    """Write the table, the pictures and the page, and return the table in Markdown, with its notes."""
+    config, score = planned[REFERENCE].config, find_score(loaded)
+    columns = comparison_columns(
+        outcomes, batch_size=config.batch_size, machine=machine, metric=score.key, metric_format=score.format
+    )
+    if predicted:
+        heading = f"predicted for {cluster}"
+        predicted_seconds = {name: one.seconds for name, one in predicted.items()}
+        columns += time_columns(predicted_seconds, heading, batch_size=config.batch_size)
+    kinds = {name: one.config.strategy for name, one in planned.items()}
+    drawn = draw_pictures(
+        outcomes, kinds, batch_size=config.batch_size, machine=machine, metric=loaded.problem.task.curve
+    )
+    for picture in drawn:
+        picture.figure.savefig(workdir / f"{picture.name}.png", dpi=150)
+    size = models.num_parameters(loaded.problem.model)
+    header = (
+        f"`{config_name}`: {config.model.name} of {size:,} parameters, {config.data.source}, "
+        f"{loaded.num_steps:,} steps of {config.batch_size} examples, learning rate {config.optimizer.lr:g}, seed "
+        f"{config.seed}. Times are measured on {machine}."
+    )
+    notes = [
+        *NOTES,
+        *([PREDICTED, *prediction_notes(predicted)] if predicted else []),
+        certify_note(outcomes, planned, config_name, workdir),
+    ]
+    lines = [header, "", *markdown(columns), *(f"\n{note}" for note in notes)]
+    figures = {picture.title: svg(picture) for picture in drawn}
+    title = f"{len(outcomes)} strategies, {loaded.problem.task.name} with {config.model.name}"
+    files.write_text(workdir / "compare.md", "\n".join(lines) + "\n")
+    files.write_text(workdir / "compare.csv", csv_text(columns))
+    files.write_text(workdir / "compare.html", html_page(title, columns, figures, [header, *notes]))
+    return lines
+
+
+def prediction_notes(predicted: Mapping[str, Prediction]) -> list[str]:
+    """Return the notes on the predictions, each with the strategies that it concerns."""
+    of_note: dict[str, list[str]] = {}
+    for name, one in predicted.items():
+        if one.note:
+            of_note.setdefault(
+                f"{'not predicted: ' if one.seconds is None else 'predicted with '}{one.note}", []
+            ).append(name)
+    return [f"{', '.join(concerned)}: {note}" for note, concerned in of_note.items()]
+
+
+def certify_note(
+    outcomes: Mapping[str, StrategyOutcome], planned: Mapping[str, Planned], config_name: str, workdir: Path
+) -> str:
+    """Return the note on the last column, with the command that certifies the last strategy that is finished."""
+    note = (
+        "What a strategy computes by its plan holds up to rounding. Certificates measure it; the last column has their "
+        "verdicts."
+    )
+    finished = [name for name, row in outcomes.items() if not row.failed]
+    if not finished:
+        return note
+    name = finished[-1]
+    output = f"--output={workdir / name / CERTIFICATE}"
+    overrides = planned[name].overrides
+    command = ["jaxpar", "certify", f"--config={config_name}", *overrides, output]
+    return f"{note} For {name}: `{shlex.join(command)}`"

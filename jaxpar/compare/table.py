@@ -1,0 +1,232 @@
+"""The table of a comparison as Markdown, as CSV, and as a self-contained HTML page with pictures.
+
+Times of different origin, such as those measured here and those predicted for a cluster, are separate groups of
+columns, each with its own heading (`time_columns`).
+"""
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from itertools import groupby
+from typing import TypeVar
+
+from jaxpar.errors import format_bytes
+from jaxpar.pages.html import document, marked, paragraph, section
+
+REFERENCE = "single"  # the strategy to which the others are compared
+EMULATED = "emulated"  # marks times of an emulation
+BAR = r"\|"  # a vertical line in a cell of Markdown
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class StrategyOutcome:
+    """The results of a strategy.
+
+    Attributes:
+      failed: the reason why there are no results; empty if there are. Without results, the other attributes keep their
+        defaults.
+      step_seconds: measured time of a step, the median over the log intervals, without compilation; None if no interval
+        was measured.
+      is_emulated: whether the strategy ran in virtual time, so that its time here is that of the emulation.
+      wire_bytes: bytes that a device sends in a step, according to the plan.
+      device_bytes: bytes of the state that each device holds, according to the plan.
+      in_flight_bytes: bytes that a step needs on the fullest device in addition, such as gradients and activations: of
+        a pipeline from the plan, otherwise an estimate.
+      metric: the metric of the task on the held-out split.
+      staleness: mean and maximum number of updates that are missing in the weights from which gradients are computed.
+      guarantee: how the results relate to those of one device, according to the plan.
+      certificate: verdict of the certificate of this run; empty if there is none.
+      curve: (step, metric on the validation split) of each evaluation.
+    """
+
+    failed: str = ""
+    step_seconds: float | None = None
+    is_emulated: bool = False
+    wire_bytes: int | None = None
+    device_bytes: tuple[int, ...] = ()
+    in_flight_bytes: int | None = None
+    metric: float | None = None
+    staleness: tuple[float, int] | None = None
+    guarantee: str = ""
+    certificate: str = ""
+    curve: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class TableColumn:
+    """A column of the table.
+
+    Attributes:
+      heading: heading of the column.
+      name: name of the column in the CSV file.
+      values: a value for each row, or None.
+      cells: the formatted values.
+      group: heading of a group of columns; empty for a column that belongs to none.
+    """
+
+    heading: str
+    name: str
+    values: Sequence[object]
+    cells: Sequence[str]
+    group: str = ""
+
+
+def comparison_columns(
+    outcomes: Mapping[str, StrategyOutcome], *, batch_size: int, machine: str, metric: str, metric_format: str
+) -> list[TableColumn]:
+    """Return the columns of the table.
+
+    Args:
+      outcomes: results by strategy.
+      batch_size: number of examples of a step.
+      machine: where the strategies were trained.
+      metric: name of `StrategyOutcome.metric`.
+      metric_format: its format specification.
+    """
+    rows, two_digits = list(outcomes.values()), "{:.2f}".format
+    measured = {name: row.step_seconds for name, row in outcomes.items()}
+    emulated = frozenset(name for name, row in outcomes.items() if row.is_emulated)
+    return [
+        _text("strategy", "strategy", list(outcomes)),
+        *time_columns(measured, f"measured on {machine}", batch_size=batch_size, emulated=emulated),
+        _numbers("sent by a device", "sent_bytes", [row.wire_bytes for row in rows], format_bytes),
+        TableColumn(
+            "state of a device",
+            "state_bytes",
+            [max(row.device_bytes, default=None) for row in rows],
+            [format_range(row.device_bytes) for row in rows],
+        ),
+        _numbers("in flight, about", "in_flight_bytes", [row.in_flight_bytes for row in rows], format_bytes),
+        _numbers(metric.replace("_", " "), metric, [row.metric for row in rows], lambda x: format(x, metric_format)),
+        _numbers("mean staleness", "staleness_mean", [row.staleness and row.staleness[0] for row in rows], two_digits),
+        _numbers("maximum staleness", "staleness_max", [row.staleness and row.staleness[1] for row in rows], str),
+        _text("by its plan", "guarantee", [row.guarantee for row in rows]),
+        _text("measured by a certificate", "certificate", [_format_verdict(row) for row in rows]),
+    ]  # fmt: skip
+
+
+def time_columns(
+    seconds: Mapping[str, float | None], group: str, *, batch_size: int, emulated: frozenset[str] = frozenset()
+) -> list[TableColumn]:
+    """Return the time of a step, the examples per second, and the speed relative to REFERENCE, as a group of columns.
+
+    Args:
+      seconds: time of a step by strategy, or None.
+      group: heading of the group. Its first word, such as `measured`, is part of the names in Markdown and CSV.
+      batch_size: number of examples of a step.
+      emulated: strategies whose times are marked, and not compared with those of others.
+    """
+    origin = group.partition(" ")[0]
+    base = seconds.get(REFERENCE)
+    rates = [time and batch_size / time for time in seconds.values()]
+    ratios = [base / time if base and time and name not in emulated else None for name, time in seconds.items()]
+    step = _numbers("time of a step", f"{origin}_step_seconds", list(seconds.values()), format_step_seconds, group)
+    cells = [
+        f"{cell} ({EMULATED})" if name in emulated else cell for name, cell in zip(seconds, step.cells, strict=True)
+    ]
+    return [
+        replace(step, cells=cells),
+        _numbers("examples/s", f"{origin}_examples_per_second", rates, "{:,.0f}".format, group),
+        _numbers(f"relative to {REFERENCE}", f"{origin}_relative", ratios, "{:.2f}".format, group),
+    ]
+
+
+def _text(heading: str, name: str, values: Sequence[str]) -> TableColumn:
+    return TableColumn(heading, name, values, values)
+
+
+def _numbers(
+    heading: str, name: str, values: Sequence[Value | None], formatted: Callable[[Value], str], group: str = ""
+) -> TableColumn:
+    """Return a column of numbers, in which a row without a value has an empty cell."""
+    return TableColumn(heading, name, values, ["" if value is None else formatted(value) for value in values], group)
+
+
+def markdown(columns: Sequence[TableColumn]) -> list[str]:
+    """Return the lines of the table in Markdown. The first word of a group precedes the headings of its columns."""
+    headings = [f"{column.group.partition(' ')[0]} {column.heading}".strip() for column in columns]
+    return markdown_table(headings, zip(*(column.cells for column in columns), strict=True))
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown. A vertical line in a cell does not end it."""
+    lines = (headings, ["---"] * len(headings), *rows)
+    return [f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |" for cells in lines]
+
+
+def csv_text(columns: Sequence[TableColumn]) -> str:
+    """Return the values as CSV: seconds, bytes and fractions, without rounding."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([column.name for column in columns])
+    writer.writerows(zip(*(column.values for column in columns), strict=True))
+    return text.getvalue()
+
+
+def format_step_seconds(seconds: float) -> str:
+    """Format the time of a step: `12.3 ms`, `1.23 s`."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+
+
+def _format_verdict(row: StrategyOutcome) -> str:
+    """Return the verdict of a strategy, or the reason why it failed."""
+    return f"failed: {row.failed}" if row.failed else row.certificate or "not certified"
+
+
+def format_range(nbytes: Sequence[int]) -> str:
+    """Format the bytes of several devices: `1.2 MB`, or `1.2 to 3.4 MB` if they differ."""
+    if not nbytes:
+        return ""
+    least, most = format_bytes(min(nbytes)), format_bytes(max(nbytes))
+    if least == most:
+        return most
+    return f"{least.removesuffix(most[most.index(' ') :])} to {most}"
+
+
+def html_page(title: str, columns: Sequence[TableColumn], pictures: Mapping[str, str], notes: Sequence[str]) -> str:
+    """Return the page.
+
+    Args:
+      title: its title.
+      columns: the columns of the table. The first one is the heading of the rows. Columns without a value are left out.
+      pictures: SVG elements by their titles.
+      notes: lines: the first is below the title, and the others at the end. Text between two backticks is code.
+    """
+    columns = [column for column in columns if any(column.cells)]
+    body = [
+        *map(paragraph, notes[:1]),
+        '<div class="scroll"><table>',
+        *_heads(columns),
+        "<tbody>",
+        *(f"<tr>{''.join(cells)}</tr>" for cells in zip(*map(_body_cells, columns), strict=True)),
+        "</tbody></table></div>",
+        '<div class="drawings">',
+        *(section(name, f'<div class="scroll">{picture}</div>') for name, picture in pictures.items()),
+        "</div>",
+        section("How to read the table", *map(paragraph, notes[1:])),
+    ]
+    return document(title, body)
+
+
+def _heads(columns: Sequence[TableColumn]) -> list[str]:
+    """Return the head of the table: groups of columns above their headings, and the other headings over both rows."""
+    above, below = [], []
+    for group, of_group in groupby(columns, key=lambda column: column.group):
+        headings = [escape(column.heading) for column in of_group]
+        if group:
+            above.append(f'<th scope="colgroup" colspan="{len(headings)}">{escape(group)}</th>')
+            below += [f'<th scope="col">{heading}</th>' for heading in headings]
+        else:
+            above += [f'<th scope="col" rowspan="2">{heading}</th>' for heading in headings]
+    return ["<thead>", f"<tr>{''.join(above)}</tr>", f"<tr>{''.join(below)}</tr>", "</thead>"]
+
+
+def _body_cells(column: TableColumn) -> list[str]:
+    """Return the cells of a column. Those of the strategies are the headings of the rows."""
+    if column.name == "strategy":
+        return [f'<th scope="row">{escape(cell)}</th>' for cell in column.cells]
+    kind = "text" if column.values is column.cells else "number"
+    return [f'<td class="{kind if cell else ""}">{marked(cell)}</td>' for cell in column.cells]
