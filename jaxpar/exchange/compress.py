@@ -68,8 +68,7 @@ def min_max_uint8(block: int = 0) -> Compressor:
         return s, jnp.rint(high * s) - 255
 
     def encode(x: jax.Array, state: Tree) -> tuple[Payload, Tree]:
-        number, size = _blocks(block, len(x))
-        blocks = jnp.pad(x, (0, number * size - len(x)), mode="edge").reshape(number, size)
+        blocks = _in_blocks(x, block, mode="edge")
         ranges = jnp.stack([jnp.min(blocks, axis=1), jnp.max(blocks, axis=1)], axis=1)
         s, least = scale(ranges)
         q = jnp.clip(jnp.rint(blocks * s) - least, 0, 255).astype(jnp.uint8)
@@ -77,9 +76,8 @@ def min_max_uint8(block: int = 0) -> Compressor:
 
     def decode(payload: Payload, length: int) -> jax.Array:
         q, ranges = payload
-        number, size = _blocks(block, length)
         s, least = scale(ranges)
-        blocks = jnp.pad(q, (0, number * size - length)).reshape(number, size).astype(jnp.float32)
+        blocks = _in_blocks(q, block).astype(jnp.float32)
         largest = jnp.finfo(jnp.float32).max
         return jnp.clip((blocks + least) / s, -largest, largest).reshape(-1)[:length]
 
@@ -95,19 +93,7 @@ def absmax_int8(block: int = 0) -> Compressor:
     Args:
       block: number of elements that share a scale; 0: all.
     """
-
-    def encode(x: jax.Array, state: Tree) -> tuple[Payload, Tree]:
-        number, size = _blocks(block, len(x))
-        blocks = jnp.pad(x, (0, number * size - len(x))).reshape(number, size)
-        scales = jnp.maximum(jnp.max(jnp.abs(blocks), axis=1) / 127, float(jnp.finfo(jnp.float32).tiny))
-        q = jnp.clip(jnp.rint(blocks / scales[:, None]), -127, 127)
-        return (q.astype(jnp.int8).reshape(-1)[: len(x)], scales), state
-
-    def decode(payload: Payload, length: int) -> jax.Array:
-        q, scales = payload
-        return q.astype(jnp.float32) * _repeat(scales, block, length)
-
-    return Compressor(_no_state, encode, decode)
+    return _scaled(127, lambda x: jnp.clip(jnp.rint(x), -127, 127).astype(jnp.int8), block)
 
 
 def float8(dtype: str, block: int = 0) -> Compressor:
@@ -120,13 +106,16 @@ def float8(dtype: str, block: int = 0) -> Compressor:
       dtype: one of FLOAT8.
       block: number of elements that share a scale; 0: all.
     """
-    top = float(jnp.finfo(dtype).max)
+    return _scaled(float(jnp.finfo(dtype).max), lambda x: x.astype(dtype), block)
+
+
+def _scaled(top: float, rounded: Callable[[jax.Array], jax.Array], block: int) -> Compressor:
+    """Return a compressor that scales the largest magnitude of a block to `top`, and rounds."""
 
     def encode(x: jax.Array, state: Tree) -> tuple[Payload, Tree]:
-        number, size = _blocks(block, len(x))
-        blocks = jnp.pad(x, (0, number * size - len(x))).reshape(number, size)
+        blocks = _in_blocks(x, block)
         scales = jnp.maximum(jnp.max(jnp.abs(blocks), axis=1) / top, float(jnp.finfo(jnp.float32).tiny))
-        return ((blocks / scales[:, None]).astype(dtype).reshape(-1)[: len(x)], scales), state
+        return (rounded(blocks / scales[:, None]).reshape(-1)[: len(x)], scales), state
 
     def decode(payload: Payload, length: int) -> jax.Array:
         values, scales = payload
@@ -153,8 +142,8 @@ def onebit(norm: str = "mean", block: int = 0) -> Compressor:
         return largest * (sums if norm == "mean" else jnp.sqrt(sums))
 
     def encode(x: jax.Array, state: Tree) -> tuple[Payload, Tree]:
-        number, size = _blocks(block, len(x))
-        blocks = jnp.pad(x, (0, number * size - len(x))).reshape(number, size)
+        blocks = _in_blocks(x, block)
+        number, size = blocks.shape
         count = jnp.minimum(size, len(x) - size * jnp.arange(number))[:, None]
         return (jnp.packbits(x >= 0), scale(blocks, count)[:, 0]), state
 
@@ -294,6 +283,12 @@ def _blocks(block: int, length: int) -> tuple[int, int]:
     """Return the number of blocks of a vector, and their size."""
     size = max(1, min(block or length, length))
     return max(1, -(-length // size)), size
+
+
+def _in_blocks(x: jax.Array, block: int, mode: str = "constant") -> jax.Array:
+    """Return a vector as [blocks, elements], padded with zeros, or with its last element if mode is "edge"."""
+    number, size = _blocks(block, len(x))
+    return jnp.pad(x, (0, number * size - len(x)), mode=mode).reshape(number, size)
 
 
 def _repeat(scales: jax.Array, block: int, length: int) -> jax.Array:

@@ -15,7 +15,7 @@ from jaxpar.core.plan import Traffic
 from jaxpar.exchange.compress import Compressor, from_bytes, payload_nbytes, to_bytes
 from jaxpar.exchange.exchange import AllReduce, DistributedState, Exchange, ExchangeUpdate, shared
 from jaxpar.exchange.fuse import flat
-from jaxpar.exchange.reduce import Axis, ring_traffic
+from jaxpar.exchange.reduce import Axis
 from jaxpar.layout import PER_REPLICA, Tree
 
 PEER, AVERAGING = "peer", "average"  # names of the conditionals in compiled programs
@@ -89,7 +89,7 @@ def decentralized(
     def traffic(params: Tree, _num_microbatches: int) -> list[Traffic]:
         nbytes = 4 * _size(params)
         if peers == "all":
-            return shared([ring_traffic("all-reduce", 2, axis.name, axis.size, nbytes, "float32")], 1 / interval)
+            return shared([axis.traffic("all-reduce", 2, nbytes, "float32")], 1 / interval)
         return shared([_permutes(axis, 1, nbytes, "float32")], 1 / interval)
 
     branches: dict[str, tuple[float, ...]] = {}

@@ -44,6 +44,12 @@ class Axis(NamedTuple):
         place_of = {member: place for members in self.groups for place, member in enumerate(members)}
         return jnp.array([place_of[member] for member in sorted(place_of)])[replica]
 
+    def traffic(self, kind: str, ways: int, nbytes: float, dtype: str, num_vectors: int = 1) -> Traffic:
+        """Return the `ring_traffic` of collectives over this axis."""
+        return ring_traffic(
+            kind, ways, self.name, self.size, nbytes, dtype, num_vectors=num_vectors, members=self.members
+        )
+
     def within(self, group: int) -> "Axis":
         """Return the axis of groups of `group` neighbours, such as the replicas of a node."""
         return Axis(self.name, group, tuple(tuple(range(i, i + group)) for i in range(0, self.size, group)))
@@ -240,4 +246,4 @@ def added_up(traffic: Iterable[Traffic]) -> list[Traffic]:
 
 def _traffic(kind: str, ways: int, axis: Axis, length: int, dtype: DTypeLike) -> Traffic:
     dtype = jnp.dtype(dtype)
-    return ring_traffic(kind, ways, axis.name, axis.size, length * dtype.itemsize, dtype.name, members=axis.members)
+    return axis.traffic(kind, ways, length * dtype.itemsize, dtype.name)

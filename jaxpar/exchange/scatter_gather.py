@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jaxpar.core.plan import Traffic
 from jaxpar.exchange.compress import Compressor, Payload, from_bytes, payload_nbytes, to_bytes
-from jaxpar.exchange.reduce import Axis, Reducer, ring_traffic
+from jaxpar.exchange.reduce import Axis, Reducer
 from jaxpar.layout import Tree
 
 
@@ -58,15 +58,7 @@ def scatter_gather(axis: Axis, worker: Compressor, server: Compressor) -> Reduce
     def traffic(length: int, _dtype: DTypeLike) -> list[Traffic]:
         sizes = {"all-to-all": worker, "all-gather": server}
         return [
-            ring_traffic(
-                kind,
-                1,
-                axis.name,
-                n,
-                n * payload_nbytes(compressor.payload(length // n)),
-                "uint8",
-                members=axis.members,
-            )
+            axis.traffic(kind, 1, n * payload_nbytes(compressor.payload(length // n)), "uint8")
             for kind, compressor in sizes.items()
         ]
 
@@ -96,10 +88,7 @@ def in_groups(axis: Axis, group: int, between: Callable[[Axis], Reducer]) -> Red
 
     def traffic(length: int, dtype: DTypeLike) -> list[Traffic]:
         nbytes, name = length * jnp.dtype(dtype).itemsize, jnp.dtype(dtype).name
-        exact = [
-            ring_traffic(kind, 1, axis.name, group, nbytes, name, members=within.members)
-            for kind in ("reduce-scatter", "all-gather")
-        ]
+        exact = [within.traffic(kind, 1, nbytes, name) for kind in ("reduce-scatter", "all-gather")]
         return [*exact, *reducer.traffic(length // group, dtype)]
 
     return Reducer(init, mean, traffic, multiple=group * reducer.multiple)

@@ -31,7 +31,7 @@ from jaxpar.core.plan import Traffic
 from jaxpar.exchange.compress import Compressor
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
 from jaxpar.exchange.fuse import buckets
-from jaxpar.exchange.reduce import Axis, added_up, ring_traffic
+from jaxpar.exchange.reduce import Axis, added_up
 from jaxpar.exchange.scatter_gather import all_gather_coded, coded_nbytes, reduce_scatter_coded
 from jaxpar.layout import REPLICATED, SHARDED, Fetch, Tree, pad, shard_shape, split_dim, unpad
 
@@ -122,40 +122,18 @@ class Shards:
         kind, nbytes, dtype = "reduce-scatter", 4 * self.size, "float32"
         if compressor := self._codes.grads:
             kind, nbytes, dtype = "all-to-all", self._axis.size * coded_nbytes(compressor, self._lengths), "uint8"
-        return ring_traffic(
-            kind,
-            times,
-            self._axis.name,
-            self._axis.size,
-            nbytes,
-            dtype,
-            num_vectors=self.num_vectors,
-            members=self._axis.members,
-        )
+        return self._axis.traffic(kind, times, nbytes, dtype, self.num_vectors)
 
     def gather_traffic(self, times: int) -> Traffic:
         """Return the traffic of a device that gathers all arrays `times` times."""
         nbytes, dtype = self.nbytes, self._wire.name
         if compressor := self._codes.params:
             nbytes, dtype = self._axis.size * coded_nbytes(compressor, self._lengths), "uint8"
-        sizes = (self._axis.name, self._axis.size)
-        return ring_traffic(
-            "all-gather", times, *sizes, nbytes, dtype, num_vectors=self.num_vectors, members=self._axis.members
-        )
+        return self._axis.traffic("all-gather", times, nbytes, dtype, self.num_vectors)
 
     def traffic_between(self, between: Axis) -> Traffic:
         """Return the traffic of a device in `add_up_shards`."""
-        nbytes, num_vectors = 4 * self.size / self._axis.size, self.num_vectors
-        return ring_traffic(
-            "all-reduce",
-            2,
-            between.name,
-            between.size,
-            nbytes,
-            "float32",
-            num_vectors=num_vectors,
-            members=between.members,
-        )
+        return between.traffic("all-reduce", 2, 4 * self.size / self._axis.size, "float32", self.num_vectors)
 
     def local(self, tree: Tree) -> Tree:
         """Return this replica's shards of full arrays."""

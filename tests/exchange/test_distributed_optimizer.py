@@ -66,18 +66,22 @@ def test_options_it_does_not_have_are_refused(name: str, option: str, allowed: t
 
 
 @pytest.mark.parametrize(
-    ("name", "n", "option"),
+    ("name", "n", "options", "message"),
     [
-        ("bagua_decentralized", 3, {}),
-        ("horovod_adasum", 3, {}),
-        ("ddp", 4, {"group": 3}),
-        ("ddp", 4, {"algorithm": "tree"}),
-        ("byteps_dithering", 4, {"levels": 128}),
+        ("bagua_decentralized", 3, {}, "exchange is 'bagua_decentralized' with 3 replicas; their number must be even"),
+        ("horovod_adasum", 3, {}, "with 3 replicas; their number must be a power of 2"),
+        ("ddp", 4, {"group": 3}, "group is 3; it must divide the number of replicas, 4"),
+        ("ddp", 4, {"algorithm": "tree"}, "algorithm is 'tree'; it must be one of psum, ring"),
+        ("byteps_dithering", 4, {"levels": 128}, "levels is 128; it must be between 1 and 127"),
+        ("horovod", 2, {"wire_dtype": "foo"}, "wire_dtype is 'foo'; it must be one of float16"),
+        ("horovod", 2, {"wire_dtype": None}, "wire_dtype is 'None'; it must be one of float16"),
+        ("ddp", 2, {"wire_dtype": jnp.int32}, "wire_dtype is 'int32'; it must be one of float16"),
+        ("horovod", 2, {"predivide": "two"}, "predivide is 'two'; it must be a number"),
     ],
 )
-def test_what_cannot_work_is_refused(name: str, n: int, option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=str(next(iter(option.values()), n))):
-        use(n, distributed_optimizer(OPTIMIZER, DATA, name, **option))
+def test_what_cannot_work_is_refused(name: str, n: int, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        use(n, distributed_optimizer(OPTIMIZER, DATA, name, **options))
 
 
 def test_shard_map_must_not_check_what_varies() -> None:
@@ -176,8 +180,6 @@ def test_what_else_is_given_reaches_the_optimizer(name: str) -> None:
 def test_a_dtype_is_any_that_numpy_knows() -> None:
     for dtype in ("bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"), np.float16, jnp.float8_e5m2):
         use(2, distributed_optimizer(OPTIMIZER, DATA, "ddp", wire_dtype=dtype))
-    with pytest.raises(ValueError, match="wire_dtype is 'int32'"):
-        use(2, distributed_optimizer(OPTIMIZER, DATA, "ddp", wire_dtype=jnp.int32))
 
 
 def test_broadcast() -> None:
@@ -221,12 +223,6 @@ def test_weights_that_neighbours_cannot_know_exactly_are_refused() -> None:
     optimizer = distributed_optimizer(OPTIMIZER, DATA, "bagua_low_precision_decentralized")
     with pytest.raises(ValueError, match="parameters are bfloat16; they must be float32"):
         on_replicas(2, lambda x: optimizer.init(x.astype(jnp.bfloat16)).private, np.ones((2, 5), np.float32))
-
-
-@pytest.mark.parametrize(("option", "value"), [("wire_dtype", "foo"), ("wire_dtype", None), ("predivide", "two")])
-def test_options_of_another_kind_are_refused(option: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{option} is '{value}'; it must be"):
-        use(2, distributed_optimizer(OPTIMIZER, DATA, "horovod", **{option: value}))
 
 
 def test_ddp_in_float16_does_not_overflow_where_horovod_does() -> None:

@@ -61,13 +61,7 @@ def build(plan: Plan[str], problem: Problem, given: Sequence[jax.Device]) -> Str
 
     @partial(jax.jit, donate_argnums=0)
     def update(state: State, shares: list[Any]) -> tuple[State, Metrics]:
-        total = jax.tree.map(lambda *parts: sum(parts[1:], parts[0])[0], *shares)
-        return steps.update(problem, state, *total)
-
-    @jax.jit
-    def add_up(shares: list[Any]) -> Sums:
-        total: Sums = jax.tree.map(lambda *parts: sum(parts[1:], parts[0])[0], *shares)
-        return total
+        return steps.update(problem, state, *_total(shares))
 
     def to_master(tree: Any) -> list[Any]:
         """Copy every device's part of a tree to the master."""
@@ -94,6 +88,7 @@ def build(plan: Plan[str], problem: Problem, given: Sequence[jax.Device]) -> Str
             CompiledProgram(update.lower(placed.abstract, shares).compile()),
         ]
 
+    add_up = jax.jit(_total)
     waiting_share, waiting_sums = meshes.one_at_a_time(share, mesh), meshes.one_at_a_time(share_of_sums, mesh)
     return Strategy(
         plan,
@@ -106,6 +101,10 @@ def build(plan: Plan[str], problem: Problem, given: Sequence[jax.Device]) -> Str
         from_canonical=placed.from_canonical,
         compile=programs,
     )
+
+
+def _total(shares: list[Any]) -> Any:
+    return jax.tree.map(lambda *parts: sum(parts[1:], parts[0])[0], *shares)
 
 
 def _on(x: jax.Array, device: jax.Device) -> jax.Array:
