@@ -1,15 +1,18 @@
 """Tests of the command lines of scripts: each mistake is one line on stderr with exit code 2."""
 
 import errno
+import io
 import os
 import signal
 import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+from jaxpar import commands
 from jaxpar.command_line import Parser, integer, names, number, output_path, split_overrides
 from jaxpar.commands import (
     audit,
@@ -20,14 +23,17 @@ from jaxpar.commands import (
     compare_updates,
     draw,
     export,
+    generate,
     launch,
     partition_profile,
     plan,
     predict,
+    serve,
     simulate,
     swarm_simulate,
 )
 from jaxpar.errors import TrainingError, UserError, exit_code
+from jaxpar.inference.sampling import Sampling
 from scripts.bench import peers, pipeline
 from tests.runs import script_error
 
@@ -68,6 +74,8 @@ MISTAKES: list[tuple[ModuleType, list[str], str]] = [
         ["--format=safetensor"],
         f"--format is 'safetensor'; it must be one of {FORMATS}. Did you mean 'safetensors'?",
     ),
+    (plan, ["--config=x", "--cluster=here", "--verify=2"], "--verify is 2; it must be unset with --cluster=here"),
+    (serve, ["--workdir=x", "--port=65536"], "--port is 65536; it must be at most 65535"),
     (simulate, ["zb_h1"], "'zb_h1' is not an argument; it must be a flag that --help lists"),
     (launch, [], "--num_processes is missing; it must be set, as in --num_processes=2"),
     (launch, ["--num_processes=two"], "--num_processes is 'two'; it must be an integer"),
@@ -220,3 +228,51 @@ def test_files_next_to_those_of_a_run_are_outputs(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").touch()
     for path in ("run/certificate.json", "run/predictions.csv", "model/checkpoints/x", "run2", "none/x"):
         assert output_path(f"{tmp_path}/{path}") == tmp_path / path
+
+
+def test_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in {
+        (): "the command is missing; it must be one of train, launch, ",
+        ("plna",): "the command is 'plna'; it must be one of train, launch, ",
+        ("compare", "rnus"): "the command is 'compare'; it must be one of train, launch, ",
+    }.items():
+        assert commands.find_command(words) is None
+        assert exit_code(lambda words=words: commands._describe(words)) == 2  # type: ignore[misc]
+        assert capsys.readouterr().err.startswith(f"jaxpar: {message}")
+    assert commands.find_command(["compare", "runs", "a"]) == "compare runs"
+    assert commands.find_command(["partition", "--profile=x"]) == "partition"
+    assert commands.find_command(["--config=x"]) == "train"
+
+
+def test_a_service_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"^the package starlette is not installed; install the extra serve \(scripts/"):
+        serve.main(["--workdir=x"])
+
+
+class NotText(io.StringIO):
+    """A standard input that is not UTF-8."""
+
+    def __next__(self) -> str:  # type: ignore[override]
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+
+@pytest.mark.parametrize(
+    ("stdin", "message"),
+    [
+        (None, "the standard input is closed; it must be open, or --prompt must be set"),
+        (io.StringIO(), "the standard input is empty; it must have a prompt in each line"),
+        (NotText(), "the standard input is not UTF-8; it must be text in UTF-8"),
+    ],
+)
+def test_prompts_that_cannot_be_read(stdin: io.StringIO | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = None  # is not reached
+    monkeypatch.setattr("sys.stdin", stdin)
+    with pytest.raises(UserError, match=f"^{message}$"):
+        generate.generate(model, None, 1, Sampling(0.0, 0, 1.0, 0), as_json=False)
+
+
+def test_a_step_of_what_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "is_pretrained", lambda _: True)
+    with pytest.raises(UserError, match=r"^--step is 3; it must not be set for x, which is not a run$"):
+        generate.main(["--workdir=x", "--step=3"])

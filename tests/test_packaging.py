@@ -73,7 +73,7 @@ Path("codes.json").write_text(json.dumps([commands.__file__, codes]))
 
 
 def test_every_command_runs_without_the_clone(wheel: str, tmp_path: Path) -> None:
-    """It is installed in an empty folder, without its dependencies, which are those of this interpreter."""
+    """The wheel is installed in an empty folder, without its dependencies, which are those of this interpreter."""
     installed, cwd = tmp_path / "installed", tmp_path / "empty"
     cwd.mkdir()
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-index"]

@@ -29,17 +29,24 @@ import time
 from collections.abc import Sequence
 
 from jaxpar import models
-from jaxpar.analysis.planner import report, search
-from jaxpar.analysis.planner.auto import AUTO_STRATEGY, no_candidate
+from jaxpar.analysis.planner import report
+from jaxpar.analysis.planner.auto import AUTO_STRATEGY
 from jaxpar.analysis.planner.candidates import ranked, state_ratios
-from jaxpar.analysis.planner.planning import cluster_of, describe_plans, make_space, measured_space, verified
+from jaxpar.analysis.planner.planning import (
+    check_strategy_name,
+    cluster_of,
+    describe_plans,
+    find_candidates,
+    make_space,
+    measured_space,
+    verified,
+)
 from jaxpar.analysis.planner.unranked import predicted, unranked
 from jaxpar.command_line import check_new_file, integer, output_path, writing
 from jaxpar.commands.config_flags import ConfigParser, load_checked
-from jaxpar.errors import UserError, check_choice, format_bytes
+from jaxpar.errors import UserError, format_bytes
 from jaxpar.files import write_text
 from jaxpar.run.unused import EFFECTS
-from jaxpar.strategies import STRATEGIES
 from jaxpar.target import HERE, find_target
 
 
@@ -66,7 +73,7 @@ def main(argv: Sequence[str]) -> None:
     config = load_checked(arguments.config, overrides, EFFECTS)  # sections: of several strategies
     if arguments.out:
         check_new_file("--out", arguments.out, [".py"], arguments.config)
-    check_choice("strategy", config.strategy, [*STRATEGIES, AUTO_STRATEGY])
+    check_strategy_name(config)
     if arguments.cluster == HERE:
         space = measured_space(config, arguments.save_cluster)
     elif arguments.save_cluster:
@@ -75,9 +82,7 @@ def main(argv: Sequence[str]) -> None:
         space = make_space(config, cluster_of(arguments.cluster), target)
     if not arguments.json:
         print(models.describe_model(config, space.problem.model, space.problem.batch), flush=True)
-    found = search.candidates(space)
-    if not found:
-        raise no_candidate(space)
+    found = find_candidates(space)
     compiled = verified(found, arguments.verify, space, target) if target else []
     corrected = {id(one.predicted): one.corrected for one in compiled}
     found = ranked(corrected.get(id(one), one) for one in found)

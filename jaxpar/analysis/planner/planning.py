@@ -103,12 +103,23 @@ def plan(config: ConfigDict, cluster: str) -> list[Candidate]:
       UserError: the config or the cluster has a mistake, or no strategy is possible.
     """
     config = config.copy_and_resolve_references()
+    check_strategy_name(config)
+    return ranked(
+        find_candidates(measured_space(config) if cluster == HERE else make_space(config, cluster_of(cluster)))
+    )
+
+
+def check_strategy_name(config: ConfigDict) -> None:
+    """Raise UserError unless the strategy of a config exists, or the planner chooses it."""
     check_choice("strategy", config.strategy, [*STRATEGIES, AUTO_STRATEGY])
-    space = measured_space(config) if cluster == HERE else make_space(config, cluster_of(cluster))
+
+
+def find_candidates(space: Space) -> list[Candidate]:
+    """Return the candidates of a space. Raises UserError if there are none."""
     found = search.candidates(space)
     if not found:
         raise no_candidate(space)
-    return ranked(found)
+    return found
 
 
 def describe_plans(
