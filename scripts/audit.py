@@ -44,8 +44,8 @@ from jaxpar import config as configs
 from jaxpar import data, mesh, models, strategies
 from jaxpar.analysis import audit, findings
 from jaxpar.analysis.buffers import buffers_at_peak
-from jaxpar.analysis.planner.auto import resolve_strategy
-from jaxpar.analysis.rates import check_rates
+from jaxpar.choose.auto import resolve_strategy
+from jaxpar.choose.costs.rates import check_rates
 from jaxpar.analysis.schedule import ProgramSchedule, schedule_of
 from jaxpar.analysis.step_time import NOTHING, StepTime, check_step, predict, predict_program, short_source
 from jaxpar.cluster import Cluster

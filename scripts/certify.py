@@ -26,7 +26,7 @@ from jaxpar import config as configs
 from jaxpar import data, files, mesh
 from jaxpar.analysis import certificate, delayed, reference
 from jaxpar.analysis.certificate import MOST_STEPS, QUANTITIES, ROUNDINGS, TOLERANCES
-from jaxpar.analysis.planner.auto import resolve_strategy
+from jaxpar.choose.auto import resolve_strategy
 from jaxpar.command_line import Parser, integer, output_path
 from jaxpar.errors import UserError, exit_code, format_count
 from jaxpar.measure import provenance

@@ -45,7 +45,8 @@ from jaxpar.errors import UserError, exit_code, format_bytes
 from jaxpar.gpus import gpu_kinds
 from jaxpar.measure.phases import Phases
 from jaxpar.mesh import DATA, STAGE
-from jaxpar.pipeline.search.layer_profile import LARGEST_VALUE, LayerProfile
+from jaxpar.choose.costs.profile import LayerProfile
+from jaxpar.pipeline.tables.simulate import LARGEST_VALUE
 from jaxpar.pipeline.tables.simulate import Times, simulate_table, steady_bubble_rate, work
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.run import build, metrics

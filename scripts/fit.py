@@ -23,7 +23,7 @@ from jaxpar import config as configs
 from jaxpar import data, mesh, models
 from jaxpar.analysis import fit
 from jaxpar.analysis.fit import Fit, Sizes, Tried
-from jaxpar.analysis.planner.auto import resolve_strategy
+from jaxpar.choose.auto import resolve_strategy
 from jaxpar.command_line import Parser, choice, names
 from jaxpar.errors import exit_code, format_bytes
 from jaxpar.pipeline.executor.programs import REMATS

@@ -15,7 +15,7 @@ from pathlib import Path
 from jaxpar.command_line import Parser, choice, integer, missing, number
 from jaxpar.errors import UserError, exit_code, format_count
 from jaxpar.files import json_text
-from jaxpar.pipeline.search.layer_profile import LayerProfile, read_profile
+from jaxpar.choose.costs.profile import LayerProfile, read_profile
 from jaxpar.pipeline.search.stage_costs import COMMUNICATION_MODELS
 from jaxpar.pipeline.search.stage_search import (
     MAX_WORK,

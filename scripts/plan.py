@@ -41,11 +41,11 @@ from jaxpar import config as configs
 from jaxpar import data, mesh, models, strategies
 from jaxpar.analysis import audit, step_time
 from jaxpar.analysis.planner import report, search
-from jaxpar.analysis.planner.auto import AUTO_STRATEGY, check_kept, kept_settings, no_candidate
-from jaxpar.analysis.planner.candidates import Candidate, Settings, Space, ranked, state_ratios, with_settings
-from jaxpar.analysis.planner.measured_rates import describe_rates, measured_cluster
-from jaxpar.analysis.planner.spaces import cpu_space, gpu_space, load_problem
-from jaxpar.analysis.planner.unranked import UnrankedCandidate, predicted, unranked
+from jaxpar.choose.auto import AUTO_STRATEGY, check_kept, kept_settings, no_candidate
+from jaxpar.choose.candidates import Candidate, Settings, Space, ranked, state_ratios, with_settings
+from jaxpar.choose.costs.measured_rates import describe_rates, measured_cluster
+from jaxpar.choose.spaces import cpu_space, gpu_space, load_problem
+from jaxpar.choose.unranked import UnrankedCandidate, predicted, unranked
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import cluster_toml, find_named
 from jaxpar.command_line import Parser, integer, output_path

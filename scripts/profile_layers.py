@@ -19,8 +19,8 @@ from jaxpar.command_line import Parser, choice, integer, output_path
 from jaxpar.errors import UserError, exit_code, format_bytes
 from jaxpar.files import unwritable
 from jaxpar.gpus import gpu_kinds
-from jaxpar.pipeline.executor.layer_times import LayerPrograms
-from jaxpar.pipeline.search.layer_profile import LayerProfile, write_profile
+from jaxpar.choose.costs.layer_programs import LayerPrograms
+from jaxpar.choose.costs.profile import LayerProfile, write_profile
 from jaxpar.run import build
 from jaxpar.run.unused import EFFECTS, check_unused_keys
 from jaxpar.step import Problem

@@ -15,9 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.analysis import rates
-from jaxpar.analysis.planner.calibrate import AXIS, KINDS, NUM_REPEATED
-from jaxpar.analysis.planner.measured_rates import (
+from jaxpar.choose.costs import rates
+from jaxpar.choose.costs.calibrate import AXIS, KINDS, NUM_REPEATED
+from jaxpar.choose.costs.measured_rates import (
     NO_COLLECTIVE,
     MeasuredSizes,
     Timings,

@@ -20,8 +20,8 @@ import pytest
 
 from jaxpar import cluster, files, strategies
 from jaxpar import config as configs
-from jaxpar.analysis.planner.candidates import Candidate, state_ratios
-from jaxpar.analysis.planner.unranked import UnrankedCandidate, predicted
+from jaxpar.choose.candidates import Candidate, state_ratios
+from jaxpar.choose.unranked import UnrankedCandidate, predicted
 from jaxpar.checkpoint.ledger import Ledger
 from jaxpar.errors import UserError
 from jaxpar.pages.verdict import read_verdict

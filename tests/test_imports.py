@@ -22,12 +22,13 @@ ORDER = [
         "mesh",
         "layout",
         "addresses",
+        "ring",
         "plan",
     ),  # usable without devices
     *("launch", "exchange", "data"),
     *("products", "tasks", "models", "optimizer", "state", "step", "checkpoint"),
     *("asynchronous", "pipeline", "swarm", "strategies"),
-    *("run", "inference", "serve", "export", "analysis", "pages", "training", "main", "swarm_demo", "__main__"),
+    *("run", "choose", "inference", "serve", "export", "analysis", "pages", "training", "main", "swarm_demo", "__main__"),
 ]
 
 

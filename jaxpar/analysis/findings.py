@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from ml_collections import ConfigDict
 
-from jaxpar.analysis.rates import memory_seconds
+from jaxpar.choose.costs.rates import memory_seconds
 from jaxpar.analysis.schedule import ProgramSchedule, ScheduledCollective
 from jaxpar.analysis.step_time import StepTime
 from jaxpar.cluster import Cluster

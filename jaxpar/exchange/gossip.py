@@ -14,9 +14,9 @@ import optax
 from jaxpar.exchange.compress import Compressor, from_bytes, payload_nbytes, to_bytes
 from jaxpar.exchange.exchange import AllReduce, DistributedState, Exchange, ExchangeUpdate, shared
 from jaxpar.exchange.fuse import flat
-from jaxpar.exchange.reduce import Axis, ring_traffic
+from jaxpar.exchange.reduce import Axis
 from jaxpar.layout import PER_REPLICA, Tree
-from jaxpar.plan import Traffic
+from jaxpar.plan import Traffic, ring_traffic
 
 PEER, AVERAGING = "peer", "average"  # names of the conditionals in compiled programs
 # (updates, params, private state) -> (updates, private state)

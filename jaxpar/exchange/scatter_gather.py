@@ -17,9 +17,9 @@ from jax.interpreters import mlir
 from jax.typing import DTypeLike
 
 from jaxpar.exchange.compress import Compressor, Payload, from_bytes, payload_nbytes, to_bytes
-from jaxpar.exchange.reduce import Axis, Reducer, ring_traffic
+from jaxpar.exchange.reduce import Axis, Reducer
 from jaxpar.layout import Tree
-from jaxpar.plan import Traffic
+from jaxpar.plan import Traffic, ring_traffic
 
 
 def scatter_gather(axis: Axis, worker: Compressor, server: Compressor) -> Reducer:

@@ -30,10 +30,10 @@ import optax
 from jaxpar.exchange.compress import Compressor
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
 from jaxpar.exchange.fuse import buckets
-from jaxpar.exchange.reduce import Axis, added_up, ring_traffic
+from jaxpar.exchange.reduce import Axis, added_up
 from jaxpar.exchange.scatter_gather import all_gather_coded, coded_nbytes, reduce_scatter_coded
 from jaxpar.layout import REPLICATED, SHARDED, Fetch, Tree, pad, shard_shape, split_dim, unpad
-from jaxpar.plan import Traffic
+from jaxpar.plan import Traffic, ring_traffic
 
 
 class Codes(NamedTuple):

@@ -7,7 +7,7 @@ from pathlib import Path
 from jaxpar.command_line import Parser, integer, missing, number, output_path
 from jaxpar.errors import UserError
 from jaxpar.files import unwritable
-from jaxpar.pipeline.search.layer_profile import LARGEST_VALUE
+from jaxpar.pipeline.tables.simulate import LARGEST_VALUE
 from jaxpar.pipeline.search.lockstep_bound import lockstep_bound
 from jaxpar.pipeline.search.lockstep_search import search_lockstep
 from jaxpar.pipeline.search.search import SearchResult, search

@@ -15,10 +15,9 @@ from jaxpar import step as steps
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError, check_choice, format_count
 from jaxpar.exchange.presets import EXCHANGES
-from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Model
-from jaxpar.plan import Decision, Plan, state_memory
+from jaxpar.plan import Decision, Plan, state_memory, ring_traffic
 from jaxpar.state import State, nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges

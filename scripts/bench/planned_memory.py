@@ -21,9 +21,9 @@ from jaxpar import config as configs
 from jaxpar import mesh, models, optimizer, strategies, tasks
 from jaxpar.analysis import audit
 from jaxpar.analysis.planner import search
-from jaxpar.analysis.planner.candidates import Space
-from jaxpar.analysis.planner.layers import TracedLayers
-from jaxpar.analysis.planner.machine import CpuMachine, GpuMachine, Machine
+from jaxpar.choose.candidates import Space
+from jaxpar.choose.costs.layers import TracedLayers
+from jaxpar.choose.costs.machine import CpuMachine, GpuMachine, Machine
 from jaxpar.cluster import Cluster
 from jaxpar.command_line import Parser
 from jaxpar.data import DataInfo

@@ -18,9 +18,9 @@ from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import mesh, strategies
 from jaxpar.analysis.planner import search
-from jaxpar.analysis.planner.calibrate import MeasuredLayers, calibrate
-from jaxpar.analysis.planner.candidates import Space
-from jaxpar.analysis.planner.machine import CpuMachine
+from jaxpar.choose.costs.calibrate import MeasuredLayers, calibrate
+from jaxpar.choose.candidates import Space
+from jaxpar.choose.costs.machine import CpuMachine
 from jaxpar.command_line import Parser, integer
 from jaxpar.data import DataInfo
 from jaxpar.errors import exit_code

@@ -20,8 +20,8 @@ from jaxpar import config as configs
 from jaxpar import mesh, strategies
 from jaxpar.analysis import step_time
 from jaxpar.analysis.planner import search
-from jaxpar.analysis.planner.measured_rates import GPU_SIZES, MeasuredSizes, describe_rates, measured_cluster
-from jaxpar.analysis.planner.spaces import gpu_space
+from jaxpar.choose.costs.measured_rates import GPU_SIZES, MeasuredSizes, describe_rates, measured_cluster
+from jaxpar.choose.spaces import gpu_space
 from jaxpar.cluster import Cluster
 from jaxpar.command_line import Parser, choice, integer
 from jaxpar.errors import exit_code

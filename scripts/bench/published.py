@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 from jaxpar import config as configs
 from jaxpar import strategies
 from jaxpar.analysis.planner import search
-from jaxpar.analysis.planner.candidates import Space
-from jaxpar.analysis.planner.layers import TracedLayers
-from jaxpar.analysis.planner.machine import GpuMachine
+from jaxpar.choose.candidates import Space
+from jaxpar.choose.costs.layers import TracedLayers
+from jaxpar.choose.costs.machine import GpuMachine
 from jaxpar.cluster_file import find_named
 from jaxpar.command_line import Parser
 from jaxpar.errors import exit_code

@@ -17,9 +17,9 @@ from matplotlib import pyplot
 
 from jaxpar import config as configs
 from jaxpar.analysis.planner import report, search
-from jaxpar.analysis.planner.candidates import Candidate, Space
-from jaxpar.analysis.planner.layers import TracedLayers
-from jaxpar.analysis.planner.machine import GpuMachine
+from jaxpar.choose.candidates import Candidate, Space
+from jaxpar.choose.costs.layers import TracedLayers
+from jaxpar.choose.costs.machine import GpuMachine
 from jaxpar.cluster_file import find_named
 from jaxpar.command_line import Parser, output_path
 from jaxpar.errors import exit_code, format_bytes

@@ -12,9 +12,9 @@ from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import strategies, training
 from jaxpar.analysis.planner import auto, search
-from jaxpar.analysis.planner.auto import resolve_strategy
-from jaxpar.analysis.planner.candidates import Settings, Space
-from jaxpar.analysis.planner.spaces import gpu_space, load_problem
+from jaxpar.choose.auto import resolve_strategy
+from jaxpar.choose.candidates import Settings, Space
+from jaxpar.choose.spaces import gpu_space, load_problem
 from jaxpar.errors import UserError
 from jaxpar.target import Target
 from scripts import plan as script

@@ -11,10 +11,10 @@ import pytest
 from jaxpar import cluster as clusters
 from jaxpar import models, strategies
 from jaxpar.analysis.planner import cpu_memory, search
-from jaxpar.analysis.planner.candidates import Space
-from jaxpar.analysis.planner.layers import TracedLayers, of_share
-from jaxpar.analysis.planner.predict import StateBytes
-from jaxpar.analysis.planner.replica_candidates import of_replicas
+from jaxpar.choose.candidates import Space
+from jaxpar.choose.costs.layers import TracedLayers, of_share
+from jaxpar.choose.costs.step import StateBytes
+from jaxpar.choose.replicas import of_replicas
 from jaxpar.measure.early_memory import PassMemory
 from jaxpar.state import nbytes
 from jaxpar.tasks import Sums, classification

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from jaxpar.analysis.planner.gpu_memory import gpu_replica_bytes
-from jaxpar.analysis.planner.layers import LayerMemory
-from jaxpar.analysis.planner.predict import StateBytes
+from jaxpar.choose.costs.gpu_memory import gpu_replica_bytes
+from jaxpar.choose.costs.layers import LayerMemory
+from jaxpar.choose.costs.step import StateBytes
 from jaxpar.measure.residuals import Residuals
 from jaxpar.models.model import LayerRun
-from jaxpar.pipeline.search.layer_profile import LayerProfile
+from jaxpar.choose.costs.profile import LayerProfile
 
 WEIGHTS, SAVED, NARROWED = (60.0, 8.0, 8.0, 20.0), (1.0, 5.0, 5.0, 2.0), (0.0, 4.0, 4.0, 10.0)
 MODEL: Any = SimpleNamespace(runs=(LayerRun(0, 1), LayerRun(1, 3), LayerRun(3, 4)))

@@ -18,11 +18,11 @@ from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import models, optimizer, strategies, tasks
 from jaxpar.analysis.planner import calibrate, report, search, updates
-from jaxpar.analysis.planner.candidates import MOST_DIVISORS, Candidate, Space, divisors, plan_of, with_settings
-from jaxpar.analysis.planner.layers import LayerMemory, TracedLayers, narrowed_bytes, resized
-from jaxpar.analysis.planner.machine import CpuMachine, GpuMachine
-from jaxpar.analysis.planner.pipeline_candidates import of_pipelines
-from jaxpar.analysis.planner.predict import (
+from jaxpar.choose.candidates import MOST_DIVISORS, Candidate, Space, divisors, plan_of, with_settings
+from jaxpar.choose.costs.layers import LayerMemory, TracedLayers, narrowed_bytes, resized
+from jaxpar.choose.costs.machine import CpuMachine, GpuMachine
+from jaxpar.choose.pipelines import of_pipelines
+from jaxpar.choose.costs.step import (
     StateBytes,
     StepCosts,
     UpdateBytes,
@@ -34,15 +34,15 @@ from jaxpar.analysis.planner.predict import (
     stash_bytes,
     working_bytes,
 )
-from jaxpar.analysis.planner.replica_candidates import combined, update_of
-from jaxpar.analysis.rates import EFFICIENCY, HOP_SECONDS
+from jaxpar.choose.replicas import combined, update_of
+from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import find_named
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
 from jaxpar.mesh import DATA, STAGE
-from jaxpar.pipeline.executor.layer_times import LayerPrograms
-from jaxpar.pipeline.search.layer_profile import LayerProfile
+from jaxpar.choose.costs.layer_programs import LayerPrograms
+from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.pipeline.tables.periodic import periodic_table
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table
 from jaxpar.pipeline.tables.simulate import Times, lockstep

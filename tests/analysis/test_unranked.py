@@ -12,15 +12,15 @@ from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import strategies
 from jaxpar.analysis.planner import report
-from jaxpar.analysis.planner.candidates import Candidate, Space, state_ratios
-from jaxpar.analysis.planner.layers import LayerMemory
-from jaxpar.analysis.planner.machine import CpuMachine, GpuMachine, Machine
-from jaxpar.analysis.planner.unranked import UnrankedCandidate, linked, predicted, unranked
-from jaxpar.analysis.rates import EFFICIENCY
+from jaxpar.choose.candidates import Candidate, Space, state_ratios
+from jaxpar.choose.costs.layers import LayerMemory
+from jaxpar.choose.costs.machine import CpuMachine, GpuMachine, Machine
+from jaxpar.choose.unranked import UnrankedCandidate, linked, predicted, unranked
+from jaxpar.choose.costs.rates import EFFICIENCY
 from jaxpar.cluster import Cluster
 from jaxpar.measure.early_memory import PassMemory
 from jaxpar.measure.residuals import Residuals
-from jaxpar.pipeline.search.layer_profile import LayerProfile
+from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.state import nbytes
 from jaxpar.swarm.trace import SwarmPeer
 from scripts import plan as script

@@ -10,8 +10,8 @@ from ml_collections import ConfigDict
 from jaxpar import config as configs
 from jaxpar.errors import UserError
 from jaxpar.measure.phases import Phases
-from jaxpar.pipeline.executor.layer_times import LayerPrograms
-from jaxpar.pipeline.search.layer_profile import LayerProfile, read_profile, write_profile
+from jaxpar.choose.costs.layer_programs import LayerPrograms
+from jaxpar.choose.costs.profile import LayerProfile, read_profile, write_profile
 from jaxpar.run import build
 from jaxpar.strategies.pipeline_details import PipelineDetails
 from tests.runs import small_config

@@ -10,7 +10,7 @@ from jaxpar import cluster, strategies
 from jaxpar.errors import UserError
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline.search import stage_search
-from jaxpar.pipeline.search.layer_profile import LayerProfile, write_profile
+from jaxpar.choose.costs.profile import LayerProfile, write_profile
 from jaxpar.plan import Plan
 from tests.strategies.pipelines import Task, make, make_config, make_problem, outcome, relative_error
 

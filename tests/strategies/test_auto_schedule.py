@@ -14,7 +14,7 @@ from jaxpar.cluster import Cluster
 from jaxpar.config import default_config
 from jaxpar.errors import UserError
 from jaxpar.pipeline.executor.programs import StagePrograms
-from jaxpar.pipeline.search.layer_profile import LayerProfile, write_profile
+from jaxpar.choose.costs.profile import LayerProfile, write_profile
 from jaxpar.pipeline.search.lockstep_search import search_lockstep
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table
 from jaxpar.pipeline.tables.simulate import Times, lockstep, simulate_table

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import jax
 
-from jaxpar.analysis.planner.predict import StateBytes
+from jaxpar.choose.costs.step import StateBytes
 from jaxpar.measure.early_memory import PassMemory
 from jaxpar.models.model import Layer, LayerRun, Model
 from jaxpar.state import nbytes

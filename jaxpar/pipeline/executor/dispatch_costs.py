@@ -12,7 +12,6 @@ import jax
 
 from jaxpar import layout
 from jaxpar.exchange.exchange import AllReduce
-from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.layout import Holders, Layout, LeafLayout, Tree
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.executor.dispatch import DispatchedAction
@@ -22,7 +21,7 @@ from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.executor.state import StagedState
 from jaxpar.pipeline.tables.periodic import num_in_flight
 from jaxpar.pipeline.tables.table import Table
-from jaxpar.plan import Traffic
+from jaxpar.plan import Traffic, ring_traffic
 from jaxpar.state import nbytes
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxpar.cluster import named_cluster
-from jaxpar.pipeline.executor.layer_times import LayerPrograms
-from jaxpar.pipeline.search.layer_profile import read_profile
+from jaxpar.choose.costs.layer_programs import LayerPrograms
+from jaxpar.choose.costs.profile import read_profile
 from scripts import profile_layers
 from tests.runs import run_script, script_error, small_arguments
 from tests.strategies.pipelines import BATCH, LENGTH, Task, make_batch, make_config, make_problem, pipeline, shared

@@ -18,7 +18,7 @@ from jaxpar.pipeline.search.engine_costs import (
     possible_replicas,
 )
 from jaxpar.pipeline.search.engine_search import EngineSearch
-from jaxpar.pipeline.search.layer_profile import LayerProfile
+from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.pipeline.tables.periodic import (
     CONTINUOUS,
     continuous_obstacle,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.pipeline.search.layer_profile import LayerProfile, read_profile
+from jaxpar.choose.costs.profile import LayerProfile, read_profile
 from jaxpar.pipeline.search.stage_costs import COMMUNICATION_MODELS
 from jaxpar.pipeline.search.stage_search import Level, PlannedStage, StageSearch
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.errors import UserError
-from jaxpar.pipeline.search.layer_profile import LayerProfile, read_profile, write_profile
+from jaxpar.choose.costs.profile import LayerProfile, read_profile, write_profile
 from jaxpar.pipeline.search.stage_costs import COMMUNICATION_MODELS
 from jaxpar.pipeline.search.stage_search import Level, PlannedStage, StagePlan, StageSearch
 from scripts import partition

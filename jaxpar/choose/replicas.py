@@ -6,8 +6,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxpar.analysis.planner import cpu_memory
-from jaxpar.analysis.planner.candidates import (
+from jaxpar.choose.candidates import (
     DEFAULTS_OF_CHOICES,
     GROUP,
     IMPLEMENTATION,
@@ -20,13 +19,13 @@ from jaxpar.analysis.planner.candidates import (
     plan_of,
     with_settings,
 )
-from jaxpar.analysis.planner.gpu_memory import gpu_replica_bytes
-from jaxpar.analysis.planner.predict import StateBytes, StepCosts, UpdateBytes, replicas_costs
-from jaxpar.analysis.planner.updates import exchange_bytes, update_bytes
-from jaxpar.exchange.around import layer_message_bytes
+from jaxpar.choose.costs.memory import replica_bytes
+from jaxpar.choose.costs.step import StateBytes, StepCosts, UpdateBytes, replicas_costs
+from jaxpar.choose.costs.updates import exchange_bytes, update_bytes
 from jaxpar.exchange.presets import EXCHANGES, exchange_differs
 from jaxpar.layout import SHARDED
 from jaxpar.plan import Plan, Traffic
+from jaxpar.ring import sent_of_operand
 from jaxpar.strategies.exchanges import sums_along_a_ring
 from jaxpar.strategies.replicas import ReplicaDetails
 
@@ -97,7 +96,7 @@ def update_of(space: Space, plan: Plan[Any]) -> UpdateBytes:
 
 def combined(sent: Traffic, num_replicas: int) -> Traffic:
     """Return the all-reduces that XLA's partitioner adds, as XLA combines them on GPUs."""
-    nbytes = sent.nbytes * num_replicas / (2 * (num_replicas - 1))
+    nbytes = sent.nbytes / sent_of_operand("all-reduce", num_replicas)
     return sent._replace(messages=min(sent.messages, 2 * (num_replicas - 1) * math.ceil(nbytes / COMBINED_BYTES)))
 
 
@@ -131,10 +130,7 @@ def replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[A
     gradients = params if gathers_layers or not shards else params / plan.num_replicas
     size = space.config.batch_size // (plan.num_replicas * accumulation)
     state = StateBytes(params, optimizer, gradients)
-    needed = _replica_bytes_on_cpu(space, settings, plan, size, state) if space.machine.runs_early else None
-    costs = step_costs(
-        space, plan.axes, size, settings, traffic, state, update, gathers_layers=gathers_layers, needed=needed
-    )
+    costs = step_costs(space, plan.axes, size, settings, traffic, state, update, gathers_layers=gathers_layers)
     return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes)
 
 
@@ -148,7 +144,6 @@ def step_costs(
     update: UpdateBytes,
     *,
     gathers_layers: bool = False,
-    needed: float | None = None,
 ) -> StepCosts:
     """Return the costs of a step of replicas.
 
@@ -161,12 +156,11 @@ def step_costs(
       state: the state on a device.
       update: what an update moves on a device.
       gathers_layers: whether the parameters are gathered layer by layer (zero3).
-      needed: bytes that a device needs; None: as on a GPU.
     """
     accumulation, remat = settings["optimizer.accumulation_steps"], settings["model.remat"]
     is_scanned = settings["model.scan_layers"] is not False and space.machine.overlaps
     if needed is None:
-        needed = gpu_replica_bytes(
+        needed = replica_bytes(
             space.layers,
             space.problem.model,
             state,
@@ -187,31 +181,6 @@ def step_costs(
         needed,
         is_scanned=is_scanned,
         gathers_layers=gathers_layers,
-    )
-
-
-def _replica_bytes_on_cpu(space: Space, settings: Settings, plan: Plan[Any], size: int, state: StateBytes) -> float:
-    """Return the bytes of a replica. size: examples of a microbatch; state: that of a device."""
-    remat, scan, model = settings["model.remat"], settings["model.scan_layers"], space.problem.model
-    gathers_layers, is_divided = _gathers_layers(plan), plan.details == "sharding" and plan.num_replicas > 1
-    num_shares = plan.num_replicas if is_divided else 1
-    passes = space.layers.passes(size, "none", num_shares=num_shares)  # the rest is computed again too early to help
-    gradients, copies = [layer.weight_bytes for layer in space.layers.profile(size, remat)], 0.0
-    if gathers_layers:
-        gradients = [0.0] * len(gradients)
-        default = layer_message_bytes(plan.num_replicas // plan.details.exchange.copies)
-        copies = cpu_memory.gathered_bytes(model, space.config.exchange_options.bucket_bytes or default)
-    elif scan is True or (scan == "auto" and remat != "none"):
-        again, copies = space.layers.passes(size, remat, num_shares=num_shares), cpu_memory.stacked_bytes(model)
-        for run in filter(cpu_memory.is_run, model.runs):
-            passes = [*passes[: run.start], *again[run.start : run.stop], *passes[run.stop :]]
-    if not gathers_layers and not is_divided:
-        passes = cpu_memory.without_zeros(passes, model)
-    is_accumulated = settings["optimizer.accumulation_steps"] > 1
-    is_shared = plan.layouts["optimizer"].kind == SHARDED and not gathers_layers
-    updated = state.parameters / (plan.num_replicas if is_shared else 1)
-    return cpu_memory.cpu_replica_bytes(
-        passes, gradients, state, is_accumulated=is_accumulated, copies=copies, updated=updated
     )
 
 

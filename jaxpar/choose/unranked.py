@@ -19,10 +19,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import strategies
-from jaxpar.analysis.planner.candidates import OPTIONS, Candidate, Settings, Space, StateRatios, with_settings
-from jaxpar.analysis.planner.predict import StateBytes, StepCosts, UpdateBytes
-from jaxpar.analysis.planner.replica_candidates import settings_of_replicas, step_costs
-from jaxpar.analysis.planner.search import candidate_of_plan
+from jaxpar.choose.candidates import OPTIONS, Candidate, Settings, Space, StateRatios, with_settings
+from jaxpar.choose.costs.step import StateBytes, StepCosts, UpdateBytes
+from jaxpar.choose.replicas import settings_of_replicas, step_costs
+from jaxpar.choose.compare import candidate_of_plan
 from jaxpar.asynchronous import options as updates
 from jaxpar.asynchronous.contention import ServerTimes, simulate_contention
 from jaxpar.asynchronous.delays import compute_times, mean_compute_time
@@ -31,6 +31,7 @@ from jaxpar.asynchronous.table import UpdateTable
 from jaxpar.errors import UserError, format_count
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.plan import Plan, Traffic, state_memory
+from jaxpar.ring import RING_PASSES, ring_sends
 from jaxpar.state import abstract_state, nbytes
 from jaxpar.swarm import options as swarms
 from jaxpar.swarm.actions import RECEIVE, RECEIVE_INPUT
@@ -315,7 +316,7 @@ def peer_traffic(run: SwarmRun, sizes: StageSizes, num_peers: int) -> tuple[floa
         (group, x) for groups in run.groups for group, x in zip(groups, sizes.gradients, strict=True)
     ):
         for peer in group:
-            sent[peer] += 2 * (len(group) - 1) / len(group) * gradient
+            sent[peer] += ring_sends(RING_PASSES["all-reduce"], len(group), gradient)[0]
     return tuple(nbytes / len(run.actions) for nbytes in sent)
 
 

@@ -1,0 +1,306 @@
+"""The times and sizes of the layers of a model, for any number of examples and each kind of rematerialization.
+
+The sizes are those of the traced layers. The times have one of three sources: the operations of the traced layers at
+the rates of a GPU (rates.py), measurements on this machine, or the file of a profile.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxpar.choose.costs.layer_programs import BACKWARD, FORWARD, LayerPrograms, kept_bytes, loss_program
+from jaxpar.choose.costs.profile import LayerProfile
+from jaxpar.choose.costs.rates import launch_seconds, memory_seconds, product_seconds
+from jaxpar.cluster import Cluster
+from jaxpar.layout import Fetch
+from jaxpar.measure.operations import PASS, Operation, operations
+from jaxpar.measure.residuals import Residuals, residuals
+from jaxpar.models.model import Model
+from jaxpar.pipeline.executor.programs import StageProgram
+from jaxpar.state import nbytes
+from jaxpar.step import Problem, abstract
+from jaxpar.tasks import Task
+
+KINDS_OF_REMAT = ("none", "dots", "full")
+SIZES = (4, 8)  # numbers of examples for which layers are traced
+PASS_KERNELS = 5  # kernels into which the passes of a layer are assumed to be fused
+
+
+class SplitStash(NamedTuple):
+    """Bytes that a layer saves if W is separate from B: from F to B, from F to W, and from B to W."""
+
+    until_backward: float
+    until_weight: float
+    from_backward: float
+
+
+class LayerMemory(NamedTuple):
+    """Bytes that a layer holds besides its state and what its forward pass saves.
+
+    Attributes:
+      computed: bytes that the forward pass saves without rematerialization, which are recomputed with it.
+      narrowed: bytes of copies of the weights in the dtype of the computation.
+      split: what it saves if W is separate from B.
+      looped: bytes with which the loop of a loss over a vocabulary works (Residuals).
+    """
+
+    computed: float
+    narrowed: float
+    split: SplitStash = SplitStash(0.0, 0.0, 0.0)
+    looped: float = 0.0
+
+
+class PhaseSeconds(NamedTuple):
+    """Seconds of F, B and W of a layer. B is all of a fused backward pass, or a half of it, and W is the rest."""
+
+    forward: float
+    backward: float
+    weight: float
+
+
+class LayerWork(NamedTuple):
+    """What a pipeline computes for a microbatch of a replica, by layer.
+
+    Attributes:
+      layers: times and sizes.
+      memory: what they hold in addition.
+      seconds: times of F, B and W.
+      remat: none, dots or full.
+    """
+
+    layers: Sequence[LayerProfile]
+    memory: Sequence[LayerMemory]
+    seconds: Sequence[PhaseSeconds]
+    remat: str
+
+
+def resized(batch: Mapping[str, Any], size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of a batch with `size` examples."""
+    return {name: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for name, x in batch.items()}
+
+
+def narrowed_bytes(problem: Problem) -> list[float]:
+    """Return the bytes of the arrays that each layer reads in a narrower dtype than float32, in that dtype."""
+    read = problem.model.read_shapes(problem.batch)
+    narrow = [[x for x in jax.tree.leaves(read[layer.name]) if x.dtype.itemsize < 4] for layer in problem.model.layers]
+    return [float(nbytes(arrays)) for arrays in narrow]
+
+
+class Layers:
+    """The layers of a model on a device, without times.
+
+    Sizes are linear in the number of examples, except those of the last layer: the loss of many examples is computed in
+    chunks. So all layers are traced for two numbers of examples, and the last one for each number.
+
+    Attributes:
+      remats: kinds of rematerialization whose times are cheap to find.
+    """
+
+    remats: tuple[str, ...] = KINDS_OF_REMAT
+
+    def __init__(self, problem: Problem) -> None:
+        """Trace nothing yet."""
+        self._problem = problem
+        self._programs, self._sizes = cache(self._trace), cache(self._trace_sizes)
+        self._split, self._residual = cache(self._split_stashes), cache(self._trace_residual)
+        self._inputs, self._narrowed = cache(self._trace_inputs), cache(narrowed_bytes)
+
+    def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
+        """Return the seconds of the forward and backward pass of each layer. size, remat: as in `profile`."""
+        del size, remat
+        return [(0.0, 0.0)] * len(self._problem.model.layers)
+
+    def phase_seconds(self, size: int, remat: str, *, is_split: bool) -> list[PhaseSeconds]:
+        """Return the seconds of F, B and W of each layer. Unless they are known, B and W take half of a backward pass.
+
+        size, remat: as in `profile`; is_split: W is separate from B.
+        """
+        del is_split
+        seconds = self.seconds(size, remat)
+        return [PhaseSeconds(forward, backward / 2, backward / 2) for forward, backward in seconds]
+
+    def profile(self, size: int, remat: str) -> list[LayerProfile]:
+        """Return the times and sizes of each layer.
+
+        Args:
+          size: number of examples that a layer computes at a time.
+          remat: none, dots or full.
+        """
+        layers = zip(self._sizes(size, remat), self.seconds(size, remat), strict=True)
+        return [layer._replace(forward_s=forward, backward_s=backward) for layer, (forward, backward) in layers]
+
+    def memory(self, size: int, remat: str, *, is_split: bool) -> list[LayerMemory]:
+        """Return what each layer holds in addition. size, remat: as in `profile`; is_split: W is separate from B."""
+        narrowed = self._narrowed(self._problem)
+        splits = self._split(size, remat) if is_split else [SplitStash(0.0, 0.0, 0.0)] * len(narrowed)
+        each = zip(self._sizes(size, "none"), narrowed, splits, strict=True)
+        *first, last = [LayerMemory(layer.stash_bytes, narrow, split) for layer, narrow, split in each]
+        return [*first, last._replace(looped=self._residual(size, "none", len(first)).looped)]
+
+    def residuals(self, size: int, remat: str) -> list[Residuals]:
+        """Return what each layer of a replica holds for the backward pass. size, remat: as in `profile`."""
+        runs, last = self._problem.model.runs, len(self._problem.model.layers) - 1
+        numbers = [min(max(run.start, 1), run.stop - 1) for run in runs for _ in range(*run)]
+        return [self._residual(size, remat, number) for number in (0, *numbers[1:last], last)]
+
+    def work(self, size: int, remat: str, *, is_split: bool) -> LayerWork:
+        """Return what a pipeline computes. size, remat: as in `profile`; is_split: W is separate from B."""
+        return LayerWork(
+            self.profile(size, remat),
+            self.memory(size, remat, is_split=is_split),
+            self.phase_seconds(size, remat, is_split=is_split),
+            remat,
+        )
+
+    def _trace(self, size: int, remat: str, num_phases: int) -> LayerPrograms:
+        batch = resized(self._problem.batch, size)
+        return LayerPrograms(self._problem, batch, remat=remat, num_phases=num_phases)
+
+    def _trace_sizes(self, size: int, remat: str) -> list[LayerProfile]:
+        if size in SIZES:
+            programs = self._programs(size, remat, 2)
+            return programs.with_times(dict.fromkeys(programs.numbers, (0.0, 0.0)))
+        *layers, last = zip(*(self._sizes(one, remat) for one in SIZES), strict=True)
+        between = [
+            few._replace(
+                output_bytes=_at(size, few.output_bytes, many.output_bytes),
+                stash_bytes=_at(size, few.stash_bytes, many.stash_bytes),
+            )
+            for few, many in layers
+        ]
+        stash = kept_bytes(self._loss_program(size, remat, 2), FORWARD, BACKWARD)
+        return [*between, last[0]._replace(stash_bytes=stash)]
+
+    def _split_stashes(self, size: int, remat: str) -> list[SplitStash]:
+        if size in SIZES:
+            programs = self._programs(size, remat, 3)
+            return [_split_stash(programs.programs.programs[number]) for number in programs.numbers]
+        *layers, _ = zip(*(self._split(one, remat) for one in SIZES), strict=True)
+        between = [SplitStash(*(_at(size, *sizes) for sizes in zip(few, many, strict=True))) for few, many in layers]
+        return [*between, _split_stash(self._loss_program(size, remat, 3))]
+
+    def _loss_program(self, size: int, remat: str, num_phases: int) -> StageProgram:
+        inputs, batch, _ = self._inputs(size)
+        return loss_program(self._problem, inputs, batch, remat=remat, num_phases=num_phases)
+
+    def _trace_residual(self, size: int, remat: str, number: int) -> Residuals:
+        """Return what a layer holds."""
+        model, (inputs, batch, keys_B) = self._problem.model.unrolled().with_remat(remat), self._inputs(size)
+        task = self._problem.task if number == len(model.layers) - 1 else None
+        function = partial(_apply, model, task, number)
+        return residuals(function, model.layers[number].shapes, inputs[number], (batch, keys_B))
+
+    def _trace_inputs(self, size: int) -> tuple[list[Any], Any, Any]:
+        """Return the shapes of the inputs of all layers, of a batch and of its keys."""
+        batch = resized(self._problem.batch, size)
+        keys_B = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), size))
+        return self._problem.model.unrolled().inputs(abstract(batch)), batch, keys_B
+
+
+def _at(size: int, few: Any, many: Any) -> Any:
+    """Return what is linear in the number of examples, for `size` of them, given the values for SIZES."""
+    return few + (size - SIZES[0]) / (SIZES[1] - SIZES[0]) * (many - few)
+
+
+def _split_stash(program: StageProgram) -> SplitStash:
+    """Return what the phases F, B and W of a program save."""
+    return SplitStash(*(kept_bytes(program, *span) for span in ((0, 1), (0, 2), (1, 2))))
+
+
+def _apply(model: Model, task: Task | None, number: int, weights: Any, x: Any, others: Any) -> Any:
+    """Return the outputs of a layer, given its weights and those that are tied to it, or the loss of the last layer.
+
+    It saves what zero3 saves. XLA recomputes the rest, such as casts, in the backward pass of any exchange.
+    """
+    layer, (batch, keys_B) = model.layers[number], others
+    params = {layer.name: dict(weights)}
+    for tie in model.ties:
+        if tie.layer == layer.name:
+            params.setdefault(tie.source, {})[tie.source_name] = params[layer.name].pop(tie.name)
+    outputs = model.apply_layers(
+        params, x, batch, keys_B, number, number + 1, fetch=Fetch(lambda _shapes, stored: stored)
+    )
+    return outputs if task is None else task.sums(outputs, batch).loss
+
+
+class TracedLayers(Layers):
+    """Layers on a GPU that need not exist: their operations at its rates."""
+
+    def __init__(self, problem: Problem, cluster: Cluster) -> None:
+        """Trace nothing yet. cluster: the GPUs."""
+        super().__init__(problem)
+        self._cluster, self._kernels = cluster, cache(self._trace_kernels)
+
+    def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
+        """Return the seconds of the forward and backward pass of each layer. See `Layers`."""
+        return [(forward, backward) for forward, backward in self._priced(size, remat, 2)]
+
+    def phase_seconds(self, size: int, remat: str, *, is_split: bool) -> list[PhaseSeconds]:
+        """Return the seconds of F, B and W of each layer, with what separate programs read and write. See `Layers`."""
+        if not is_split:
+            return super().phase_seconds(size, remat, is_split=False)
+        return [PhaseSeconds(*seconds) for seconds in self._priced(size, remat, 3)]
+
+    def _priced(self, size: int, remat: str, num_phases: int) -> list[list[float]]:
+        kernels, numbers = self._kernels(remat, num_phases)
+        seconds = {number: [one.seconds(size, self._cluster) for one in kernels[number]] for number in kernels}
+        return [seconds[number] for number in numbers]
+
+    def _trace_kernels(self, remat: str, num_phases: int) -> tuple[dict[int, list["_Kernels"]], list[int]]:
+        """Return the kernels of each phase of each program, and the number of the program of each layer."""
+        traced = [self._programs(size, remat, num_phases) for size in SIZES]
+        numbers = traced[0].numbers
+        kernels = {
+            number: [_Kernels([counted(of, number, phase) for of in traced]) for phase in range(num_phases)]
+            for number in set(numbers)
+        }
+        return kernels, numbers
+
+
+def counted(programs: LayerPrograms, number: int, phase: int) -> list[Operation]:
+    """Return the operations of a phase of a layer's program."""
+    program = programs.programs.programs[number]
+    saved = {stash: values for stash, values in program.cut.saved.items() if stash[0] < phase <= stash[1]}
+    return operations(partial(programs.programs.run, number, phase), program.inputs, saved)
+
+
+class _Kernels:
+    """The operations of a program for SIZES[0] and SIZES[1] examples: kinds, and FLOPs, bytes and calls [size, O]."""
+
+    def __init__(self, of_sizes: list[list[Operation]]) -> None:
+        few, many = of_sizes
+        if [one[:2] for one in few] != [one[:2] for one in many]:  # only the larger one has a loss in chunks
+            few = [one._replace(calls=one.calls * SIZES[0] / SIZES[1]) for one in many]
+        self._kinds = [(one.kind, one.dtype) for one in few]
+        self._flops = np.array([[one.calls * one.flops for one in found] for found in (few, many)])
+        self._nbytes = np.array([[one.calls * one.nbytes for one in found] for found in (few, many)])
+        self._calls = np.array([[one.calls for one in found] for found in (few, many)])
+
+    def seconds(self, size: int, cluster: Cluster) -> float:
+        """Return the time for `size` examples."""
+        total, launch = 0.0, launch_seconds(cluster)
+        rows = (_at(size, few, many) for few, many in (self._flops, self._nbytes, self._calls))
+        for (kind, dtype), flops, moved, calls in zip(self._kinds, *rows, strict=True):
+            memory = memory_seconds(cluster, float(moved))
+            if kind == PASS:
+                total += memory + PASS_KERNELS * launch * bool(moved)
+            else:
+                total += max(product_seconds(cluster, kind, dtype, float(flops)), memory) + calls * launch
+        return total
+
+
+class ProfiledLayers(Layers):
+    """Layers with the times of a profile, which are those of a microbatch of the run with its rematerialization."""
+
+    def __init__(self, problem: Problem, profile: Sequence[LayerProfile]) -> None:
+        """profile: in the order of the model."""
+        super().__init__(problem)
+        self._profile = profile
+
+    def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
+        """Return the seconds of the forward and backward pass of each layer. See `Layers`."""
+        del size, remat
+        return [(layer.forward_s, layer.backward_s) for layer in self._profile]
