@@ -6,7 +6,7 @@ each pass around the ring sends all of them but one (Patarasuk and Yuan, 2009).
 
 RING_PASSES = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "all-to-all": 1}
 PERMUTE = "collective-permute"
-COLLECTIVES = (*RING_PASSES, PERMUTE)
+RING_COLLECTIVES = (*RING_PASSES, PERMUTE)
 
 
 def ring_sends(passes: int, size: int, nbytes: float, num_vectors: int = 1) -> tuple[float, int]:

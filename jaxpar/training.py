@@ -15,8 +15,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import checkpoint, data, files, mesh
-from jaxpar.choose.auto import choose
 from jaxpar.checkpoint import ledger
+from jaxpar.choose.auto import choose
 from jaxpar.errors import UserError, printable
 from jaxpar.launch import processes
 from jaxpar.launch.signals import Interrupt

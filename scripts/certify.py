@@ -26,7 +26,7 @@ from jaxpar import config as configs
 from jaxpar import data, files, mesh
 from jaxpar.analysis import certificate, delayed, reference
 from jaxpar.analysis.certificate import MOST_STEPS, QUANTITIES, ROUNDINGS, TOLERANCES
-from jaxpar.choose.auto import resolve_strategy
+from jaxpar.choose.auto import choose
 from jaxpar.command_line import Parser, integer, output_path
 from jaxpar.errors import UserError, exit_code, format_count
 from jaxpar.measure import provenance
@@ -83,9 +83,9 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
     """Compute the certificate of the strategy of a config."""
     # By default GPUs round the factors of matrix products to 10 bits, which would hide small errors.
     with jax.default_matmul_precision("highest"):
-        config = resolve_strategy(config, workdir)
+        config, dataset = choose(config, workdir)
         checked = build.check_run(config, workdir)
-        run = build.make_run(config, workdir, Phases(), checked)
+        run = build.make_run(config, workdir, Phases(), checked, dataset)
         runs, delays = reference.make_runs(run, passes), run.plan.delays
         measured = delayed.measure_recurrence(runs) if delays else certificate.measure(runs)
         flags = provenance.flags()

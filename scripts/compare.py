@@ -37,9 +37,9 @@ from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
 from jaxpar import files, mesh, models, strategies
+from jaxpar.checkpoint import ledger
 from jaxpar.choose.candidates import Candidate, Space, StateRatios, state_ratios
 from jaxpar.choose.unranked import predicted as predicted_for
-from jaxpar.checkpoint import ledger
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import find_named
 from jaxpar.command_line import Parser, integer, names, output_path

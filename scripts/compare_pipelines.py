@@ -39,19 +39,18 @@ from matplotlib import pyplot
 
 from jaxpar import cluster as clusters
 from jaxpar import data, files, mesh, strategies
+from jaxpar.choose.costs.layers import TracedLayers
+from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.cluster import Cluster, Link
 from jaxpar.command_line import Parser, choice, integer, names, number, output_path
 from jaxpar.errors import UserError, exit_code, format_bytes
 from jaxpar.gpus import gpu_kinds
 from jaxpar.measure.phases import Phases
 from jaxpar.mesh import DATA, STAGE
-from jaxpar.choose.costs.profile import LayerProfile
-from jaxpar.pipeline.tables.simulate import LARGEST_VALUE
-from jaxpar.pipeline.tables.simulate import Times, simulate_table, steady_bubble_rate, work
+from jaxpar.pipeline.tables.simulate import LARGEST_VALUE, Times, simulate_table, steady_bubble_rate, work
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.run import build, metrics
 from scripts.comparison.runs import configured, finish_run
-from scripts.profile_layers import estimate_layers
 
 DDP = "ddp"
 REFERENCE = "1f1b"  # the case to which the others are compared
@@ -174,7 +173,8 @@ def plan_case(run: build.Run, cluster: Cluster, config: ConfigDict, settings: li
     memory = max(plan.device_bytes) + sum(strategies.in_flight_bytes(plan, run.problem).values())
     [device] = [name for name, kind in gpu_kinds().items() if kind.device_kind == cluster.device_kind]
     size = config.batch_size // plan.decision.batch_divisor
-    layers = estimate_layers(run.config, run.problem, run.batches, size, device)
+    gpu = clusters.named_cluster(device, 1)
+    layers = TracedLayers(run.problem, gpu).profile(size, run.config.pipeline.remat)
     if config.strategy != "pipeline":
         return Case(settings, None, data_parallel_step(layers, cluster.num_devices, cluster.links[DATA]), memory)
     table, bounds = plan.details.table, plan.details.stages.bounds

@@ -40,12 +40,23 @@ from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import data, mesh, models, strategies
 from jaxpar.analysis import audit, step_time
-from jaxpar.analysis.planner import report, search
-from jaxpar.choose.auto import AUTO_STRATEGY, check_kept, kept_settings, no_candidate
-from jaxpar.choose.candidates import Candidate, Settings, Space, ranked, state_ratios, with_settings
+from jaxpar.choose import planner, report
+from jaxpar.choose.auto import check_kept, kept_settings
+from jaxpar.choose.candidates import (
+    Candidate,
+    Settings,
+    Space,
+    UnrankedCandidate,
+    cpu_space,
+    gpu_space,
+    load_problem,
+    ranked,
+    state_ratios,
+    with_settings,
+)
 from jaxpar.choose.costs.measured_rates import describe_rates, measured_cluster
-from jaxpar.choose.spaces import cpu_space, gpu_space, load_problem
-from jaxpar.choose.unranked import UnrankedCandidate, predicted, unranked
+from jaxpar.choose.planner import AUTO_STRATEGY, no_candidate
+from jaxpar.choose.unranked import predicted, unranked
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import cluster_toml, find_named
 from jaxpar.command_line import Parser, integer, output_path
@@ -96,7 +107,7 @@ def main() -> None:
         space = make_space(config, cluster_of(arguments.cluster), target)
     if not arguments.json:
         print(models.describe_model(config, space.problem.model, space.problem.batch), flush=True)
-    found = search.candidates(space)
+    found = planner.candidates(space)
     if not found:
         raise no_candidate(space)
     compiled = verified(found, arguments.verify, space, target) if target else []

@@ -10,20 +10,19 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ml_collections import ConfigDict
-
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import data, mesh
+from jaxpar.choose.auto import measure_layers
+from jaxpar.choose.costs.layers import TracedLayers
+from jaxpar.choose.costs.profile import LayerProfile, write_profile
+from jaxpar.choose.stages import until_chosen
 from jaxpar.command_line import Parser, choice, integer, output_path
 from jaxpar.errors import UserError, exit_code, format_bytes
 from jaxpar.files import unwritable
 from jaxpar.gpus import gpu_kinds
-from jaxpar.choose.costs.layer_programs import LayerPrograms
-from jaxpar.choose.costs.profile import LayerProfile, write_profile
 from jaxpar.run import build
 from jaxpar.run.unused import EFFECTS, check_unused_keys
-from jaxpar.step import Problem
 
 
 def main() -> None:
@@ -52,29 +51,23 @@ def main() -> None:
         raise UserError(f"--out is {str(arguments.out)!r}; it must be the path of a file in a folder that exists")
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     with tempfile.TemporaryDirectory() as folder:
-        cluster, decision = build.check_run(config, Path(folder))
-        loaded = build.load_parts(config, Path(folder), cluster)
+        there = clusters.find_cluster()
+        stand_in = until_chosen(config, there, build.check_inputs(config, there))
+        cluster, decision = build.check_run(stand_in, Path(folder))
+        loaded = build.load_parts(stand_in, Path(folder), cluster)
     size = arguments.microbatch_size or config.batch_size // decision.batch_divisor
     if size > config.batch_size:
         raise UserError(f"--microbatch_size is {size}; it must be at most config.batch_size, {config.batch_size}")
     if arguments.device is None:
-        layers = build.measure_layers(config, loaded, size, arguments.repeats)
+        layers = measure_layers(config, loaded, size, arguments.repeats)
     else:
-        layers = estimate_layers(config, loaded.problem, loaded.batches, size, arguments.device)
+        gpu = clusters.named_cluster(arguments.device, 1)
+        layers = TracedLayers(loaded.problem, gpu).profile(size, config.pipeline.remat)
     try:
         write_profile(layers, arguments.out)
     except OSError as error:
         raise UserError(f"--out is {str(arguments.out)!r}; it must be {unwritable(arguments.out, error)}") from None
     print(as_text(layers))
-
-
-def estimate_layers(
-    config: ConfigDict, problem: Problem, batches: data.Batches, size: int, device: str
-) -> list[LayerProfile]:
-    """Return the profile of the layers on a kind of GPU, for a microbatch of `size` examples of full length."""
-    microbatch = {name: x[:size] for name, x in batches.longest().items()}
-    programs = LayerPrograms(problem, microbatch, remat=config.pipeline.remat)
-    return programs.estimate(clusters.named_cluster(device, 1), config.model.dtype)
 
 
 def as_text(layers: list[LayerProfile]) -> str:

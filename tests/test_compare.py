@@ -20,9 +20,9 @@ import pytest
 
 from jaxpar import cluster, files, strategies
 from jaxpar import config as configs
-from jaxpar.choose.candidates import Candidate, state_ratios
-from jaxpar.choose.unranked import UnrankedCandidate, predicted
 from jaxpar.checkpoint.ledger import Ledger
+from jaxpar.choose.candidates import Candidate, UnrankedCandidate, state_ratios
+from jaxpar.choose.unranked import predicted
 from jaxpar.errors import UserError
 from jaxpar.pages.verdict import read_verdict
 from jaxpar.plan import DelayedUpdates, StageDelay

@@ -28,7 +28,19 @@ ORDER = [
     *("launch", "exchange", "data"),
     *("products", "tasks", "models", "optimizer", "state", "step", "checkpoint"),
     *("asynchronous", "pipeline", "swarm", "strategies"),
-    *("run", "choose", "inference", "serve", "export", "analysis", "pages", "training", "main", "swarm_demo", "__main__"),
+    *(
+        "run",
+        "choose",
+        "inference",
+        "serve",
+        "export",
+        "analysis",
+        "pages",
+        "training",
+        "main",
+        "swarm_demo",
+        "__main__",
+    ),
 ]
 
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from jaxpar.pipeline.executor.continuous_state import BUFFERS, WorkInFlight
 from jaxpar.pipeline.executor.programs import StageInputs
 from jaxpar.pipeline.executor.state import PackedState
 from jaxpar.plan import ACTIVATION_PARTS, COPY, ON_HOST, Plan
-from jaxpar.ring import COLLECTIVES, PERMUTE, sent_of_operand
+from jaxpar.ring import RING_COLLECTIVES, sent_of_operand
 from jaxpar.run.build import StrategyState
 from jaxpar.state import State
 from jaxpar.strategies import Strategy
@@ -127,7 +127,7 @@ def _collectives(
         if kind in OTHERS:
             other = (kind, (), "?")
             return {("bytes", other): sum(array.nbytes for array in operands), ("count", other): 1.0}
-        if kind not in COLLECTIVES:
+        if kind not in RING_COLLECTIVES:
             return None
         groups = groups_of(instruction)
         counts: dict[tuple[str, Sent], float] = {}

@@ -32,9 +32,9 @@ from jaxpar.choose.candidates import (
 from jaxpar.choose.costs.layer_programs import LayerPrograms
 from jaxpar.choose.costs.profile import LayerProfile, read_profile, write_profile
 from jaxpar.choose.planner import AUTO_STRATEGY, fastest
-from jaxpar.choose.stages import check_unset, choose_stages, open_keys, settled, until_chosen, with_values
+from jaxpar.choose.stages import check_unset, choose_stages, open_keys, settled_stages, until_chosen, with_values
 from jaxpar.cluster import Cluster
-from jaxpar.errors import UserError, accepted, check_choice, format_count
+from jaxpar.errors import UserError, check_choice, format_count
 from jaxpar.exchange.presets import EXCHANGES, exchange_differs
 from jaxpar.gpus import gpu_kinds, kind_of_device
 from jaxpar.launch import processes
@@ -80,7 +80,7 @@ def choose(config: ConfigDict, workdir: Path, target: Target | None = None) -> C
     return _with_stages(config, workdir, cluster) if open_keys(config) else Chosen(config)
 
 
-def _by_first(workdir: Path, found: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _by_first(found: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the JSON values that a function returns in process 0. Its UserError is raised in all processes."""
     result: dict[str, Any] = {}
     if processes.is_first():  # an error must reach all processes, because they wait for the choice
@@ -106,14 +106,14 @@ def _with_strategy(config: ConfigDict, workdir: Path, cluster: Cluster, target: 
 
     A run that resumes on the same devices keeps its choice, which its config.json has.
     """
-    accepted(mesh.refuse_sizes(config, cluster))
+    mesh.check_sizes(config, cluster)
     check_kept(kept_settings(config), cluster.num_devices)
     planned_for = f"{cluster.num_devices} x {cluster.device_kind}, {format_count(cluster.num_processes, 'process')}"
     settings = settings_before(config, workdir, planned_for)
     if settings is None:
         with _locked(workdir), build.unless_refused(workdir, "tokenizer.json"):
             loaded, hosts = load_problem(config, cluster, workdir), processes.num_hosts()
-            settings = _by_first(workdir, lambda: _fastest_settings(config, loaded, cluster, target, hosts))
+            settings = _by_first(lambda: _fastest_settings(config, loaded, cluster, target, hosts))
         print(f"chosen    {settings['chosen']}", flush=True)
     else:
         print("chosen    the same strategy as before, for the same devices", flush=True)
@@ -207,7 +207,7 @@ def _with_stages(config: ConfigDict, workdir: Path, cluster: Cluster) -> Chosen:
 
     A run that resumes reads the profile that its first start measured, and so keeps its stages.
     """
-    early = settled(config, cluster)
+    early = settled_stages(config, cluster)
     if early is not None:
         print(f"chosen    {early.reasons[0]}", flush=True)
         return Chosen(_with_choice(config, early.settings, early.reasons))
@@ -217,7 +217,7 @@ def _with_stages(config: ConfigDict, workdir: Path, cluster: Cluster) -> Chosen:
         loaded = build.load_parts(stand_in, workdir, cluster)
         stand_in = until_chosen(config, cluster, loaded.problem.model)
         size = config.batch_size // build.check_run(stand_in, workdir, cluster).decision.batch_divisor
-        found = _by_first(workdir, lambda: _stage_settings(config, workdir, loaded, cluster, size))
+        found = _by_first(lambda: _stage_settings(config, workdir, loaded, cluster, size))
     for reason in found["reasons"]:
         print(f"chosen    {reason}", flush=True)
     if found["advice"]:

@@ -69,6 +69,30 @@ class Candidate(NamedTuple):
     waits: bool = False
 
 
+class UnrankedCandidate(NamedTuple):
+    """A way to train that is not compared with others, and its predicted rate.
+
+    Attributes:
+      name: the strategy and its sizes, such as `ssp with bound 3, 8 workers`.
+      settings: the keys of the config that select it.
+      seconds: time in which config.batch_size examples are trained on, in the long run.
+      mean_staleness: mean number of updates that are missing in the weights that a gradient is computed from.
+      max_staleness: the largest such number.
+      sent_bytes: by device, bytes that it sends in this time.
+      device_bytes: by device, bytes that it needs.
+      fits: whether these fit into the memory of a device.
+    """
+
+    name: str
+    settings: Settings
+    seconds: float
+    mean_staleness: float
+    max_staleness: int
+    sent_bytes: tuple[float, ...]
+    device_bytes: tuple[float, ...]
+    fits: bool
+
+
 class Space(NamedTuple):
     """The space of candidates.
 

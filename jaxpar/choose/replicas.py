@@ -19,8 +19,8 @@ from jaxpar.choose.candidates import (
     plan_of,
     with_settings,
 )
-from jaxpar.choose.costs.memory import replica_bytes
-from jaxpar.choose.costs.step import StateBytes, StepCosts, UpdateBytes, replicas_costs
+from jaxpar.choose.costs.memory import StateBytes, replica_bytes
+from jaxpar.choose.costs.step import StepCosts, UpdateBytes, replicas_costs
 from jaxpar.choose.costs.updates import exchange_bytes, update_bytes
 from jaxpar.exchange.presets import EXCHANGES, exchange_differs
 from jaxpar.layout import SHARDED
@@ -159,17 +159,16 @@ def step_costs(
     """
     accumulation, remat = settings["optimizer.accumulation_steps"], settings["model.remat"]
     is_scanned = settings["model.scan_layers"] is not False and space.machine.overlaps
-    if needed is None:
-        needed = replica_bytes(
-            space.layers,
-            space.problem.model,
-            state,
-            size,
-            remat,
-            is_scanned=is_scanned,
-            is_accumulated=accumulation > 1,
-            gathers_layers=gathers_layers,
-        )
+    needed = replica_bytes(
+        space.layers,
+        space.problem.model,
+        state,
+        size,
+        remat,
+        is_scanned=is_scanned,
+        is_accumulated=accumulation > 1,
+        gathers_layers=gathers_layers,
+    )
     return replicas_costs(
         space.layers.profile(size, remat),
         space.machine,

@@ -13,6 +13,7 @@ for each of them.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +26,8 @@ from jaxpar import strategies
 from jaxpar.choose.candidates import Settings
 from jaxpar.choose.costs.layers import Layers, ProfiledLayers, TracedLayers
 from jaxpar.choose.costs.machine import Machine, machine_of, processors_shared, with_assumed_rates
-from jaxpar.choose.costs.profile import LayerProfile
-from jaxpar.choose.costs.step import actions_seconds, stage_times, transfer_seconds
+from jaxpar.choose.costs.profile import LayerProfile, read_profile
+from jaxpar.choose.costs.step import actions_seconds, send_seconds, stage_times
 from jaxpar.choose.partitions import (
     Partition,
     PartitionSearch,
@@ -37,7 +38,7 @@ from jaxpar.choose.partitions import (
 )
 from jaxpar.choose.pipedream import most_workers
 from jaxpar.cluster import Cluster
-from jaxpar.errors import UserError, accepted, format_count, outcome
+from jaxpar.errors import UserError, format_count, is_refused
 from jaxpar.mesh import DATA, STAGE, sizes
 from jaxpar.models.model import Model
 from jaxpar.optimizer import make_optimizer
@@ -55,7 +56,7 @@ from jaxpar.plan import Plan
 from jaxpar.ring import sent_of_operand
 from jaxpar.state import nbytes
 from jaxpar.step import Problem
-from jaxpar.strategies.schedules import DISPATCH, LOCKSTEP, configured_table, refuse_evaluation
+from jaxpar.strategies.schedules import DISPATCH, LOCKSTEP, check_evaluation, check_pipeline_values, configured_table
 
 AUTO_KEYS = ("pipeline.partition", "pipeline.schedule", "pipeline.executor")
 UNTIL_CHOSEN = "1f1b"  # the schedule that stands for `auto` until the stages are known
@@ -69,7 +70,7 @@ EQUAL = 0.01  # largest relative difference between a size in a profile and that
 UNKNOWN_LAYERS = 700  # number of layers to assume while the model is not known
 UNSET = {"profile": "", "bandwidth": 0.0, "memory_limit": 0.0}  # keys that only partition auto reads
 SEARCHED_TABLE = "schedule.csv"
-SHARED = "its devices share their cores, so that no schedule saves time"
+SHARED_CORES = "its devices share their cores, so that no schedule saves time"
 
 
 class StageChoice(NamedTuple):
@@ -138,6 +139,13 @@ def choose_stages(
     return choice
 
 
+def with_stages(config: ConfigDict, problem: Problem, cluster: Cluster, folder: Path) -> ConfigDict:
+    """Return a config without `auto` in config.pipeline. Measures nothing. See `choose_stages`."""
+    path = config.pipeline.profile if "pipeline.partition" in open_keys(config) else ""
+    profile = read_profile(Path(path), "config.pipeline.profile") if path else []
+    return with_values(config, choose_stages(config, problem, cluster, folder, profile).settings)
+
+
 def _with(choice: StageChoice, settings: Settings, reason: str) -> StageChoice:
     return choice._replace(settings={**choice.settings, **settings}, reasons=(*choice.reasons, reason))
 
@@ -160,13 +168,13 @@ def _choose_partition(
             f"for a plan with config.pipeline.partition={AUTO!r}; only the start of a run measures the layers itself"
         )
     check_layers(config, profile, model)
-    check_layer_sizes(config, profile, model, model.inputs(problem.batch))
     bandwidth, limit = _bandwidth(config, cluster), c.memory_limit or math.inf
     divisions = _divisions(config, cluster, len(profile), profile)
     search = PartitionSearch(_without_cuts_of_ties(config, profile, model), bandwidth=bandwidth, memory_limit=limit)
     found = search.find(divisions)
     if found is None:
         raise _no_division(config, len(profile))
+    check_layer_sizes(config, profile, model, model.inputs(problem.batch))
     settings = {
         "pipeline.partition": ",".join(profile[stage.first_layer].name for stage in found.stages[1:]),
         "pipeline.replicas": _replicas_text(found.costs.replicas),
@@ -183,10 +191,11 @@ def check_unset(config: ConfigDict) -> None:
     """Raise UserError if a pipeline sets a key that only partition auto reads, without it."""
     c = config.pipeline
     for key, unset in UNSET.items() if c.partition != AUTO and config.strategy == "pipeline" else ():
-        if c[key] != unset and not (key == "memory_limit" and c.schedule == AUTO):
+        of_schedule = f" or config.pipeline.schedule={AUTO!r}" if key == "memory_limit" else ""
+        if c[key] != unset and not (of_schedule and c.schedule == AUTO):
             raise UserError(
                 f"config.pipeline.{key} is {c[key]!r}; it must be {unset!r} without "
-                f"config.pipeline.partition={AUTO!r}{f' or config.pipeline.schedule={AUTO!r}' * (key == 'memory_limit')}"
+                f"config.pipeline.partition={AUTO!r}{of_schedule}"
             )
 
 
@@ -211,6 +220,7 @@ def _divisions(
     profile: empty if the times are not known yet.
     """
     c, number = config.pipeline, config.mesh.stage
+    check_pipeline_values(config)
     if c.replicas:
         raise UserError(
             f"config.pipeline.replicas is {c.replicas!r}; it must be empty with config.pipeline.partition={AUTO!r}, "
@@ -219,7 +229,7 @@ def _divisions(
     _bandwidth(config, cluster)
     name = UNTIL_CHOSEN if c.schedule == AUTO else c.schedule
     has_replicas = name in {*WITH_REPLICAS, *CONTINUOUS}
-    table = accepted(configured_table(with_values(config, {"pipeline.schedule": name}), ()))
+    table = configured_table(with_values(config, {"pipeline.schedule": name}), ())
     _check_number_of_stages(config, table, num_layers, has_replicas=has_replicas)
     forward, backward = sum(layer.forward_s for layer in profile), sum(layer.backward_s for layer in profile)
     ratio, moments = backward / forward if forward else 2.0, optimizer_moments(config)
@@ -236,7 +246,7 @@ def _divisions(
         def accepts(m: int) -> bool:
             if c.num_microbatches:  # other checks refuse a number that is not possible
                 return True
-            return of_replica % m == 0 and outcome(refuse_evaluation(config, num_data, m)) is None
+            return of_replica % m == 0 and not is_refused(check_evaluation, config, num_data, m)
 
         found = continuous_candidates(name, number, c.num_microbatches, most_stages, of_replica, accepts, moments)
     first = next(found, None)
@@ -362,11 +372,11 @@ def shares_cores(config: ConfigDict, cluster: Cluster) -> bool:
     return processors_shared(cluster) >= config.mesh.stage and not config.pipeline.memory_limit
 
 
-def settled(config: ConfigDict, cluster: Cluster) -> StageChoice | None:
+def settled_stages(config: ConfigDict, cluster: Cluster) -> StageChoice | None:
     """Return the choice if it does not depend on the problem; None otherwise."""
     if open_keys(config) != ["pipeline.schedule"] or not shares_cores(config, cluster):
         return None
-    return StageChoice({"pipeline.schedule": UNTIL_CHOSEN}, (f"schedule {UNTIL_CHOSEN}: {SHARED}",))
+    return StageChoice({"pipeline.schedule": UNTIL_CHOSEN}, (f"schedule {UNTIL_CHOSEN}: {SHARED_CORES}",))
 
 
 class _Stages(NamedTuple):
@@ -394,13 +404,20 @@ class _Stages(NamedTuple):
 
 def _stages(config: ConfigDict, problem: Problem, cluster: Cluster, layers: Layers, executor: str) -> _Stages:
     """Return the stages of a config with a schedule. executor: the one whose costs are wanted."""
-    plan: Plan[Any] = strategies.plan(with_values(config, {"pipeline.executor": LOCKSTEP}), problem, cluster)
-    details, machine = plan.details, machine_of(cluster)
+    plan, machine = _plan_in_lockstep(config, problem, cluster), machine_of(cluster)
+    details = plan.details
     is_split = details.lowered.shape.num_phases > 2
     seconds = layers.phase_seconds(config.batch_size // plan.decision.batch_divisor, details.remat, is_split=is_split)
     times = stage_times(seconds, details.stages.bounds)
-    transfer = transfer_seconds(machine, details.engine.transfers.nbytes, plan.axes)
+    transfer = send_seconds(machine, details.engine.transfers.nbytes, plan.axes)
     return _Stages(plan, times, transfer, machine, executor)
+
+
+def _plan_in_lockstep(config: ConfigDict, problem: Problem, cluster: Cluster) -> Plan[Any]:
+    """Return the plan of a config in lockstep, whatever its memory: a schedule that fits is yet to be found."""
+    return strategies.plan(
+        with_values(config, {"pipeline.executor": LOCKSTEP}), problem, replace(cluster, memory_bytes=None)
+    )
 
 
 def _choose_schedule(
@@ -409,7 +426,7 @@ def _choose_schedule(
     """Return the name of the fastest schedule that fits, or the path of a table; and why."""
     stages, sharing = config.mesh.stage, processors_shared(cluster)
     if shares_cores(config, cluster):
-        return UNTIL_CHOSEN, SHARED
+        return UNTIL_CHOSEN, SHARED_CORES
     executor = executor_for_costs(config)
 
     def stages_of(name: str) -> _Stages:
@@ -535,7 +552,6 @@ def _choose_executor(config: ConfigDict, problem: Problem, cluster: Cluster, lay
 
 def _stage_flops(config: ConfigDict, problem: Problem, cluster: Cluster) -> float:
     """Return the FLOPs of a microbatch in the stage with the fewest."""
-    plan: Plan[Any] = strategies.plan(with_values(config, {"pipeline.executor": LOCKSTEP}), problem, cluster)
-    inputs = problem.model.inputs(problem.batch)
+    plan, inputs = _plan_in_lockstep(config, problem, cluster), problem.model.inputs(problem.batch)
     forward = np.add.reduceat(layer_flops(problem.model, problem.batch, inputs), plan.details.stages.bounds[:-1])
     return 3.0 * float(forward.min()) / plan.decision.batch_divisor

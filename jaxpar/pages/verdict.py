@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import config as configs
 from jaxpar import files
-from jaxpar.choose.auto import AUTO_STRATEGY
+from jaxpar.choose.planner import AUTO_STRATEGY
 from jaxpar.errors import UserError, format_count
 from jaxpar.run import resume
 

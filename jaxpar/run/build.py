@@ -168,9 +168,7 @@ def unless_refused(workdir: Path, name: str) -> Iterator[None]:
         raise
 
 
-def load_parts(
-    config: ConfigDict, workdir: Path, cluster: Cluster, dataset: data.Dataset | None = None
-) -> Loaded:
+def load_parts(config: ConfigDict, workdir: Path, cluster: Cluster, dataset: data.Dataset | None = None) -> Loaded:
     """Read the data, and build the model and the optimizer. dataset: the data, if it was read before."""
     task = tasks.find_task(config)
     if dataset is None:

@@ -31,7 +31,7 @@ from jaxpar.pipeline.executor.lowering import LoweredTable, TableArrays, TableSh
 from jaxpar.pipeline.executor.state import PackedState
 from jaxpar.pipeline.executor.timeline import Timeline
 from jaxpar.pipeline.tables.schedule import forward_only
-from jaxpar.plan import Plan, Traffic, state_memory, ring_traffic
+from jaxpar.plan import Plan, Traffic, ring_traffic, state_memory
 from jaxpar.state import nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies.pipeline_details import ExecutorResources, PipelineDetails, num_unapplied

@@ -36,11 +36,11 @@ from jaxpar.strategies.pipeline_details import PipelineDetails
 from jaxpar.strategies.schedules import (
     DISPATCH,
     LOCKSTEP,
-    configured_replicas,
-    configured_table,
     check_evaluation,
     check_no_auto,
     check_pipeline_values,
+    configured_replicas,
+    configured_table,
     stage_delays,
 )
 from jaxpar.strategies.strategy import Strategy
@@ -80,9 +80,7 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Deci
     return Decision(axes, axes[DATA] * m, words, axes[DATA], table)
 
 
-def plan(
-    config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[Table], /
-) -> Plan[PipelineDetails]:
+def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[Table], /) -> Plan[PipelineDetails]:
     """Plan the stages of config.pipeline, and the replicas of the pipeline on the data axis.
 
     Raises:

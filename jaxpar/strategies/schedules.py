@@ -11,10 +11,10 @@ from jaxpar.errors import UserError, check_choice
 from jaxpar.files import path_state
 from jaxpar.pipeline.executor.partition import AUTO
 from jaxpar.pipeline.executor.programs import REMATS
-from jaxpar.pipeline.tables.simulate import LARGEST_VALUE
 from jaxpar.pipeline.tables.periodic import CONTINUOUS, continuous_obstacle, fewest_microbatches, periodic_table
 from jaxpar.pipeline.tables.replicated import WITH_REPLICAS, parse_replicas, replicated_table
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle, unknown_schedule
+from jaxpar.pipeline.tables.simulate import LARGEST_VALUE
 from jaxpar.pipeline.tables.table import BW, B, F, Table, U, W, is_training
 from jaxpar.pipeline.tables.table_file import is_table_file, read_table
 from jaxpar.plan import StageDelay

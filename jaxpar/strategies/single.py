@@ -17,7 +17,7 @@ from jaxpar.errors import UserError, check_choice, format_count
 from jaxpar.exchange.presets import EXCHANGES
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Model
-from jaxpar.plan import Decision, Plan, state_memory, ring_traffic
+from jaxpar.plan import Decision, Plan, ring_traffic, state_memory
 from jaxpar.state import State, nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges

@@ -20,7 +20,7 @@ from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import mesh, models, optimizer, strategies, tasks
 from jaxpar.analysis import audit
-from jaxpar.analysis.planner import search
+from jaxpar.choose import planner
 from jaxpar.choose.candidates import Space
 from jaxpar.choose.costs.layers import TracedLayers
 from jaxpar.choose.costs.machine import CpuMachine, GpuMachine, Machine
@@ -145,7 +145,7 @@ def compare(
     rates = cluster if isinstance(machine, GpuMachine) else clusters.named_cluster("h100", DEVICES)  # not compared
     whole = make_problem(configured(case, ()), case, cluster)  # without rematerialization
     space = Space(config, whole, TracedLayers(whole, rates), machine, usable_bytes=0)
-    found = search.candidate_of_plan(space, config, plan)
+    found = planner.candidate_of_plan(space, config, plan)
     strategy = strategies.build(plan, problem, devices)
     return found.costs.nbytes, audit.needed_bytes(strategy.compile(), strategy)
 

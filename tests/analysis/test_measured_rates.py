@@ -15,8 +15,7 @@ import pytest
 
 from jaxpar import cluster as clusters
 from jaxpar import mesh
-from jaxpar.choose.costs import rates
-from jaxpar.analysis.planner import calibrate, measured_rates
+from jaxpar.choose.costs import calibrate, measured_rates, rates
 from jaxpar.choose.costs.machine import GpuMachine
 from jaxpar.choose.costs.measured_rates import (
     GPU_SIZES,

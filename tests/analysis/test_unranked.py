@@ -11,16 +11,15 @@ import pytest
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import strategies
-from jaxpar.analysis.planner import report
-from jaxpar.choose.candidates import Candidate, Space, state_ratios
-from jaxpar.choose.costs.layers import LayerMemory
+from jaxpar.choose import report
+from jaxpar.choose.candidates import Candidate, Space, UnrankedCandidate, state_ratios
+from jaxpar.choose.costs.layers import LayerMemory, Layers
 from jaxpar.choose.costs.machine import CpuMachine, GpuMachine, Machine
-from jaxpar.choose.unranked import UnrankedCandidate, linked, predicted, unranked
-from jaxpar.choose.costs.rates import EFFICIENCY
-from jaxpar.cluster import Cluster
-from jaxpar.measure.early_memory import PassMemory
-from jaxpar.measure.residuals import Residuals
 from jaxpar.choose.costs.profile import LayerProfile
+from jaxpar.choose.costs.rates import EFFICIENCY
+from jaxpar.choose.unranked import linked, predicted, unranked
+from jaxpar.cluster import Cluster
+from jaxpar.measure.residuals import Residuals
 from jaxpar.state import nbytes
 from jaxpar.swarm.trace import SwarmPeer
 from scripts import plan as script
@@ -33,7 +32,7 @@ FREE = replace(H100, send_rates={"host": math.inf, "network": math.inf}, latenci
 WORKERS = ("strategy=async_data_parallel", "asynchronous.mitigations=")
 
 
-class FixedLayers:
+class FixedLayers(Layers):
     """Layers that take EXAMPLE_SECONDS for each example, and hold WEIGHTS bytes of weights."""
 
     remats = ("none",)
@@ -52,9 +51,6 @@ class FixedLayers:
 
     def residuals(self, _size: int, _remat: str) -> list[Residuals]:
         return [Residuals(0.0, 0.0, 0.0) for _ in self._names]
-
-    def passes(self, _size: int, _remat: str, *, is_apart: bool = False, num_shares: int = 1) -> list[PassMemory]:
-        raise AssertionError("these are layers on GPUs")
 
 
 def make_space(cluster: Cluster = FREE, machine: Machine | None = None) -> Space:

@@ -14,8 +14,8 @@ from ml_collections import ConfigDict
 
 from jaxpar import cluster, main, mesh
 from jaxpar import config as configs
-from jaxpar.choose.auto import AUTO_STRATEGY
 from jaxpar.choose.candidates import with_settings
+from jaxpar.choose.planner import AUTO_STRATEGY
 from jaxpar.errors import exit_code
 from jaxpar.run import build, unused
 from tests.docs.prose import ROOT

@@ -11,8 +11,8 @@ import pytest
 
 from jaxpar import config as configs
 from jaxpar import training
-from jaxpar.cluster import Link
 from jaxpar.choose.costs.profile import LayerProfile
+from jaxpar.cluster import Link
 from jaxpar.pipeline.tables.periodic import periodic_table
 from jaxpar.pipeline.tables.schedule import make_table
 from scripts import compare_pipelines

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.measure.timing import seconds_in_turn
 from jaxpar.pipeline.executor.programs import StageInputs, StageProgram, StagePrograms, trace_stage
 from jaxpar.pipeline.executor.stages import Stages
-from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.pipeline.tables.table import loop_stages
 from jaxpar.state import nbytes
 from jaxpar.step import Problem, abstract

@@ -106,7 +106,8 @@ class Layers:
         self._problem = problem
         self._programs, self._sizes = cache(self._trace), cache(self._trace_sizes)
         self._split, self._residual = cache(self._split_stashes), cache(self._trace_residual)
-        self._inputs, self._narrowed = cache(self._trace_inputs), cache(narrowed_bytes)
+        self._inputs, self._narrowed = cache(self._trace_inputs), cache(lambda: narrowed_bytes(problem))
+        self._profiles, self._works = cache(self._profile), cache(self._work)
 
     def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
         """Return the seconds of the forward and backward pass of each layer. size, remat: as in `profile`."""
@@ -129,12 +130,15 @@ class Layers:
           size: number of examples that a layer computes at a time.
           remat: none, dots or full.
         """
+        return self._profiles(size, remat)
+
+    def _profile(self, size: int, remat: str) -> list[LayerProfile]:
         layers = zip(self._sizes(size, remat), self.seconds(size, remat), strict=True)
         return [layer._replace(forward_s=forward, backward_s=backward) for layer, (forward, backward) in layers]
 
     def memory(self, size: int, remat: str, *, is_split: bool) -> list[LayerMemory]:
         """Return what each layer holds in addition. size, remat: as in `profile`; is_split: W is separate from B."""
-        narrowed = self._narrowed(self._problem)
+        narrowed = self._narrowed()
         splits = self._split(size, remat) if is_split else [SplitStash(0.0, 0.0, 0.0)] * len(narrowed)
         each = zip(self._sizes(size, "none"), narrowed, splits, strict=True)
         *first, last = [LayerMemory(layer.stash_bytes, narrow, split) for layer, narrow, split in each]
@@ -148,12 +152,12 @@ class Layers:
 
     def work(self, size: int, remat: str, *, is_split: bool) -> LayerWork:
         """Return what a pipeline computes. size, remat: as in `profile`; is_split: W is separate from B."""
-        return LayerWork(
-            self.profile(size, remat),
-            self.memory(size, remat, is_split=is_split),
-            self.phase_seconds(size, remat, is_split=is_split),
-            remat,
-        )
+        return self._works(size, remat, is_split)
+
+    def _work(self, size: int, remat: str, is_split: bool) -> LayerWork:
+        memory = self.memory(size, remat, is_split=is_split)
+        seconds = self.phase_seconds(size, remat, is_split=is_split)
+        return LayerWork(self.profile(size, remat), memory, seconds, remat)
 
     def _trace(self, size: int, remat: str, num_phases: int) -> LayerPrograms:
         batch = resized(self._problem.batch, size)
@@ -239,10 +243,14 @@ class TracedLayers(Layers):
         return [(forward, backward) for forward, backward in self._priced(size, remat, 2)]
 
     def phase_seconds(self, size: int, remat: str, *, is_split: bool) -> list[PhaseSeconds]:
-        """Return the seconds of F, B and W of each layer, with what separate programs read and write. See `Layers`."""
+        """Return the seconds of F, B and W of each layer. B writes what it hands to W into a stash. See `Layers`."""
         if not is_split:
             return super().phase_seconds(size, remat, is_split=False)
-        return [PhaseSeconds(*seconds) for seconds in self._priced(size, remat, 3)]
+        handed = [memory_seconds(self._cluster, of.from_backward) for of in self._split(size, remat)]
+        return [
+            PhaseSeconds(forward, backward + extra, weight + extra)
+            for (forward, backward, weight), extra in zip(self._priced(size, remat, 3), handed, strict=True)
+        ]
 
     def _priced(self, size: int, remat: str, num_phases: int) -> list[list[float]]:
         kernels, numbers = self._kernels(remat, num_phases)
@@ -298,9 +306,9 @@ class ProfiledLayers(Layers):
     def __init__(self, problem: Problem, profile: Sequence[LayerProfile]) -> None:
         """profile: in the order of the model."""
         super().__init__(problem)
-        self._profile = profile
+        self._given = profile
 
     def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
         """Return the seconds of the forward and backward pass of each layer. See `Layers`."""
         del size, remat
-        return [(layer.forward_s, layer.backward_s) for layer in self._profile]
+        return [(layer.forward_s, layer.backward_s) for layer in self._given]

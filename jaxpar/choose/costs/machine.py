@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jaxpar.choose.costs.rates import collective_seconds, hop_seconds, launch_seconds, memory_seconds, send_rate
 from jaxpar import cluster as clusters
+from jaxpar.choose.costs.rates import collective_seconds, hop_seconds, launch_seconds, memory_seconds, send_rate
 from jaxpar.cluster import Cluster
 from jaxpar.gpus import kind_of_device
 from jaxpar.mesh import DATA, STAGE
@@ -159,7 +159,8 @@ def processors_shared(cluster: Cluster) -> int:
 
 def with_assumed_rates(cluster: Cluster) -> Cluster:
     """Return a cluster with the rates of an H100 where its own are unknown, so that times can be compared."""
-    if kind_of_device(cluster.device_kind):
+    is_present = cluster.memory_bandwidth is None or not cluster.send_rates  # JAX reports neither
+    if is_present and kind_of_device(cluster.device_kind):
         cluster = clusters.with_rates_of_kind(cluster)
     assumed = clusters.named_cluster("h100", 1)
     return replace(

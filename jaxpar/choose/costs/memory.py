@@ -170,7 +170,7 @@ def working_bytes(work: LayerWork, spans: Spans) -> float:
     of a stage again.
     """
     numbers = [number for span in spans for number in range(*span)]
-    layers, memory = ([of[number] for number in numbers] for of in (work.layers, work.memory))
+    layers, memory = [work.layers[number] for number in numbers], [work.memory[number] for number in numbers]
     if work.remat == "none":
         each = zip(layers, memory, strict=True)
         worked = max(of.looped or layer.weight_bytes + of.computed for layer, of in each)

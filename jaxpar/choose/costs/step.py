@@ -3,8 +3,8 @@
 A step of replicas is the forward and backward pass of each microbatch, the exchange of gradients and the update. On
 GPUs, links work at the same time as the GPU: gradients are sent while earlier layers are computed backward, unless a
 scan over the layers returns them all at its end; and parameters of zero3 are gathered while other layers compute. In a
-pipeline, all devices step through the clocks of the table together; or, if its stages are dispatched, each action starts
-as soon as its inputs have arrived and the host has enqueued it.
+pipeline, all devices step through the clocks of the table together; or, if its stages are dispatched, each action
+starts as soon as its inputs have arrived and the host has enqueued it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -152,7 +152,7 @@ def pipeline_costs(
     """
     replicas = axes[DATA]
     sent = largest_transfer(work.layers, list(pairwise(bounds)))
-    transfer = transfer_seconds(machine, sent, axes)
+    transfer = send_seconds(machine, sent, axes)
     exchange = sum(machine.collective(one, axes) for one in traffic if one.axis == DATA)
     update = machine.moved(machine.update_repeats * update_bytes, table.num_devices * replicas)
     times = stage_times(work.seconds, bounds)
@@ -164,7 +164,7 @@ def pipeline_costs(
     return StepCosts(seconds, compute, max(total - compute, 0.0), exchange + transfers, update, nbytes)
 
 
-def transfer_seconds(machine: Machine, nbytes: float, axes: Mapping[str, int]) -> float:
+def send_seconds(machine: Machine, nbytes: float, axes: Mapping[str, int]) -> float:
     """Return the time in which a stage sends these bytes to the next one."""
     return machine.collective(Traffic(PERMUTE, "", STAGE, nbytes, 1), axes)
 
@@ -187,10 +187,10 @@ def actions_seconds(
         together = float(machine.together(clocks, replicas).sum())
         return together + len(clocks) * machine.clock_seconds, sending_clocks(table) * transfer
     busy = float(machine.together(clocks.sum(axis=0), replicas))  # of devices that share cores
-    return max(dispatched_seconds(table, times, transfer), busy, enqueue_seconds(table, machine, replicas)), 0.0
+    return max(dispatched_seconds(table, times, transfer), busy, enqueue_seconds(table, machine)), 0.0
 
 
-def enqueue_seconds(table: Table, machine: Machine, replicas: int) -> float:
+def enqueue_seconds(table: Table, machine: Machine) -> float:
     """Return the time in which a host enqueues the actions of the columns of which it has a device."""
     per_host = machine.cluster.num_devices / machine.cluster.num_processes
     return ENQUEUE_SECONDS * min(per_host / table.num_devices, 1.0) * len(table.actions)

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.errors import UserError
 from jaxpar.choose.costs.profile import LayerProfile, read_profile, write_profile
-from jaxpar.pipeline.search.stage_costs import COMMUNICATION_MODELS
-from jaxpar.pipeline.search.stage_search import Level, PlannedStage, StagePlan, StageSearch
+from jaxpar.choose.pipedream import COMMUNICATION_MODELS, Level, PlannedStage, StagePlan, StageSearch
+from jaxpar.errors import UserError
 from scripts import partition
 from tests.runs import run_script, script_error
 
