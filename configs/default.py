@@ -16,6 +16,7 @@ def get_config() -> ConfigDict:
     # single, data_parallel, async_data_parallel, pipeline, swarm; auto: the planner chooses single, data_parallel or
     # pipeline for the devices of the run, with mesh, exchange, microbatches, schedule and remat (docs/planner.md)
     config.strategy = "data_parallel"
+    config.chosen = ""  # set by jaxpar: what was chosen for each `auto`, and why
     config.planned_for = ""  # set by strategy auto: the devices for which it chose; a resumed run then keeps the choice
 
     config.mesh = mesh = ConfigDict()  # devices: the axes of the mesh, and virtual CPU devices

@@ -8,15 +8,15 @@ from ml_collections import ConfigDict
 
 from jaxpar.config import default_config
 from jaxpar.errors import UserError
+from jaxpar.pipeline.executor.partition import AUTO
 from jaxpar.pipeline.tables.schedule import SCHEDULES, unknown_schedule
 from jaxpar.pipeline.tables.table_file import is_table_file
-from jaxpar.strategies.schedules import AUTO_SCHEDULE
 
 
 def get_config(preset: str = "auto") -> ConfigDict:
     """Return the config of 6 layers of width 128 on 4 devices with 8 microbatches; `preset` names the schedule."""
-    if preset not in {*SCHEDULES, AUTO_SCHEDULE} and not is_table_file(preset):
-        raise UserError(unknown_schedule("the preset of --config", preset, (AUTO_SCHEDULE,)))
+    if preset not in {*SCHEDULES, AUTO} and not is_table_file(preset):
+        raise UserError(unknown_schedule("the preset of --config", preset, (AUTO,)))
     config = default_config()
     config.task = "causal_lm"
     config.model.name = "gpt"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxpar.analysis.certificate_report import certify as certify
-    from jaxpar.analysis.planner.planning import plan as plan
+    from jaxpar.analysis.planning import plan as plan
     from jaxpar.config import load_config as load_config
     from jaxpar.inference.loaded import load as load
     from jaxpar.inference.loaded import predict as predict
@@ -16,7 +16,7 @@ LAZY = {
     "certify": "jaxpar.analysis.certificate_report",
     "load": "jaxpar.inference.loaded",
     "load_config": "jaxpar.config",
-    "plan": "jaxpar.analysis.planner.planning",
+    "plan": "jaxpar.analysis.planning",
     "predict": "jaxpar.inference.loaded",
     "train": "jaxpar.training",
 }

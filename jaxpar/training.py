@@ -15,8 +15,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import checkpoint, data, files, mesh
-from jaxpar.analysis.planner.auto import resolve_strategy
 from jaxpar.checkpoint import ledger
+from jaxpar.choose.auto import choose
 from jaxpar.errors import UserError, printable
 from jaxpar.launch import processes
 from jaxpar.launch.signals import Interrupt
@@ -76,13 +76,13 @@ def train_config(
 
     given: keys that the command line sets, which must have an effect.
     """
-    asked, config = config, resolve_strategy(config, workdir)
+    asked, (config, dataset) = config, choose(config, workdir)
     checked = build.check_run(config, workdir)
     check_unused_keys(asked, given)
     with files.locked(workdir) if processes.is_first() else contextlib.nullcontext():
         phases = Phases()
         with phases("setup"):
-            run = build.make_run(config, workdir, phases, checked)
+            run = build.make_run(config, workdir, phases, checked, dataset)
             print(printable(build.describe_run(run), keep="\n"), flush=True)
         is_main_thread = threading.current_thread() is threading.main_thread()  # Python handles signals only there
         with Watchdog(config.watchdog_seconds, phases), interrupt if is_main_thread else contextlib.nullcontext():

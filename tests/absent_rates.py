@@ -15,9 +15,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.analysis import rates
-from jaxpar.analysis.planner.calibrate import AXIS, KINDS, NUM_REPEATED
-from jaxpar.analysis.planner.measured_rates import (
+from jaxpar.analysis.step_time import predict
+from jaxpar.choose.costs import rates
+from jaxpar.choose.costs.calibrate import AXIS, KINDS, NUM_REPEATED
+from jaxpar.choose.costs.measured_rates import (
     NO_COLLECTIVE,
     MeasuredSizes,
     Timings,
@@ -25,7 +26,6 @@ from jaxpar.analysis.planner.measured_rates import (
     single_programs,
     with_measured_rates,
 )
-from jaxpar.analysis.step_time import predict
 from jaxpar.target import find_target
 
 SIZES = MeasuredSizes(width=4096, many=2**22, sent=2**20)

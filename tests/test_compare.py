@@ -20,10 +20,10 @@ import pytest
 
 from jaxpar import cluster, files, strategies
 from jaxpar import config as configs
-from jaxpar.analysis.planner.candidates import Candidate, state_ratios
-from jaxpar.analysis.planner.planning import make_space
-from jaxpar.analysis.planner.unranked import UnrankedCandidate, predicted
+from jaxpar.analysis.planning import make_space
 from jaxpar.checkpoint.ledger import Ledger
+from jaxpar.choose.candidates import Candidate, UnrankedCandidate, state_ratios
+from jaxpar.choose.unranked import predicted
 from jaxpar.commands import compare_strategies as command
 from jaxpar.compare import runs
 from jaxpar.compare import strategies as compare

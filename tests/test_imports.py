@@ -23,11 +23,24 @@ ORDER = [
         "layout",
         "addresses",
         "core",
+        "ring",
     ),  # usable without devices
     *("launch", "exchange", "data"),
     *("products", "tasks", "models", "optimizer", "state", "step", "checkpoint"),
     *("asynchronous", "pipeline", "swarm", "strategies"),
-    *("run", "inference", "serve", "export", "analysis", "pages", "training", "compare", "commands", "__main__"),
+    *(
+        "run",
+        "choose",
+        "inference",
+        "serve",
+        "export",
+        "analysis",
+        "pages",
+        "training",
+        "compare",
+        "commands",
+        "__main__",
+    ),
 ]
 
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,21 +18,13 @@ from jaxpar.mesh import STAGE
 from jaxpar.pipeline.executor.continuous_state import BUFFERS, WorkInFlight
 from jaxpar.pipeline.executor.programs import StageInputs
 from jaxpar.pipeline.executor.state import PackedState
+from jaxpar.ring import RING_COLLECTIVES, sent_of_operand
 from jaxpar.run.build import StrategyState
 from jaxpar.state import State
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.strategy import CompiledProgram
 from jaxpar.tasks import Task
 
-PERMUTE = "collective-permute"
-# operation -> (group size g -> bytes that a device sends / bytes of its operands), for ring algorithms
-SENT: dict[str, Callable[[int], float]] = {
-    "all-reduce": lambda g: 2 * (g - 1) / g,
-    "reduce-scatter": lambda g: (g - 1) / g,
-    "all-gather": lambda g: g - 1,
-    "all-to-all": lambda g: (g - 1) / g,
-    PERMUTE: lambda _: 1,
-}
 OTHERS = ("collective-broadcast", "ragged-all-to-all", "send", "recv")  # no strategy uses them
 SCALARS = "scalars"  # small all-reduces: the task's sums, norms and batch weights
 MAX_SCALARS = 8  # most elements of an all-reduce of sums, unless the task's sums + 3 is larger
@@ -135,7 +127,7 @@ def _collectives(
         if kind in OTHERS:
             other = (kind, (), "?")
             return {("bytes", other): sum(array.nbytes for array in operands), ("count", other): 1.0}
-        if kind not in SENT:
+        if kind not in RING_COLLECTIVES:
             return None
         groups = groups_of(instruction)
         counts: dict[tuple[str, Sent], float] = {}
@@ -143,7 +135,7 @@ def _collectives(
             is_scalars = math.prod(array.dims) <= num_scalars and kind == "all-reduce"
             key = (kind, groups, SCALARS if is_scalars else hlo.DTYPE_NAMES.get(array.dtype, array.dtype))
             size = max(len(group) for group in groups) if groups else 1
-            counts["bytes", key] = counts.get(("bytes", key), 0.0) + SENT[kind](size) * array.nbytes
+            counts["bytes", key] = counts.get(("bytes", key), 0.0) + sent_of_operand(kind, size) * array.nbytes
             counts["count", key] = 1.0
         return counts
 

@@ -11,10 +11,10 @@ import numpy as np
 from jaxpar import models, strategies
 from jaxpar.analysis import audit, findings
 from jaxpar.analysis.buffers import buffers_at_peak
-from jaxpar.analysis.planner.auto import resolve_strategy
-from jaxpar.analysis.rates import check_rates
 from jaxpar.analysis.schedule import ProgramSchedule, schedule_of
 from jaxpar.analysis.step_time import NOTHING, StepTime, check_step, predict, predict_program, short_source
+from jaxpar.choose.auto import choose
+from jaxpar.choose.costs.rates import check_rates
 from jaxpar.cluster import Cluster
 from jaxpar.core.plan import COPY
 from jaxpar.errors import format_bytes, is_refused
@@ -36,16 +36,16 @@ def audit_run(
     config: Any, workdir: Path, target: Target | None = None, *, with_program: bool = False, with_time: bool = False
 ) -> dict[str, Any]:
     """Audit the training step of a config, on the devices of this machine or of a target."""
-    config = resolve_strategy(config, workdir, target)
+    config, dataset = choose(config, workdir, target)
     if with_time:
         check_step(config)
     if target:
         cluster, decision = build.check_run(config, workdir, target.cluster)
-        problem = build.load_parts(config, workdir, cluster).problem
+        problem = build.load_parts(config, workdir, cluster, dataset).problem
         plan = strategies.plan(config, problem, cluster, decision)
         strategy = strategies.build(plan, problem, target.devices)
     else:
-        built = build.make_run(config, workdir, Phases(), build.check_run(config, workdir))
+        built = build.make_run(config, workdir, Phases(), build.check_run(config, workdir), dataset)
         problem, strategy = built.problem, built.strategy
     with present_lines():
         programs = strategy.compile()

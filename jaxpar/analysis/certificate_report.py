@@ -12,7 +12,7 @@ from jaxpar import config as configs
 from jaxpar import data, files, mesh
 from jaxpar.analysis import certificate, delayed, reference
 from jaxpar.analysis.certificate import QUANTITIES, ROUNDINGS, TOLERANCES
-from jaxpar.analysis.planner.auto import resolve_strategy
+from jaxpar.choose.auto import choose
 from jaxpar.command_line import format_rows
 from jaxpar.errors import UserError, format_count
 from jaxpar.measure.phases import Phases
@@ -40,8 +40,8 @@ def certify(config: ConfigDict, num_steps: int = 10, reference_passes: int = 1) 
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     # By default GPUs round the factors of matrix products to 10 bits, which would hide small errors.
     with tempfile.TemporaryDirectory() as folder, jax.default_matmul_precision("highest"):
-        config = resolve_strategy(config, Path(folder))
-        run = build.make_run(config, Path(folder), Phases(), build.check_run(config, Path(folder)))
+        config, dataset = choose(config, Path(folder))
+        run = build.make_run(config, Path(folder), Phases(), build.check_run(config, Path(folder)), dataset)
         runs, delays = reference.make_runs(run, reference_passes), run.plan.delays
         measured = delayed.measure_recurrence(runs) if delays else certificate.measure(runs)
         flags = report.flags()

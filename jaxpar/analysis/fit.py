@@ -3,7 +3,9 @@
 Each size that is tried is compiled, and its memory is that of XLA's buffer assignment.
 """
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -12,9 +14,11 @@ from ml_collections import ConfigDict
 from jaxpar import models, strategies
 from jaxpar.analysis import audit
 from jaxpar.analysis.step_time import ONE_PROGRAM
+from jaxpar.choose.stages import until_chosen, with_stages
+from jaxpar.cluster import Cluster
 from jaxpar.core.plan import Decision
 from jaxpar.data import DataInfo
-from jaxpar.errors import check_choice, is_refused
+from jaxpar.errors import UserError, check_choice, is_refused
 from jaxpar.step import Problem
 from jaxpar.target import Target
 
@@ -116,10 +120,14 @@ def microbatch_sizes(config: ConfigDict, decision: Decision[object], target: Tar
     for size in (size for size in range(1, share + 1) if share % size == 0):
         changed = config.copy_and_resolve_references()
         changed.update_from_flattened_dict({key: share // size})
-        if not is_refused(strategies.decide, changed, target.cluster):
+        if not is_refused(_decide, changed, target.cluster):
             sizes.append(size)
             values.append(share // size)
     return Sizes(key, sizes, values)
+
+
+def _decide(config: ConfigDict, cluster: Cluster) -> Decision[object]:
+    return strategies.decide(until_chosen(config, cluster), cluster)
 
 
 def check_strategy(config: ConfigDict) -> None:
@@ -137,9 +145,12 @@ def _attempt(config: ConfigDict, problem: Problem, info: DataInfo, target: Targe
         accumulation_steps=config.optimizer.accumulation_steps,
         batch=shapes,
     )
-    plan = strategies.possible(config, problem, target.cluster)
-    if isinstance(plan, str):
-        return Tried(size, float("inf"), plan)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            config = with_stages(config, problem, target.cluster, Path(folder))
+            plan = strategies.plan(config, problem, target.cluster)
+        except UserError as error:
+            return Tried(size, float("inf"), str(error))
     strategy = strategies.build(plan, problem, target.devices)
     return Tried(size, sum(audit.needed_bytes(strategy.compile(), strategy).values()))
 

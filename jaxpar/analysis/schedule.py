@@ -9,10 +9,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxpar.analysis.audit import SENT
 from jaxpar.measure.aliases import FLOW
 from jaxpar.measure.hlo import DTYPE_NAMES, Frequency, HloArray, HloProgram, Instruction, by_scope
 from jaxpar.measure.kernels import call_target, is_product, product_flops
+from jaxpar.ring import RING_COLLECTIVES
 from jaxpar.strategies.strategy import CompiledProgram
 
 SMALL = 8  # elements of a collective that is not reported, such as a norm
@@ -109,7 +109,7 @@ def schedule_of(compiled: CompiledProgram) -> ProgramSchedule:
     for computation, times in runs.items():
         for place, (name, instruction) in enumerate(program.computations[computation].items()):
             operands = program.operand_types(computation, instruction)
-            if (kind := instruction.operation.removesuffix("-start")) in SENT:
+            if (kind := instruction.operation.removesuffix("-start")) in RING_COLLECTIVES:
                 if sum(math.prod(array.dims) for array in operands) > SMALL:
                     nbytes, dtype = sum(array.nbytes for array in operands), _dtype(operands)
                     meanwhile, source = _until_done(program, computation, place), instruction.source
@@ -165,7 +165,7 @@ def _is_copy(program: HloProgram, instruction: Instruction) -> bool:
 def is_kernel(instruction: Instruction) -> bool:
     """Return whether an instruction of a scheduled computation runs a kernel that is no collective."""
     operation = instruction.operation
-    is_collective = operation.removesuffix("-start") in SENT
+    is_collective = operation.removesuffix("-start") in RING_COLLECTIVES
     return not (is_collective or operation in NO_KERNELS or operation.endswith("-done"))
 
 

@@ -6,7 +6,7 @@ the slowest link that it crosses. If it is asynchronous, it runs at the same tim
 its end; the time that the GPU then still waits is exposed. Collectives run one after the other. In a pipeline, each
 clock takes as long as the actions of its slowest device. That the host waits for a value of the GPU costs nothing.
 
-The rates are those of jaxpar/analysis/rates.py.
+The rates are those of jaxpar/choose/costs/rates.py.
 """
 
 import re
@@ -19,14 +19,15 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar.analysis import enqueued
-from jaxpar.analysis.audit import SENT, groups_of, pairs_of
-from jaxpar.analysis.rates import collective_seconds, launch_seconds, memory_seconds, product_seconds
+from jaxpar.analysis.audit import groups_of, pairs_of
 from jaxpar.analysis.schedule import is_kernel
+from jaxpar.choose.costs.rates import collective_seconds, launch_seconds, memory_seconds, product_seconds
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError
 from jaxpar.measure.hlo import DTYPE_NAMES, HloProgram, Instruction, by_scope
 from jaxpar.measure.kernels import ATTENTION, call_target, is_product, kernel_bytes, product_flops
 from jaxpar.pipeline.executor.enqueue import ENQUEUE_SECONDS
+from jaxpar.ring import RING_COLLECTIVES, sent_of_operand
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.strategy import CompiledProgram
 
@@ -142,7 +143,7 @@ def communicating(program: CompiledProgram) -> list[list[int]]:
     assert text is not None
     groups: set[tuple[int, ...]] = set()
     for instructions in HloProgram(text).computations.values():
-        sent = [one for one in instructions.values() if one.operation.removesuffix("-start") in SENT]
+        sent = [one for one in instructions.values() if one.operation.removesuffix("-start") in RING_COLLECTIVES]
         groups.update(group for one in sent for group in groups_of(one))
     return [[devices[number] for number in group] for group in sorted(groups)]
 
@@ -187,11 +188,11 @@ class _Roofline:
         on_link: dict[str, float] = {}
         for name, instruction in self._program.computations[computation].items():
             operation = instruction.operation
-            if operation.removesuffix("-start") in SENT:
+            if operation.removesuffix("-start") in RING_COLLECTIVES:
                 on_link[name] = seconds = self._collective_seconds(computation, instruction)
                 ends[name] = link_is_free = max(total.seconds, link_is_free) + seconds
-            if operation in SENT or operation.endswith("-done"):
-                started = name if operation in SENT else instruction.operands[0]
+            if operation in RING_COLLECTIVES or operation.endswith("-done"):
+                started = name if operation in RING_COLLECTIVES else instruction.operands[0]
                 wait = max(ends.get(started, 0.0) - total.seconds, 0.0)
                 part = Part(operation.removesuffix("-done"), _source(name, instruction))
                 collectives = {started: (on_link[started], wait)} if started in on_link else {}
@@ -278,7 +279,7 @@ class _Roofline:
             groups = [[self._devices[number] for number in group] for group in groups]
         kind, size = instruction.operation.removesuffix("-start"), max(map(len, groups), default=1)
         nbytes = sum(array.nbytes for array in self._program.operand_types(computation, instruction))
-        return collective_seconds(self._cluster, groups, SENT[kind](size) * nbytes)
+        return collective_seconds(self._cluster, groups, sent_of_operand(kind, size) * nbytes)
 
 
 def _source(name: str, instruction: Instruction) -> str:

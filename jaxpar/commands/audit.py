@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpar.analysis.audit_report import audit_run, format_audit
-from jaxpar.analysis.rates import check_rates
+from jaxpar.choose.costs.rates import check_rates
 from jaxpar.commands.config_flags import ConfigParser, prepare_config
 from jaxpar.errors import UserError
 from jaxpar.target import find_target

@@ -32,7 +32,7 @@ from jaxpar.commands.config_flags import ConfigParser
 from jaxpar.compare.pipelines import PIPELINE_CASES, compare_pipelines
 from jaxpar.gpus import gpu_kinds
 from jaxpar.mesh import DATA, STAGE
-from jaxpar.pipeline.search.layer_profile import LARGEST_VALUE
+from jaxpar.pipeline.tables.simulate import LARGEST_VALUE
 
 
 def main(argv: Sequence[str]) -> None:

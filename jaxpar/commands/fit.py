@@ -23,7 +23,9 @@ from typing import Any
 from jaxpar import models
 from jaxpar.analysis import fit
 from jaxpar.analysis.fit import Fit, Sizes, Tried
-from jaxpar.analysis.planner.auto import resolve_strategy
+from jaxpar.choose.auto import choose
+from jaxpar.choose.planner import AUTO_STRATEGY
+from jaxpar.choose.stages import until_chosen
 from jaxpar.command_line import choice, names
 from jaxpar.commands.config_flags import ConfigParser, prepare_config
 from jaxpar.errors import format_bytes
@@ -46,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
     prepare_config(config)
     target = find_target(arguments.target)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-        config = resolve_strategy(config, Path(folder), target)
+        if config.strategy == AUTO_STRATEGY:
+            config = choose(config, Path(folder), target).config
         fit.check_strategy(config)
         model, sizes, fits = _run(config, Path(folder), target, arguments.vary, arguments.remat)
     if arguments.json:
@@ -58,8 +61,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(config: Any, workdir: Path, target: Target, vary: str, remats: list[str]) -> tuple[str, Sizes, list[Fit]]:
     """Return a description of the model, the sizes, and the largest that fits for each remat. Prints the attempts."""
-    cluster, decision = build.check_run(config, workdir, target.cluster)
-    loaded = build.load_parts(config, workdir, cluster)
+    # Each size gets a schedule of its own, if the config has none.
+    stand_in = until_chosen(config, target.cluster, build.check_inputs(config, target.cluster))
+    cluster, decision = build.check_run(stand_in, workdir, target.cluster)
+    loaded = build.load_parts(stand_in, workdir, cluster)
     if vary == fit.BATCH:
         sizes = fit.batch_sizes(decision, len(loaded.dataset.train))
     else:

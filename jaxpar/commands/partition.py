@@ -12,12 +12,9 @@ from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxpar.command_line import Parser, choice, format_rows, integer, missing, number
-from jaxpar.errors import UserError, format_count
-from jaxpar.files import json_text
-from jaxpar.pipeline.search.layer_profile import LayerProfile, read_profile
-from jaxpar.pipeline.search.stage_costs import COMMUNICATION_MODELS
-from jaxpar.pipeline.search.stage_search import (
+from jaxpar.choose.costs.profile import LayerProfile, read_profile
+from jaxpar.choose.pipedream import (
+    COMMUNICATION_MODELS,
     MAX_WORK,
     WORK_PER_SECOND,
     Level,
@@ -26,6 +23,9 @@ from jaxpar.pipeline.search.stage_search import (
     most_workers,
     search_work,
 )
+from jaxpar.command_line import Parser, choice, format_rows, integer, missing, number
+from jaxpar.errors import UserError, format_count
+from jaxpar.files import json_text
 
 RULE = "SIZE:BANDWIDTH of each level, the innermost first, as in 8:3e11,2:1.25e9"
 

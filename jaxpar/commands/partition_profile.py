@@ -10,11 +10,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxpar import cluster as clusters
+from jaxpar.choose.auto import measure_layers
+from jaxpar.choose.costs.layers import TracedLayers
+from jaxpar.choose.costs.profile import LayerProfile, write_profile
+from jaxpar.choose.stages import until_chosen
 from jaxpar.command_line import check_new_file, choice, format_rows, integer, output_path, writing
 from jaxpar.commands.config_flags import ConfigParser, prepare_config
 from jaxpar.errors import UserError, format_bytes
 from jaxpar.gpus import gpu_kinds
-from jaxpar.pipeline.search.layer_profile import LayerProfile, write_profile
 from jaxpar.run import build
 from jaxpar.run.unused import EFFECTS
 
@@ -41,15 +45,18 @@ def main(argv: Sequence[str]) -> None:
     check_new_file("--out", arguments.out)
     prepare_config(config)
     with tempfile.TemporaryDirectory() as folder:
-        cluster, decision = build.check_run(config, Path(folder))
-        loaded = build.load_parts(config, Path(folder), cluster)
+        there = clusters.find_cluster()
+        stand_in = until_chosen(config, there, build.check_inputs(config, there))
+        cluster, decision = build.check_run(stand_in, Path(folder))
+        loaded = build.load_parts(stand_in, Path(folder), cluster)
     size = arguments.microbatch_size or config.batch_size // decision.batch_divisor
     if size > config.batch_size:
         raise UserError(f"--microbatch_size is {size}; it must be at most config.batch_size, {config.batch_size}")
     if arguments.device is None:
-        layers = build.measure_layers(config, loaded, size, arguments.repeats)
+        layers = measure_layers(config, loaded, size, arguments.repeats)
     else:
-        layers = build.estimate_layers(config, loaded, size, arguments.device)
+        gpu = clusters.named_cluster(arguments.device, 1)
+        layers = TracedLayers(loaded.problem, gpu).profile(size, config.pipeline.remat)
     with writing("--out", arguments.out):
         write_profile(layers, arguments.out)
     print(_as_text(layers))

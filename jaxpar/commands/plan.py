@@ -29,10 +29,7 @@ import time
 from collections.abc import Sequence
 
 from jaxpar import models
-from jaxpar.analysis.planner import report
-from jaxpar.analysis.planner.auto import AUTO_STRATEGY
-from jaxpar.analysis.planner.candidates import ranked, state_ratios
-from jaxpar.analysis.planner.planning import (
+from jaxpar.analysis.planning import (
     check_strategy_name,
     cluster_of,
     describe_plans,
@@ -41,7 +38,10 @@ from jaxpar.analysis.planner.planning import (
     measured_space,
     verified,
 )
-from jaxpar.analysis.planner.unranked import predicted, unranked
+from jaxpar.choose import report
+from jaxpar.choose.candidates import ranked, state_ratios
+from jaxpar.choose.planner import AUTO_STRATEGY
+from jaxpar.choose.unranked import predicted, unranked
 from jaxpar.command_line import check_new_file, integer, output_path, writing
 from jaxpar.commands.config_flags import ConfigParser, load_checked
 from jaxpar.errors import UserError, format_bytes

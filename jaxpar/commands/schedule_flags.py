@@ -6,7 +6,6 @@ from pathlib import Path
 
 from jaxpar.command_line import Parser, integer, missing, number, output_path, writing
 from jaxpar.errors import UserError
-from jaxpar.pipeline.search.layer_profile import LARGEST_VALUE
 from jaxpar.pipeline.search.lockstep_bound import lockstep_bound
 from jaxpar.pipeline.search.lockstep_search import search_lockstep
 from jaxpar.pipeline.search.search import SearchResult, search
@@ -21,7 +20,7 @@ from jaxpar.pipeline.tables.schedule import (
     unknown_schedule,
     unrolled_table,
 )
-from jaxpar.pipeline.tables.simulate import Simulation, Times, simulate_table, steady_bubble_rate
+from jaxpar.pipeline.tables.simulate import LARGEST_VALUE, Simulation, Times, simulate_table, steady_bubble_rate
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.pipeline.tables.table_file import is_table_file, read_table, write_table
 

@@ -9,7 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxpar import cluster as clusters
 from jaxpar import data, files, mesh, strategies
+from jaxpar.choose.costs.layers import TracedLayers
+from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.cluster import Cluster, Link
 from jaxpar.compare.pictures import PolicyCurve, save_policy_curves
 from jaxpar.compare.runs import configured, finish_run
@@ -18,7 +21,6 @@ from jaxpar.errors import UserError, format_bytes
 from jaxpar.gpus import gpu_kinds
 from jaxpar.measure.phases import Phases
 from jaxpar.mesh import DATA, STAGE
-from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.pipeline.tables.simulate import Times, simulate_table, steady_bubble_rate, work
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.run import build, metrics
@@ -141,7 +143,8 @@ def plan_case(run: build.Run, cluster: Cluster, config: ConfigDict, settings: li
     memory = max(plan.device_bytes) + sum(strategies.in_flight_bytes(plan, run.problem).values())
     [device] = [name for name, kind in gpu_kinds().items() if kind.device_kind == cluster.device_kind]
     size = config.batch_size // plan.decision.batch_divisor
-    layers = build.estimate_layers(run.config, run, size, device)
+    gpu = clusters.named_cluster(device, 1)
+    layers = TracedLayers(run.problem, gpu).profile(size, run.config.pipeline.remat)
     if config.strategy != "pipeline":
         return PipelineCase(
             settings, None, data_parallel_seconds(layers, cluster.num_devices, cluster.links[DATA]), memory

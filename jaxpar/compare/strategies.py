@@ -18,10 +18,10 @@ from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
 from jaxpar import files, mesh, models, strategies
-from jaxpar.analysis.planner.candidates import Candidate, Space, StateRatios, state_ratios
-from jaxpar.analysis.planner.planning import make_space
-from jaxpar.analysis.planner.unranked import predicted as predicted_for
+from jaxpar.analysis.planning import make_space
 from jaxpar.checkpoint import ledger
+from jaxpar.choose.candidates import Candidate, Space, StateRatios, state_ratios
+from jaxpar.choose.unranked import predicted as predicted_for
 from jaxpar.cluster import Cluster
 from jaxpar.compare.pictures import draw_pictures, svg
 from jaxpar.compare.runs import (

@@ -13,14 +13,15 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError, format_bytes, format_count
 from jaxpar.layout import SHARDED, Layout
+from jaxpar.ring import ring_sends
 
 Source = TypeVar("Source", covariant=True)
 Details = TypeVar("Details", covariant=True)
 ARRAYS = "arrays"  # key of the hash of the private arrays in a private key
 ON_HOST = " on the host"  # suffix of the name of a part of the state that is in host memory
 ACTIVATION_PARTS = ("stashes", "transfers")  # parts of a pipeline's memory that do not belong to the state
-# The purposes of the parts of a state whose names differ from their parts', and of the scalars, which are not counted.
 COPY = "copy"  # the kind of traffic that the host sends between programs
+# The purposes of the parts of a state whose names differ from their parts', and of the scalars, which are not counted.
 PURPOSES = {"params": "parameters", "copies": "parameters", "step": "", "key": ""}
 
 
@@ -47,6 +48,33 @@ class Traffic(NamedTuple):
     messages: float
     required: float = 1.0
     members: tuple[int, ...] = ()
+
+
+def ring_traffic(
+    kind: str,
+    ways: int,
+    axis: str,
+    size: int,
+    nbytes: float,
+    dtype: str,
+    *,
+    num_vectors: int = 1,
+    members: tuple[int, ...] = (),
+) -> Traffic:
+    """Return a device's traffic under ring algorithms. See `ring_sends`.
+
+    Args:
+      kind: kind of the collective.
+      ways: number of passes: 2 for an all-reduce, 1 for a reduce-scatter or an all-gather, times the number of such
+        collectives for each vector.
+      axis: name of the mesh axis.
+      size: n, the size of the axis.
+      nbytes: bytes of all vectors together.
+      dtype: dtype of the vectors.
+      num_vectors: number of vectors, each of which is sent in separate messages.
+      members: as in Traffic.
+    """
+    return Traffic(kind, dtype, axis, *ring_sends(ways, size, nbytes, num_vectors), members=members)
 
 
 class StageDelay(NamedTuple):
@@ -87,8 +115,6 @@ class Decision(Generic[Source]):
       batch_words: explanation of the divisor for messages.
       num_replicas: the number of shards of a batch.
       source: other inputs of the strategy's `plan`, such as the table of a pipeline, with all files already read.
-      needs_profile: whether the layers must be profiled before the plan (config.pipeline.profile). After that, the
-        decision can be another one.
     """
 
     axes: Mapping[str, int]
@@ -96,7 +122,6 @@ class Decision(Generic[Source]):
     batch_words: str
     num_replicas: int
     source: Source
-    needs_profile: bool = False
 
 
 @dataclass(frozen=True, eq=False)

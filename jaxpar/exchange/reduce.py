@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jax.typing import DTypeLike
 
-from jaxpar.core.plan import Traffic
+from jaxpar.core.plan import Traffic, ring_traffic
 from jaxpar.layout import Tree
 
 
@@ -202,36 +202,6 @@ def psum_small(tree: Tree, axes: str | tuple[str, ...]) -> Tree:
 
 def _stateless(_length: int, _key: jax.Array) -> Tree:
     return ()
-
-
-def ring_traffic(
-    kind: str,
-    ways: int,
-    axis: str,
-    size: int,
-    nbytes: float,
-    dtype: str,
-    *,
-    num_vectors: int = 1,
-    members: tuple[int, ...] = (),
-) -> Traffic:
-    """Return a device's traffic under ring algorithms, which send (n-1)/n of the vectors' bytes in each pass.
-
-    Patarasuk and Yuan, 2009.
-
-    Args:
-      kind: kind of the collective.
-      ways: number of passes: 2 for an all-reduce, 1 for a reduce-scatter or an all-gather, times the number of such
-        collectives for each vector.
-      axis: name of the mesh axis.
-      size: n, the size of the axis.
-      nbytes: bytes of all vectors together.
-      dtype: dtype of the vectors.
-      num_vectors: number of vectors, each of which is sent in separate messages.
-      members: as in Traffic.
-    """
-    steps = ways * (size - 1)
-    return Traffic(kind, dtype, axis, steps * nbytes / size, steps * num_vectors, members=members)
 
 
 def added_up(traffic: Iterable[Traffic]) -> list[Traffic]:

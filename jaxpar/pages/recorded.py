@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import checkpoint, files, tasks
 from jaxpar import config as configs
-from jaxpar.analysis.planner.auto import AUTO_STRATEGY
+from jaxpar.choose.planner import AUTO_STRATEGY
 from jaxpar.errors import UserError, format_count
 from jaxpar.run import resume
 from jaxpar.run.build import Result

@@ -21,8 +21,7 @@ from jaxpar.launch import processes, watchdog
 from jaxpar.measure.phases import Phases
 from jaxpar.memory import check_host_memory
 from jaxpar.models import Params, hf
-from jaxpar.pipeline.executor.layer_times import LayerPrograms
-from jaxpar.pipeline.search.layer_profile import LayerProfile, write_profile
+from jaxpar.models.model import Model
 from jaxpar.run import resume
 from jaxpar.run.callbacks import check_early_stop
 from jaxpar.run.unused import describe_unused
@@ -35,7 +34,6 @@ PLACES = ("data.train", "data.validation", "data.test", "data.tokenizer", "model
 
 StrategyState = Any  # the state in the form of the run's strategy
 MAX_STEPS = 2**31 - 1  # the step counter is an int32
-REPEATS = 10  # measurements of each layer for a profile
 FEW_STEPS, ENOUGH_STEPS = 100, 250  # of a run that learns little, and of one for which flags are advised
 SMALLEST_BATCH = 16  # that is advised, unless the devices need a larger one
 PREPARATION = 3  # size of the temporary arrays with which a batch of text is prepared, in batches
@@ -81,17 +79,22 @@ class Loaded(NamedTuple):
     num_steps: int
 
 
+def check_inputs(config: ConfigDict, cluster: Cluster) -> Model | None:
+    """Check data and model, and return the model; None if it is not known before the data is read."""
+    configs.check_no_nan(config)
+    if config.model.init_from:
+        hf.apply_directory(config)
+    data.check_data(config, tasks.find_task(config).labels)
+    return models.check_model(config, cluster)
+
+
 def check_run(config: ConfigDict, workdir: Path, cluster: Cluster | None = None) -> Checked:
     """Raise UserError for any mistake that can be found before data is read and programs are compiled.
 
     cluster: the cluster to run on; None: the devices of this run.
     """
     cluster = cluster or clusters.find_cluster()
-    configs.check_no_nan(config)
-    if config.model.init_from:
-        hf.apply_directory(config)
-    data.check_data(config, tasks.find_task(config).labels)
-    model = models.check_model(config, cluster)
+    model = check_inputs(config, cluster)
     decision = strategies.decide(config, cluster, model)
     strategies.check_other_sections(config, [layer.name for layer in model.layers] if model else [])
     if config.checkpoint.keep < 1:
@@ -124,23 +127,34 @@ def check_run(config: ConfigDict, workdir: Path, cluster: Cluster | None = None)
     return Checked(cluster, decision)
 
 
-def make_run(config: ConfigDict, workdir: Path, phases: Phases, checked: Checked | None = None) -> Run:
-    """Build data, model, optimizer and strategy.
+def make_run(
+    config: ConfigDict,
+    workdir: Path,
+    phases: Phases,
+    checked: Checked | None = None,
+    dataset: data.Dataset | None = None,
+) -> Run:
+    """Build data, model, optimizer, plan and strategy.
 
-    The config of the run contains the path of the profile if the layers were measured. checked: the result of
-    `check_run`, or None if it was not called.
+    Args:
+      config: the config, without any `auto` (jaxpar/choose).
+      workdir: directory of the run.
+      phases: the clock of its phases.
+      checked: the result of `check_run`, or None if it was not called.
+      dataset: its data, if it was read before.
+
+    Raises:
+      UserError: the strategy cannot train, or disk or host memory are too small.
     """
     cluster = checked.cluster if checked else clusters.find_cluster()
     decision = checked.decision if checked else strategies.decide(config, cluster)
     with unless_refused(workdir, "tokenizer.json"):
-        loaded = load_parts(config, workdir, cluster)
-        if not decision.needs_profile:
-            return _make_run(config, workdir, phases, cluster, decision, loaded)
-        decision = strategies.decide(config, cluster, loaded.problem.model)  # refuse what needs no profile
-        with unless_refused(workdir, "profile.json"):
-            config = with_profile(config, workdir, loaded, decision)
-            decision = strategies.decide(config, cluster, loaded.problem.model)
-            return _make_run(config, workdir, phases, cluster, decision, loaded)
+        dataset, batches, problem, pretrained, schedule, num_steps = load_parts(config, workdir, cluster, dataset)
+        plan = strategies.plan(config, problem, cluster, decision)
+        strategy = strategies.build(plan, problem, clusters.devices())
+        check_space(config, workdir, problem)
+        check_batches(config, dataset, strategy, num_steps)
+    return Run(config, workdir, dataset, batches, problem, pretrained, cluster, strategy, schedule, num_steps, phases)
 
 
 @contextlib.contextmanager
@@ -154,25 +168,14 @@ def unless_refused(workdir: Path, name: str) -> Iterator[None]:
         raise
 
 
-def _make_run(
-    config: ConfigDict, workdir: Path, phases: Phases, cluster: Cluster, decision: Decision[Any], loaded: Loaded
-) -> Run:
-    """Plan and build the strategy. Raises UserError if it cannot train, or if disk or host memory are too small."""
-    dataset, batches, problem, pretrained, schedule, num_steps = loaded
-    plan = strategies.plan(config, problem, cluster, decision)
-    strategy = strategies.build(plan, problem, clusters.devices())
-    check_space(config, workdir, problem)
-    check_batches(config, dataset, strategy, num_steps)
-    return Run(config, workdir, dataset, batches, problem, pretrained, cluster, strategy, schedule, num_steps, phases)
-
-
-def load_parts(config: ConfigDict, workdir: Path, cluster: Cluster) -> Loaded:
-    """Read the data, and build the model and the optimizer."""
+def load_parts(config: ConfigDict, workdir: Path, cluster: Cluster, dataset: data.Dataset | None = None) -> Loaded:
+    """Read the data, and build the model and the optimizer. dataset: the data, if it was read before."""
     task = tasks.find_task(config)
-    with processes.first_then_others("data"):
-        if processes.is_first() and not contains_run(workdir):
-            (workdir / "tokenizer.json").unlink(missing_ok=True)  # left over from a start that failed
-        dataset = data.load(config, task.labels, workdir)
+    if dataset is None:
+        with processes.first_then_others("data"):
+            if processes.is_first() and not contains_run(workdir):
+                (workdir / "tokenizer.json").unlink(missing_ok=True)  # left over from a start that failed
+            dataset = data.load(config, task.labels, workdir)
     check_alike(config, dataset.fingerprint)
     if config.early_stop.patience and not dataset.validation:
         raise UserError(
@@ -197,35 +200,6 @@ def load_parts(config: ConfigDict, workdir: Path, cluster: Cluster) -> Loaded:
     accumulation = config.optimizer.accumulation_steps
     problem = Problem(model, optimizer.make_optimizer(config, schedule), accumulation, longest, num_steps, task)
     return Loaded(dataset, batches, problem, pretrained, schedule, num_steps)
-
-
-def with_profile(config: ConfigDict, workdir: Path, loaded: Loaded, decision: Decision[Any]) -> ConfigDict:
-    """Return the config with a profile of the layers in the workdir.
-
-    The first start of a run measures it in one process; later starts read the same file, and so keep the partition.
-    """
-    path = workdir / "profile.json"
-    with processes.first_then_others("profile"):
-        if processes.is_first() and not (path.exists() and contains_run(workdir)):
-            size = config.batch_size // decision.batch_divisor
-            write_profile(measure_layers(config, loaded, size, REPEATS), path)
-    config = config.copy_and_resolve_references()
-    config.pipeline.profile = str(path)
-    return config
-
-
-def measure_layers(config: ConfigDict, loaded: Loaded, size: int, repeats: int) -> list[LayerProfile]:
-    """Return the profile of the layers on the first device, for a microbatch of `size` examples of full length."""
-    microbatch = {name: x[:size] for name, x in loaded.batches.longest().items()}
-    programs = LayerPrograms(loaded.problem, microbatch, remat=config.pipeline.remat)
-    return programs.measure(microbatch, repeats=repeats)
-
-
-def estimate_layers(config: ConfigDict, loaded: "Loaded | Run", size: int, device: str) -> list[LayerProfile]:
-    """Return the profile of the layers on a kind of GPU, as `measure_layers` does, without running them."""
-    microbatch = {name: x[:size] for name, x in loaded.batches.longest().items()}
-    programs = LayerPrograms(loaded.problem, microbatch, remat=config.pipeline.remat)
-    return programs.estimate(clusters.named_cluster(device, 1), config.model.dtype)
 
 
 def contains_run(workdir: Path) -> bool:

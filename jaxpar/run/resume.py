@@ -19,6 +19,7 @@ from jaxpar.run.workdir import check_paths
 CHANGEABLE = (
     "strategy",
     "planned_for",
+    "chosen",
     "mesh",
     "data_parallel",
     "exchange",

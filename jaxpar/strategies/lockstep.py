@@ -16,8 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar import mesh as meshes
 from jaxpar import state as states
-from jaxpar.core.plan import Plan, Traffic, state_memory
-from jaxpar.exchange.reduce import ring_traffic
+from jaxpar.core.plan import Plan, Traffic, ring_traffic, state_memory
 from jaxpar.layout import Layout
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Batch, Model

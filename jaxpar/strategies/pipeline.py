@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from jaxpar import mesh as meshes
 from jaxpar import step as steps
 from jaxpar.cluster import Cluster
-from jaxpar.core.plan import ARRAYS, Decision, DelayedUpdates, Plan, state_memory
+from jaxpar.core.plan import ARRAYS, Decision, DelayedUpdates, Plan
 from jaxpar.data.cache import fingerprint
 from jaxpar.errors import UserError, format_count
 from jaxpar.layout import PER_REPLICA
@@ -24,26 +24,23 @@ from jaxpar.mesh import DATA
 from jaxpar.models.model import Batch, Model, Tie
 from jaxpar.pipeline.executor import partition
 from jaxpar.pipeline.executor.continuous_state import ContinuousState
-from jaxpar.pipeline.executor.engine import PipelineEngine, make_engine
-from jaxpar.pipeline.executor.lowering import TableShape, lower_table
+from jaxpar.pipeline.executor.engine import make_engine
+from jaxpar.pipeline.executor.lowering import lower_table
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.executor.state import StagedState
 from jaxpar.pipeline.tables.periodic import CONTINUOUS
-from jaxpar.pipeline.tables.schedule import SCHEDULES
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.step import Problem
 from jaxpar.strategies import dispatched, exchanges, lockstep
-from jaxpar.strategies.auto_executor import choose_executor
-from jaxpar.strategies.auto_schedule import choose_schedule
-from jaxpar.strategies.division import Division, check_division, configured_division
 from jaxpar.strategies.pipeline_details import PipelineDetails
 from jaxpar.strategies.schedules import (
-    AUTO_EXECUTOR,
-    AUTO_SCHEDULE,
     DISPATCH,
     LOCKSTEP,
     check_evaluation,
+    check_no_auto,
     check_pipeline_values,
+    configured_replicas,
+    configured_table,
     stage_delays,
 )
 from jaxpar.strategies.strategy import Strategy
@@ -51,9 +48,10 @@ from jaxpar.strategies.strategy import Strategy
 EXECUTOR_MODULES: dict[str, Any] = {LOCKSTEP: lockstep, DISPATCH: dispatched}
 
 
-def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Decision[Division]:
+def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Decision[Table]:
     """Decide on the mesh and the table. Raises UserError for an invalid config.mesh or config.pipeline."""
     check_pipeline_values(config)
+    check_no_auto(config)
     if config.optimizer.accumulation_steps != 1:
         raise UserError(
             f"config.optimizer.accumulation_steps is {config.optimizer.accumulation_steps}; it must be 1 with "
@@ -65,12 +63,11 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Deci
     axes = meshes.sizes(config, cluster)
     has_ring = axes[DATA] == 1 or config.pipeline.schedule not in CONTINUOUS
     exchanges.check_gradient_exchange(config, axes[DATA], cluster, has_ring=has_ring)
-    division = configured_division(config, cluster, model)
-    table = division.table
+    replicas_of_stages = configured_replicas(config)
+    table = configured_table(config, replicas_of_stages)
     if model is not None:
         names = [layer.name for layer in model.layers]
-        if not division.needs_profile:
-            partition.explicit_cuts(names, division.partition, table.num_stages)
+        partition.explicit_cuts(names, config.pipeline.partition, table.num_stages)
         if table.period:
             ends = {names[0], names[-1]}  # they are never on one stage
             check_ties(config, [tie for tie in model.ties if {tie.layer, tie.source} == ends])
@@ -80,44 +77,30 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Deci
     replicas, microbatches = format_count(axes[DATA], "replica"), format_count(m, "microbatch")
     words = f"{replicas} (the data axis) x {microbatches} (config.pipeline.num_microbatches)"
     check_evaluation(config, axes[DATA], m)
-    return Decision(axes, axes[DATA] * m, words, axes[DATA], division, division.needs_profile)
+    return Decision(axes, axes[DATA] * m, words, axes[DATA], table)
 
 
-def plan(
-    config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[Division], /
-) -> Plan[PipelineDetails]:
+def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[Table], /) -> Plan[PipelineDetails]:
     """Plan the stages of config.pipeline, and the replicas of the pipeline on the data axis.
 
     Raises:
-      UserError: config.pipeline.partition cannot cut the model, the profile is of another model, or the step to trace
-        is after the last one.
+      UserError: config.pipeline.partition cannot cut the model, or the step to trace is after the last one.
     """
     if config.pipeline.trace > shapes.num_steps:
         raise UserError(
             f"config.pipeline.trace is {config.pipeline.trace}; it must be at most {shapes.num_steps}, the last step "
             "of the run"
         )
-    division, num_data = decision.source, decision.num_replicas
-    table = division.table
+    c, table, num_data = config.pipeline, decision.source, decision.num_replicas
     inputs = shapes.model.inputs(shapes.batch)
-    check_division(config, division, shapes.model, inputs)
-    bounds = partition.stage_bounds(shapes.model, shapes.batch, inputs, division.partition, table.num_stages)
+    bounds = partition.stage_bounds(shapes.model, shapes.batch, inputs, c.partition, table.num_stages)
     stages = Stages(shapes.model, bounds, table.stages, inputs, shapes.task)
     staged = StagedState(decision.axes, shapes, stages, exchanges.on_gradients(config, num_data))
     exchanges.check_compressed(config, staged.params.packing.shapes)
-    c, schedule = config.pipeline, config.pipeline.schedule
     microbatches = abstract_microbatches(shapes, num_data, table.num_microbatches)
     key = jax.eval_shape(lambda: jax.random.key(0))
-
-    def engine_of(shape: TableShape) -> PipelineEngine:
-        return make_engine(staged, shape, microbatches, key, c.remat)
-
-    if schedule == AUTO_SCHEDULE:
-        state_bytes = max(sum(parts.values()) for parts in state_memory(staged.memory))
-        chosen = choose_schedule(config, cluster, table, engine_of, division.profile, state_bytes)
-        table, schedule = chosen.table, f"auto ({chosen.policy if chosen.policy in SCHEDULES else 'searched'})"
     lowered = lower_table(table)
-    engine = engine_of(lowered.shape)
+    engine = make_engine(staged, lowered.shape, microbatches, key, c.remat)
     state: StagedState | ContinuousState = staged
     differs, delays = exchanges.differs(config, num_data), None
     private_key: dict[str, Any] = {}
@@ -133,18 +116,11 @@ def plan(
         private_key[ARRAYS] = fingerprint({"private": arrays})
         delays = DelayedUpdates(stage_delays(table, stages.layers), differs)
         differs = "; ".join(filter(None, [CONTINUOUS[c.schedule].reason, differs]))
-    executor = c.executor
-    summary = summarize_stages(schedule, table, stages)
-    if executor == AUTO_EXECUTOR:
-        executor = choose_executor(config, cluster, table, engine.programs, division.profile)
-        summary += ", in lockstep" * (executor == LOCKSTEP)
-    summary += ", dispatched" * (executor == DISPATCH)
-    details = PipelineDetails(
-        schedule, table, lowered, stages, engine.programs, staged, state, c.remat, c.trace, executor
-    )
-    if executor == DISPATCH:
-        private_key |= {"executor": executor}
-    needed = EXECUTOR_MODULES[executor].resources(details, engine, shapes.model)
+    summary = summarize_stages(c.schedule, table, stages) + ", dispatched" * (c.executor == DISPATCH)
+    details = PipelineDetails(c.schedule, table, lowered, stages, engine, staged, state, c.remat, c.trace, c.executor)
+    if c.executor == DISPATCH:
+        private_key |= {"executor": c.executor}
+    needed = EXECUTOR_MODULES[c.executor].resources(details, engine, shapes.model)
     return Plan(
         "pipeline",
         decision,
@@ -156,7 +132,7 @@ def plan(
         exchanges.name(config),
         private_key if table.period or has_residuals else {},
         differs,
-        "; ".join(filter(None, [exchanges.exchange_advice(config), division.advice])),
+        exchanges.exchange_advice(config),
         delays,
     )
 

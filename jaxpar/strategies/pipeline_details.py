@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from jaxpar.core.plan import Plan, Traffic
 from jaxpar.layout import Layout
 from jaxpar.pipeline.executor.continuous_state import ContinuousState
+from jaxpar.pipeline.executor.engine import PipelineEngine
 from jaxpar.pipeline.executor.lowering import LoweredTable
 from jaxpar.pipeline.executor.programs import StagePrograms
 from jaxpar.pipeline.executor.stages import Stages
@@ -23,7 +24,7 @@ class PipelineDetails:
       table: the table of the schedule.
       lowered: the table in the form that the engine runs, as NumPy arrays.
       stages: the stages.
-      programs: their F, B and W programs.
+      engine: their F, B and W programs, as branches of one program.
       staged: distribution of the state between flushes, and the exchange of gradients between replicas.
       state: distribution of the state; `staged`, unless the pipeline never drains.
       remat: none, full or dots: which values the forward pass saves for the backward pass.
@@ -35,12 +36,17 @@ class PipelineDetails:
     table: Table
     lowered: LoweredTable
     stages: Stages
-    programs: StagePrograms
+    engine: PipelineEngine
     staged: StagedState
     state: StagedState | ContinuousState
     remat: str
     trace: int
     executor: str
+
+    @property
+    def programs(self) -> StagePrograms:
+        """The F, B and W programs of the stages."""
+        return self.engine.programs
 
 
 class ExecutorResources(NamedTuple):

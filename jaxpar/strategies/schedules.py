@@ -10,27 +10,25 @@ from ml_collections import ConfigDict
 from jaxpar.core.plan import StageDelay
 from jaxpar.errors import UserError, check_choice
 from jaxpar.files import path_state
+from jaxpar.pipeline.executor.partition import AUTO
 from jaxpar.pipeline.executor.programs import REMATS
-from jaxpar.pipeline.search.layer_profile import LARGEST_VALUE
 from jaxpar.pipeline.tables.periodic import CONTINUOUS, continuous_obstacle, fewest_microbatches, periodic_table
 from jaxpar.pipeline.tables.replicated import WITH_REPLICAS, parse_replicas, replicated_table
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle, unknown_schedule
+from jaxpar.pipeline.tables.simulate import LARGEST_VALUE
 from jaxpar.pipeline.tables.table import BW, B, F, Table, U, W, is_training
 from jaxpar.pipeline.tables.table_file import is_table_file, read_table
 
 EXECUTORS = LOCKSTEP, DISPATCH = "lockstep", "dispatch"
-AUTO_EXECUTOR = "auto"  # the plan chooses it (auto_executor.py)
-AUTO_SCHEDULE = "auto"  # the plan chooses it, when the stages are known (auto_schedule.py)
-UNTIL_CHOSEN = "1f1b"  # the schedule with the sizes of AUTO_SCHEDULE that stands for it before
 
 
 def check_pipeline_values(config: ConfigDict) -> None:
     """Raise UserError for a value of config.pipeline that is out of range, whether the run has a pipeline or not."""
     c = config.pipeline
     check_choice("pipeline.remat", c.remat, REMATS)
-    check_choice("pipeline.executor", c.executor, (*EXECUTORS, AUTO_EXECUTOR))
-    if c.schedule not in {*SCHEDULES, *CONTINUOUS, AUTO_SCHEDULE} and not is_table_file(c.schedule):
-        raise UserError(unknown_schedule("config.pipeline.schedule", c.schedule, (AUTO_SCHEDULE,)))
+    check_choice("pipeline.executor", c.executor, (*EXECUTORS, AUTO))
+    if c.schedule not in {*SCHEDULES, *CONTINUOUS, AUTO} and not is_table_file(c.schedule):
+        raise UserError(unknown_schedule("config.pipeline.schedule", c.schedule, (AUTO,)))
     for key in ("num_microbatches", "num_chunks"):
         if c[key] < 0:
             raise UserError(f"config.pipeline.{key} is {c[key]}; it must be at least 0")
@@ -52,14 +50,23 @@ def check_pipeline_values(config: ConfigDict) -> None:
         raise UserError(f"config.pipeline.profile is {c.profile!r}, which {state}; it must be the path of a profile")
 
 
+def check_no_auto(config: ConfigDict) -> None:
+    """Raise UserError for `auto` in config.pipeline, which must have been replaced."""
+    examples = {"partition": "flops", "schedule": "1f1b", "executor": LOCKSTEP}
+    for key, example in examples.items():
+        if config.pipeline[key] == AUTO:
+            raise UserError(
+                f"config.pipeline.{key} is {AUTO!r}; it must be replaced (jaxpar.choose) before the run is planned, or "
+                f"be another value, such as {example!r}"
+            )
+
+
 def configured_table(config: ConfigDict, replicas: Sequence[int]) -> Table:
     """Return the table that config.pipeline.schedule selects, whose stages have this many replicas; empty: one each.
 
-    It is that of UNTIL_CHOSEN if the plan will choose the schedule.
-
     Raises UserError for a schedule that does not exist or does not support the configured sizes, and an invalid table.
     """
-    if config.pipeline.schedule != AUTO_SCHEDULE and is_table_file(config.pipeline.schedule):
+    if is_table_file(config.pipeline.schedule):
         table = _table_from_file(config, replicas)
     else:
         table = _table_by_name(config, replicas)
@@ -139,7 +146,7 @@ def configured_replicas(config: ConfigDict) -> tuple[int, ...]:
 
 def _table_by_name(config: ConfigDict, replicas: Sequence[int]) -> Table:
     c, p = config.pipeline, config.mesh.stage
-    name = UNTIL_CHOSEN if c.schedule == AUTO_SCHEDULE else c.schedule
+    name = c.schedule
     if c.num_microbatches > config.batch_size:
         raise UserError(
             f"config.pipeline.num_microbatches is {c.num_microbatches}; it must be at most config.batch_size, "
@@ -153,13 +160,13 @@ def _table_by_name(config: ConfigDict, replicas: Sequence[int]) -> Table:
         "num_chunks": c.num_chunks or SCHEDULES[name].num_chunks,
     }
     if reason := schedule_obstacle(name, **sizes):
-        raise UserError(f"config.pipeline.{reason.replace(name, c.schedule)}")
+        raise UserError(f"config.pipeline.{reason}")
     if not replicas or max(replicas) == 1:
         return make_table(name, **sizes)
     if name not in WITH_REPLICAS:
         raise UserError(
             f"config.pipeline.replicas is {c.replicas!r}; it must be empty with config.pipeline.schedule="
-            f"{c.schedule!r}; only {', '.join((AUTO_SCHEDULE, *WITH_REPLICAS, *CONTINUOUS))} have replicated stages"
+            f"{c.schedule!r}; only {', '.join((AUTO, *WITH_REPLICAS, *CONTINUOUS))} have replicated stages"
         )
     return replicated_table(name, replicas, sizes["num_microbatches"])
 

@@ -8,6 +8,7 @@ Parallelism", 2023, section 3.1).
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxpar.ring import RING_PASSES, ring_sends
 from jaxpar.swarm.membership import Swarm
 from jaxpar.swarm.trace import SwarmPeer
 
@@ -61,7 +62,8 @@ def message_seconds(sources: Sequence[SwarmPeer], to: SwarmPeer, nbytes: float) 
 def averaging_seconds(group: Sequence[SwarmPeer], nbytes: float) -> float:
     """Return the time of a ring all-reduce: 2 (n - 1) messages of 1 / n of the bytes, as slow as the slowest peer."""
     bandwidth, latency = min(peer.bandwidth for peer in group), 2 * max(peer.latency for peer in group)
-    return 2 * (len(group) - 1) * (nbytes / len(group) / bandwidth + latency)
+    sent, num_messages = ring_sends(RING_PASSES["all-reduce"], len(group), nbytes)
+    return sent / bandwidth + num_messages * latency
 
 
 def download_seconds(

@@ -18,7 +18,7 @@ from jaxpar import config as configs
 from jaxpar import data, mesh
 from jaxpar.command_line import Parser, integer, names
 from jaxpar.errors import exit_code
-from jaxpar.strategies.schedules import AUTO_SCHEDULE
+from jaxpar.pipeline.executor.partition import AUTO
 from scripts.bench.pipeline import SCHEDULES, stage_counts
 from scripts.bench.pipeline_case import Maker, Parts
 from scripts.bench.steps import race
@@ -29,7 +29,7 @@ EXAMPLES = 4  # of a microbatch
 
 def compare(maker: Maker, p: int, m: int, schedules: list[str], rounds: int) -> None:
     """Print the rows of a number of stages and of microbatches."""
-    cases = {name: maker.pipeline(p, name, m=m) for name in dict.fromkeys((REFERENCE, AUTO_SCHEDULE, *schedules))}
+    cases = {name: maker.pipeline(p, name, m=m) for name in dict.fromkeys((REFERENCE, AUTO, *schedules))}
     contenders = {name: case.contender for name, case in cases.items()}
     timings = race(contenders, cases[REFERENCE].batch, rounds=rounds)
     reference = timings[REFERENCE]

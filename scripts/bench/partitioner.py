@@ -18,11 +18,11 @@ from contextlib import ExitStack
 
 from jaxpar import config as configs
 from jaxpar import data, mesh
+from jaxpar.choose.costs.layer_programs import LayerPrograms
+from jaxpar.choose.costs.profile import LayerProfile
+from jaxpar.choose.pipedream import Level, StageSearch
 from jaxpar.command_line import Parser, integer
 from jaxpar.errors import exit_code
-from jaxpar.pipeline.executor.layer_times import LayerPrograms
-from jaxpar.pipeline.search.layer_profile import LayerProfile
-from jaxpar.pipeline.search.stage_search import Level, StageSearch
 from scripts.bench.pipeline_case import CLASSIFIER, Maker
 from scripts.bench.steps import race
 

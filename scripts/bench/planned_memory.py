@@ -18,10 +18,10 @@ import numpy as np
 from jaxpar import config as configs
 from jaxpar import models, optimizer, strategies, tasks
 from jaxpar.analysis import audit
-from jaxpar.analysis.planner import search
-from jaxpar.analysis.planner.candidates import Space
-from jaxpar.analysis.planner.layers import TracedLayers
-from jaxpar.analysis.planner.machine import GpuMachine
+from jaxpar.choose import planner
+from jaxpar.choose.candidates import Space
+from jaxpar.choose.costs.layers import TracedLayers
+from jaxpar.choose.costs.machine import GpuMachine
 from jaxpar.cluster import Cluster
 from jaxpar.command_line import Parser
 from jaxpar.data import DataInfo
@@ -118,7 +118,7 @@ def compare(case: Case, settings: tuple[str, ...], target: Target) -> tuple[floa
     plan: Any = strategies.plan(config, problem, cluster)
     whole = make_problem(configured(case, ()), case, cluster)  # without rematerialization
     space = Space(config, whole, TracedLayers(whole, cluster), GpuMachine(cluster), usable_bytes=0)
-    found = search.candidate_of_plan(space, config, plan)
+    found = planner.candidate_of_plan(space, config, plan)
     strategy = strategies.build(plan, problem, target.devices)
     return found.costs.nbytes, audit.needed_bytes(strategy.compile(), strategy)
 

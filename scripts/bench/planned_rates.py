@@ -20,8 +20,8 @@ import numpy as np
 
 from jaxpar import cluster as clusters
 from jaxpar import strategies
-from jaxpar.analysis.planner.candidates import Candidate, state_ratios
-from jaxpar.analysis.planner.unranked import UnrankedCandidate, predicted
+from jaxpar.choose.candidates import Candidate, UnrankedCandidate, state_ratios
+from jaxpar.choose.unranked import predicted
 from jaxpar.command_line import Parser, integer
 from jaxpar.errors import exit_code
 from jaxpar.strategies import Strategy

@@ -17,10 +17,10 @@ from ml_collections import ConfigDict
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import mesh, strategies
-from jaxpar.analysis.planner import search
-from jaxpar.analysis.planner.calibrate import MeasuredLayers, calibrate
-from jaxpar.analysis.planner.candidates import Space
-from jaxpar.analysis.planner.machine import CpuMachine
+from jaxpar.choose import planner
+from jaxpar.choose.candidates import Space
+from jaxpar.choose.costs.calibrate import MeasuredLayers, calibrate
+from jaxpar.choose.costs.machine import CpuMachine
 from jaxpar.command_line import Parser, integer
 from jaxpar.data import DataInfo
 from jaxpar.errors import exit_code
@@ -160,7 +160,7 @@ def measured(model: str, rounds: int, only: str) -> list[Row]:
         if only in name:
             space = on_machine.space(more)
             plan = strategies.plan(space.config, space.problem, on_machine.machine.cluster)
-            candidate = search.candidate_of_plan(space, space.config, plan)
+            candidate = planner.candidate_of_plan(space, space.config, plan)
             predicted[name] = candidate.costs
             contenders[name] = strategies.build(plan, space.problem, clusters.devices())
     timings = race(contenders, on_machine.batch, rounds=rounds)

@@ -19,9 +19,9 @@ from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import mesh, strategies
 from jaxpar.analysis import step_time
-from jaxpar.analysis.planner import search
-from jaxpar.analysis.planner.measured_rates import GPU_SIZES, MeasuredSizes, describe_rates, measured_cluster
-from jaxpar.analysis.planner.spaces import gpu_space
+from jaxpar.choose import planner
+from jaxpar.choose.candidates import gpu_space
+from jaxpar.choose.costs.measured_rates import GPU_SIZES, MeasuredSizes, describe_rates, measured_cluster
 from jaxpar.cluster import Cluster
 from jaxpar.command_line import Parser, choice, integer
 from jaxpar.errors import exit_code
@@ -99,7 +99,7 @@ def compare(size: Size, dtype: str, rounds: int, assumed: Cluster, measured: Clu
 
 def planned_seconds(config: Any, problem: Problem, plan: Any, cluster: Cluster) -> float:
     """Return the time of a step that the planner predicts."""
-    one = search.candidate_of_plan(gpu_space(config, problem, cluster, float("inf"), {}), config, plan)
+    one = planner.candidate_of_plan(gpu_space(config, problem, cluster, float("inf"), {}), config, plan)
     assert not isinstance(one, str), one
     return one.costs.seconds
 

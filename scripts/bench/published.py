@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 
 from jaxpar import config as configs
 from jaxpar import strategies
-from jaxpar.analysis.planner import search
-from jaxpar.analysis.planner.candidates import Space
-from jaxpar.analysis.planner.layers import TracedLayers
-from jaxpar.analysis.planner.machine import GpuMachine
+from jaxpar.choose import planner
+from jaxpar.choose.candidates import Space
+from jaxpar.choose.costs.layers import TracedLayers
+from jaxpar.choose.costs.machine import GpuMachine
 from jaxpar.cluster_file import find_named
 from jaxpar.command_line import Parser
 from jaxpar.errors import exit_code
@@ -153,7 +153,7 @@ def predicted_rate(row: Published) -> float:
     layers_of = TracedLayers(problem._replace(accumulation_steps=1), cluster)
     space = Space(config, problem, layers_of, GpuMachine(cluster), cluster.memory_bytes)
     plan = strategies.plan(config, problem, cluster)
-    found = search.candidate_of_plan(space, config, plan)
+    found = planner.candidate_of_plan(space, config, plan)
     return config.batch_size * model.tokens / found.costs.seconds / cluster.num_devices
 
 

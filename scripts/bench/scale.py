@@ -16,10 +16,10 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from jaxpar import config as configs
-from jaxpar.analysis.planner import report, search
-from jaxpar.analysis.planner.candidates import Candidate, Space
-from jaxpar.analysis.planner.layers import TracedLayers
-from jaxpar.analysis.planner.machine import GpuMachine
+from jaxpar.choose import planner, report
+from jaxpar.choose.candidates import Candidate, Space
+from jaxpar.choose.costs.layers import TracedLayers
+from jaxpar.choose.costs.machine import GpuMachine
 from jaxpar.cluster_file import find_named
 from jaxpar.command_line import Parser, output_path
 from jaxpar.errors import exit_code, format_bytes
@@ -94,7 +94,7 @@ def planned(sizes: tuple[int, int, int], number: int) -> tuple[Candidate, report
     flops = 3.0 * forward_flops(problem.model.apply, problem.model.shapes, dict(problem.batch))
     peak = cluster.peak_flops[config.model.dtype] * number
     work = report.StepWork(config.batch_size, config.batch_size * TOKENS, flops, peak, usable)
-    return search.candidates(space)[0], work
+    return planner.candidates(space)[0], work
 
 
 if __name__ == "__main__":

@@ -11,10 +11,12 @@ from ml_collections import ConfigDict
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import strategies, training
-from jaxpar.analysis.planner import auto, search
-from jaxpar.analysis.planner.auto import resolve_strategy
-from jaxpar.analysis.planner.candidates import Settings, Space
-from jaxpar.analysis.planner.spaces import gpu_space, load_problem
+from jaxpar.choose import auto, planner
+from jaxpar.choose.auto import Chosen, choose
+from jaxpar.choose.candidates import Candidate, Settings, Space, gpu_space, load_problem, ranked
+from jaxpar.choose.costs.layers import TracedLayers
+from jaxpar.choose.costs.machine import CpuMachine
+from jaxpar.choose.costs.step import StepCosts
 from jaxpar.commands import plan as command
 from jaxpar.errors import UserError
 from jaxpar.target import Target
@@ -43,17 +45,17 @@ def absent(number: int, memory_bytes: float = 80e9) -> Target:
 
 def test_other_strategies_are_unchanged(folder: Path, tmp_path: Path) -> None:
     config = small_config(folder)
-    assert resolve_strategy(config, tmp_path) is config
+    assert choose(config, tmp_path) == Chosen(config)
 
 
 def test_the_fastest_that_fits_is_chosen(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The search of the planner has no faster candidate that fits, in a memory that does not hold all of them."""
     config = auto_config(folder, "--config.model.num_layers=4")
     loaded = load_problem(config, H100, tmp_path)
-    found = search.candidates(gpu_space(config, loaded.problem, clusters.named_cluster("h100", 4), 80e9, {}))
+    found = planner.candidates(gpu_space(config, loaded.problem, clusters.named_cluster("h100", 4), 80e9, {}))
     least, most = (f(one.costs.nbytes for one in found) for f in (min, max))
     target = absent(4, (least + most) / 2)
-    resolved = resolve_strategy(config, tmp_path, target)
+    resolved = choose(config, tmp_path, target).config
     fitting = [one for one in found if one.costs.nbytes <= target.usable_bytes]
     best = min(fitting, key=lambda one: one.costs.seconds)
     assert len(fitting) < len(found)
@@ -62,7 +64,8 @@ def test_the_fastest_that_fits_is_chosen(folder: Path, tmp_path: Path, capsys: p
     assert resolved.planned_for == "4 x NVIDIA H100 80GB HBM3, 1 process"
     assert resolved.batch_size == config.batch_size
     assert config.strategy == "auto"
-    assert re.search(rf"chosen    {best.name} computes \d+% of the time, and .*", capsys.readouterr().out)
+    assert re.match(rf"{best.name} computes \d+% of the time, and .*", resolved.chosen)
+    assert f"chosen    {resolved.chosen}\n" in capsys.readouterr().out
 
 
 KEPT: dict[str, tuple[str, ...]] = {
@@ -82,7 +85,7 @@ FEW = ("replicas, stages and microbatches", "remat and accumulation")
 @pytest.mark.parametrize("name", slow_except(FEW, KEPT))
 def test_settings_of_the_user_are_kept(name: str, folder: Path, tmp_path: Path) -> None:
     config = auto_config(folder, "--config.model.num_layers=4", *(f"--config.{setting}" for setting in KEPT[name]))
-    resolved = resolve_strategy(config, tmp_path, absent(4))
+    resolved = choose(config, tmp_path, absent(4)).config
     own, flat = configs.keys(config), configs.keys(resolved)
     for setting in KEPT[name]:
         key = setting.partition("=")[0]
@@ -153,7 +156,7 @@ def test_refusals(name: str, folder: Path, tmp_path: Path) -> None:
     settings, memory_bytes, message = REFUSED[name]
     config = auto_config(folder, *(f"--config.{setting}" for setting in settings))
     with pytest.raises(UserError, match="^" + re.escape(message)) as error:
-        resolve_strategy(config, tmp_path / "run", absent(4, memory_bytes))
+        choose(config, tmp_path / "run", absent(4, memory_bytes))
     assert not (tmp_path / "run").exists()
     if name == "no memory":
         text = r"needs ([\d.]+) kB of a device, ([\d.]+) kB more than there is; it must fit in 10 kB;"
@@ -184,9 +187,9 @@ def test_present_gpus_are_planned_with_the_memory_that_jax_takes(
     present = replace(H100, memory_bandwidth=None, send_rates={}, memory_bytes=1e4, num_processes=8)
     monkeypatch.setattr(clusters, "find_cluster", lambda: present)
     with pytest.raises(UserError, match=r"but nothing fits: .* it must fit in 10 kB"):
-        resolve_strategy(auto_config(folder), tmp_path)
+        choose(auto_config(folder), tmp_path)
     present = replace(present, memory_bytes=60e9)
-    assert resolve_strategy(auto_config(folder), tmp_path).planned_for.endswith("HBM3, 8 processes")
+    assert choose(auto_config(folder), tmp_path).config.planned_for.endswith("HBM3, 8 processes")
 
 
 def test_a_run_keeps_its_choice(
@@ -221,6 +224,30 @@ def test_a_run_keeps_its_choice(
     single.optimizer.schedule, single.optimizer.warmup = "constant", 0.0
     alone = training.train(single, tmp_path / "single")
     assert last["test_loss"] == pytest.approx(alone["test_loss"], rel=1e-5)
+
+
+def test_devices_that_share_cores_do_not_wait() -> None:
+    """A pipeline whose devices wait comes after all that do not wait, however fast it seems to be."""
+    costs = StepCosts(2.0, 2.0, 0.0, 0.0, 0.0, 1e6)
+    ddp = Candidate("ddp", {}, costs, fits=True)
+    waiting = Candidate("1f1b", {}, costs._replace(seconds=1.0, compute=0.5, waiting=0.5), fits=True, waits=True)
+    large = ddp._replace(name="large", fits=False)
+    assert ranked([waiting, large, ddp]) == [ddp, waiting, large]
+    assert ranked([large, waiting])[0] == waiting  # if the user wants stages
+
+
+def test_pipelines_of_shared_cores_are_last(folder: Path, tmp_path: Path) -> None:
+    """Two devices whose cores are fast for one device: a pipeline of one microbatch would be the fastest."""
+    cluster = replace(clusters.named_cluster("cpu", 2), memory_bytes=1e12)
+    config = auto_config(folder, "--config.mesh.virtual_cpu_devices=0")
+    problem = load_problem(config, cluster, tmp_path).problem
+    none = {kind: {2: (0.0, 0.0)} for kind in ("all-reduce", "reduce-scatter", "all-gather", "collective-permute")}
+    machine = CpuMachine(cluster, {1: 1.0, 2: 3.0}, {1: 0.0, 2: 0.0}, none, 0.0, {1: 0.0, 2: 0.0})
+    space = Space(config, problem, TracedLayers(problem, clusters.named_cluster("h100", 2)), machine, 1e12)
+    found = planner.candidates(space)
+    assert min(found, key=lambda one: one.costs.seconds).settings["strategy"] == "pipeline"
+    assert found[0].settings["strategy"] == "data_parallel"
+    assert planner.candidates(space._replace(kept={"mesh.stage": 2}))[0].settings["strategy"] == "pipeline"
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import pytest
 
 from jaxpar.analysis import step_time
 from jaxpar.analysis.enqueued import Costs, Interval, busy, sender_of, simulate_calls, simulated_step
-from jaxpar.analysis.rates import HOP_SECONDS
 from jaxpar.analysis.step_time import predict, predict_program
+from jaxpar.choose.costs.rates import HOP_SECONDS
 from jaxpar.pipeline.executor.dispatch import dispatch_order
 from jaxpar.pipeline.executor.enqueue import ENQUEUE_SECONDS, CallInput, ProgramCall
 from jaxpar.pipeline.tables.simulate import Times, simulate_table, steady_bubble_rate, work

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jaxpar import cluster, strategies
 from jaxpar.analysis import fit
 from jaxpar.analysis.fit import Tried
+from jaxpar.choose.stages import until_chosen
 from jaxpar.config import default_config, override
 from jaxpar.errors import UserError
 from jaxpar.target import Target
@@ -80,7 +81,7 @@ H100 = Target(cluster.named_cluster("h100", 8), [], 80e9, 60e9)
 def test_sizes(overrides: tuple[str, ...], key: str, sizes: dict[int, int] | None) -> None:
     config = default_config()
     override(config, ["--config.batch_size=192", *(f"--config.{one}" for one in overrides)])
-    decision = strategies.decide(config, H100.cluster)
+    decision = strategies.decide(until_chosen(config, H100.cluster), H100.cluster)
     found = fit.microbatch_sizes(config, decision, H100)
     assert found.key == key
     if sizes is None:  # the divisors of 96 with as many microbatches as 1f1b accepts

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from jaxpar.analysis.planner.gpu_memory import gpu_replica_bytes
-from jaxpar.analysis.planner.layers import LayerMemory
-from jaxpar.analysis.planner.predict import StateBytes
+from jaxpar.choose.costs.layers import LayerMemory, Layers
+from jaxpar.choose.costs.memory import StateBytes, replica_bytes
+from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.measure.residuals import Residuals
 from jaxpar.models.model import LayerRun
-from jaxpar.pipeline.search.layer_profile import LayerProfile
 
 WEIGHTS, SAVED, NARROWED = (60.0, 8.0, 8.0, 20.0), (1.0, 5.0, 5.0, 2.0), (0.0, 4.0, 4.0, 10.0)
 MODEL: Any = SimpleNamespace(runs=(LayerRun(0, 1), LayerRun(1, 3), LayerRun(3, 4)))
@@ -18,7 +17,7 @@ OUTPUT, LOOPED, STACKED = 3.0, 100.0, 0.5  # STACKED: what a scan saves in addit
 STATE = StateBytes(1000.0, 2000.0, 96.0)
 
 
-class Layers:
+class FixedSizes(Layers):
     """An embedding, two equal blocks and a head, which save less with rematerialization."""
 
     remats = ("none", "full")
@@ -64,8 +63,8 @@ class Layers:
 def test_a_replica(settings: dict[str, Any], expected: float) -> None:
     flags = {name: settings.get(name, False) for name in ("is_scanned", "is_accumulated", "gathers_layers")}
     state = STATE._replace(gradients=24.0) if flags["gathers_layers"] else STATE
-    layers, remat = Layers(settings.get("looped", 0.0)), settings.get("remat", "none")
-    assert gpu_replica_bytes(layers, MODEL, state, 4, remat, **flags) == 3000 + expected
+    layers, remat = FixedSizes(settings.get("looped", 0.0)), settings.get("remat", "none")
+    assert replica_bytes(layers, MODEL, state, 4, remat, **flags) == 3000 + expected
 
 
 def test_a_scan_holds_all_its_gradients() -> None:
@@ -73,7 +72,7 @@ def test_a_scan_holds_all_its_gradients() -> None:
     blocks: Any = SimpleNamespace(runs=(LayerRun(0, 4),))
     flags = {"is_accumulated": False, "gathers_layers": False}
     scanned, unrolled = (
-        gpu_replica_bytes(Layers(), blocks, STATE, 4, "none", is_scanned=is_scanned, **flags)
+        replica_bytes(FixedSizes(), blocks, STATE, 4, "none", is_scanned=is_scanned, **flags)
         for is_scanned in (True, False)
     )
     whole = 60  # of the first one, which reads float32 and is stacked, too

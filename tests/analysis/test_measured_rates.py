@@ -15,10 +15,9 @@ import pytest
 
 from jaxpar import cluster as clusters
 from jaxpar import mesh
-from jaxpar.analysis import rates
-from jaxpar.analysis.planner import calibrate, measured_rates
-from jaxpar.analysis.planner.machine import GpuMachine
-from jaxpar.analysis.planner.measured_rates import (
+from jaxpar.choose.costs import calibrate, measured_rates, rates
+from jaxpar.choose.costs.machine import GpuMachine
+from jaxpar.choose.costs.measured_rates import (
     GPU_SIZES,
     MeasuredSizes,
     Timings,

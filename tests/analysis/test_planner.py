@@ -1,6 +1,7 @@
 """The planner: costs against sums by hand and the simulator, and what it chooses against brute force."""
 
 import copy
+import itertools
 import json
 import math
 import re
@@ -17,25 +18,34 @@ import jaxpar
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import models, optimizer, strategies, tasks
-from jaxpar.analysis.planner import calibrate, planning, report, search, updates
-from jaxpar.analysis.planner.candidates import MOST_DIVISORS, Candidate, Space, divisors, plan_of, with_settings
-from jaxpar.analysis.planner.layers import LayerMemory, TracedLayers, narrowed_bytes, resized
-from jaxpar.analysis.planner.machine import CpuMachine, GpuMachine
-from jaxpar.analysis.planner.pipeline_candidates import of_pipelines
-from jaxpar.analysis.planner.predict import (
+from jaxpar.analysis import planning
+from jaxpar.choose import planner, report
+from jaxpar.choose.candidates import MOST_DIVISORS, Candidate, Space, divisors, plan_of, with_settings
+from jaxpar.choose.costs import calibrate, updates
+from jaxpar.choose.costs.layer_programs import LayerPrograms
+from jaxpar.choose.costs.layers import LayerMemory, LayerWork, PhaseSeconds, TracedLayers, narrowed_bytes, resized
+from jaxpar.choose.costs.machine import CpuMachine, GpuMachine
+from jaxpar.choose.costs.memory import (
     StateBytes,
+    largest_transfer,
+    splits_backward,
+    stash_bytes,
+    stash_peaks,
+    working_bytes,
+)
+from jaxpar.choose.costs.profile import LayerProfile
+from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS
+from jaxpar.choose.costs.step import (
     StepCosts,
     UpdateBytes,
     clock_seconds,
+    dispatched_seconds,
     pipeline_costs,
     replicas_costs,
     sending_clocks,
-    splits_backward,
-    stash_bytes,
-    working_bytes,
 )
-from jaxpar.analysis.planner.replica_candidates import combined, of_replicas, update_of
-from jaxpar.analysis.rates import EFFICIENCY, HOP_SECONDS
+from jaxpar.choose.pipelines import of_pipelines
+from jaxpar.choose.replicas import combined, of_replicas, update_of
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import find_named
 from jaxpar.commands import plan as command
@@ -43,11 +53,9 @@ from jaxpar.core.plan import Traffic
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
 from jaxpar.mesh import DATA, STAGE
-from jaxpar.pipeline.executor.layer_times import LayerPrograms
-from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.pipeline.tables.periodic import periodic_table
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table
-from jaxpar.pipeline.tables.simulate import Times, lockstep
+from jaxpar.pipeline.tables.simulate import Times, lockstep, simulate_table, steady_bubble_rate
 from jaxpar.state import nbytes
 from jaxpar.step import Problem
 from jaxpar.target import Target
@@ -66,6 +74,11 @@ def layer(forward: float, backward: float = 0.0, *, output: float = 0.0, stash: 
     return LayerProfile("layer", forward, backward or 2 * forward, output, stash, 0.0)
 
 
+def work_of(layers: list[LayerProfile], memory: list[LayerMemory] | None = None, remat: str = "none") -> LayerWork:
+    seconds = [PhaseSeconds(one.forward_s, one.backward_s / 2, one.backward_s / 2) for one in layers]
+    return LayerWork(layers, memory or [NOTHING] * len(layers), seconds, remat)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_clocks_take_as_long_as_in_lockstep(schedule: str) -> None:
     p, m = 4, 8 if schedule != "model_parallel" else 1
@@ -74,6 +87,9 @@ def test_clocks_take_as_long_as_in_lockstep(schedule: str) -> None:
     by_stage = Times(forward, [2 * x for x in forward], [x / 3 for x in forward])
     of_device = Times(*(_by_device(table, times) for times in by_stage))
     clocks = clock_seconds(table, by_stage)
+    if table.num_chunks == 1:
+        simulated = simulate_table(table, of_device, 0.25).cost
+        assert dispatched_seconds(table, by_stage, 0.25) == pytest.approx(simulated)
     together = GPUS.together(clocks).sum() + 0.25 * sending_clocks(table)
     if table.num_chunks == 1:
         assert together == pytest.approx(lockstep(table, of_device, 0.25))
@@ -89,6 +105,10 @@ def test_a_pipeline_that_never_drains_takes_its_period() -> None:
     clocks = clock_seconds(table, Times([1.0] * 3, [1.0] * 3, [1.0] * 3))
     assert clocks.shape == (table.period, 3)
     assert clocks.sum(axis=0).tolist() == [12.0] * 3  # every stage is busy with 4 microbatches
+    for transfer in (0.0, 0.5):
+        rate = steady_bubble_rate(table, Times(1.0, 1.0, 1.0), transfer)
+        times = Times([1.0] * 3, [1.0] * 3, [1.0] * 3)
+        assert dispatched_seconds(table, times, transfer) == pytest.approx(12 / (1 - rate))
 
 
 @pytest.mark.parametrize(
@@ -180,9 +200,7 @@ def test_steps_add_up() -> None:
     table = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1)
     layers = [layer(0.01, output=HOST * 1e-3)] * 4
     axes = {DATA: 8, STAGE: 2}
-    piped = pipeline_costs(
-        layers, [NOTHING] * 4, GPUS, axes, table, (0, 2, 4), [], [NO_STATE] * 2, 0.0, 0.0, remat="none"
-    )
+    piped = pipeline_costs(work_of(layers), GPUS, axes, table, (0, 2, 4), [], [NO_STATE] * 2, 0.0, 0.0)
     assert piped.compute == pytest.approx(4 * 2 * 0.03)
     total = piped.compute + piped.waiting + piped.exposed + piped.update
     assert piped.seconds == pytest.approx(total)
@@ -198,11 +216,9 @@ def test_stashes_are_those_of_the_engine(schedule: str, remat: str, space: Space
     plan = plan_of(space, {**settings, "pipeline.schedule": schedule, "pipeline.remat": remat})
     assert not isinstance(plan, str), plan
     table, bounds = plan.details.table, plan.details.stages.bounds
-    layers, memory = (
-        space.layers.profile(16, remat),
-        space.layers.memory(16, remat, is_split=splits_backward(table)),
-    )
-    stashes = stash_bytes(table, layers, memory, bounds, 0.0, remat)
+    work = space.layers.work(16, remat, is_split=splits_backward(table))
+    peaks, spans = [float(peak.max()) for peak in stash_peaks(table)], list(itertools.pairwise(bounds))
+    stashes = stash_bytes(work, spans, peaks) - 4 * largest_transfer(work.layers, spans)
     assert stashes == pytest.approx(plan.memory[0]["stashes"], rel=0.1)
 
 
@@ -223,7 +239,7 @@ def test_what_a_stage_works_with() -> None:
     memory = [LayerMemory(computed, narrowed=2.0) for computed in (10.0, 1.0, 7.0)]
     looping = [*memory[:2], memory[2]._replace(looped=40.0)]
     for of, remat, expected in ((memory, "none", 3 + 10), (looping, "none", 40), (memory, "full", 5 + 10 + 1)):
-        assert working_bytes(layers, of, (0, 2, 3), remat) == expected + 2 * 2.0 + 0.5
+        assert working_bytes(work_of(layers, of, remat), [(0, 2), (2, 3)]) == expected + 2 * 2.0 + 0.5
 
 
 def test_the_update_of_a_pipeline_copies_vectors() -> None:
@@ -231,8 +247,10 @@ def test_the_update_of_a_pipeline_copies_vectors() -> None:
     table, layers = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1), [layer(0.01)] * 4
     axes, states, bounds = {DATA: 8, STAGE: 2}, [StateBytes(3, 6, 3)] * 2, (0, 2, 4)
     for packed in (0.0, 5.0):
-        costs = pipeline_costs(layers, [NOTHING] * 4, GPUS, axes, table, bounds, [], states, packed, 0.0, remat="none")
+        costs = pipeline_costs(work_of(layers), GPUS, axes, table, bounds, [], states, packed, 0.0)
         assert costs.nbytes == 3 + 6 + 3 + packed
+        apart = pipeline_costs(work_of(layers), GPUS, axes, table, bounds, [], states, packed, 0.0, executor="dispatch")
+        assert apart.nbytes == 3 + 6 + 3  # nothing is packed
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +284,7 @@ def small_problem(config: ConfigDict, cluster: Cluster) -> Problem:
 
 @pytest.fixture(scope="module")
 def found(space: Space) -> list[Candidate]:
-    return search.candidates(space)
+    return planner.candidates(space)
 
 
 def test_divisors() -> None:
@@ -293,10 +311,10 @@ def test_equal_tables_are_one_candidate(found: list[Candidate]) -> None:
 
 def test_fewer_microbatches_than_stages_if_they_are_kept(space: Space) -> None:
     kept = {"mesh.stage": 8, "pipeline.num_microbatches": 1}
-    assert search.candidates(space._replace(kept=kept))
+    assert planner.candidates(space._replace(kept=kept))
     assert not [
         one
-        for one in search.candidates(space._replace(kept={"mesh.stage": 8}))
+        for one in planner.candidates(space._replace(kept={"mesh.stage": 8}))
         if one.settings["pipeline.num_microbatches"] == 1
     ]
 
@@ -306,10 +324,10 @@ def test_options_of_the_user(space: Space) -> None:
     config = copy.deepcopy(space.config)
     config.exchange_options.algorithm = "psum"
     given, key = space._replace(config=config), "exchange_options.algorithm"
-    by_exchange = {one.settings.get("exchange"): one.settings[key] for one in search.candidates(given)}
+    by_exchange = {one.settings.get("exchange"): one.settings[key] for one in planner.candidates(given)}
     assert by_exchange["ddp"] == by_exchange["horovod"] == "psum"
     assert by_exchange["zero1"] is None
-    kept = search.candidates(given._replace(kept={key: "psum"}))
+    kept = planner.candidates(given._replace(kept={key: "psum"}))
     assert "ddp" in {one.settings.get("exchange") for one in kept}
     assert "zero1" not in {one.settings.get("exchange") for one in kept}
 
@@ -318,7 +336,7 @@ def test_options_that_no_candidate_has(space: Space) -> None:
     """Lossy options are not ranked, and groups must divide the replicas."""
     config = copy.deepcopy(space.config)
     config.exchange_options.wire_dtype, config.exchange_options.group = "bfloat16", 4
-    for one in search.candidates(space._replace(config=config)):
+    for one in planner.candidates(space._replace(config=config)):
         assert one.settings["exchange_options.wire_dtype"] is None
         group = one.settings["exchange_options.group"]
         assert group is None or one.settings["mesh.data"] % group == 0, one.name
@@ -328,7 +346,7 @@ def test_values_that_are_kept(space: Space) -> None:
     for key, value in (("data_parallel.implementation", "shard_map"), ("exchange_options.group", 4)):
         config = copy.deepcopy(space.config)
         config.update_from_flattened_dict({key: value})
-        found = search.candidates(space._replace(config=config, kept={key: value}))
+        found = planner.candidates(space._replace(config=config, kept={key: value}))
         assert {one.settings[key] for one in found} == {value}, key
 
 
@@ -351,7 +369,7 @@ def test_candidates_are_planned_as_predicted(space: Space, found: list[Candidate
         config = with_settings(space.config, each[name].settings)
         plan = strategies.possible(config, space.problem, space.machine.cluster)
         assert not isinstance(plan, str), plan
-        again = search.candidate_of_plan(space, config, plan)
+        again = planner.candidate_of_plan(space, config, plan)
         assert again.costs.seconds == pytest.approx(each[name].costs.seconds, rel=0.03), name
         assert again.costs.nbytes == pytest.approx(each[name].costs.nbytes, rel=0.1), name
 
@@ -359,7 +377,7 @@ def test_candidates_are_planned_as_predicted(space: Space, found: list[Candidate
 def test_a_config_with_some_of_the_devices(space: Space) -> None:
     settings = {"strategy": "pipeline", "mesh.data": 2, "mesh.stage": 2, "pipeline.num_microbatches": 4}
     config = with_settings(space.config, {**settings, "pipeline.schedule": "1f1b"})
-    found = search.candidate_of_plan(space, config, strategies.plan(config, space.problem, space.machine.cluster))
+    found = planner.candidate_of_plan(space, config, strategies.plan(config, space.problem, space.machine.cluster))
     assert found.name == "1f1b, 2 stages x 2 replicas on 4 of 8 devices"
 
 
@@ -372,7 +390,7 @@ def test_copies_of_tied_arrays_are_counted() -> None:
     layers = TracedLayers(problem, cluster)
     space = Space(config, problem, layers, GpuMachine(cluster), 1e12, {**kept, "pipeline.remat": "none"})
     [one] = of_pipelines(space)
-    planned = search.candidate_of_plan(space, config, strategies.plan(config, problem, cluster))
+    planned = planner.candidate_of_plan(space, config, strategies.plan(config, problem, cluster))
     assert one.costs.nbytes == pytest.approx(planned.costs.nbytes, rel=0.01)
 
 
@@ -384,7 +402,7 @@ def test_a_config_of_the_user_needs_what_the_same_candidate_needs() -> None:
     for name in ("ddp", "zero1", "zero3"):
         config = cases.configured(case, cases.CONFIGS[name])
         space = Space(config, problem, layers, GpuMachine(cluster), 1e12, kept)
-        own = search.candidate_of_plan(space, config, strategies.plan(config, problem, cluster))
+        own = planner.candidate_of_plan(space, config, strategies.plan(config, problem, cluster))
         assert own.costs.nbytes in [one.costs.nbytes for one in of_replicas(space) if one.name == name]
 
 

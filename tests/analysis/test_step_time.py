@@ -9,8 +9,8 @@ import pytest
 
 from jaxpar import config as configs
 from jaxpar.analysis import step_time
-from jaxpar.analysis.rates import EFFICIENCY, HOP_SECONDS, LAUNCH_SECONDS, check_rates
 from jaxpar.analysis.step_time import Part, check_step, predict, short_source
+from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS, LAUNCH_SECONDS, check_rates
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError
 from jaxpar.pipeline.executor.branches import DeviceBranches

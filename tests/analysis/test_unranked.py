@@ -11,15 +11,16 @@ import pytest
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import strategies
-from jaxpar.analysis.planner import planning, report
-from jaxpar.analysis.planner.candidates import Candidate, Space, state_ratios
-from jaxpar.analysis.planner.layers import LayerMemory
-from jaxpar.analysis.planner.machine import CpuMachine, GpuMachine, Machine
-from jaxpar.analysis.planner.unranked import UnrankedCandidate, linked, predicted, unranked
-from jaxpar.analysis.rates import EFFICIENCY
+from jaxpar.analysis import planning
+from jaxpar.choose import report
+from jaxpar.choose.candidates import Candidate, Space, UnrankedCandidate, state_ratios
+from jaxpar.choose.costs.layers import LayerMemory, Layers
+from jaxpar.choose.costs.machine import CpuMachine, GpuMachine, Machine
+from jaxpar.choose.costs.profile import LayerProfile
+from jaxpar.choose.costs.rates import EFFICIENCY
+from jaxpar.choose.unranked import linked, predicted, unranked
 from jaxpar.cluster import Cluster
 from jaxpar.measure.residuals import Residuals
-from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.state import nbytes
 from jaxpar.swarm.trace import SwarmPeer
 from tests.analysis.test_planner import small_problem
@@ -31,7 +32,7 @@ FREE = replace(H100, send_rates={"host": math.inf, "network": math.inf}, latenci
 WORKERS = ("strategy=async_data_parallel", "asynchronous.mitigations=")
 
 
-class FixedLayers:
+class FixedLayers(Layers):
     """Layers that take EXAMPLE_SECONDS for each example, and hold WEIGHTS bytes of weights."""
 
     remats = ("none",)

@@ -15,8 +15,8 @@ from ml_collections import ConfigDict
 
 from jaxpar import cluster, commands, mesh
 from jaxpar import config as configs
-from jaxpar.analysis.planner.auto import AUTO_STRATEGY
-from jaxpar.analysis.planner.candidates import with_settings
+from jaxpar.choose.candidates import with_settings
+from jaxpar.choose.planner import AUTO_STRATEGY
 from jaxpar.commands import train
 from jaxpar.errors import exit_code
 from jaxpar.run import build, unused

@@ -11,6 +11,7 @@ import pytest
 
 from jaxpar import config as configs
 from jaxpar import training
+from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.cluster import Link
 from jaxpar.commands import compare_pipelines
 from jaxpar.compare import pipelines
@@ -23,7 +24,6 @@ from jaxpar.compare.pipelines import (
     pipeline_seconds,
     steps_to,
 )
-from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.pipeline.tables.periodic import periodic_table
 from jaxpar.pipeline.tables.schedule import make_table
 from tests.checkpoint.test_private import VALUES

@@ -8,10 +8,11 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxpar import config as configs
+from jaxpar.choose.auto import choose
+from jaxpar.choose.costs.layer_programs import LayerPrograms
+from jaxpar.choose.costs.profile import LayerProfile, read_profile, write_profile
 from jaxpar.errors import UserError
 from jaxpar.measure.phases import Phases
-from jaxpar.pipeline.executor.layer_times import LayerPrograms
-from jaxpar.pipeline.search.layer_profile import LayerProfile, read_profile, write_profile
 from jaxpar.run import build
 from jaxpar.strategies.pipeline_details import PipelineDetails
 from tests.runs import small_config
@@ -30,7 +31,8 @@ def auto_config(folder: Path) -> ConfigDict:
 
 
 def make_run(config: ConfigDict, workdir: Path) -> build.Run:
-    return build.make_run(config, workdir, Phases(), build.check_run(config, workdir))
+    config, dataset = choose(config, workdir)
+    return build.make_run(config, workdir, Phases(), build.check_run(config, workdir), dataset)
 
 
 def stage_bounds(run: build.Run) -> tuple[int, ...]:

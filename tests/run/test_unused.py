@@ -13,7 +13,18 @@ from tests.runs import refused, small_arguments
 
 # Keys and sections that always have an effect, or that another check refuses if they have none.
 ALWAYS = (
-    *("seed", "task", "strategy", "planned_for", "mesh", "batch_size", "num_steps", "eval.batch_size", "checkpoint"),
+    *(
+        "seed",
+        "task",
+        "strategy",
+        "planned_for",
+        "chosen",
+        "mesh",
+        "batch_size",
+        "num_steps",
+        "eval.batch_size",
+        "checkpoint",
+    ),
     *("log", "watchdog_seconds", "profile", "cache_dir", "early_stop.patience", "exchange", "exchange_options"),
     *("model", "data.source", "data.train", "data.validation", "data.test", "data.class_weights", "data.num_threads"),
     *(f"optimizer.{key}" for key in ("name", "lr", "schedule", "warmup", "weight_decay", "clip_norm")),

@@ -5,7 +5,9 @@ Dims: B examples, T positions.
 
 import contextlib
 import functools
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +17,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import cluster, models, optimizer, strategies, tasks
 from jaxpar import state as states
+from jaxpar.choose.stages import until_chosen, with_stages
 from jaxpar.config import default_config, override
 from jaxpar.core.plan import Plan
 from jaxpar.data import DataInfo
@@ -139,7 +142,7 @@ def make_problem(config: ConfigDict, task: Task) -> Problem:
     with pytest.MonkeyPatch.context() as patch:
         if task.model == "resnet":
             patch.setitem(resnet.BLOCKS, "18", RESNET_BLOCKS[task.layers])
-        strategies.decide(config, cluster.find_cluster())
+        strategies.decide(until_chosen(config, cluster.find_cluster()), cluster.find_cluster())
         info = info if task.task == "classification" else info._replace(num_classes=0)
         model = models.build(config, info, cluster.find_cluster())
     rule = optimizer.make_optimizer(config, optimizer.build_schedule(config, NUM_STEPS))
@@ -165,17 +168,24 @@ def without_kinks() -> Iterator[None]:
         yield
 
 
+def plan_on(config: ConfigDict, problem: Problem, there: cluster.Cluster) -> Plan[Any]:
+    """Plan the strategy of a config whose pipeline can have `auto`."""
+    with tempfile.TemporaryDirectory() as folder:
+        return strategies.plan(with_stages(config, problem, there, Path(folder)), problem, there)
+
+
 def plan_of(task: Task, *overrides: str) -> Plan[Any]:
     """Plan the strategy of a config, which is faster than to build it."""
     config = make_config(task, *overrides)
-    return strategies.plan(config, make_problem(config, task), cluster.find_cluster())
+    return plan_on(config, make_problem(config, task), cluster.find_cluster())
 
 
 def make(task: Task, *overrides: str) -> Strategy[Any]:
     """Build the strategy of a config."""
     config = make_config(task, *overrides)
     with without_kinks():
-        return strategies.make(config, make_problem(config, task))
+        problem = make_problem(config, task)
+        return strategies.build(plan_on(config, problem, cluster.find_cluster()), problem, cluster.devices())
 
 
 @functools.lru_cache(maxsize=8)  # a compiled pipeline takes about 50 MB

@@ -1,5 +1,6 @@
 """config.pipeline.partition=auto divides the model by a profile of its layers."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,13 @@ import jax
 import pytest
 
 from jaxpar import cluster, strategies
+from jaxpar.choose import pipedream
+from jaxpar.choose.costs.profile import LayerProfile, write_profile
+from jaxpar.choose.stages import check_unset, choose_stages, until_chosen, with_stages
 from jaxpar.core.plan import Plan
 from jaxpar.errors import UserError
 from jaxpar.mesh import STAGE
-from jaxpar.pipeline.search import stage_search
-from jaxpar.pipeline.search.layer_profile import LayerProfile, write_profile
-from tests.strategies.pipelines import Task, make, make_config, make_problem, outcome, relative_error
+from tests.strategies.pipelines import Task, make, make_config, make_problem, outcome, plan_on, relative_error
 
 TASK = Task("bert", "classification", layers=4)
 LAYERS = ("embed", "block_0", "block_1", "block_2", "block_3", "head")
@@ -52,10 +54,7 @@ def make_plan(bandwidth: float, *overrides: str) -> Plan[Any]:
     """Plan the pipeline for links of this bandwidth, in bytes per second."""
     config = make_config(TASK, *overrides)
     links = {STAGE: cluster.Link(bandwidth=bandwidth, latency=0.0)}
-    here = cluster.find_cluster()
-    return strategies.plan(
-        config, make_problem(make_config(TASK), TASK), here.__class__(**{**vars(here), "links": links})
-    )
+    return plan_on(config, make_problem(make_config(TASK), TASK), replace(cluster.find_cluster(), links=links))
 
 
 @pytest.mark.parametrize(
@@ -69,16 +68,18 @@ def make_plan(bandwidth: float, *overrides: str) -> Plan[Any]:
     ],
 )
 def test_replicas_share_the_batch(
-    profile: Path, schedule: str, batch_size: int, number: int, replicas: tuple[int, ...], cuts: str
+    profile: Path, schedule: str, batch_size: int, number: int, replicas: tuple[int, ...], cuts: str, tmp_path: Path
 ) -> None:
     """Each device has 0.9 of 3.6 s, by hand, if the replicas are divisors of the examples or microbatches.
 
     With a flush, the stage with the fewest replicas determines the number of clocks, so both stages have two.
     """
     sizes = f"--config.batch_size={batch_size}", f"--config.pipeline.num_microbatches={number}"
-    division = strategies.decide(make_config(TASK, *settings(profile, schedule, *sizes)), cluster.find_cluster()).source
-    assert division.table.replicas == replicas
-    assert division.partition == cuts
+    config = make_config(TASK, *settings(profile, schedule, *sizes))
+    problem = make_problem(make_config(TASK, *sizes[:1]), TASK)
+    with_cuts = with_stages(config, problem, cluster.find_cluster(), tmp_path)
+    assert with_cuts.pipeline.replicas == (",".join(map(str, replicas)) if replicas else "")
+    assert with_cuts.pipeline.partition == cuts
 
 
 def test_replicas_that_an_evaluation_batch_allows(profile: Path) -> None:
@@ -96,7 +97,7 @@ def test_no_replicas_are_possible() -> None:
     with pytest.raises(
         UserError, match=r"mesh\.stage is 8; it must be at most 6, the number of layers, because config"
     ):
-        strategies.decide(config, here, model)
+        until_chosen(config, here, model)
 
 
 def test_it_cuts_only_where_the_model_allows_it(tmp_path: Path) -> None:
@@ -114,8 +115,10 @@ def test_advice_where_data_parallelism_is_faster(profile: Path) -> None:
     """Transfers of 1 GB over links of 1 MB per second take longer than the computation."""
     layers = [LayerProfile(name, 1, 2, 1e9, 0, 0) for name in LAYERS]
     write_profile(layers, profile)
-    plan = make_plan(1e6, *settings(profile, "pipedream"))
-    assert plan.advice.startswith("by the profile, config.strategy='data_parallel' on these 4 devices would take ")
+    config = make_config(TASK, *settings(profile, "pipedream", "--config.pipeline.bandwidth=1e6"))
+    problem = make_problem(make_config(TASK), TASK)
+    choice = choose_stages(config, problem, cluster.find_cluster(), profile.parent, layers)
+    assert choice.advice.startswith("by the profile, config.strategy='data_parallel' on these 4 devices would take ")
 
 
 def test_every_chunk_is_a_stage(profile: Path) -> None:
@@ -153,7 +156,7 @@ def test_an_unknown_bandwidth(profile: Path) -> None:
 
 
 def test_a_search_that_would_take_too_long(profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_search, "MAX_WORKERS", 3)
+    monkeypatch.setattr(pipedream, "MAX_WORKERS", 3)
     message = r"mesh\.stage is 4, with 4 stages; there must be at most 3 for 6 layers, because the search"
     with pytest.raises(UserError, match=message):
         make_plan(100, *settings(profile, "1f1b"))
@@ -165,17 +168,26 @@ def test_too_few_layers_are_refused_before_they_are_measured() -> None:
     with pytest.raises(
         UserError, match=r"config\.mesh\.stage is 8, with 8 stages; there must be at most 6, the number"
     ):
-        strategies.decide(config, here, model)
-    assert strategies.decide(
-        make_config(TASK, *settings("", "1f1b", "--config.batch_size=32")), here, model
-    ).needs_profile
+        until_chosen(config, here, model)
+    stand_in = until_chosen(make_config(TASK, *settings("", "1f1b", "--config.batch_size=32")), here, model)
+    assert (stand_in.pipeline.partition, stand_in.pipeline.replicas) == ("uniform", "")
+    strategies.decide(stand_in, here, model)
+    several = until_chosen(make_config(TASK, *settings("", "1f1b", stages=8)), here, model)
+    assert several.pipeline.replicas == "1,1,1,1,2,2"  # there are 6 layers
 
 
 def test_tied_ends_are_refused_before_layers_are_measured() -> None:
     task = Task("gpt", "causal_lm", layers=4)
     config, here = make_config(task, *settings("", "pipedream")), cluster.find_cluster()
+    model = make_problem(make_config(task), task).model
+    stand_in = until_chosen(config, here, model)
     with pytest.raises(UserError, match=r"whose stages are at different batches, so head cannot share its array"):
-        strategies.decide(config, here, make_problem(make_config(task), task).model)
+        strategies.decide(stand_in, here, model)
+
+
+def checked_plan(*overrides: str) -> Plan[Any]:
+    check_unset(make_config(TASK, *overrides))
+    return make_plan(1e6, *overrides)
 
 
 def test_mistakes(profile: Path, tmp_path: Path) -> None:
@@ -230,4 +242,4 @@ def test_mistakes(profile: Path, tmp_path: Path) -> None:
         ),
     ):
         with pytest.raises(UserError, match=message):
-            make_plan(1e6, *overrides)
+            checked_plan(*overrides)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jaxpar import mesh as meshes
-from jaxpar.cluster import find_cluster
 from jaxpar.pipeline.executor import engine
 from jaxpar.pipeline.executor.lowering import lower_table
 from jaxpar.pipeline.executor.programs import StagePrograms
@@ -19,8 +18,8 @@ from jaxpar.pipeline.tables.table import ACTION_KINDS, BW, Action, F, Table, loo
 from jaxpar.pipeline.tables.table_file import write_table
 from jaxpar.pipeline.tables.validate import check_table
 from jaxpar.strategies import lockstep
-from jaxpar.strategies.division import configured_division
 from jaxpar.strategies.pipeline_details import PipelineDetails
+from jaxpar.strategies.schedules import configured_table
 from tests.strategies.pipelines import (
     NUM_MICROBATCHES,
     Task,
@@ -56,7 +55,7 @@ def test_a_table_of_the_users_own(tmp_path: Path) -> None:
     )  # stages, versions and slots are left to the reader
     (tmp_path / "late.csv").write_text(text + "\n")
     config = make_config(TASK, *pipeline(f"{tmp_path}/late.csv", 2))
-    changed = configured_division(config, find_cluster(), None).table
+    changed = configured_table(config, ())
     assert changed.num_clocks == table.num_clocks + 6
     got = outcome(TASK, *pipeline(f"{tmp_path}/late.csv", 2))
     assert_equal(got, outcome(TASK))

@@ -11,9 +11,8 @@ from typing import Any
 import jax
 
 from jaxpar import layout
-from jaxpar.core.plan import Traffic
+from jaxpar.core.plan import Traffic, ring_traffic
 from jaxpar.exchange.exchange import AllReduce
-from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.layout import Holders, Layout, LeafLayout, Tree
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.executor.dispatch import DispatchedAction

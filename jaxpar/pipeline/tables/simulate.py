@@ -13,6 +13,7 @@ from jaxpar.pipeline.tables.table import ACTION_KINDS, StageDevices, Table, acti
 from jaxpar.pipeline.tables.validate import peak_in_flight, peak_stashed
 
 Time = float  # in any one unit; Fractions stay exact
+LARGEST_VALUE = 1e30  # of a time or a size, so that sums stay finite
 
 
 class Times(NamedTuple):

@@ -12,9 +12,8 @@ from jaxpar import layout
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
-from jaxpar.core.plan import Decision, Plan, state_memory
+from jaxpar.core.plan import Decision, Plan, ring_traffic, state_memory
 from jaxpar.errors import format_count
-from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.mesh import DATA
 from jaxpar.state import State, nbytes
 from jaxpar.step import Metrics, Problem, with_shardings

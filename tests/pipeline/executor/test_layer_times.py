@@ -1,15 +1,18 @@
 """Profiles of layers: sizes and estimates by hand, and the command that writes them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from jaxpar.choose.costs.layer_programs import LayerPrograms
+from jaxpar.choose.costs.layers import TracedLayers
+from jaxpar.choose.costs.profile import read_profile
+from jaxpar.choose.costs.rates import EFFICIENCY
 from jaxpar.cluster import named_cluster
 from jaxpar.commands import partition_profile
-from jaxpar.pipeline.executor.layer_times import LayerPrograms
-from jaxpar.pipeline.search.layer_profile import read_profile
 from tests.runs import run_script, script_error, small_arguments
 from tests.strategies.pipelines import BATCH, LENGTH, Task, make_batch, make_config, make_problem, pipeline, shared
 
@@ -54,22 +57,15 @@ def test_remat_reduces_the_stash() -> None:
 
 
 def test_estimates_by_the_roofline() -> None:
-    """By hand, for a linear layer of an MLP: its products at the peak, or its arrays at the memory's bandwidth."""
+    """By hand, for a linear layer of an MLP on a GPU with fast memory: its products at the rate of the GPU."""
     task = Task("mlp", "classification", layers=3)
     problem, batch = make_problem(make_config(task), task), make_batch(task, 0)
-    there = named_cluster("H100", 1)
-    assert there.memory_bandwidth == 3.35232e12
-    layers = LayerPrograms(problem, batch, remat="none").estimate(there, "float32")
-    hidden = layers[1]
-    moved = hidden.weight_bytes + 2 * hidden.output_bytes + hidden.stash_bytes
-    assert hidden.forward_s == pytest.approx(moved / 3.35232e12)
-    assert hidden.backward_s == pytest.approx((moved + hidden.weight_bytes) / 3.35232e12)
-    slow = named_cluster("H100", 1).__class__("gpu", "slow", 1, memory_bandwidth=1e30, peak_flops={"float32": 1e6})
-    slower = LayerPrograms(problem, batch, remat="none").estimate(slow, "float32")[1]
+    there = replace(named_cluster("H100", 1), memory_bandwidth=1e30, peak_flops={"float32": 1e6}, launch_seconds=0.0)
+    hidden = TracedLayers(problem, there).profile(len(batch["index"]), "none")[1]
     [kernel] = [leaf for leaf in jax.tree.leaves(problem.model.layers[1].shapes) if len(leaf.shape) == 2]
     rows = hidden.output_bytes / 4 / kernel.shape[1]
-    assert slower.forward_s == pytest.approx(2 * rows * np.prod(kernel.shape) / 1e6)
-    assert slower.backward_s == pytest.approx(2 * slower.forward_s)
+    assert hidden.forward_s == pytest.approx(2 * rows * np.prod(kernel.shape) / (EFFICIENCY["float32"] * 1e6))
+    assert hidden.backward_s == pytest.approx(2 * hidden.forward_s)
 
 
 def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

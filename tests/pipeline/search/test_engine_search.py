@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from jaxpar.pipeline.search import engine_costs
-from jaxpar.pipeline.search.engine_costs import (
-    EngineCosts,
+from jaxpar.choose import partitions
+from jaxpar.choose.costs.profile import LayerProfile
+from jaxpar.choose.partitions import (
+    PartitionSearch,
+    TableCosts,
     continuous_candidates,
     continuous_costs,
     even_replicas,
@@ -17,8 +19,6 @@ from jaxpar.pipeline.search.engine_costs import (
     flushing_costs,
     possible_replicas,
 )
-from jaxpar.pipeline.search.engine_search import EngineSearch
-from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.pipeline.tables.periodic import (
     CONTINUOUS,
     continuous_obstacle,
@@ -42,7 +42,7 @@ def compositions(total: int) -> Iterator[tuple[int, ...]]:
 
 
 def price(
-    layers: Sequence[LayerProfile], bounds: Sequence[int], costs: EngineCosts, bandwidth: float
+    layers: Sequence[LayerProfile], bounds: Sequence[int], costs: TableCosts, bandwidth: float
 ) -> tuple[float, float]:
     """Return the seconds of a step and the bytes of a device, by the definition of the costs."""
     seconds, weights, activations = [], [], []
@@ -59,7 +59,7 @@ def price(
 
 
 def brute_force(
-    layers: Sequence[LayerProfile], candidates: Sequence[EngineCosts], bandwidth: float, limit: float
+    layers: Sequence[LayerProfile], candidates: Sequence[TableCosts], bandwidth: float, limit: float
 ) -> float:
     """Return the time of the fastest division that fits."""
     times = [math.inf]
@@ -101,7 +101,7 @@ def test_equals_brute_force(seed: int) -> None:
         lists = [even_replicas(devices, number) for number in range(2, min(devices, len(layers)) + 1)]
         candidates = [flushing_costs(replicated_table(name, one, m), 2.0, moments) for one in lists if max(one) <= m]
     expected = brute_force(layers, candidates, bandwidth, limit)
-    plan = EngineSearch(layers, bandwidth=bandwidth, memory_limit=limit).find(found)
+    plan = PartitionSearch(layers, bandwidth=bandwidth, memory_limit=limit).find(found)
     if plan is None:
         assert expected == math.inf
         return
@@ -130,7 +130,7 @@ def test_the_time_without_a_flush_is_that_of_the_simulator() -> None:
     replicas, times = (2, 1, 1), [4.0, 1.5, 1.0]
     layers = [LayerProfile(f"l{n}", time, 2 * time, 0, 0, 0) for n, time in enumerate(times)]
     costs = continuous_costs("pipedream", replicas, 2, moments=0)
-    plan = EngineSearch(layers, bandwidth=1).price(costs, [0, 1, 2, 3])
+    plan = PartitionSearch(layers, bandwidth=1).price(costs, [0, 1, 2, 3])
     by_device = [4.0, 4.0, 1.5, 1.0]
     table = periodic_table("pipedream", replicas, 2)
     ends = [
@@ -148,7 +148,7 @@ def test_the_time_with_a_flush_is_the_lockstep_of_the_simulator(name: str, chunk
     table = make_table(name, num_devices=4, num_microbatches=8, num_chunks=chunks)
     stages = 4 * chunks
     layers = [LayerProfile(f"l{n}", 1.0, 2.0, 0, 3, 5) for n in range(stages)]
-    plan = EngineSearch(layers, bandwidth=1).price(flushing_costs(table, 2.0, moments=2), range(stages + 1))
+    plan = PartitionSearch(layers, bandwidth=1).price(flushing_costs(table, 2.0, moments=2), range(stages + 1))
     assert plan.seconds == pytest.approx(lockstep(table, Times(*[float(chunks)] * 3)))
     if name == "1f1b":
         assert plan.seconds == 4 * 1 + 18 * 2
@@ -159,7 +159,7 @@ def test_replicas_do_not_shorten_a_lockstep() -> None:
     """A stage with most of the work has replicas without a flush. With one, all stages wait for it in every clock."""
     seconds = [0.1, 0.1, 3.0, 0.1]
     layers = [LayerProfile(f"l{n}", time, 2 * time, 0, 0, 0) for n, time in enumerate(seconds)]
-    search = EngineSearch(layers, bandwidth=1e9)
+    search = PartitionSearch(layers, bandwidth=1e9)
     free = search.find(continuous_candidates("pipedream", 4, 12, 4, 12, lambda _: True, 0.0))
     flush = search.find(flushing_candidates("1f1b", 4, 12, 4, 2.0, 0.0))
     assert free is not None
@@ -171,7 +171,7 @@ def test_replicas_do_not_shorten_a_lockstep() -> None:
 def test_few_lists_of_many_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = set(possible_replicas(8, 8, 8))
     assert everything == {one for one in compositions(8) if len(one) > 1 and all(8 % number == 0 for number in one)}
-    monkeypatch.setattr(engine_costs, "MAX_CANDIDATES", 10)
+    monkeypatch.setattr(partitions, "MAX_CANDIDATES", 10)
     changes = {one: sum(a != b for a, b in itertools.pairwise(one)) for one in everything}
     few = list(possible_replicas(8, 8, 8))
     assert set(few) == {one for one, number in changes.items() if number <= 1}
@@ -179,7 +179,7 @@ def test_few_lists_of_many_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_large_tables_have_few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_costs, "MAX_ACTIONS", 10)
+    monkeypatch.setattr(partitions, "MAX_ACTIONS", 10)
     tried = [costs.replicas for costs in flushing_candidates("1f1b", 6, 12, 5, 2.0, 0.0)]
     assert tried == [(1, 1, 1, 1, 2), (2, 2, 2), (3, 3)]
 
@@ -188,7 +188,7 @@ def test_large_tables_have_few_candidates(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_thousand_layers_on_64_devices() -> None:
     rng = random.Random(0)
     layers = [layer._replace(can_cut=True) for layer in random_layers(rng, 1000)]
-    search = EngineSearch(layers, bandwidth=1e3)
+    search = PartitionSearch(layers, bandwidth=1e3)
     found = search.find(continuous_candidates("pipedream", 64, 64, 1000, 64, lambda _: True, 2.0))
     straight = search.find([continuous_costs("pipedream", (1,) * 64, 64, 2.0)])
     assert found is not None

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.pipeline.search.layer_profile import LayerProfile, read_profile
-from jaxpar.pipeline.search.stage_costs import COMMUNICATION_MODELS
-from jaxpar.pipeline.search.stage_search import Level, PlannedStage, StageSearch
+from jaxpar.choose.costs.profile import LayerProfile, read_profile
+from jaxpar.choose.pipedream import COMMUNICATION_MODELS, Level, PlannedStage, StageSearch
 
 ROOT = Path(__file__).parents[3]
 FILES = {"VGG-16": "vgg16", "AlexNet": "alexnet", "ResNet-50": "resnet50", "GNMT-16": "gnmt16"}

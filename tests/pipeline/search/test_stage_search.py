@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxpar.choose.costs.profile import LayerProfile, read_profile, write_profile
+from jaxpar.choose.pipedream import COMMUNICATION_MODELS, Level, PlannedStage, StagePlan, StageSearch
 from jaxpar.commands import partition
 from jaxpar.errors import UserError
-from jaxpar.pipeline.search.layer_profile import LayerProfile, read_profile, write_profile
-from jaxpar.pipeline.search.stage_costs import COMMUNICATION_MODELS
-from jaxpar.pipeline.search.stage_search import Level, PlannedStage, StagePlan, StageSearch
 from tests.runs import run_script, script_error
 
 ROOT = Path(__file__).parents[3]

@@ -1,4 +1,4 @@
-"""Measures the rates of the devices of this machine, in place of the assumed ones of jaxpar/analysis/rates.py.
+"""Measures the rates of the devices of this machine, in place of the assumed ones of jaxpar/choose/costs/rates.py.
 
 Each rate follows from the difference of two programs, so that what both have in common, such as the time until the
 first kernel starts, cancels:
@@ -22,13 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar.analysis.audit import SENT
-from jaxpar.analysis.planner.calibrate import AXIS, KINDS, NUM_REPEATED, collectives, divisible, on_mesh
-from jaxpar.analysis.planner.machine import num_hops
+from jaxpar.choose.costs.calibrate import AXIS, KINDS, NUM_REPEATED, collectives, divisible, on_mesh
+from jaxpar.choose.costs.machine import num_hops
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError
 from jaxpar.gpus import PEAK_DTYPES
 from jaxpar.measure.timing import seconds_in_turn
+from jaxpar.ring import sent_of_operand
 
 FLOAT_BYTES = 4  # of an element of the vectors, which are float32
 ROUNDS = 10
@@ -206,7 +206,7 @@ def fit_link(collectives: Mapping[str, tuple[float, float]], n: int, sizes: Meas
     """
     few, many = (FLOAT_BYTES * divisible(length, n) for length in (sizes.few, sizes.sent))
     short, long = (sum(seconds) for seconds in zip(*collectives.values(), strict=True))
-    sent = sum(SENT[kind](n) for kind in collectives)  # for each byte of a vector
+    sent = sum(sent_of_operand(kind, n) for kind in collectives)  # for each byte of a vector
     rate = sent * (many - few) / _longer(long, short, "a collective of a long vector")
     hops = sum(num_hops(kind, n) for kind in collectives)
     return rate, max(short - sent * few / rate, 0.0) / hops

@@ -1,7 +1,7 @@
 """The rates that predicted times assume: those of data sheets, times efficiencies.
 
 The rates of data sheets are in jaxpar/gpus and jaxpar/measure/flops.py. The efficiencies below are assumptions, which
-hold unless a cluster has measured ones (jaxpar/analysis/planner/measured_rates.py). docs/benchmarks.md compares
+hold unless a cluster has measured ones (jaxpar/choose/costs/measured_rates.py). docs/benchmarks.md compares
 predicted rates of training with published ones.
 """
 

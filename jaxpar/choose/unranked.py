@@ -12,25 +12,27 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import strategies
-from jaxpar.analysis.planner.candidates import OPTIONS, Candidate, Settings, Space, StateRatios, with_settings
-from jaxpar.analysis.planner.predict import StateBytes, StepCosts, UpdateBytes
-from jaxpar.analysis.planner.replica_candidates import settings_of_replicas, step_costs
-from jaxpar.analysis.planner.search import candidate_of_plan
 from jaxpar.asynchronous import options as updates
 from jaxpar.asynchronous.contention import ServerTimes, simulate_contention
 from jaxpar.asynchronous.delays import compute_times, mean_compute_time
 from jaxpar.asynchronous.layouts import server_layouts
 from jaxpar.asynchronous.table import UpdateTable
+from jaxpar.choose.candidates import OPTIONS, Candidate, Settings, Space, StateRatios, UnrankedCandidate, with_settings
+from jaxpar.choose.costs.memory import StateBytes
+from jaxpar.choose.costs.step import StepCosts, UpdateBytes
+from jaxpar.choose.planner import candidate_of_plan
+from jaxpar.choose.replicas import settings_of_replicas, step_costs
 from jaxpar.core.plan import Plan, Traffic, state_memory
 from jaxpar.errors import UserError, format_count
 from jaxpar.mesh import DATA, STAGE
+from jaxpar.ring import RING_PASSES, ring_sends
 from jaxpar.state import abstract_state, nbytes
 from jaxpar.swarm import options as swarms
 from jaxpar.swarm.costs import SwarmSettings, Workload
@@ -43,30 +45,6 @@ NUM_STEPS, WARM_UP = 120, 20  # simulated steps of workers, and those of them th
 SWARM_STEPS, SWARM_WARM_UP = 12, 4  # the same of a swarm
 CROWDED_ROUNDS = 4  # simulations of a swarm that shares cores, each with the number of busy peers of the one before
 UNRANKED = ("async_data_parallel", "swarm")
-
-
-class UnrankedCandidate(NamedTuple):
-    """A way to train that is not compared with others, and its predicted rate.
-
-    Attributes:
-      name: the strategy and its sizes, such as `ssp with bound 3, 8 workers`.
-      settings: the keys of the config that select it.
-      seconds: time in which config.batch_size examples are trained on, in the long run.
-      mean_staleness: mean number of updates that are missing in the weights that a gradient is computed from.
-      max_staleness: the largest such number.
-      sent_bytes: by device, bytes that it sends in this time.
-      device_bytes: by device, bytes that it needs.
-      fits: whether these fit into the memory of a device.
-    """
-
-    name: str
-    settings: Settings
-    seconds: float
-    mean_staleness: float
-    max_staleness: int
-    sent_bytes: tuple[float, ...]
-    device_bytes: tuple[float, ...]
-    fits: bool
 
 
 def unranked(space: Space, ratios: StateRatios) -> list[UnrankedCandidate | str]:
@@ -314,7 +292,7 @@ def peer_traffic(run: SwarmRun, sizes: StageSizes, num_peers: int) -> tuple[floa
         (group, x) for groups in run.groups for group, x in zip(groups, sizes.gradients, strict=True)
     ):
         for peer in group:
-            sent[peer] += 2 * (len(group) - 1) / len(group) * gradient
+            sent[peer] += ring_sends(RING_PASSES["all-reduce"], len(group), gradient)[0]
     return tuple(nbytes / len(run.actions) for nbytes in sent)
 
 

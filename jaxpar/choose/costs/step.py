@@ -1,9 +1,10 @@
-"""Predicts the time of a training step and the memory that it needs, from the costs of its layers and of the cluster.
+"""Predicts the time of a training step from the costs of its layers and of the cluster.
 
 A step of replicas is the forward and backward pass of each microbatch, the exchange of gradients and the update. On
 GPUs, links work at the same time as the GPU: gradients are sent while earlier layers are computed backward, unless a
 scan over the layers returns them all at its end; and parameters of zero3 are gathered while other layers compute. In a
-pipeline, all devices step through the clocks of the table together.
+pipeline, all devices step through the clocks of the table together; or, if its stages are dispatched, each action
+starts as soon as its inputs have arrived and the host has enqueued it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,14 +13,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.analysis.planner.layers import LayerMemory
-from jaxpar.analysis.planner.machine import Machine, num_collectives
+from jaxpar.choose.costs.layers import LayerWork, PhaseSeconds
+from jaxpar.choose.costs.machine import Machine, num_collectives
+from jaxpar.choose.costs.memory import StateBytes, largest_transfer, pipeline_bytes
+from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.core.plan import COPY, Traffic
 from jaxpar.mesh import DATA, STAGE
-from jaxpar.pipeline.search.layer_profile import LayerProfile
-from jaxpar.pipeline.tables.simulate import Times
-from jaxpar.pipeline.tables.table import StageDevices, Table, W
-from jaxpar.pipeline.tables.validate import peak_handed, peak_in_flight, peak_stashed
+from jaxpar.pipeline.executor.enqueue import ENQUEUE_SECONDS
+from jaxpar.pipeline.tables.periodic import num_in_flight, unroll
+from jaxpar.pipeline.tables.simulate import Times, action_graph, end_times
+from jaxpar.pipeline.tables.table import StageDevices, Table
+from jaxpar.ring import PERMUTE
+from jaxpar.strategies.schedules import LOCKSTEP
 
 # Bytes that a scan over the layers moves in addition, for each byte of the stacks of what layers save and of their
 # weights: compiled programs of GPT-2 124M for H100s with and without a scan differ by this much.
@@ -51,14 +56,6 @@ class StepCosts(NamedTuple):
     def limit(self) -> str:
         """Return what takes the longest besides computing: waiting, exposed or update."""
         return max(("waiting", "exposed", "update"), key=lambda name: float(getattr(self, name)))
-
-
-class StateBytes(NamedTuple):
-    """Bytes of the state on the fullest device: parameters, optimizer, and the gradients that it accumulates."""
-
-    parameters: float
-    optimizer: float
-    gradients: float
 
 
 class UpdateBytes(NamedTuple):
@@ -127,8 +124,7 @@ def replicas_costs(
 
 
 def pipeline_costs(
-    layers: Sequence[LayerProfile],
-    memory: Sequence[LayerMemory],
+    work: LayerWork,
     machine: Machine,
     axes: Mapping[str, int],
     table: Table,
@@ -138,55 +134,90 @@ def pipeline_costs(
     packed_bytes: float,
     update_bytes: float,
     *,
-    remat: str,
+    executor: str = LOCKSTEP,
 ) -> StepCosts:
     """Return the costs of a pipeline; of a step in the steady state, if it never drains.
 
     Args:
-      layers: the layers, for a microbatch of a replica.
-      memory: what they hold in addition.
+      work: what its layers compute for a microbatch of a replica.
       machine: the cluster.
       axes: sizes of the mesh axes.
       table: the schedule.
       bounds: first layer of each stage, and the number of layers.
       traffic: what a device sends over the data axis in a step.
       states: the state on each device.
-      packed_bytes: bytes of the parameters and of the optimizer on a device that are packed in vectors.
+      packed_bytes: bytes of the parameters and of the optimizer on a device, which lockstep packs in vectors.
       update_bytes: what an update moves on the fullest device.
-      remat: none, dots or full.
+      executor: one of EXECUTORS.
     """
-    stages = [layers[first:end] for first, end in pairwise(bounds)]
-    sent = largest_transfer(layers, bounds)
-    clocks = clock_seconds(table, stage_times(stages))
     replicas = axes[DATA]
-    of_clocks = machine.together(clocks, replicas)
-    compute = float(clocks.sum(axis=0).max())
-    sends = sending_clocks(table)
-    transfer = machine.collective(Traffic("collective-permute", "", STAGE, sent, 1), axes)
-    transfers = sends * transfer
+    sent = largest_transfer(work.layers, list(pairwise(bounds)))
+    transfer = send_seconds(machine, sent, axes)
     exchange = sum(machine.collective(one, axes) for one in traffic if one.axis == DATA)
     update = machine.moved(machine.update_repeats * update_bytes, table.num_devices * replicas)
-    clocks_s = float(of_clocks.sum()) + len(clocks) * machine.clock_seconds
-    exposed = exchange + transfers
-    fullest = max(states, key=sum)
-    computing = stash_bytes(table, layers, memory, bounds, sent, remat) + working_bytes(layers, memory, bounds, remat)
-    updating = packed_bytes + max(layer.weight_bytes for layer in layers)
-    nbytes = sum(fullest) + max(computing, updating)
-    started = machine.started(table.num_devices * replicas)
-    return StepCosts(
-        started + clocks_s + exposed + update, compute, max(clocks_s - compute, 0.0), exposed, update, nbytes
-    )
+    times = stage_times(work.seconds, bounds)
+    compute = float(clock_seconds(table, times).sum(axis=0).max())
+    total, transfers = actions_seconds(table, times, transfer, machine, replicas, executor)
+    seconds = machine.started(table.num_devices * replicas) + total + transfers + exchange + update
+    is_packed = executor == LOCKSTEP
+    nbytes = pipeline_bytes(work, table, bounds, states, packed_bytes * is_packed, in_lockstep=is_packed)
+    return StepCosts(seconds, compute, max(total - compute, 0.0), exchange + transfers, update, nbytes)
 
 
-def largest_transfer(layers: Sequence[LayerProfile], bounds: Sequence[int]) -> float:
-    """Return the bytes of the largest transfer between stages."""
-    return max((layers[end - 1].output_bytes for end in bounds[1:-1]), default=0.0)
+def send_seconds(machine: Machine, nbytes: float, axes: Mapping[str, int]) -> float:
+    """Return the time in which a stage sends these bytes to the next one."""
+    return machine.collective(Traffic(PERMUTE, "", STAGE, nbytes, 1), axes)
 
 
-def stage_times(stages: Sequence[Sequence[LayerProfile]]) -> Times:
-    """Return the times of F, B and W by stage. B and W each take half of a backward pass."""
-    half = [sum(layer.backward_s for layer in stage) / 2 for stage in stages]
-    return Times([sum(layer.forward_s for layer in stage) for stage in stages], half, half)
+def actions_seconds(
+    table: Table, times: Times, transfer: float, machine: Machine, replicas: int = 1, executor: str = LOCKSTEP
+) -> tuple[float, float]:
+    """Return the time of the actions of a step, waiting included, and of the transfers that are added to it.
+
+    Args:
+      table: the schedule.
+      times: of F, B and W, by stage.
+      transfer: seconds of a transfer to the next stage.
+      machine: the cluster.
+      replicas: number of replicas of the pipeline.
+      executor: one of EXECUTORS.
+    """
+    clocks = clock_seconds(table, times)
+    if executor == LOCKSTEP:
+        together = float(machine.together(clocks, replicas).sum())
+        return together + len(clocks) * machine.clock_seconds, sending_clocks(table) * transfer
+    busy = float(machine.together(clocks.sum(axis=0), replicas))  # of devices that share cores
+    return max(dispatched_seconds(table, times, transfer), busy, enqueue_seconds(table, machine)), 0.0
+
+
+def enqueue_seconds(table: Table, machine: Machine) -> float:
+    """Return the time in which a host enqueues the actions of the columns of which it has a device."""
+    per_host = machine.cluster.num_devices / machine.cluster.num_processes
+    return ENQUEUE_SECONDS * min(per_host / table.num_devices, 1.0) * len(table.actions)
+
+
+def dispatched_seconds(table: Table, times: Times, transfer: float) -> float:
+    """Return the time of a step if devices wait only for their inputs; of a periodic table, in the steady state."""
+    if not table.period:
+        return max(_spans(table, times, transfer))
+    few, many = (_spans(unroll(table, count * num_in_flight(table)), times, transfer) for count in (4, 8))
+    return max(after - before for before, after in zip(few, many, strict=True)) / (4 * num_in_flight(table))
+
+
+def _spans(table: Table, times: Times, transfer: float) -> list[float]:
+    """Return the time from the first start to the last end on each device. times: by stage."""
+    graph, orders = action_graph(table, Times(0.0, 0.0, 0.0), transfer)
+    by_stage = times.by_kind(table.num_stages, 1)
+    durations = [by_stage[stage][kind] for stage, kind in table.actions[["stage", "kind"]].tolist()]
+    ends = end_times(graph._replace(durations=durations), orders)
+    assert ends is not None, "not a valid table: its devices deadlock"
+    return [ends[order[-1]] - ends[order[0]] + durations[order[0]] if order else 0.0 for order in orders]
+
+
+def stage_times(seconds: Sequence[PhaseSeconds], bounds: Sequence[int]) -> Times:
+    """Return the times of F, B and W by stage. seconds: by layer."""
+    of_stages = [np.sum(seconds[first:end], axis=0).tolist() for first, end in pairwise(bounds)]
+    return Times(*map(list, zip(*of_stages, strict=True)))
 
 
 def clock_seconds(table: Table, times: Times) -> np.ndarray:
@@ -207,68 +238,3 @@ def sending_clocks(table: Table) -> int:
         if clock % number not in sends and devices.receiver(kind, stage, k) not in (None, device):
             sends.add(clock % number)
     return len(sends)
-
-
-def working_bytes(
-    layers: Sequence[LayerProfile], memory: Sequence[LayerMemory], bounds: Sequence[int], remat: str
-) -> float:
-    """Return the bytes with which the action of a stage works besides stashes, on a device; all run one program.
-
-    Without rematerialization, an action reads each array of a stash where it is needed: it holds those of one layer and
-    its gradient before it is added to the accumulated one, or works on a loss. Otherwise, it first computes all arrays
-    of a stage again.
-
-    Args:
-      layers: as in `pipeline_costs`.
-      memory: as in `pipeline_costs`.
-      bounds: as in `pipeline_costs`.
-      remat: none, dots or full.
-    """
-    stages = [memory[first:end] for first, end in pairwise(bounds)]
-    if remat == "none":
-        each = zip(layers, memory, strict=True)
-        worked = max(of.looped or layer.weight_bytes + of.computed for layer, of in each)
-    else:
-        recomputed = max(sum(of.computed for of in stage) for stage in stages)
-        worked = max(layer.weight_bytes for layer in layers) + recomputed
-    narrowed = max(sum(of.narrowed for of in stage) for stage in stages)
-    return worked + narrowed + max(layer.output_bytes for layer in layers)
-
-
-def stash_bytes(
-    table: Table,
-    layers: Sequence[LayerProfile],
-    memory: Sequence[LayerMemory],
-    bounds: Sequence[int],
-    sent: float,
-    remat: str,
-) -> float:
-    """Return the bytes of stashes and transfers on a device. It has two inboxes and two outputs.
-
-    With remat full, a stage saves only its input, that of its first layer.
-
-    Args:
-      table: the schedule.
-      layers: as in `pipeline_costs`.
-      memory: as in `pipeline_costs`.
-      bounds: as in `pipeline_costs`.
-      sent: bytes of the largest transfer.
-      remat: none, dots or full.
-    """
-    ranges = list(pairwise(bounds))
-
-    def largest(nbytes: Sequence[float]) -> float:
-        return max(nbytes[first] if remat == "full" else sum(nbytes[first:end]) for first, end in ranges)
-
-    if splits_backward(table):
-        peaks = peak_in_flight(table), peak_stashed(table), peak_handed(table)
-        by_span = zip(*(of.split for of in memory), strict=True)
-        stashes = sum(float(peak.max()) * largest(of_span) for peak, of_span in zip(peaks, by_span, strict=True))
-    else:
-        stashes = float(peak_stashed(table).max()) * largest([layer.stash_bytes for layer in layers])
-    return stashes + 4 * sent
-
-
-def splits_backward(table: Table) -> bool:
-    """Return whether W is separate from B."""
-    return bool((table.actions["kind"] == W).any())

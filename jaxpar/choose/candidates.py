@@ -2,26 +2,33 @@
 
 import copy
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import strategies
-from jaxpar.analysis.planner.layers import Layers
-from jaxpar.analysis.planner.machine import Machine
-from jaxpar.analysis.planner.predict import StepCosts
-from jaxpar.analysis.planner.updates import update_bytes
+from jaxpar.choose.costs.calibrate import MeasuredLayers, calibrate
+from jaxpar.choose.costs.layers import Layers, TracedLayers
+from jaxpar.choose.costs.machine import GpuMachine, Machine
+from jaxpar.choose.costs.step import StepCosts
+from jaxpar.choose.costs.updates import update_bytes
+from jaxpar.cluster import Cluster
 from jaxpar.core.plan import Plan
 from jaxpar.errors import is_refused
 from jaxpar.exchange.named import check_options, exchange_differs
+from jaxpar.run import build
 from jaxpar.state import abstract_state, nbytes
 from jaxpar.step import Problem
 from jaxpar.strategies.exchanges import given
 
 Settings = Mapping[str, Any]  # dotted key of the config -> value
 MOST_DIVISORS = 12  # numbers of microbatches that are compared
+LAYER_REPEATS = 5  # measurements of a layer
 OPTIONS = "exchange_options."
 GROUP, IMPLEMENTATION = f"{OPTIONS}group", "data_parallel.implementation"
 # Keys that a candidate sets, and their values without the strategy that needs another one.
@@ -51,11 +58,38 @@ class Candidate(NamedTuple):
       settings: the keys of the config that select it.
       costs: its costs.
       fits: whether it fits into the memory of a device.
+      waits: whether devices wait that share cores. Others are preferred, because how fast the cores are for those that
+        do not wait is predicted worst, and a device that waits is of no use to anyone.
     """
 
     name: str
     settings: Settings
     costs: StepCosts
+    fits: bool
+    waits: bool = False
+
+
+class UnrankedCandidate(NamedTuple):
+    """A way to train that is not compared with others, and its predicted rate.
+
+    Attributes:
+      name: the strategy and its sizes, such as `ssp with bound 3, 8 workers`.
+      settings: the keys of the config that select it.
+      seconds: time in which config.batch_size examples are trained on, in the long run.
+      mean_staleness: mean number of updates that are missing in the weights that a gradient is computed from.
+      max_staleness: the largest such number.
+      sent_bytes: by device, bytes that it sends in this time.
+      device_bytes: by device, bytes that it needs.
+      fits: whether these fit into the memory of a device.
+    """
+
+    name: str
+    settings: Settings
+    seconds: float
+    mean_staleness: float
+    max_staleness: int
+    sent_bytes: tuple[float, ...]
+    device_bytes: tuple[float, ...]
     fits: bool
 
 
@@ -98,8 +132,8 @@ class Space(NamedTuple):
 
 
 def ranked(found: Iterable[Candidate]) -> list[Candidate]:
-    """Return candidates, the fastest that fit first, then the others by the memory that they need."""
-    return sorted(found, key=lambda one: (0, one.costs.seconds) if one.fits else (1, one.costs.nbytes))
+    """Return candidates, the fastest that fit and do not wait first; those that do not fit by their memory, last."""
+    return sorted(found, key=lambda one: (0, one.waits, one.costs.seconds) if one.fits else (1, 0, one.costs.nbytes))
 
 
 def with_settings(config: ConfigDict, settings: Settings) -> ConfigDict:
@@ -149,3 +183,42 @@ def options_of(space: Space, exchange: str, num_replicas: int) -> dict[str, Any]
         return is_exact and not is_refused(check_options, exchange, num_replicas, options)
 
     return {f"{OPTIONS}{name}": value if possible(name, value) else None for name, value in given(space.config).items()}
+
+
+# ---- spaces ---------------------------------------------------------------------------------------------------------
+
+
+def load_problem(config: ConfigDict, cluster: Cluster, workdir: Path) -> build.Loaded:
+    """Read the data and build the model of a config, whatever its strategy. Raises UserError for its mistakes."""
+    options = {f"{OPTIONS}{name}": None for name in config.exchange_options}
+    single = with_settings(config, {"strategy": "single", "mesh.data": 1, **options})
+    build.check_run(single, workdir, replace(cluster, num_processes=1))  # `single` refuses several
+    return build.load_parts(single, workdir, cluster)
+
+
+def gpu_space(config: ConfigDict, problem: Problem, cluster: Cluster, usable_bytes: float, kept: Settings) -> Space:
+    """Return the space for GPUs, whose layers take as long as the rates of the GPUs imply.
+
+    Args:
+      config: the config.
+      problem: its problem, from `load_problem`.
+      cluster: the GPUs, with their rates.
+      usable_bytes: the memory of a GPU that a run can use.
+      kept: as in `Space`.
+    """
+    return Space(config, problem, TracedLayers(problem, cluster), GpuMachine(cluster), usable_bytes, kept)
+
+
+def cpu_space(config: ConfigDict, loaded: build.Loaded, cluster: Cluster, kept: Settings) -> Space:
+    """Return the space for CPU devices, after measuring what layers and links cost on those of this process.
+
+    Links to other processes are assumed to be as fast as those inside this one.
+    """
+    devices, batch_size = jax.local_devices(), config.batch_size
+    batch = {name: x for name, x in loaded.batches.longest().items() if name in loaded.problem.batch}
+    share = {name: x[: max(batch_size // cluster.num_devices, 1)] for name, x in batch.items()}
+    machine = calibrate(cluster, devices, loaded.problem, share)
+    sizes = max(batch_size // (4 * cluster.num_devices), 1), batch_size
+    layers = MeasuredLayers(loaded.problem, batch, sizes, LAYER_REPEATS, machine.started(1))
+    assert cluster.memory_bytes is not None
+    return Space(config, loaded.problem, layers, machine, cluster.memory_bytes / len(devices), kept)

@@ -14,12 +14,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpar.analysis.planner.layers import LayerSizes
-from jaxpar.analysis.planner.machine import CpuMachine
+from jaxpar.choose.costs.layer_programs import BACKWARD, FORWARD, LayerPrograms
+from jaxpar.choose.costs.layers import Layers
+from jaxpar.choose.costs.machine import CpuMachine
 from jaxpar.cluster import Cluster
 from jaxpar.measure.timing import seconds_in_turn
-from jaxpar.pipeline.executor.layer_times import LayerPrograms
-from jaxpar.pipeline.search.layer_profile import LayerProfile
+from jaxpar.ring import sent_of_operand
 from jaxpar.state import init
 from jaxpar.step import Problem, batch_weight, gradients
 
@@ -136,12 +136,11 @@ def _line(kind: str, n: int, seconds: Mapping[tuple[str, int], float]) -> tuple[
     short, long = (
         max(seconds[f"{kind} {size}", n] - seconds["nothing", n], 0.0) / NUM_REPEATED for size in (SHORT, LONG)
     )
-    sent = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": (n - 1) / n, "all-gather": n - 1, "collective-permute": 1}
-    of_byte = (long - short) / (4 * (LONG - SHORT) * sent[kind])
+    of_byte = (long - short) / (4 * (LONG - SHORT) * sent_of_operand(kind, n))
     return short, max(of_byte, 0.0)
 
 
-class MeasuredLayers:
+class MeasuredLayers(Layers):
     """Layers on the first device of this machine, measured for two numbers of examples.
 
     Layers that run one by one can take longer than those of a step. Therefore the gradient of all of them is measured
@@ -167,37 +166,32 @@ class MeasuredLayers:
           repeats: measurements of each layer.
           started: seconds that a program takes that computes nothing, which are not a layer's.
         """
-        self._problem, self._batch, self._numbers, self._repeats = problem, batch, sizes, repeats
-        self._started = started
-        self._sizes = LayerSizes(problem)
-        self.memory, self.residuals = self._sizes.memory, self._sizes.residuals
+        super().__init__(problem)
+        self._batch, self._numbers, self._repeats, self._started = batch, sizes, repeats, started
         self._measured = cache(self._measure)
 
-    def profile(self, size: int, remat: str) -> list[LayerProfile]:
-        """Return the times and sizes of each layer. See `Layers`."""
+    def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
+        """Return the seconds of the forward and backward pass of each layer. See `Layers`."""
+        few, many = self._measured(remat)
         share = (size - self._numbers[0]) / max(self._numbers[1] - self._numbers[0], 1)
-        return [
-            layer._replace(
-                forward_s=max(few.forward_s + share * (many.forward_s - few.forward_s), 0.0),
-                backward_s=max(few.backward_s + share * (many.backward_s - few.backward_s), 0.0),
-            )
-            for layer, few, many in zip(self._sizes.profile(size, remat), *self._measured(remat), strict=True)
-        ]
+        seconds = np.maximum(few + share * (many - few), 0.0)
+        return [(forward, backward) for forward, backward in seconds.tolist()]
 
-    def _measure(self, remat: str) -> list[list[LayerProfile]]:
-        """Return the profile of each number of examples."""
+    def _measure(self, remat: str) -> list[np.ndarray]:
+        """Return the seconds for each number of examples, [layer, forward or backward]."""
         parts = [{name: x[:number] for name, x in self._batch.items()} for number in self._numbers]
         programs = [LayerPrograms(self._problem, part, remat=remat) for part in parts]
         of_sizes = [one.calls(part) for one, part in zip(programs, parts, strict=True)]
         calls: dict[Hashable, Callable[[], Any]] = {"all": whole_gradient(self._problem, parts[-1], remat)}
         calls |= {(size, key): call for size, of_size in enumerate(of_sizes) for key, call in of_size.items()}
         seconds = seconds_in_turn(calls, self._repeats)
-        found = []
-        for size, (one, of_size) in enumerate(zip(programs, of_sizes, strict=True)):
-            layers = one.timed({key: seconds[size, key] for key in of_size})
-            found.append([without(layer, self._started) for layer in layers])
-        together = sum(layer.forward_s + layer.backward_s for layer in found[-1])
-        return [scaled(layers, max(seconds["all"] - self._started, 0.0) / together) for layers in found]
+        found = [
+            np.array([[seconds[size, (number, phase)] for phase in (FORWARD, BACKWARD)] for number in one.numbers])
+            for size, one in enumerate(programs)
+        ]
+        alone = [np.maximum(of_size - self._started, 0.0) for of_size in found]
+        scale = max(seconds["all"] - self._started, 0.0) / alone[-1].sum()
+        return [scale * of_size for of_size in alone]
 
 
 def whole_gradient(problem: Problem, batch: Mapping[str, np.ndarray], remat: str) -> Callable[[], Any]:
@@ -207,16 +201,3 @@ def whole_gradient(problem: Problem, batch: Mapping[str, np.ndarray], remat: str
     arrays = jax.device_put(dict(batch))
     run = jax.jit(lambda state, batch: gradients(problem, state, batch, batch_weight(batch)))
     return partial(run, state, arrays)
-
-
-def scaled(layers: Sequence[LayerProfile], factor: float) -> list[LayerProfile]:
-    """Return the layers with their times multiplied by a factor."""
-    return [
-        layer._replace(forward_s=factor * layer.forward_s, backward_s=factor * layer.backward_s) for layer in layers
-    ]
-
-
-def without(layer: LayerProfile, seconds: float) -> LayerProfile:
-    """Return the layer with these seconds subtracted from its passes."""
-    forward, backward = (max(value - seconds, 0.0) for value in (layer.forward_s, layer.backward_s))
-    return layer._replace(forward_s=forward, backward_s=backward)

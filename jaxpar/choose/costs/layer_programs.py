@@ -1,4 +1,4 @@
-"""Profiles the layers of a model, each as a pipeline stage of its own: measured on a device, or estimated for a GPU."""
+"""The programs of the layers of a model, each as a pipeline stage of its own, and their times on a device."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.cluster import Cluster
-from jaxpar.measure.flops import forward_flops
+from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.measure.timing import seconds_in_turn
 from jaxpar.pipeline.executor.programs import StageInputs, StageProgram, StagePrograms, trace_stage
 from jaxpar.pipeline.executor.stages import Stages
-from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.pipeline.tables.table import loop_stages
 from jaxpar.state import nbytes
 from jaxpar.step import Problem, abstract
@@ -86,27 +84,6 @@ class LayerPrograms:
             _, saved = run(number, FORWARD, there._replace(dy=None), {})
             calls.append(partial(run, number, BACKWARD, there, saved))
         return calls
-
-    def estimate(self, cluster: Cluster, dtype: str) -> list[LayerProfile]:
-        """Return the profile by the roofline of a device whose peak rates are known.
-
-        Williams et al., "Roofline: an insightful visual performance model", 2009. A program takes as long as its
-        matrix products at the peak rate of `dtype`, or as long as moving its inputs, outputs, stash and weights.
-        """
-        assert cluster.memory_bandwidth is not None
-        peak, bandwidth, times = cluster.peak_flops[dtype], cluster.memory_bandwidth, {}
-
-        def seconds(number: int, phase: int, num_moved: int) -> float:
-            program = self.programs.programs[number]
-            saved = dict(program.cut.saved) if phase == BACKWARD else {}
-            work = forward_flops(partial(self.programs.run, number, phase), program.inputs, saved)
-            return max(work / peak, num_moved / bandwidth)
-
-        for number, program in enumerate(self.programs.programs):
-            weights = nbytes(program.inputs.params)
-            others = nbytes((program.inputs.x, program.y)) + self._stash_bytes(number)
-            times[number] = seconds(number, FORWARD, weights + others), seconds(number, BACKWARD, 2 * weights + others)
-        return self.with_times(times)
 
     def _init(self, layer: int) -> Any:
         """Return initial parameters of a layer, with the arrays that are tied to it."""

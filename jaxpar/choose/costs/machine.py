@@ -2,20 +2,21 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jaxpar.analysis.audit import PERMUTE
-from jaxpar.analysis.rates import collective_seconds, hop_seconds, launch_seconds, memory_seconds, send_rate
+from jaxpar import cluster as clusters
+from jaxpar.choose.costs.rates import collective_seconds, hop_seconds, launch_seconds, memory_seconds, send_rate
 from jaxpar.cluster import Cluster
 from jaxpar.core.plan import COPY, Traffic
+from jaxpar.gpus import kind_of_device
 from jaxpar.mesh import DATA, STAGE
+from jaxpar.ring import PERMUTE, RING_PASSES
 
-# Messages of a ring algorithm in a collective of n devices.
-MESSAGES = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "all-to-all": 1}  # times n - 1
 KERNEL_REPEATS = 2.0  # updates compiled for H100s move 1.8 to 2.4 times the bytes, as several kernels read an array
 CLOCK_KERNELS = 10  # launches that a clock of a pipeline needs besides those of its actions
 
@@ -64,7 +65,7 @@ def num_hops(kind: str, size: int) -> int:
 
 def num_collectives(sent: Traffic, size: int) -> float:
     """Return the number of collectives of a traffic over an axis of this size."""
-    return sent.messages / (MESSAGES[sent.kind] * (size - 1)) if sent.kind in MESSAGES else sent.messages
+    return sent.messages / (RING_PASSES[sent.kind] * (size - 1)) if sent.kind in RING_PASSES else sent.messages
 
 
 @cache
@@ -75,7 +76,7 @@ def axis_groups(axis: str, num_data: int, num_stages: int) -> tuple[tuple[int, .
 
 
 class GpuMachine(NamedTuple):
-    """GPUs, with the rates of jaxpar/analysis/rates.py, measured or assumed."""
+    """GPUs, with the rates of jaxpar/choose/costs/rates.py, measured or assumed."""
 
     cluster: Cluster
     overlaps: bool = True
@@ -113,6 +114,61 @@ class GpuMachine(NamedTuple):
     def moved(self, nbytes: float, num_devices: int) -> float:
         """Return the time of one GPU."""
         return memory_seconds(self.cluster, nbytes)
+
+
+class SharedCores(NamedTuple):
+    """CPU devices that were not measured: those of a process share its cores, and only computing takes time."""
+
+    cluster: Cluster
+    overlaps: bool = False
+    update_repeats: float = 1.0
+    clock_seconds: float = 0.0
+
+    def together(self, seconds: np.ndarray, copies: int = 1) -> np.ndarray:
+        """Return the sum of the times of the devices of each process, and the longest of these sums."""
+        del copies  # replicas of a pipeline are other processes, or as slow for every schedule
+        number = seconds.shape[-1]
+        first = range(0, number, processors_shared(self.cluster))
+        return np.max(np.add.reduceat(seconds, list(first), axis=-1), axis=-1)
+
+    def collective(self, sent: Traffic, axes: Mapping[str, int]) -> float:
+        """Communication is free."""
+        del sent, axes
+        return 0.0
+
+    def started(self, num_devices: int) -> float:
+        """A step starts at once."""
+        del num_devices
+        return 0.0
+
+    def moved(self, nbytes: float, num_devices: int) -> float:
+        """Memory is free."""
+        del nbytes, num_devices
+        return 0.0
+
+
+def machine_of(cluster: Cluster) -> Machine:
+    """Return the costs of a cluster without measuring anything. Unknown rates of GPUs are assumed."""
+    return SharedCores(cluster) if cluster.platform == "cpu" else GpuMachine(with_assumed_rates(cluster))
+
+
+def processors_shared(cluster: Cluster) -> int:
+    """Return the number of neighbouring devices that share their processors."""
+    return max(1, cluster.num_devices // cluster.num_processes) if cluster.platform == "cpu" else 1
+
+
+def with_assumed_rates(cluster: Cluster) -> Cluster:
+    """Return a cluster with the rates of an H100 where its own are unknown, so that times can be compared."""
+    is_present = cluster.memory_bandwidth is None or not cluster.send_rates  # JAX reports neither
+    if is_present and kind_of_device(cluster.device_kind):
+        cluster = clusters.with_rates_of_kind(cluster)
+    assumed = clusters.named_cluster("h100", 1)
+    return replace(
+        cluster,
+        peak_flops={**assumed.peak_flops, **cluster.peak_flops},
+        memory_bandwidth=cluster.memory_bandwidth or assumed.memory_bandwidth,
+        send_rates=cluster.send_rates or assumed.send_rates,
+    )
 
 
 class CpuMachine(NamedTuple):

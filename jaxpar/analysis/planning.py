@@ -13,12 +13,21 @@ from ml_collections import ConfigDict
 from jaxpar import cluster as clusters
 from jaxpar import data, mesh, strategies
 from jaxpar.analysis import audit, step_time
-from jaxpar.analysis.planner import report, search
-from jaxpar.analysis.planner.auto import AUTO_STRATEGY, check_kept, kept_settings, no_candidate
-from jaxpar.analysis.planner.candidates import Candidate, Settings, Space, ranked, with_settings
-from jaxpar.analysis.planner.measured_rates import describe_rates, measured_cluster
-from jaxpar.analysis.planner.spaces import cpu_space, gpu_space, load_problem
-from jaxpar.analysis.planner.unranked import UnrankedCandidate
+from jaxpar.choose import planner, report
+from jaxpar.choose.auto import check_kept, kept_settings
+from jaxpar.choose.candidates import (
+    Candidate,
+    Settings,
+    Space,
+    UnrankedCandidate,
+    cpu_space,
+    gpu_space,
+    load_problem,
+    ranked,
+    with_settings,
+)
+from jaxpar.choose.costs.measured_rates import describe_rates, measured_cluster
+from jaxpar.choose.planner import AUTO_STRATEGY, no_candidate
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import cluster_toml, find_named
 from jaxpar.command_line import check_new_file, writing
@@ -116,7 +125,7 @@ def check_strategy_name(config: ConfigDict) -> None:
 
 def find_candidates(space: Space) -> list[Candidate]:
     """Return the candidates of a space. Raises UserError if there are none."""
-    found = search.candidates(space)
+    found = planner.candidates(space)
     if not found:
         raise no_candidate(space)
     return found

@@ -6,7 +6,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxpar.analysis.planner.candidates import (
+from jaxpar.choose.candidates import (
     DEFAULTS_OF_CHOICES,
     OF_STAGES,
     Candidate,
@@ -16,20 +16,23 @@ from jaxpar.analysis.planner.candidates import (
     options_of,
     state_ratios,
 )
-from jaxpar.analysis.planner.predict import StateBytes, pipeline_costs, splits_backward
-from jaxpar.core.plan import Plan
-from jaxpar.exchange.reduce import ring_traffic
+from jaxpar.choose.costs.memory import StateBytes, splits_backward
+from jaxpar.choose.costs.profile import LayerProfile
+from jaxpar.choose.costs.step import StepCosts, pipeline_costs
+from jaxpar.core.plan import Plan, ring_traffic
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.executor.packing import Packing
 from jaxpar.pipeline.executor.partition import balanced
 from jaxpar.pipeline.executor.stages import Stages
-from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.step import Problem
+from jaxpar.strategies.schedules import DISPATCH, EXECUTORS, LOCKSTEP
 
 LARGEST_TABLE = 20_000  # devices x microbatches of the largest table that is made
 NANOSECOND = 1e-9
+MOST_WAITING = 0.05  # of a step, on devices that share cores; otherwise the candidate is ranked last
+PackingOf = Callable[[tuple[int, ...], Table], Packing]
 
 
 def of_pipelines(space: Space) -> Iterator[Candidate]:
@@ -53,7 +56,7 @@ def of_pipelines(space: Space) -> Iterator[Candidate]:
                         yield pipeline_candidate(space, schedule, table, remat, replicas, ratios, packing_of)
 
 
-def _packings(problem: Problem) -> Callable[[tuple[int, ...], Table], Packing]:
+def _packings(problem: Problem) -> PackingOf:
     """Return a function of the bounds of stages and a table that returns how devices pack their parameters."""
     inputs = problem.model.inputs(problem.batch)
     found: dict[tuple[tuple[int, ...], bytes], Packing] = {}
@@ -95,26 +98,24 @@ def pipeline_candidate(
     remat: str,
     replicas: int,
     ratios: StateRatios,
-    packing_of: Callable[[tuple[int, ...], Table], Packing],
+    packing_of: PackingOf,
 ) -> Candidate:
-    """Return a pipeline."""
+    """Return a pipeline, with the executor of the config, or the faster one if it has none."""
     size = space.config.batch_size // (replicas * table.num_microbatches)
-    layers, memory = (
-        space.layers.profile(size, remat),
-        space.layers.memory(size, remat, is_split=splits_backward(table)),
-    )
-    bounds = balanced_bounds(layers, table.num_stages)
-    axes = {DATA: replicas, STAGE: table.num_devices}
+    work = space.layers.work(size, remat, is_split=splits_backward(table))
+    bounds = balanced_bounds(work.layers, table.num_stages)
     packing = packing_of(bounds, table)
     largest, packed = float(packing.nbytes), (1 + ratios.optimizer) * packing.vector_bytes
     states = [StateBytes(largest, ratios.optimizer * largest, largest)] * table.num_devices
-    vectors = len(layers)  # of gradients; the engine packs the arrays of a device
+    vectors = len(work.layers)  # of gradients; the engine packs the arrays of a device
     traffic = [ring_traffic("all-reduce", 2, DATA, replicas, largest, "float32", num_vectors=vectors)]
-    update = ratios.update * largest
-    costs = pipeline_costs(
-        layers, memory, space.machine, axes, table, bounds, traffic, states, packed, update, remat=remat
+    axes, update = {DATA: replicas, STAGE: table.num_devices}, ratios.update * largest
+    executor, costs = fastest_executor(
+        space.config,
+        lambda executor: pipeline_costs(
+            work, space.machine, axes, table, bounds, traffic, states, packed, update, executor=executor
+        ),
     )
-    cuts = ",".join(layers[bound].name for bound in bounds[1:-1])
     settings = {
         "strategy": "pipeline",
         "mesh.data": replicas,
@@ -123,11 +124,22 @@ def pipeline_candidate(
         "pipeline.num_microbatches": table.num_microbatches,
         "pipeline.num_chunks": table.num_chunks,
         "pipeline.remat": remat,
-        "pipeline.partition": cuts,
+        "pipeline.partition": ",".join(work.layers[bound].name for bound in bounds[1:-1]),
+        **({} if executor == space.config.pipeline.executor else {"pipeline.executor": executor}),
         **options_of(space, "ddp", replicas),
     }
     name = f"{schedule}, {table.num_devices} stages" + (f" x {replicas} replicas" if replicas > 1 else "")
-    return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes)
+    waits = space.machine.cluster.platform == "cpu" and costs.waiting > MOST_WAITING * costs.seconds
+    return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes, waits)
+
+
+def fastest_executor(config: ConfigDict, costs_of: Callable[[str], StepCosts]) -> tuple[str, StepCosts]:
+    """Return the executor of the config, or the one whose step is shorter if it has none, and its costs."""
+    own = config.pipeline.executor
+    executors = [own] if own in EXECUTORS else [DISPATCH, LOCKSTEP]
+    costs = {executor: costs_of(executor) for executor in executors}
+    best = min(executors, key=lambda executor: costs[executor].seconds)
+    return best, costs[best]
 
 
 def balanced_bounds(layers: Sequence[LayerProfile], num_stages: int) -> tuple[int, ...]:
@@ -146,34 +158,32 @@ def _balanced(costs: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
 
 def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:
     """Return the candidate of the plan of a pipeline."""
-    details, layers = plan.details, space.layers
-    table, bounds = details.table, details.stages.bounds
-    size = config.batch_size // plan.decision.batch_divisor
-    profile, memory = (
-        layers.profile(size, details.remat),
-        layers.memory(size, details.remat, is_split=splits_backward(table)),
-    )
+    details = plan.details
+    costs = costs_of_plan(space, plan, config.batch_size // plan.decision.batch_divisor)
+    replicas = f" x {plan.num_replicas} replicas" if plan.num_replicas > 1 else ""
+    name = f"{details.schedule}, {details.table.num_devices} stages{replicas}"
+    shown = {"pipeline.num_microbatches": details.table.num_microbatches, "pipeline.remat": details.remat}
+    return Candidate(name, shown, costs, costs.nbytes <= space.usable_bytes)
+
+
+def costs_of_plan(space: Space, plan: Plan[Any], size: int, table: Table | None = None) -> StepCosts:
+    """Return the costs of the plan of a pipeline, or of another table for its stages. size: that of a microbatch."""
+    details, table = plan.details, table or plan.details.table
     states = []
     for parts in plan.memory:
         params, optimizer = parts["parameters"], parts.get("optimizer", 0)
         states.append(StateBytes(params, optimizer, params))
-    update = state_ratios(space.problem).update * max(parts["parameters"] for parts in plan.memory)
     staged = details.staged
     packed = staged.params.packing.vector_bytes + staged.optimizer.packing.vector_bytes
-    costs = pipeline_costs(
-        profile,
-        memory,
+    return pipeline_costs(
+        space.layers.work(size, details.remat, is_split=splits_backward(table)),
         space.machine,
         plan.axes,
         table,
-        bounds,
+        details.stages.bounds,
         plan.traffic,
         states,
         packed,
-        update,
-        remat=details.remat,
+        state_ratios(space.problem).update * max(state.parameters for state in states),
+        executor=details.executor,
     )
-    replicas = f" x {plan.num_replicas} replicas" if plan.num_replicas > 1 else ""
-    name = f"{details.schedule}, {table.num_devices} stages{replicas}"
-    shown = {"pipeline.num_microbatches": table.num_microbatches, "pipeline.remat": details.remat}
-    return Candidate(name, shown, costs, costs.nbytes <= space.usable_bytes)

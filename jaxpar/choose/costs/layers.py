@@ -1,26 +1,25 @@
 """The times and sizes of the layers of a model, for any number of examples and each kind of rematerialization.
 
-On GPUs, they follow from the operations of the traced layers and the rates of the GPU (jaxpar/analysis/rates.py). On
-this machine, they are measured for two numbers of examples. Both are linear in the number of examples. The sizes of
-what layers save are those of the layers traced for this number.
+The sizes are those of the traced layers. The times have one of three sources: the operations of the traced layers at
+the rates of a GPU (rates.py), measurements on this machine, or the file of a profile.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxpar.analysis.rates import launch_seconds, memory_seconds, product_seconds
+from jaxpar.choose.costs.layer_programs import BACKWARD, FORWARD, LayerPrograms, kept_bytes, loss_program
+from jaxpar.choose.costs.profile import LayerProfile
+from jaxpar.choose.costs.rates import launch_seconds, memory_seconds, product_seconds
 from jaxpar.cluster import Cluster
 from jaxpar.layout import Fetch
 from jaxpar.measure.operations import PASS, Operation, operations
 from jaxpar.measure.residuals import Residuals, residuals
 from jaxpar.models.model import Model
-from jaxpar.pipeline.executor.layer_times import BACKWARD, FORWARD, LayerPrograms, kept_bytes, loss_program
 from jaxpar.pipeline.executor.programs import StageProgram
-from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.state import nbytes
 from jaxpar.step import Problem, abstract
 from jaxpar.tasks import Task
@@ -54,26 +53,28 @@ class LayerMemory(NamedTuple):
     looped: float = 0.0
 
 
-class Layers(Protocol):
-    """The layers of a model on a device."""
+class PhaseSeconds(NamedTuple):
+    """Seconds of F, B and W of a layer. B is all of a fused backward pass, or a half of it, and W is the rest."""
 
-    @property
-    def remats(self) -> tuple[str, ...]:
-        """Kinds of rematerialization for which `profile` is cheap."""
+    forward: float
+    backward: float
+    weight: float
 
-    def profile(self, size: int, remat: str) -> list[LayerProfile]:
-        """Return the times and sizes of each layer.
 
-        Args:
-          size: number of examples that a layer computes at a time.
-          remat: none, dots or full.
-        """
+class LayerWork(NamedTuple):
+    """What a pipeline computes for a microbatch of a replica, by layer.
 
-    def memory(self, size: int, remat: str, *, is_split: bool) -> list[LayerMemory]:
-        """Return what each layer holds in addition. size, remat: as in `profile`; is_split: W is separate from B."""
+    Attributes:
+      layers: times and sizes.
+      memory: what they hold in addition.
+      seconds: times of F, B and W.
+      remat: none, dots or full.
+    """
 
-    def residuals(self, size: int, remat: str) -> list[Residuals]:
-        """Return what each layer of a replica holds for the backward pass. size, remat: as in `profile`."""
+    layers: Sequence[LayerProfile]
+    memory: Sequence[LayerMemory]
+    seconds: Sequence[PhaseSeconds]
+    remat: str
 
 
 def resized(batch: Mapping[str, Any], size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -88,33 +89,85 @@ def narrowed_bytes(problem: Problem) -> list[float]:
     return [float(nbytes(arrays)) for arrays in narrow]
 
 
-class LayerSizes:
-    """Sizes of what layers save and hold for any number of examples, without measuring them.
+class Layers:
+    """The layers of a model on a device, without times.
 
     Sizes are linear in the number of examples, except those of the last layer: the loss of many examples is computed in
     chunks. So all layers are traced for two numbers of examples, and the last one for each number.
+
+    Attributes:
+      remats: kinds of rematerialization whose times are cheap to find.
     """
+
+    remats: tuple[str, ...] = KINDS_OF_REMAT
 
     def __init__(self, problem: Problem) -> None:
         """Trace nothing yet."""
-        self._problem, self._narrowed = problem, narrowed_bytes(problem)
-        self.programs = cache(self._programs)
-        self.profile = cache(self._profile)
-        self._split = cache(self._split_stashes)
-        self._residuals = cache(self._trace_residuals)
-        self._residual = cache(self._trace_residual)
-        self._inputs = cache(self._trace_inputs)
+        self._problem = problem
+        self._programs, self._sizes = cache(self._trace), cache(self._trace_sizes)
+        self._split, self._residual = cache(self._split_stashes), cache(self._trace_residual)
+        self._inputs, self._narrowed = cache(self._trace_inputs), cache(lambda: narrowed_bytes(problem))
+        self._profiles, self._works = cache(self._profile), cache(self._work)
 
-    def _programs(self, size: int, remat: str) -> LayerPrograms:
-        """Return the traced programs of the layers. size, remat: as in `Layers.profile`."""
-        return LayerPrograms(self._problem, resized(self._problem.batch, size), remat=remat)
+    def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
+        """Return the seconds of the forward and backward pass of each layer. size, remat: as in `profile`."""
+        del size, remat
+        return [(0.0, 0.0)] * len(self._problem.model.layers)
+
+    def phase_seconds(self, size: int, remat: str, *, is_split: bool) -> list[PhaseSeconds]:
+        """Return the seconds of F, B and W of each layer. Unless they are known, B and W take half of a backward pass.
+
+        size, remat: as in `profile`; is_split: W is separate from B.
+        """
+        del is_split
+        seconds = self.seconds(size, remat)
+        return [PhaseSeconds(forward, backward / 2, backward / 2) for forward, backward in seconds]
+
+    def profile(self, size: int, remat: str) -> list[LayerProfile]:
+        """Return the times and sizes of each layer.
+
+        Args:
+          size: number of examples that a layer computes at a time.
+          remat: none, dots or full.
+        """
+        return self._profiles(size, remat)
 
     def _profile(self, size: int, remat: str) -> list[LayerProfile]:
-        """Return the sizes of each layer, and no times. See `Layers`."""
+        layers = zip(self._sizes(size, remat), self.seconds(size, remat), strict=True)
+        return [layer._replace(forward_s=forward, backward_s=backward) for layer, (forward, backward) in layers]
+
+    def memory(self, size: int, remat: str, *, is_split: bool) -> list[LayerMemory]:
+        """Return what each layer holds in addition. size, remat: as in `profile`; is_split: W is separate from B."""
+        narrowed = self._narrowed()
+        splits = self._split(size, remat) if is_split else [SplitStash(0.0, 0.0, 0.0)] * len(narrowed)
+        each = zip(self._sizes(size, "none"), narrowed, splits, strict=True)
+        *first, last = [LayerMemory(layer.stash_bytes, narrow, split) for layer, narrow, split in each]
+        return [*first, last._replace(looped=self._residual(size, "none", len(first)).looped)]
+
+    def residuals(self, size: int, remat: str) -> list[Residuals]:
+        """Return what each layer of a replica holds for the backward pass. size, remat: as in `profile`."""
+        runs, last = self._problem.model.runs, len(self._problem.model.layers) - 1
+        numbers = [min(max(run.start, 1), run.stop - 1) for run in runs for _ in range(*run)]
+        return [self._residual(size, remat, number) for number in (0, *numbers[1:last], last)]
+
+    def work(self, size: int, remat: str, *, is_split: bool) -> LayerWork:
+        """Return what a pipeline computes. size, remat: as in `profile`; is_split: W is separate from B."""
+        return self._works(size, remat, is_split)
+
+    def _work(self, size: int, remat: str, is_split: bool) -> LayerWork:
+        memory = self.memory(size, remat, is_split=is_split)
+        seconds = self.phase_seconds(size, remat, is_split=is_split)
+        return LayerWork(self.profile(size, remat), memory, seconds, remat)
+
+    def _trace(self, size: int, remat: str, num_phases: int) -> LayerPrograms:
+        batch = resized(self._problem.batch, size)
+        return LayerPrograms(self._problem, batch, remat=remat, num_phases=num_phases)
+
+    def _trace_sizes(self, size: int, remat: str) -> list[LayerProfile]:
         if size in SIZES:
-            programs = self.programs(size, remat)
+            programs = self._programs(size, remat, 2)
             return programs.with_times(dict.fromkeys(programs.numbers, (0.0, 0.0)))
-        *layers, last = zip(*(self.profile(one, remat) for one in SIZES), strict=True)
+        *layers, last = zip(*(self._sizes(one, remat) for one in SIZES), strict=True)
         between = [
             few._replace(
                 output_bytes=_at(size, few.output_bytes, many.output_bytes),
@@ -127,35 +180,15 @@ class LayerSizes:
 
     def _split_stashes(self, size: int, remat: str) -> list[SplitStash]:
         if size in SIZES:
-            programs = LayerPrograms(self._problem, resized(self._problem.batch, size), remat=remat, num_phases=3)
+            programs = self._programs(size, remat, 3)
             return [_split_stash(programs.programs.programs[number]) for number in programs.numbers]
         *layers, _ = zip(*(self._split(one, remat) for one in SIZES), strict=True)
-        between = [
-            SplitStash(*(_at(size, *nbytes_of_sizes) for nbytes_of_sizes in zip(few, many, strict=True)))
-            for few, many in layers
-        ]
+        between = [SplitStash(*(_at(size, *sizes) for sizes in zip(few, many, strict=True))) for few, many in layers]
         return [*between, _split_stash(self._loss_program(size, remat, 3))]
 
     def _loss_program(self, size: int, remat: str, num_phases: int) -> StageProgram:
         inputs, batch, _ = self._inputs(size)
         return loss_program(self._problem, inputs, batch, remat=remat, num_phases=num_phases)
-
-    def memory(self, size: int, remat: str, *, is_split: bool) -> list[LayerMemory]:
-        """Return what each layer holds in addition. See `Layers`."""
-        splits = self._split(size, remat) if is_split else [SplitStash(0.0, 0.0, 0.0)] * len(self._narrowed)
-        each = zip(self.profile(size, "none"), self._narrowed, splits, strict=True)
-        *first, last = [LayerMemory(layer.stash_bytes, narrowed, split) for layer, narrowed, split in each]
-        loss = self._residual(size, "none", len(first))
-        return [*first, last._replace(looped=loss.looped)]
-
-    def residuals(self, size: int, remat: str) -> list[Residuals]:
-        """Return what each layer of a replica holds for the backward pass. See `Layers`."""
-        return self._residuals(size, remat)
-
-    def _trace_residuals(self, size: int, remat: str) -> list[Residuals]:
-        runs, last = self._problem.model.runs, len(self._problem.model.layers) - 1
-        numbers = [min(max(run.start, 1), run.stop - 1) for run in runs for _ in range(*run)]
-        return [self._residual(size, remat, number) for number in (0, *numbers[1:last], last)]
 
     def _trace_residual(self, size: int, remat: str, number: int) -> Residuals:
         """Return what a layer holds."""
@@ -197,37 +230,42 @@ def _apply(model: Model, task: Task | None, number: int, weights: Any, x: Any, o
     return outputs if task is None else task.sums(outputs, batch).loss
 
 
-class TracedLayers:
-    """Layers on a GPU that need not exist."""
-
-    remats = KINDS_OF_REMAT
+class TracedLayers(Layers):
+    """Layers on a GPU that need not exist: their operations at its rates."""
 
     def __init__(self, problem: Problem, cluster: Cluster) -> None:
         """Trace nothing yet. cluster: the GPUs."""
-        self._cluster = cluster
-        self._traced = cache(self._trace)
-        self.profile = cache(self._profile)
-        self._sizes = LayerSizes(problem)
-        self.memory, self.residuals = self._sizes.memory, self._sizes.residuals
+        super().__init__(problem)
+        self._cluster, self._kernels = cluster, cache(self._trace_kernels)
 
-    def _trace(self, remat: str) -> tuple[dict[tuple[int, int], "_Kernels"], list[int]]:
-        """Return the kernels of each program and phase, and the number of the program of each layer."""
-        traced = [self._sizes.programs(size, remat) for size in SIZES]
+    def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
+        """Return the seconds of the forward and backward pass of each layer. See `Layers`."""
+        return [(forward, backward) for forward, backward in self._priced(size, remat, 2)]
+
+    def phase_seconds(self, size: int, remat: str, *, is_split: bool) -> list[PhaseSeconds]:
+        """Return the seconds of F, B and W of each layer. B writes what it hands to W into a stash. See `Layers`."""
+        if not is_split:
+            return super().phase_seconds(size, remat, is_split=False)
+        handed = [memory_seconds(self._cluster, of.from_backward) for of in self._split(size, remat)]
+        return [
+            PhaseSeconds(forward, backward + extra, weight + extra)
+            for (forward, backward, weight), extra in zip(self._priced(size, remat, 3), handed, strict=True)
+        ]
+
+    def _priced(self, size: int, remat: str, num_phases: int) -> list[list[float]]:
+        kernels, numbers = self._kernels(remat, num_phases)
+        seconds = {number: [one.seconds(size, self._cluster) for one in kernels[number]] for number in kernels}
+        return [seconds[number] for number in numbers]
+
+    def _trace_kernels(self, remat: str, num_phases: int) -> tuple[dict[int, list["_Kernels"]], list[int]]:
+        """Return the kernels of each phase of each program, and the number of the program of each layer."""
+        traced = [self._programs(size, remat, num_phases) for size in SIZES]
         numbers = traced[0].numbers
         kernels = {
-            (number, phase): _Kernels([counted(programs, number, phase) for programs in traced])
+            number: [_Kernels([counted(of, number, phase) for of in traced]) for phase in range(num_phases)]
             for number in set(numbers)
-            for phase in (FORWARD, BACKWARD)
         }
         return kernels, numbers
-
-    def _profile(self, size: int, remat: str) -> list[LayerProfile]:
-        kernels, numbers = self._traced(remat)
-        seconds = {key: of_phase.seconds(size, self._cluster) for key, of_phase in kernels.items()}
-        return [
-            layer._replace(forward_s=seconds[number, FORWARD], backward_s=seconds[number, BACKWARD])
-            for layer, number in zip(self._sizes.profile(size, remat), numbers, strict=True)
-        ]
 
 
 def counted(programs: LayerPrograms, number: int, phase: int) -> list[Operation]:
@@ -260,3 +298,17 @@ class _Kernels:
             else:
                 total += max(product_seconds(cluster, kind, dtype, float(flops)), memory) + calls * launch
         return total
+
+
+class ProfiledLayers(Layers):
+    """Layers with the times of a profile, which are those of a microbatch of the run with its rematerialization."""
+
+    def __init__(self, problem: Problem, profile: Sequence[LayerProfile]) -> None:
+        """profile: in the order of the model."""
+        super().__init__(problem)
+        self._given = profile
+
+    def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
+        """Return the seconds of the forward and backward pass of each layer. See `Layers`."""
+        del size, remat
+        return [(layer.forward_s, layer.backward_s) for layer in self._given]

@@ -6,7 +6,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxpar.analysis.planner.candidates import (
+from jaxpar.choose.candidates import (
     DEFAULTS_OF_CHOICES,
     GROUP,
     IMPLEMENTATION,
@@ -19,12 +19,13 @@ from jaxpar.analysis.planner.candidates import (
     plan_of,
     with_settings,
 )
-from jaxpar.analysis.planner.gpu_memory import gpu_replica_bytes
-from jaxpar.analysis.planner.predict import StateBytes, StepCosts, UpdateBytes, replicas_costs
-from jaxpar.analysis.planner.updates import exchange_bytes, update_bytes
+from jaxpar.choose.costs.memory import StateBytes, replica_bytes
+from jaxpar.choose.costs.step import StepCosts, UpdateBytes, replicas_costs
+from jaxpar.choose.costs.updates import exchange_bytes, update_bytes
 from jaxpar.core.plan import Plan, Traffic
 from jaxpar.exchange.named import EXCHANGES, exchange_differs
 from jaxpar.layout import SHARDED
+from jaxpar.ring import sent_of_operand
 from jaxpar.strategies.data_parallel.shard_map import ReplicaDetails
 from jaxpar.strategies.exchanges import sums_along_a_ring
 
@@ -95,7 +96,7 @@ def update_of(space: Space, plan: Plan[Any]) -> UpdateBytes:
 
 def combined(sent: Traffic, num_replicas: int) -> Traffic:
     """Return the all-reduces that XLA's partitioner adds, as XLA combines them on GPUs."""
-    nbytes = sent.nbytes * num_replicas / (2 * (num_replicas - 1))
+    nbytes = sent.nbytes / sent_of_operand("all-reduce", num_replicas)
     return sent._replace(messages=min(sent.messages, 2 * (num_replicas - 1) * math.ceil(nbytes / COMBINED_BYTES)))
 
 
@@ -158,7 +159,7 @@ def step_costs(
     """
     accumulation, remat = settings["optimizer.accumulation_steps"], settings["model.remat"]
     is_scanned = settings["model.scan_layers"] is not False and space.machine.overlaps
-    needed = gpu_replica_bytes(
+    needed = replica_bytes(
         space.layers,
         space.problem.model,
         state,

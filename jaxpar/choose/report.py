@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxpar.analysis.planner.candidates import DEFAULTS_OF_CHOICES, Candidate, Settings, Space
-from jaxpar.analysis.planner.unranked import UnrankedCandidate
+from jaxpar.choose.candidates import DEFAULTS_OF_CHOICES, Candidate, Settings, Space, UnrankedCandidate
 from jaxpar.config import config_folder
 from jaxpar.errors import format_bytes
 from jaxpar.measure.flops import forward_flops

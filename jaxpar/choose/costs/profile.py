@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxpar.errors import UserError, nearest
 from jaxpar.files import open_text, parse_json, path_error, write_text
+from jaxpar.pipeline.tables.simulate import LARGEST_VALUE
 
 
 class LayerProfile(NamedTuple):
@@ -34,7 +35,6 @@ class LayerProfile(NamedTuple):
     can_cut: bool = True
 
 
-LARGEST_VALUE = 1e30  # of a time or a size, so that sums stay finite
 MAX_PROFILED_LAYERS = 10_000
 NUMBERS = LayerProfile._fields[1:-1]
 

@@ -1,1 +1,0 @@
-"""Predicts what strategies cost on a cluster, without compiling them, and searches for the fastest one."""

@@ -1,0 +1,1 @@
+"""The one model of time and memory: of a layer, a stage, an exchange, an update and a step."""

@@ -1,0 +1,209 @@
+"""Predicts the memory of a training step on a device, from what each layer holds for its backward pass.
+
+The backward pass goes from the last layer to the first. While it computes a layer, the layers before it hold what their
+forward pass has saved, and those after it their gradients. A scan over layers holds the gradients of all of them, and
+their weights: in the dtype in which they are read, or whole with rematerialization, which reads them again.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpar.choose.costs.layers import Layers, LayerWork
+from jaxpar.choose.costs.profile import LayerProfile
+from jaxpar.measure.residuals import Residuals
+from jaxpar.models.model import Model
+from jaxpar.pipeline.tables.table import Table, W
+from jaxpar.pipeline.tables.validate import peak_handed, peak_in_flight, peak_stashed
+
+
+class StateBytes(NamedTuple):
+    """Bytes of the state on the fullest device: parameters, optimizer, and the gradients that it accumulates."""
+
+    parameters: float
+    optimizer: float
+    gradients: float
+
+
+def replica_bytes(
+    layers: Layers,
+    model: Model,
+    state: StateBytes,
+    size: int,
+    remat: str,
+    *,
+    is_scanned: bool,
+    is_accumulated: bool,
+    gathers_layers: bool,
+) -> float:
+    """Return the bytes of a replica.
+
+    Args:
+      layers: the layers.
+      model: the model.
+      state: the state on a device.
+      size: examples of a microbatch.
+      remat: none, full or dots.
+      is_scanned: whether equal layers are computed by a scan.
+      is_accumulated: whether the gradients of microbatches are added up.
+      gathers_layers: whether the parameters are gathered layer by layer (zero3).
+    """
+    profile = layers.profile(size, remat)
+    saved = layers.residuals(size, remat)
+    whole = layers.residuals(size, "none")
+    working = [_working(of, layer.output_bytes) for of, layer in zip(whole, profile, strict=True)]
+    weights = [float(layer.weight_bytes) for layer in profile]
+    narrowed = [of.narrowed for of in layers.memory(size, remat, is_split=False)]
+    scans = _scans(model, is_scanned=is_scanned or gathers_layers)
+    copied = [
+        weight if len(scan) > 1 and (remat != "none" or not narrow) else narrow
+        for scan, weight, narrow in zip(scans, weights, narrowed, strict=True)
+    ]
+    if gathers_layers:
+        sums = list(_with_shards(weights, narrowed, state.gradients / sum(weights), scans))
+    else:
+        sums = [sum(copied) + of_gradients for of_gradients in _whole_gradients(weights, whole, scans)]
+    stacked = [of.saved if len(scan) > 1 else of.fused for of, scan in zip(saved, scans, strict=True)]
+    held = [sum(stacked[: number + 1]) for number in range(len(stacked))]
+    peak = max(map(sum, zip(held, working, sums, strict=True)))
+    return state.parameters + state.optimizer + (state.gradients if is_accumulated else 0.0) + peak
+
+
+def _working(of: Residuals, output_bytes: float) -> float:
+    """Return what the backward pass of a layer holds besides what was saved.
+
+    That is as much as it saves without rematerialization, for gradients or because it computes it again. The loss of a
+    large vocabulary has computed its gradient in the forward pass, chunk by chunk.
+    """
+    return of.looped if of.looped else of.fused + output_bytes
+
+
+def _scans(model: Model, *, is_scanned: bool) -> list[range]:
+    """Return, for each layer, the numbers of the layers that are computed with it in one scan, or only its own."""
+    scans: list[range] = []
+    for run in model.runs:
+        together = range(run.start, run.stop)
+        scans += [together if is_scanned else range(number, number + 1) for number in together]
+    return scans
+
+
+def _whole_gradients(weights: Sequence[float], whole: Sequence[Residuals], scans: Sequence[range]) -> Iterator[float]:
+    """Yield the bytes of the gradients that exist while each layer is computed."""
+    for scan, of in zip(scans, whole, strict=True):
+        # That of a loss in chunks is among what is saved.
+        yield sum(weights[scan.stop :]) + (0.0 if of.looped else sum(weights[scan.start : scan.stop]))
+
+
+def _with_shards(
+    weights: Sequence[float], narrowed: Sequence[float], share: float, scans: Sequence[range]
+) -> Iterator[float]:
+    """Yield the bytes of gathered arrays and of gradients that exist while each layer is computed.
+
+    The arrays of this layer and of the next one are gathered, in the dtype in which they are read, and the gradient is
+    whole until it is scattered. The shards of the layers of a scan are stacked, and those of their gradients. XLA makes
+    the zeros early to which the gradient of a lookup, in the first layer, is added.
+    """
+    stacked = 2 * share * sum(weights[number] for number, scan in enumerate(scans) if len(scan) > 1)
+    for number, (scan, weight, narrow) in enumerate(zip(scans, weights, narrowed, strict=True)):
+        gathered = 2 * (narrow or weight) + weight
+        yield stacked + gathered + share * sum(weights[scan.stop :]) + (weights[0] if number else 0.0)
+
+
+# ---- pipelines ------------------------------------------------------------------------------------------------------
+
+
+def pipeline_bytes(
+    work: LayerWork,
+    table: Table,
+    bounds: Sequence[int],
+    states: Sequence[StateBytes],
+    packed_bytes: float,
+    *,
+    in_lockstep: bool = True,
+) -> float:
+    """Return the bytes of the fullest device of a pipeline.
+
+    In lockstep, all devices run one program, so each allocates as much as the one that needs most of a kind of array.
+
+    Args:
+      work: as in `pipeline_costs`.
+      table: as in `pipeline_costs`.
+      bounds: as in `pipeline_costs`.
+      states: as in `pipeline_costs`.
+      packed_bytes: as in `pipeline_costs`.
+      in_lockstep: whether the executor is lockstep; otherwise each device allocates what its stages need.
+    """
+    if in_lockstep:
+        peaks = [float(peak.max()) for peak in stash_peaks(table)]
+        return sum(max(states, key=sum)) + activation_bytes(work, list(pairwise(bounds)), peaks, packed_bytes)
+    spans, by_device = list(pairwise(bounds)), zip(*(peak.tolist() for peak in stash_peaks(table)), strict=True)
+    return max(
+        sum(states[device]) + activation_bytes(work, [spans[stage] for stage in stages], peaks, packed_bytes)
+        for device, (stages, peaks) in enumerate(zip(table.stages.tolist(), by_device, strict=True))
+    )
+
+
+Spans = Sequence[tuple[int, int]]  # the first layer of each stage, and the one after its last
+
+
+def activation_bytes(work: LayerWork, spans: Spans, peaks: Sequence[float], packed_bytes: float) -> float:
+    """Return the bytes besides the state of a device that can run each of these stages.
+
+    peaks: largest numbers of stashes, as from `stash_peaks`.
+    """
+    computing = stash_bytes(work, spans, peaks) + working_bytes(work, spans)
+    return max(computing, packed_bytes + max(layer.weight_bytes for layer in work.layers))
+
+
+def largest_transfer(layers: Sequence[LayerProfile], spans: Spans) -> float:
+    """Return the bytes of the largest transfer from one of these stages to the next."""
+    return max((layers[end - 1].output_bytes for _, end in spans if end < len(layers)), default=0.0)
+
+
+def working_bytes(work: LayerWork, spans: Spans) -> float:
+    """Return the bytes with which the action of a stage works besides stashes.
+
+    Without rematerialization, an action reads each array of a stash where it is needed: it holds those of one layer and
+    its gradient before it is added to the accumulated one, or works on a loss. Otherwise, it first computes all arrays
+    of a stage again.
+    """
+    numbers = [number for span in spans for number in range(*span)]
+    layers, memory = [work.layers[number] for number in numbers], [work.memory[number] for number in numbers]
+    if work.remat == "none":
+        each = zip(layers, memory, strict=True)
+        worked = max(of.looped or layer.weight_bytes + of.computed for layer, of in each)
+    else:
+        recomputed = max(sum(of.computed for of in work.memory[first:end]) for first, end in spans)
+        worked = max(layer.weight_bytes for layer in layers) + recomputed
+    narrowed = max(sum(of.narrowed for of in work.memory[first:end]) for first, end in spans)
+    return worked + narrowed + max(layer.output_bytes for layer in layers)
+
+
+def stash_bytes(work: LayerWork, spans: Spans, peaks: Sequence[float]) -> float:
+    """Return the bytes of stashes and transfers. A device has two inboxes and two outputs.
+
+    With remat full, a stage saves only its input, that of its first layer.
+    """
+    saved = [[layer.stash_bytes for layer in work.layers]]
+    if len(peaks) > 1:
+        saved = [list(of_span) for of_span in zip(*(of.split for of in work.memory), strict=True)]
+    largest = [
+        max(nbytes[first] if work.remat == "full" else sum(nbytes[first:end]) for first, end in spans)
+        for nbytes in saved
+    ]
+    stashes = sum(peak * nbytes for peak, nbytes in zip(peaks, largest, strict=True))
+    return stashes + 4 * largest_transfer(work.layers, spans)
+
+
+def stash_peaks(table: Table) -> list[np.ndarray]:
+    """Return the largest numbers of stashes by device: all of them, or those of each `SplitStash`."""
+    if splits_backward(table):
+        return [peak_in_flight(table), peak_stashed(table), peak_handed(table)]
+    return [peak_stashed(table)]
+
+
+def splits_backward(table: Table) -> bool:
+    """Return whether W is separate from B."""
+    return bool((table.actions["kind"] == W).any())
