@@ -23,7 +23,6 @@ ORDER = [
         "layout",
         "addresses",
         "core",
-        "ring",
     ),  # usable without devices
     *("launch", "exchange", "data"),
     *("products", "tasks", "models", "optimizer", "state", "step", "checkpoint"),

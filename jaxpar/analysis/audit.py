@@ -11,6 +11,7 @@ import numpy as np
 from jaxpar.analysis import enqueued
 from jaxpar.asynchronous.programs import Server
 from jaxpar.core.plan import ACTIVATION_PARTS, COPY, ON_HOST, Plan
+from jaxpar.core.ring import RING_COLLECTIVES, sent_of_operand
 from jaxpar.exchange.exchange import DistributedState
 from jaxpar.layout import Tree
 from jaxpar.measure import hlo
@@ -18,7 +19,6 @@ from jaxpar.mesh import STAGE
 from jaxpar.pipeline.executor.continuous_state import BUFFERS, WorkInFlight
 from jaxpar.pipeline.executor.programs import StageInputs
 from jaxpar.pipeline.executor.state import PackedState
-from jaxpar.ring import RING_COLLECTIVES, sent_of_operand
 from jaxpar.run.build import StrategyState
 from jaxpar.state import State
 from jaxpar.strategies import Strategy

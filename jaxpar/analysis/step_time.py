@@ -23,11 +23,11 @@ from jaxpar.analysis.audit import groups_of, pairs_of
 from jaxpar.analysis.schedule import is_kernel
 from jaxpar.choose.costs.rates import collective_seconds, launch_seconds, memory_seconds, product_seconds
 from jaxpar.cluster import Cluster
+from jaxpar.core.ring import RING_COLLECTIVES, sent_of_operand
 from jaxpar.errors import UserError
 from jaxpar.measure.hlo import DTYPE_NAMES, HloProgram, Instruction, by_scope
 from jaxpar.measure.kernels import ATTENTION, call_target, is_product, kernel_bytes, product_flops
 from jaxpar.pipeline.executor.enqueue import ENQUEUE_SECONDS
-from jaxpar.ring import RING_COLLECTIVES, sent_of_operand
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.strategy import CompiledProgram
 

@@ -25,6 +25,7 @@ import numpy as np
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.step import clock_seconds, dispatched_seconds
 from jaxpar.choose.pipedream import PlannedStage, Rates, fastest_cut, spans, stage_seconds
+from jaxpar.core.ring import sent_of_operand
 from jaxpar.pipeline.tables.periodic import (
     continuous_obstacle,
     fewest_microbatches,
@@ -35,7 +36,6 @@ from jaxpar.pipeline.tables.replicated import replicated_table
 from jaxpar.pipeline.tables.simulate import Times
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.pipeline.tables.validate import peak_stashed
-from jaxpar.ring import sent_of_operand
 from jaxpar.strategies.schedules import LOCKSTEP
 
 MAX_CANDIDATES = 40_000  # lists of replicas, which a search compares in about 10 s

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.choose.costs.profile import LayerProfile
+from jaxpar.core.ring import sent_of_operand
 from jaxpar.pipeline.tables.replicated import noam
-from jaxpar.ring import sent_of_operand
 
 COMMUNICATION_MODELS = ("ring", "paper", "released")
 COMPARED_ROWS = 64  # rows that are compared at a time, so that they stay in the cache of the CPU

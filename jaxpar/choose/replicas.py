@@ -23,9 +23,9 @@ from jaxpar.choose.costs.memory import StateBytes, replica_bytes
 from jaxpar.choose.costs.step import StepCosts, UpdateBytes, replicas_costs
 from jaxpar.choose.costs.updates import exchange_bytes, update_bytes
 from jaxpar.core.plan import Plan, Traffic
+from jaxpar.core.ring import sent_of_operand
 from jaxpar.exchange.named import EXCHANGES, exchange_differs
 from jaxpar.layout import SHARDED
-from jaxpar.ring import sent_of_operand
 from jaxpar.strategies.data_parallel.shard_map import ReplicaDetails
 from jaxpar.strategies.exchanges import sums_along_a_ring
 

@@ -39,6 +39,7 @@ from jaxpar.choose.partitions import (
 from jaxpar.choose.pipedream import most_workers
 from jaxpar.cluster import Cluster
 from jaxpar.core.plan import Plan
+from jaxpar.core.ring import sent_of_operand
 from jaxpar.errors import UserError, format_count, is_refused
 from jaxpar.mesh import DATA, STAGE, sizes
 from jaxpar.models.model import Model
@@ -53,7 +54,6 @@ from jaxpar.pipeline.tables.simulate import Times
 from jaxpar.pipeline.tables.table import BW, Table
 from jaxpar.pipeline.tables.table_file import write_table
 from jaxpar.pipeline.tables.validate import peak_stashed
-from jaxpar.ring import sent_of_operand
 from jaxpar.state import nbytes
 from jaxpar.step import Problem
 from jaxpar.strategies.schedules import DISPATCH, LOCKSTEP, check_evaluation, check_pipeline_values, configured_table

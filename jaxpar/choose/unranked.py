@@ -30,9 +30,9 @@ from jaxpar.choose.costs.step import StepCosts, UpdateBytes
 from jaxpar.choose.planner import candidate_of_plan
 from jaxpar.choose.replicas import settings_of_replicas, step_costs
 from jaxpar.core.plan import Plan, Traffic, state_memory
+from jaxpar.core.ring import RING_PASSES, ring_sends
 from jaxpar.errors import UserError, format_count
 from jaxpar.mesh import DATA, STAGE
-from jaxpar.ring import RING_PASSES, ring_sends
 from jaxpar.state import abstract_state, nbytes
 from jaxpar.swarm import options as swarms
 from jaxpar.swarm.costs import SwarmSettings, Workload

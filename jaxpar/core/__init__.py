@@ -1,1 +1,1 @@
-"""The plan, which all strategies share."""
+"""The plan and the traffic of rings, which all strategies share."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from jaxpar.cluster import Cluster
+from jaxpar.core.ring import ring_sends
 from jaxpar.errors import UserError, format_bytes, format_count
 from jaxpar.layout import SHARDED, Layout
-from jaxpar.ring import ring_sends
 
 Source = TypeVar("Source", covariant=True)
 Details = TypeVar("Details", covariant=True)

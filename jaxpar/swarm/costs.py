@@ -8,7 +8,7 @@ Parallelism", 2023, section 3.1).
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxpar.ring import RING_PASSES, ring_sends
+from jaxpar.core.ring import RING_PASSES, ring_sends
 from jaxpar.swarm.membership import Swarm
 from jaxpar.swarm.trace import SwarmPeer
 

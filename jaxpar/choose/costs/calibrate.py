@@ -18,8 +18,8 @@ from jaxpar.choose.costs.layer_programs import BACKWARD, FORWARD, LayerPrograms
 from jaxpar.choose.costs.layers import Layers
 from jaxpar.choose.costs.machine import CpuMachine
 from jaxpar.cluster import Cluster
+from jaxpar.core.ring import sent_of_operand
 from jaxpar.measure.timing import seconds_in_turn
-from jaxpar.ring import sent_of_operand
 from jaxpar.state import init
 from jaxpar.step import Problem, batch_weight, gradients
 

@@ -25,10 +25,10 @@ from jax.sharding import Mesh
 from jaxpar.choose.costs.calibrate import AXIS, KINDS, NUM_REPEATED, collectives, divisible, on_mesh
 from jaxpar.choose.costs.machine import num_hops
 from jaxpar.cluster import Cluster
+from jaxpar.core.ring import sent_of_operand
 from jaxpar.errors import UserError
 from jaxpar.gpus import PEAK_DTYPES
 from jaxpar.measure.timing import seconds_in_turn
-from jaxpar.ring import sent_of_operand
 
 FLOAT_BYTES = 4  # of an element of the vectors, which are float32
 ROUNDS = 10

@@ -15,7 +15,7 @@ from jaxpar.models.model import Activations, Batch, Model, Params
 from jaxpar.tasks.token_logits import whole
 
 METHODS = ("uniform", "parameters", "flops", "narrow")
-AUTO = "auto"  # by a profile; jaxpar/strategies/division.py replaces it by layer names
+AUTO = "auto"  # by a profile; jaxpar/choose replaces it by layer names
 
 
 def stage_bounds(model: Model, batch: Batch, inputs: Sequence[Any], method: str, num_stages: int) -> tuple[int, ...]:
