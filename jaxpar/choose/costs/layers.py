@@ -62,7 +62,7 @@ class PhaseSeconds(NamedTuple):
 
 
 class LayerWork(NamedTuple):
-    """What a pipeline computes for a microbatch of a replica, by layer.
+    """The work of a pipeline for a microbatch of a replica, by layer.
 
     Attributes:
       layers: times and sizes.
