@@ -164,7 +164,7 @@ def _choose_partition(
     c, model = config.pipeline, problem.model
     if not profile:
         raise UserError(
-            f"config.pipeline.profile is ''; it must be the path of a profile, which scripts/profile_layers.py writes, "
+            f"config.pipeline.profile is ''; it must be the path of a profile, which `jaxpar partition profile` writes, "
             f"for a plan with config.pipeline.partition={AUTO!r}; only the start of a run measures the layers itself"
         )
     check_layers(config, profile, model)

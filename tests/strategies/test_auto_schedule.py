@@ -270,7 +270,8 @@ def test_the_bytes_of_stashes_count() -> None:
     of_stages = [of.split.from_backward for of in layers.memory(BATCH // NUM_MICROBATCHES, "none", is_split=True)]
     handed = sum(of_stages) / (EFFICIENCY["memory"] * 1e3)
     assert handed > 0.01 * np.sum(fused)
-    assert np.sum(split) == pytest.approx(np.sum(fused) + 2 * handed, rel=0.03)
+    more = np.sum(split) - np.sum(fused)
+    assert more == pytest.approx(2 * handed, rel=0.2)  # and both read some gradients that one pass reads once
 
 
 @pytest.mark.parametrize("there", [cluster.named_cluster("cpu", 3), gpus(3), gpus(3, 80e9), gpus(3, 1e6)], ids=str)
