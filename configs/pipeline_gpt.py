@@ -8,9 +8,9 @@ from ml_collections import ConfigDict
 
 from jaxpar.config import default_config
 from jaxpar.errors import UserError
-from jaxpar.pipeline.executor.partition import AUTO
-from jaxpar.pipeline.tables.schedule import SCHEDULES, unknown_schedule
-from jaxpar.pipeline.tables.table_file import is_table_file
+from jaxpar.strategies.pipeline.executor.partition import AUTO
+from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, unknown_schedule
+from jaxpar.strategies.pipeline.tables.table_file import is_table_file
 
 
 def get_config(preset: str = "auto") -> ConfigDict:

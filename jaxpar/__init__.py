@@ -4,20 +4,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxpar.analysis.certificate_report import certify as certify
-    from jaxpar.analysis.planning import plan as plan
     from jaxpar.config import load_config as load_config
-    from jaxpar.inference.loaded import load as load
-    from jaxpar.inference.loaded import predict as predict
+    from jaxpar.inspect.certificate_report import certify as certify
+    from jaxpar.inspect.planning import plan as plan
     from jaxpar.training import train as train
+    from jaxpar.use.inference.loaded import load as load
+    from jaxpar.use.inference.loaded import predict as predict
 
 # name -> module. They are imported on first use, because `import jaxpar` must not import JAX.
 LAZY = {
-    "certify": "jaxpar.analysis.certificate_report",
-    "load": "jaxpar.inference.loaded",
+    "certify": "jaxpar.inspect.certificate_report",
+    "load": "jaxpar.use.inference.loaded",
     "load_config": "jaxpar.config",
-    "plan": "jaxpar.analysis.planning",
-    "predict": "jaxpar.inference.loaded",
+    "plan": "jaxpar.inspect.planning",
+    "predict": "jaxpar.use.inference.loaded",
     "train": "jaxpar.training",
 }
 

@@ -12,7 +12,7 @@ that one device sees inside `shard_map`. A leaf is replicated over every mesh ax
     held by some devices                     only some devices of an axis store the leaf: pipeline stages, or a master
 
 The arrays of different pipeline stages differ in shape, so each device also packs its arrays into one vector
-(jaxpar/pipeline/executor/packing.py). The layout defines which leaves each device packs.
+(jaxpar/strategies/pipeline/executor/packing.py). The layout defines which leaves each device packs.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Trains from a config to a result: build, start, loop, finish.
 
 This file does not depend on which strategy runs: all work on devices goes through the functions of
-`jaxpar.strategies.Strategy`. The arithmetic of a step is in jaxpar/step.py.
+`jaxpar.strategies.Strategy`. The arithmetic of a step is in jaxpar/core/step.py.
 """
 
 import contextlib
@@ -14,15 +14,15 @@ from pathlib import Path
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxpar import checkpoint, data, files, mesh
+from jaxpar import checkpoint, data, files
 from jaxpar.checkpoint import ledger
 from jaxpar.choose.auto import choose
+from jaxpar.core import mesh
 from jaxpar.errors import UserError, printable
 from jaxpar.launch import processes
 from jaxpar.launch.signals import Interrupt
 from jaxpar.launch.watchdog import Watchdog
 from jaxpar.measure.phases import Phases
-from jaxpar.pages.run_page import write_report
 from jaxpar.run import build, metrics, report, resume
 from jaxpar.run.build import Result, Run, StrategyState
 from jaxpar.run.callbacks import Callback, Callbacks, EarlyStopping, Measurement
@@ -31,6 +31,7 @@ from jaxpar.run.meter import build_meter
 from jaxpar.run.metrics import Progress
 from jaxpar.run.start import Past, open_ledger, save_info, start, tidy
 from jaxpar.run.unused import check_unused_keys
+from jaxpar.use.pages.run_page import write_report
 
 
 class Stopped(Exception):

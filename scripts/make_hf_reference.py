@@ -8,7 +8,7 @@ This is the only script that needs torch, transformers and sentence-transformers
 A reference is a directory of random weights, written by `save_pretrained`, with an additional file example.safetensors
 that contains inputs, mask, segments (BERT only) and the logits in float32. That of bert_mean has no segments, and its
 classifier is in the folder 2_Dense, as `sentence-transformers` saves it. The reference in
-tests/inference contains the prompts `inputs` of `lengths` tokens and their greedy continuations `greedy`, up to the
+tests/use/inference contains the prompts `inputs` of `lengths` tokens and their greedy continuations `greedy`, up to the
 longest text of the model.
 """
 

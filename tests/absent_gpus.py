@@ -13,10 +13,10 @@ import tempfile
 from pathlib import Path
 
 from jaxpar import config as configs
-from jaxpar.analysis.audit_report import audit_run
-from jaxpar.analysis.step_time import check_step
+from jaxpar.cluster.target import find_target
 from jaxpar.errors import is_refused
-from jaxpar.target import find_target
+from jaxpar.inspect.audit_report import audit_run
+from jaxpar.inspect.step_time import check_step
 
 TINY = ("--config.model.num_layers=2", "--config.model.hidden_size=64", "--config.batch_size=64")
 

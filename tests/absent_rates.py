@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.analysis.step_time import predict
 from jaxpar.choose.costs import rates
 from jaxpar.choose.costs.calibrate import AXIS, KINDS, NUM_REPEATED
 from jaxpar.choose.costs.measured_rates import (
@@ -26,7 +25,8 @@ from jaxpar.choose.costs.measured_rates import (
     single_programs,
     with_measured_rates,
 )
-from jaxpar.target import find_target
+from jaxpar.cluster.target import find_target
+from jaxpar.inspect.step_time import predict
 
 SIZES = MeasuredSizes(width=4096, many=2**22, sent=2**20)
 

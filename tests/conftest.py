@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxpar import mesh
+from jaxpar.core import mesh
 from jaxpar.measure.source_lines import present_lines
 from tests import raise_sites
 

@@ -16,7 +16,7 @@ ROOT = Path(jaxpar.__file__).parent
 OF_SEVERAL = {
     "run/build.py: this if changed else 'another process differs from process 0; see the error",
 }
-# Files whose errors are raised in the process of the service that tests/serve/test_serve.py starts.
+# Files whose errors are raised in the process of the service that tests/use/serve/test_serve.py starts.
 OF_SERVICE = ("serve/app.py", "serve/body.py")
 
 

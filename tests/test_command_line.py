@@ -33,7 +33,7 @@ from jaxpar.commands import (
     swarm_simulate,
 )
 from jaxpar.errors import TrainingError, UserError, exit_code
-from jaxpar.inference.sampling import Sampling
+from jaxpar.use.inference.sampling import Sampling
 from scripts.bench import peers, pipeline
 from tests.runs import script_error
 

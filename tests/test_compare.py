@@ -20,7 +20,6 @@ import pytest
 
 from jaxpar import cluster, files, strategies
 from jaxpar import config as configs
-from jaxpar.analysis.planning import make_space
 from jaxpar.checkpoint.ledger import Ledger
 from jaxpar.choose.candidates import Candidate, UnrankedCandidate, state_ratios
 from jaxpar.choose.unranked import predicted
@@ -41,7 +40,8 @@ from jaxpar.compare.table import (
 )
 from jaxpar.core.plan import DelayedUpdates, StageDelay
 from jaxpar.errors import UserError
-from jaxpar.pages.recorded import read_verdict
+from jaxpar.inspect.planning import make_space
+from jaxpar.use.pages.recorded import read_verdict
 from tests.checkpoint.test_private import VALUES
 from tests.html_pages import check_alone
 from tests.runs import run_script, script_error, small_arguments

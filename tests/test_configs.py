@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpar import cluster, models, optimizer, state, step, strategies, tasks
+from jaxpar import cluster, models, strategies, tasks
 from jaxpar import config as configs
+from jaxpar.core import optimizer, state, step
 from jaxpar.data import DataInfo, check_data
 
 PATHS = sorted(configs.config_folder().glob("*.py"))

@@ -24,8 +24,8 @@ from jaxpar import config as configs
 from jaxpar.cluster import find_cluster
 from jaxpar.commands import export
 from jaxpar.errors import UserError, format_bytes
-from jaxpar.export import hugging_face, output
-from jaxpar.export.output import completed
+from jaxpar.use.export import hugging_face, output
+from jaxpar.use.export.output import completed
 from tests.docs.test_pages import blocks
 from tests.models.small import fast_jit
 from tests.runs import change_info, run_script, small_config

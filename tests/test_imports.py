@@ -12,34 +12,12 @@ import jaxpar
 ROOT = Path(jaxpar.__file__).parent
 # A module may import the modules before it. An entry is a file at the top of jaxpar, or a folder with all its files.
 ORDER = [
-    *("errors", "files", "memory", "config", "config_help", "command_line"),  # user input
-    *(
-        "measure",
-        "gpus",
-        "cluster",
-        "cluster_file",
-        "target",
-        "mesh",
-        "layout",
-        "addresses",
-        "core",
-    ),  # usable without devices
-    *("launch", "exchange", "data"),
-    *("products", "tasks", "models", "optimizer", "state", "step", "checkpoint"),
-    *("asynchronous", "pipeline", "swarm", "strategies"),
-    *(
-        "run",
-        "choose",
-        "inference",
-        "serve",
-        "export",
-        "analysis",
-        "pages",
-        "training",
-        "compare",
-        "commands",
-        "__main__",
-    ),
+    *("errors", "files", "memory", "config", "config_help", "command_line"),
+    *("measure", "layout", "cluster"),
+    *("data", "tasks", "models"),
+    *("core", "launch", "checkpoint", "exchange"),
+    *("strategies", "run", "choose", "inspect"),
+    *("use", "training", "compare", "commands", "__main__"),
 ]
 
 

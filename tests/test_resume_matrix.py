@@ -23,12 +23,12 @@ from ml_collections import ConfigDict
 from jaxpar import checkpoint, strategies
 from jaxpar import config as configs
 from jaxpar.core.plan import format_private_key
+from jaxpar.core.state import Canonical
 from jaxpar.launch.signals import Interrupt
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build, metrics
 from jaxpar.run.build import Run
 from jaxpar.run.start import start
-from jaxpar.state import Canonical
 from jaxpar.training import Loop, Stopped
 from tests.runs import change_info
 from tests.selection import slow_except

@@ -1,6 +1,6 @@
 """Checkpoints of the canonical state, written atomically by orbax, in the background.
 
-    workdir/checkpoints/STEP/state     the canonical state (jaxpar/state.py), a pytree of arrays
+    workdir/checkpoints/STEP/state     the canonical state (jaxpar/core/state.py), a pytree of arrays
     workdir/checkpoints/STEP/private   private state that the strategy needs to resume exactly; missing if there is none
     workdir/checkpoints/STEP/info      JSON: format, step, examples, config, data fingerprint, checksums
     workdir/checkpoints/STEP/metrics   JSON: validation_loss; missing if it was not measured at this step

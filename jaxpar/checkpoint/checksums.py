@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.state import Canonical
+from jaxpar.core.state import Canonical
 
 Info = dict[str, Any]  # the JSON values that a checkpoint contains besides its arrays
 Array = TypeVar("Array", np.ndarray, jax.Array)

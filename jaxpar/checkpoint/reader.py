@@ -18,10 +18,10 @@ from jaxpar import config as configs
 from jaxpar.checkpoint import checksums
 from jaxpar.checkpoint.checksums import Info
 from jaxpar.checkpoint.late_errors import hide_late_errors
+from jaxpar.core.state import Canonical
 from jaxpar.errors import UserError, printable
 from jaxpar.files import parse_json, regular
 from jaxpar.models.model import Params
-from jaxpar.state import Canonical
 
 FORMAT = 1
 _REQUIRED: dict[str, type] = {"step": int, "data": str, "checksums": dict}  # the keys of info and their types

@@ -17,9 +17,9 @@ from jaxpar.checkpoint import checksums
 from jaxpar.checkpoint.checksums import Info
 from jaxpar.checkpoint.late_errors import hide_late_errors
 from jaxpar.checkpoint.reader import FORMAT, Damaged, gist, info_of, loss_in_metrics, steps
+from jaxpar.core.state import Canonical, is_finite_tree
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import processes
-from jaxpar.state import Canonical, is_finite_tree
 
 CHECKSUMS = {"state": "checksums", "private": "private_checksums"}  # folder -> key of info
 

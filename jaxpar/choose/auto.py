@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
-from jaxpar import data, files, mesh
+from jaxpar import data, files
 from jaxpar.choose import report
 from jaxpar.choose.candidates import (
     DEFAULTS_OF_CHOICES,
@@ -34,16 +34,17 @@ from jaxpar.choose.costs.profile import LayerProfile, read_profile, write_profil
 from jaxpar.choose.planner import AUTO_STRATEGY, fastest
 from jaxpar.choose.stages import check_unset, choose_stages, open_keys, settled_stages, until_chosen, with_values
 from jaxpar.cluster import Cluster
+from jaxpar.cluster.gpus import gpu_kinds, kind_of_device
+from jaxpar.cluster.target import Target
+from jaxpar.core import mesh
 from jaxpar.errors import UserError, check_choice, format_count
 from jaxpar.exchange.named import EXCHANGES, exchange_differs
-from jaxpar.gpus import gpu_kinds, kind_of_device
 from jaxpar.launch import processes
-from jaxpar.pipeline.executor.partition import AUTO
-from jaxpar.pipeline.executor.programs import REMATS
-from jaxpar.pipeline.tables.schedule import SCHEDULES
 from jaxpar.run import build
 from jaxpar.strategies import STRATEGIES
-from jaxpar.target import Target
+from jaxpar.strategies.pipeline.executor.partition import AUTO
+from jaxpar.strategies.pipeline.executor.programs import REMATS
+from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES
 
 CHOSEN_FOR_STAGES = ("pipeline.partition", "pipeline.replicas")  # keys that no candidate has from the config
 REPEATS = 10  # measurements of each layer for a profile

@@ -19,11 +19,11 @@ from jaxpar.choose.costs.step import StepCosts
 from jaxpar.choose.costs.updates import update_bytes
 from jaxpar.cluster import Cluster
 from jaxpar.core.plan import Plan
+from jaxpar.core.state import abstract_state, nbytes
+from jaxpar.core.step import Problem
 from jaxpar.errors import is_refused
 from jaxpar.exchange.named import check_options, exchange_differs
 from jaxpar.run import build
-from jaxpar.state import abstract_state, nbytes
-from jaxpar.step import Problem
 from jaxpar.strategies.exchanges import given
 
 Settings = Mapping[str, Any]  # dotted key of the config -> value

@@ -26,17 +26,17 @@ from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.step import clock_seconds, dispatched_seconds
 from jaxpar.choose.pipedream import PlannedStage, Rates, fastest_cut, spans, stage_seconds
 from jaxpar.core.ring import sent_of_operand
-from jaxpar.pipeline.tables.periodic import (
+from jaxpar.strategies.pipeline.schedules import LOCKSTEP
+from jaxpar.strategies.pipeline.tables.periodic import (
     continuous_obstacle,
     fewest_microbatches,
     microbatches_in_flight,
     most_versions,
 )
-from jaxpar.pipeline.tables.replicated import replicated_table
-from jaxpar.pipeline.tables.simulate import Times
-from jaxpar.pipeline.tables.table import Table
-from jaxpar.pipeline.tables.validate import peak_stashed
-from jaxpar.strategies.schedules import LOCKSTEP
+from jaxpar.strategies.pipeline.tables.replicated import replicated_table
+from jaxpar.strategies.pipeline.tables.simulate import Times
+from jaxpar.strategies.pipeline.tables.table import Table
+from jaxpar.strategies.pipeline.tables.validate import peak_stashed
 
 MAX_CANDIDATES = 40_000  # lists of replicas, which a search compares in about 10 s
 MAX_ACTIONS = 4096  # devices x microbatches; a table of this size for each number of stages takes about 4 s

@@ -19,15 +19,15 @@ from jaxpar.choose.candidates import (
 from jaxpar.choose.costs.memory import StateBytes, splits_backward
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.step import StepCosts, pipeline_costs
+from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import Plan, ring_traffic
-from jaxpar.mesh import DATA, STAGE
-from jaxpar.pipeline.executor.packing import Packing
-from jaxpar.pipeline.executor.partition import balanced
-from jaxpar.pipeline.executor.stages import Stages
-from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle
-from jaxpar.pipeline.tables.table import Table
-from jaxpar.step import Problem
-from jaxpar.strategies.schedules import DISPATCH, EXECUTORS, LOCKSTEP
+from jaxpar.core.step import Problem
+from jaxpar.strategies.pipeline.executor.packing import Packing
+from jaxpar.strategies.pipeline.executor.partition import balanced
+from jaxpar.strategies.pipeline.executor.stages import Stages
+from jaxpar.strategies.pipeline.schedules import DISPATCH, EXECUTORS, LOCKSTEP
+from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle
+from jaxpar.strategies.pipeline.tables.table import Table
 
 LARGEST_TABLE = 20_000  # devices x microbatches of the largest table that is made
 NANOSECOND = 1e-9

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.choose.candidates import DEFAULTS_OF_CHOICES, Candidate, Settings, Space, UnrankedCandidate
+from jaxpar.cluster.target import what_jax_takes
 from jaxpar.config import config_folder
 from jaxpar.errors import format_bytes
 from jaxpar.measure.flops import forward_flops
-from jaxpar.target import what_jax_takes
 
 OFFLOAD = "config.exchange_options.offload=True with config.exchange=zero2 keeps the optimizer state on the host."
 OVERHEADS = {

@@ -37,26 +37,32 @@ from jaxpar.choose.partitions import (
     flushing_costs,
 )
 from jaxpar.choose.pipedream import most_workers
+from jaxpar.choose.search.lockstep_search import search_fused, search_lockstep
+from jaxpar.choose.search.search import SearchResult, search
 from jaxpar.cluster import Cluster
+from jaxpar.core.mesh import DATA, STAGE, sizes
+from jaxpar.core.optimizer import make_optimizer
 from jaxpar.core.plan import Plan
 from jaxpar.core.ring import sent_of_operand
+from jaxpar.core.state import nbytes
+from jaxpar.core.step import Problem
 from jaxpar.errors import UserError, format_count, is_refused
-from jaxpar.mesh import DATA, STAGE, sizes
 from jaxpar.models.model import Model
-from jaxpar.optimizer import make_optimizer
-from jaxpar.pipeline.executor.partition import AUTO, layer_flops
-from jaxpar.pipeline.search.lockstep_search import search_fused, search_lockstep
-from jaxpar.pipeline.search.search import SearchResult, search
-from jaxpar.pipeline.tables.periodic import CONTINUOUS
-from jaxpar.pipeline.tables.replicated import WITH_REPLICAS, replicated_table
-from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table
-from jaxpar.pipeline.tables.simulate import Times
-from jaxpar.pipeline.tables.table import BW, Table
-from jaxpar.pipeline.tables.table_file import write_table
-from jaxpar.pipeline.tables.validate import peak_stashed
-from jaxpar.state import nbytes
-from jaxpar.step import Problem
-from jaxpar.strategies.schedules import DISPATCH, LOCKSTEP, check_evaluation, check_pipeline_values, configured_table
+from jaxpar.strategies.pipeline.executor.partition import AUTO, layer_flops
+from jaxpar.strategies.pipeline.schedules import (
+    DISPATCH,
+    LOCKSTEP,
+    check_evaluation,
+    check_pipeline_values,
+    configured_table,
+)
+from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS
+from jaxpar.strategies.pipeline.tables.replicated import WITH_REPLICAS, replicated_table
+from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table
+from jaxpar.strategies.pipeline.tables.simulate import Times
+from jaxpar.strategies.pipeline.tables.table import BW, Table
+from jaxpar.strategies.pipeline.tables.table_file import write_table
+from jaxpar.strategies.pipeline.tables.validate import peak_stashed
 
 AUTO_KEYS = ("pipeline.partition", "pipeline.schedule", "pipeline.executor")
 UNTIL_CHOSEN = "1f1b"  # the schedule that stands for `auto` until the stages are known
@@ -164,8 +170,9 @@ def _choose_partition(
     c, model = config.pipeline, problem.model
     if not profile:
         raise UserError(
-            f"config.pipeline.profile is ''; it must be the path of a profile, which `jaxpar partition profile` writes, "
-            f"for a plan with config.pipeline.partition={AUTO!r}; only the start of a run measures the layers itself"
+            f"config.pipeline.profile is ''; it must be the path of a profile, which `jaxpar partition profile` "
+            f"writes, for a plan with config.pipeline.partition={AUTO!r}; only the start of a run measures the layers "
+            "itself"
         )
     check_layers(config, profile, model)
     bandwidth, limit = _bandwidth(config, cluster), c.memory_limit or math.inf

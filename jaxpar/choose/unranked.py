@@ -1,10 +1,10 @@
 """Predicts the rates of async_data_parallel and swarm, whose workers or peers do not wait for each other.
 
-Both are simulated: workers and their server by jaxpar/asynchronous/contention.py, peers by jaxpar/swarm/run.py. The
-times of layers, updates and messages are those of the other predictions. A run is predicted in which every worker or
-peer has a device that computes while the others do, as live ones have; emulated ones are predicted as if they were
-live, with the relative delays, failures and speeds that the config gives them. The search does not rank them, because
-a step from stale gradients is worth less, and a rate does not include that.
+Both are simulated: workers and their server by jaxpar/strategies/asynchronous/contention.py, peers by
+jaxpar/strategies/swarm/run.py. The times of layers, updates and messages are those of the other predictions. A run is
+predicted in which every worker or peer has a device that computes while the others do, as live ones have; emulated ones
+are predicted as if they were live, with the relative delays, failures and speeds that the config gives them. The search
+does not rank them, because a step from stale gradients is worth less, and a rate does not include that.
 """
 
 import itertools
@@ -19,27 +19,27 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import strategies
-from jaxpar.asynchronous import options as updates
-from jaxpar.asynchronous.contention import ServerTimes, simulate_contention
-from jaxpar.asynchronous.delays import compute_times, mean_compute_time
-from jaxpar.asynchronous.layouts import server_layouts
-from jaxpar.asynchronous.table import UpdateTable
 from jaxpar.choose.candidates import OPTIONS, Candidate, Settings, Space, StateRatios, UnrankedCandidate, with_settings
 from jaxpar.choose.costs.memory import StateBytes
 from jaxpar.choose.costs.step import StepCosts, UpdateBytes
 from jaxpar.choose.planner import candidate_of_plan
 from jaxpar.choose.replicas import settings_of_replicas, step_costs
+from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import Plan, Traffic, state_memory
 from jaxpar.core.ring import RING_PASSES, ring_sends
+from jaxpar.core.state import abstract_state, nbytes
 from jaxpar.errors import UserError, format_count
-from jaxpar.mesh import DATA, STAGE
-from jaxpar.state import abstract_state, nbytes
-from jaxpar.swarm import options as swarms
-from jaxpar.swarm.costs import SwarmSettings, Workload
-from jaxpar.swarm.options import StageSizes
-from jaxpar.swarm.record import RECEIVE, RECEIVE_INPUT, SwarmRun
-from jaxpar.swarm.run import run_swarm
-from jaxpar.swarm.trace import SwarmPeer
+from jaxpar.strategies.asynchronous import options as updates
+from jaxpar.strategies.asynchronous.contention import ServerTimes, simulate_contention
+from jaxpar.strategies.asynchronous.delays import compute_times, mean_compute_time
+from jaxpar.strategies.asynchronous.layouts import server_layouts
+from jaxpar.strategies.asynchronous.table import UpdateTable
+from jaxpar.strategies.swarm import options as swarms
+from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
+from jaxpar.strategies.swarm.options import StageSizes
+from jaxpar.strategies.swarm.record import RECEIVE, RECEIVE_INPUT, SwarmRun
+from jaxpar.strategies.swarm.run import run_swarm
+from jaxpar.strategies.swarm.trace import SwarmPeer
 
 NUM_STEPS, WARM_UP = 120, 20  # simulated steps of workers, and those of them that do not count
 SWARM_STEPS, SWARM_WARM_UP = 12, 4  # the same of a swarm

@@ -10,19 +10,19 @@ inputs (batches, plans, in-flight gradients) and temporaries. For copies that th
 only the formula. Last, lists the largest of the temporary arrays that are in memory at the peak, with the layers and
 lines of code that compute them.
 
-With --target, the step is compiled for GPUs that this machine does not have (jaxpar/gpus; the extra `targets`), or with
---target=here for those that it has, and the last line compares the memory that XLA's buffer assignment needs on a GPU
-with what JAX takes there: 0.75 of the memory, or XLA_CLIENT_MEM_FRACTION.
+With --target, the step is compiled for GPUs that this machine does not have (jaxpar/cluster/gpus; the extra `targets`),
+or with --target=here for those that it has, and the last line compares the memory that XLA's buffer assignment needs on
+a GPU with what JAX takes there: 0.75 of the memory, or XLA_CLIENT_MEM_FRACTION.
 
 --program also describes the schedule of that program, or of each program if a step has several: for every collective,
 its bytes, how many kernels and matrix products run at the same time, and of its predicted time the part in which the
 GPU only waits; the dtypes of the matrix products, attention kernels, FLOPs compared with those of the model, copies of
 large arrays in loops, the number of kernels, and how often the host waits for the GPU. Findings are what of this costs
-time without need (jaxpar/analysis/findings.py); those that are normal for the strategy have the reason.
+time without need (jaxpar/inspect/findings.py); those that are normal for the strategy have the reason.
 
 --time predicts the time of a step: of each kernel by its FLOPs and bytes and the rates of the GPU, of collectives by
-the link that they cross (jaxpar/analysis/step_time.py). It prints what takes longest, and MFU as a run does. The
-programs of dispatched stages run as soon as their inputs have arrived (jaxpar/analysis/enqueued.py). Not predicted are
+the link that they cross (jaxpar/inspect/step_time.py). It prints what takes longest, and MFU as a run does. The
+programs of dispatched stages run as soon as their inputs have arrived (jaxpar/inspect/enqueued.py). Not predicted are
 the steps of async_data_parallel and swarm, exchange dp, and offload.
 
 The exit code is 1 if no formula explains a collective, and 2 for invalid arguments.
@@ -35,11 +35,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxpar.analysis.audit_report import audit_run, format_audit
 from jaxpar.choose.costs.rates import check_rates
+from jaxpar.cluster.target import find_target
 from jaxpar.commands.config_flags import ConfigParser, prepare_config
 from jaxpar.errors import UserError
-from jaxpar.target import find_target
+from jaxpar.inspect.audit_report import audit_run, format_audit
 
 
 def main(argv: Sequence[str]) -> int:

@@ -15,11 +15,11 @@ different numbers by design; 1 if they are outside the tolerance, or if the trai
 from collections.abc import Sequence
 
 from jaxpar import files
-from jaxpar.analysis.certificate import MOST_STEPS
-from jaxpar.analysis.certificate_report import certify, format_certificate
 from jaxpar.command_line import integer, output_path
 from jaxpar.commands.config_flags import ConfigParser
 from jaxpar.errors import UserError
+from jaxpar.inspect.certificate import MOST_STEPS
+from jaxpar.inspect.certificate_report import certify, format_certificate
 
 
 def main(argv: Sequence[str]) -> int:

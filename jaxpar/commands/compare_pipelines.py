@@ -27,12 +27,12 @@ from collections.abc import Sequence
 
 from jaxpar import cluster as clusters
 from jaxpar.cluster import Link
+from jaxpar.cluster.gpus import gpu_kinds
 from jaxpar.command_line import choice, integer, names, number, output_path
 from jaxpar.commands.config_flags import ConfigParser
 from jaxpar.compare.pipelines import PIPELINE_CASES, compare_pipelines
-from jaxpar.gpus import gpu_kinds
-from jaxpar.mesh import DATA, STAGE
-from jaxpar.pipeline.tables.simulate import LARGEST_VALUE
+from jaxpar.core.mesh import DATA, STAGE
+from jaxpar.strategies.pipeline.tables.simulate import LARGEST_VALUE
 
 
 def main(argv: Sequence[str]) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 from jaxpar import files
 from jaxpar.command_line import Parser, format_rows, output_path, writing
 from jaxpar.errors import UserError, printable
-from jaxpar.pages.html import Row
-from jaxpar.pages.recorded import RecordedRun, read_run
-from jaxpar.pages.runs_page import comparison_page, comparison_rows, different_keys
+from jaxpar.use.pages.html import Row
+from jaxpar.use.pages.recorded import RecordedRun, read_run
+from jaxpar.use.pages.runs_page import comparison_page, comparison_rows, different_keys
 
 
 def _read_runs(workdirs: list[Path]) -> list[RecordedRun]:

@@ -20,7 +20,7 @@ the current run after it has saved its state.
 
 from collections.abc import Sequence
 
-from jaxpar.cluster_file import find_named
+from jaxpar.cluster.files import find_named
 from jaxpar.command_line import integer, names, output_path
 from jaxpar.commands.config_flags import ConfigParser
 from jaxpar.compare.strategies import COMPARED, compare_strategies

@@ -7,8 +7,9 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxpar import config as configs
-from jaxpar import data, mesh
+from jaxpar import data
 from jaxpar.command_line import Parser
+from jaxpar.core import mesh
 from jaxpar.run.unused import EVERY_EFFECT, check_unused_keys
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jaxpar.command_line import output_path, writing
 from jaxpar.commands import schedule_flags as options
 from jaxpar.errors import UserError
-from jaxpar.pipeline.tables import draw
+from jaxpar.strategies.pipeline.tables import draw
 
 SUFFIXES = (".txt", ".svg", ".png")
 MAX_CELLS = 10_000_000  # of a text: 50 MB

@@ -18,8 +18,8 @@ from absl import logging
 from jaxpar import checkpoint, data
 from jaxpar.command_line import Parser, choice, integer, output_path
 from jaxpar.errors import UserError, format_bytes
-from jaxpar.export import hugging_face, program
-from jaxpar.export.output import check_output, completed, save_state_file
+from jaxpar.use.export import hugging_face, program
+from jaxpar.use.export.output import check_output, completed, save_state_file
 
 FORMATS = ("safetensors", "hf", "stablehlo")
 CHECKPOINTS = ("best", "newest")

@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar import models
-from jaxpar.analysis import fit
-from jaxpar.analysis.fit import Fit, Sizes, Tried
 from jaxpar.choose.auto import choose
 from jaxpar.choose.planner import AUTO_STRATEGY
 from jaxpar.choose.stages import until_chosen
+from jaxpar.cluster.target import Target, find_target, what_jax_takes
 from jaxpar.command_line import choice, names
 from jaxpar.commands.config_flags import ConfigParser, prepare_config
 from jaxpar.errors import format_bytes
-from jaxpar.pipeline.executor.programs import REMATS
+from jaxpar.inspect import fit
+from jaxpar.inspect.fit import Fit, Sizes, Tried
 from jaxpar.run import build
-from jaxpar.target import Target, find_target, what_jax_takes
+from jaxpar.strategies.pipeline.executor.programs import REMATS
 
 
 def main(argv: Sequence[str]) -> int:

@@ -15,10 +15,10 @@ from jaxpar.choose.auto import measure_layers
 from jaxpar.choose.costs.layers import TracedLayers
 from jaxpar.choose.costs.profile import LayerProfile, write_profile
 from jaxpar.choose.stages import until_chosen
+from jaxpar.cluster.gpus import gpu_kinds
 from jaxpar.command_line import check_new_file, choice, format_rows, integer, output_path, writing
 from jaxpar.commands.config_flags import ConfigParser, prepare_config
 from jaxpar.errors import UserError, format_bytes
-from jaxpar.gpus import gpu_kinds
 from jaxpar.run import build
 from jaxpar.run.unused import EFFECTS
 

@@ -29,7 +29,16 @@ import time
 from collections.abc import Sequence
 
 from jaxpar import models
-from jaxpar.analysis.planning import (
+from jaxpar.choose import report
+from jaxpar.choose.candidates import ranked, state_ratios
+from jaxpar.choose.planner import AUTO_STRATEGY
+from jaxpar.choose.unranked import predicted, unranked
+from jaxpar.cluster.target import HERE, find_target
+from jaxpar.command_line import check_new_file, integer, output_path, writing
+from jaxpar.commands.config_flags import ConfigParser, load_checked
+from jaxpar.errors import UserError, format_bytes
+from jaxpar.files import write_text
+from jaxpar.inspect.planning import (
     check_strategy_name,
     cluster_of,
     describe_plans,
@@ -38,16 +47,7 @@ from jaxpar.analysis.planning import (
     measured_space,
     verified,
 )
-from jaxpar.choose import report
-from jaxpar.choose.candidates import ranked, state_ratios
-from jaxpar.choose.planner import AUTO_STRATEGY
-from jaxpar.choose.unranked import predicted, unranked
-from jaxpar.command_line import check_new_file, integer, output_path, writing
-from jaxpar.commands.config_flags import ConfigParser, load_checked
-from jaxpar.errors import UserError, format_bytes
-from jaxpar.files import write_text
 from jaxpar.run.unused import EFFECTS
-from jaxpar.target import HERE, find_target
 
 
 def main(argv: Sequence[str]) -> None:

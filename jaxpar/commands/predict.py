@@ -24,11 +24,11 @@ from jaxpar.command_line import Parser, choice, integer, output_path
 from jaxpar.data.corpus import text_columns
 from jaxpar.data.rows import INPUT_READERS
 from jaxpar.errors import UserError, format_count, printable
-from jaxpar.inference import inputs, outputs
-from jaxpar.inference.inputs import STDIN
-from jaxpar.inference.loaded import LoadedModel
-from jaxpar.inference.predictor import Predictor
-from jaxpar.inference.trained import Trained, load_trained, prepare
+from jaxpar.use.inference import inputs, outputs
+from jaxpar.use.inference.inputs import STDIN
+from jaxpar.use.inference.loaded import LoadedModel
+from jaxpar.use.inference.predictor import Predictor
+from jaxpar.use.inference.trained import Trained, load_trained, prepare
 
 
 def _log(line: str) -> None:

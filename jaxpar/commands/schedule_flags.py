@@ -4,14 +4,19 @@ import argparse
 import sys
 from pathlib import Path
 
+from jaxpar.choose.search.lockstep_bound import lockstep_bound
+from jaxpar.choose.search.lockstep_search import search_lockstep
+from jaxpar.choose.search.search import SearchResult, search
 from jaxpar.command_line import Parser, integer, missing, number, output_path, writing
 from jaxpar.errors import UserError
-from jaxpar.pipeline.search.lockstep_bound import lockstep_bound
-from jaxpar.pipeline.search.lockstep_search import search_lockstep
-from jaxpar.pipeline.search.search import SearchResult, search
-from jaxpar.pipeline.tables.periodic import CONTINUOUS, continuous_obstacle, fewest_microbatches, periodic_table
-from jaxpar.pipeline.tables.replicated import WITH_REPLICAS, parse_replicas, replicated_table
-from jaxpar.pipeline.tables.schedule import (
+from jaxpar.strategies.pipeline.tables.periodic import (
+    CONTINUOUS,
+    continuous_obstacle,
+    fewest_microbatches,
+    periodic_table,
+)
+from jaxpar.strategies.pipeline.tables.replicated import WITH_REPLICAS, parse_replicas, replicated_table
+from jaxpar.strategies.pipeline.tables.schedule import (
     MAX_TABLE_SIZE,
     SCHEDULES,
     make_table,
@@ -20,9 +25,15 @@ from jaxpar.pipeline.tables.schedule import (
     unknown_schedule,
     unrolled_table,
 )
-from jaxpar.pipeline.tables.simulate import LARGEST_VALUE, Simulation, Times, simulate_table, steady_bubble_rate
-from jaxpar.pipeline.tables.table import Table
-from jaxpar.pipeline.tables.table_file import is_table_file, read_table, write_table
+from jaxpar.strategies.pipeline.tables.simulate import (
+    LARGEST_VALUE,
+    Simulation,
+    Times,
+    simulate_table,
+    steady_bubble_rate,
+)
+from jaxpar.strategies.pipeline.tables.table import Table
+from jaxpar.strategies.pipeline.tables.table_file import is_table_file, read_table, write_table
 
 SEARCH_SECONDS, TABLE_SECONDS = 0.01, 4e-5  # approximate times of a search and of a table per stage and microbatch
 QUIET_SECONDS = 5.0  # what takes longer is announced

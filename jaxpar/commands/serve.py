@@ -22,8 +22,8 @@ from absl import logging
 
 from jaxpar.command_line import Parser, integer, number
 from jaxpar.errors import UserError
-from jaxpar.inference.loaded import LoadedModel
-from jaxpar.inference.trained import load_trained, prepare
+from jaxpar.use.inference.loaded import LoadedModel
+from jaxpar.use.inference.trained import load_trained, prepare
 
 LARGEST_PORT = 65535
 
@@ -111,9 +111,9 @@ def serve(
     workdir: Path, step: int | None, host: str, port: int, allowed_hosts: Collection[str], limits: dict[str, Any]
 ) -> None:
     """Serve until a signal ends the service. limits: fields of `Limits`."""
-    from jaxpar.serve.app import Service
-    from jaxpar.serve.body import Limits
-    from jaxpar.serve.server import BACKLOG, DrainingServer
+    from jaxpar.use.serve.app import Service
+    from jaxpar.use.serve.body import Limits
+    from jaxpar.use.serve.server import BACKLOG, DrainingServer
 
     prepare(workdir)
     trained = load_trained(workdir, step, log=_log)

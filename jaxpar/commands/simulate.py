@@ -24,7 +24,7 @@ import json
 from collections.abc import Sequence
 
 from jaxpar.commands import schedule_flags as options
-from jaxpar.pipeline.tables.periodic import CONTINUOUS
+from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS
 
 _METRICS = (
     "makespan",

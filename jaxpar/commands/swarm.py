@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from jaxpar.command_line import BEHIND, Parser, integer
 from jaxpar.commands import train
 from jaxpar.errors import UserError
-from jaxpar.swarm.live import events
-from jaxpar.swarm.live.events import EventKind, LiveEvent
+from jaxpar.strategies.swarm.live import events
+from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         from rich.console import Console
 
-        from jaxpar.swarm.live.view import Screen, SwarmView
+        from jaxpar.strategies.swarm.live.view import Screen, SwarmView
     except ImportError as error:
         raise UserError(
             f"{error.name} is not installed; `jaxpar swarm` needs it: install the extra swarm (scripts/setup swarm, "

@@ -27,8 +27,8 @@ from pathlib import Path
 
 from jaxpar.command_line import Parser, choice, integer, number, output_path
 from jaxpar.errors import UserError
-from jaxpar.swarm.rebalancing import REBALANCING_RULES
-from jaxpar.swarm.reports import REPORTS
+from jaxpar.strategies.swarm.rebalancing import REBALANCING_RULES
+from jaxpar.strategies.swarm.reports import REPORTS
 
 # Flags of a generated trace, and the flags that each report reads.
 _GENERATED = ("lifetime", "rejoin", "groups", "group_lifetime", "group_share", "seed", "make_trace")

@@ -191,7 +191,8 @@ def _train(
     stopped_exit_code: int,
 ) -> int:
     # Imported late, because JAX must be configured before it is used and --help does not need it.
-    from jaxpar import data, mesh, tasks, training
+    from jaxpar import data, tasks, training
+    from jaxpar.core import mesh
     from jaxpar.launch import processes
 
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
@@ -229,7 +230,10 @@ def resume_command(argv: Sequence[str]) -> str:
 
 def changes_to_try(config: ConfigDict) -> list[str]:
     """Return flags for runs to compare with a run of `config`. Each of them, added alone, is possible."""
-    from jaxpar import cluster, strategies  # late, as above
+    from jaxpar import (
+        cluster,
+        strategies,  # late, as above
+    )
 
     flags, found = [], cluster.find_cluster()
     other = config.copy_and_resolve_references()

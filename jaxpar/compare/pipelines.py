@@ -10,20 +10,21 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
-from jaxpar import data, files, mesh, strategies
+from jaxpar import data, files, strategies
 from jaxpar.choose.costs.layers import TracedLayers
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.cluster import Cluster, Link
+from jaxpar.cluster.gpus import gpu_kinds
 from jaxpar.compare.pictures import PolicyCurve, save_policy_curves
 from jaxpar.compare.runs import configured, finish_run
 from jaxpar.compare.table import markdown_table
+from jaxpar.core import mesh
+from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.errors import UserError, format_bytes
-from jaxpar.gpus import gpu_kinds
 from jaxpar.measure.phases import Phases
-from jaxpar.mesh import DATA, STAGE
-from jaxpar.pipeline.tables.simulate import Times, simulate_table, steady_bubble_rate, work
-from jaxpar.pipeline.tables.table import Table
 from jaxpar.run import build, metrics
+from jaxpar.strategies.pipeline.tables.simulate import Times, simulate_table, steady_bubble_rate, work
+from jaxpar.strategies.pipeline.tables.table import Table
 
 DDP = "ddp"
 BASELINE = "1f1b"  # the case to which the others are compared

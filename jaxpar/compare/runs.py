@@ -20,10 +20,10 @@ from jaxpar.core.plan import Plan
 from jaxpar.errors import FAILED, UserError
 from jaxpar.launch.launcher import LAUNCHER, MAX_FORWARDED, POLL_SECONDS, start_process
 from jaxpar.launch.place import COMMAND
-from jaxpar.pages.recorded import CERTIFICATE, different_settings, read_verdict
 from jaxpar.run import build, metrics
 from jaxpar.run.unused import unused_keys
 from jaxpar.tasks import Score
+from jaxpar.use.pages.recorded import CERTIFICATE, different_settings, read_verdict
 
 UNTESTED = Score("train_loss", ".4f")  # metric by which runs without a test split are compared
 STARTED_WITH = "settings.json"  # the config that a run was started with, before the run completes it

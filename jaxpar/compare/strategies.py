@@ -17,8 +17,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
-from jaxpar import files, mesh, models, strategies
-from jaxpar.analysis.planning import make_space
+from jaxpar import files, models, strategies
 from jaxpar.checkpoint import ledger
 from jaxpar.choose.candidates import Candidate, Space, StateRatios, state_ratios
 from jaxpar.choose.unranked import predicted as predicted_for
@@ -45,12 +44,14 @@ from jaxpar.compare.table import (
     markdown,
     time_columns,
 )
+from jaxpar.core import mesh
 from jaxpar.core.plan import Plan
 from jaxpar.errors import UserError, format_count
+from jaxpar.inspect.planning import make_space
 from jaxpar.launch.launcher import format_exit, forwarded
 from jaxpar.launch.place import command_of
-from jaxpar.pages.recorded import CERTIFICATE
 from jaxpar.run import build, metrics
+from jaxpar.use.pages.recorded import CERTIFICATE
 
 _EXCHANGES = ("dp", "ddp", "horovod", "byteps", "bagua_bytegrad", "zero1", "zero2", "zero3", "onebit_adam")
 _SCHEDULES = ("model_parallel", "gpipe", "1f1b", "zb_h1", "pipedream", "pipedream_2bw")

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import TypeVar
 
 from jaxpar.errors import format_bytes
-from jaxpar.pages.html import document, marked, paragraph, section
+from jaxpar.use.pages.html import document, marked, paragraph, section
 
 REFERENCE = "single"  # the strategy to which the others are compared
 EMULATED = "emulated"  # marks times of an emulation

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxpar import files, tasks
-from jaxpar.asynchronous import table
 from jaxpar.compare.pictures import PolicyCurve, save_policy_curves
 from jaxpar.compare.runs import UNTESTED, configured, finish_run
 from jaxpar.compare.table import markdown_table
 from jaxpar.errors import TrainingError
 from jaxpar.run import metrics
+from jaxpar.strategies.asynchronous import table
 from jaxpar.tasks import Score
 
 # By name: overrides of config.asynchronous. The cases with a + are mitigations of async. RATE also divides

@@ -1,1 +1,1 @@
-"""The plan and the traffic of rings, which all strategies share."""
+"""Parts that all strategies share: the plan, the mesh, the state, the optimizer, the arithmetic of a step."""

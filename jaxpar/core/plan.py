@@ -133,7 +133,7 @@ class Plan(Generic[Details]):
       decision: mesh axes and batch divisor.
       summary: one-line description of the placement.
       layouts: layout of each part of the state, leaf by leaf: step, key, params, optimizer and any strategy-specific
-        parts. A pipeline packs the leaves of each device (jaxpar/pipeline/executor/state.py).
+        parts. A pipeline packs the leaves of each device (jaxpar/strategies/pipeline/executor/state.py).
       details: strategy-specific inputs of the strategy's `build`, such as the table of a pipeline.
       memory: for each device, bytes by purpose: the parts of the state, and the ACTIVATION_PARTS of a pipeline. For an
         estimate of the other memory that a step needs, see `strategies.in_flight_bytes`.

@@ -18,7 +18,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxpar import cluster, mesh
+from jaxpar import cluster
+from jaxpar.core import mesh
 from jaxpar.errors import TrainingError
 from jaxpar.launch.place import Place, bind_address, free_port, own_address
 from jaxpar.layout import Tree

@@ -2,7 +2,7 @@
 
 `jax.vjp` decides what the forward pass saves, and a scan stacks all of it. Without a scan, XLA fuses elementwise
 operations into the kernels that read their results, forward and backward. It then holds what other kernels write or
-read anyway. A pipeline recomputes other values (jaxpar/pipeline/executor).
+read anyway. A pipeline recomputes other values (jaxpar/strategies/pipeline/executor).
 """
 
 from collections.abc import Callable, Mapping

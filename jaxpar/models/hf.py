@@ -1,4 +1,4 @@
-"""Reads weights from Hugging Face `transformers` directories; jaxpar/export writes them.
+"""Reads weights from Hugging Face `transformers` directories; jaxpar/use/export writes them.
 
 A directory contains config.json, model.safetensors (or several files with an index) and a tokenizer. The weights are
 the same numbers in both formats, so the logits agree to float32 rounding. `id2label` and `problem_type` of config.json

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import jax
 from ml_collections import ConfigDict
 
-from jaxpar import checkpoint, data, models, optimizer, state, strategies, tasks
+from jaxpar import checkpoint, data, models, strategies, tasks
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar.cluster import Cluster
+from jaxpar.core import optimizer, state
 from jaxpar.core.plan import Decision, Plan
+from jaxpar.core.step import Problem, abstract
 from jaxpar.errors import UserError, format_bytes, format_count
 from jaxpar.launch import processes, watchdog
 from jaxpar.measure.phases import Phases
@@ -25,7 +27,6 @@ from jaxpar.models.model import Model
 from jaxpar.run import resume
 from jaxpar.run.callbacks import check_early_stop
 from jaxpar.run.unused import describe_unused
-from jaxpar.step import Problem, abstract
 from jaxpar.strategies import Strategy
 
 # Paths, which can differ between the processes of a run. The contents of the files must be the same.

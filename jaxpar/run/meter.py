@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpar.core.step import Metrics
 from jaxpar.errors import TrainingError
 from jaxpar.launch import processes
 from jaxpar.measure import flops
 from jaxpar.models.model import Model
 from jaxpar.run.build import Run
-from jaxpar.step import Metrics
 from jaxpar.tasks import Sums, Task, add_up, mean_loss
 
 

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxpar import checkpoint, data, state
+from jaxpar import checkpoint, data
 from jaxpar import config as configs
 from jaxpar.checkpoint import ledger
 from jaxpar.checkpoint.checksums import Info
+from jaxpar.core import state
 from jaxpar.core.plan import format_private_key
 from jaxpar.errors import UserError, format_count
 from jaxpar.launch import processes

@@ -5,8 +5,12 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from jaxpar import optimizer
 from jaxpar.cluster import Cluster
+from jaxpar.core import optimizer
+from jaxpar.core.mesh import DATA
+from jaxpar.core.optimizer import OPTIMIZERS
+from jaxpar.core.state import nbytes
+from jaxpar.core.step import Problem
 from jaxpar.errors import UserError, check_choice
 from jaxpar.exchange import named
 from jaxpar.exchange.compress import FLOAT8
@@ -14,11 +18,7 @@ from jaxpar.exchange.exchange import AdamW, AllReduce, Exchange, Rule
 from jaxpar.exchange.named import AVERAGE, BUCKET_BYTES, EXCHANGES, PASSES, OptionError, check_options
 from jaxpar.exchange.powersgd import largest_rank
 from jaxpar.exchange.reduce import Axis
-from jaxpar.mesh import DATA
 from jaxpar.models.model import Params
-from jaxpar.optimizer import OPTIMIZERS
-from jaxpar.state import nbytes
-from jaxpar.step import Problem
 
 
 def given(config: ConfigDict) -> dict[str, Any]:

@@ -8,12 +8,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar import layout
-from jaxpar import state as states
+from jaxpar.core import state as states
+from jaxpar.core.mesh import DATA
+from jaxpar.core.state import Canonical, State
+from jaxpar.core.step import Problem
 from jaxpar.launch import processes
 from jaxpar.layout import Layout
-from jaxpar.mesh import DATA
-from jaxpar.state import Canonical, State
-from jaxpar.step import Problem
 
 # Lets XLA on CPUs write moments in place. Otherwise it copies them when the step begins, because the new parameters and
 # the new moments are computed from them by different instructions.

@@ -11,12 +11,12 @@ from ml_collections import ConfigDict
 
 from jaxpar.cluster import Cluster
 from jaxpar.core.plan import Decision, Plan
+from jaxpar.core.state import Canonical
+from jaxpar.core.step import Metrics, Problem
 from jaxpar.models.model import Model
-from jaxpar.pipeline.executor.branches import DeviceBranches
-from jaxpar.pipeline.executor.enqueue import ProgramCall
-from jaxpar.pipeline.tables.simulate import Span
-from jaxpar.state import Canonical
-from jaxpar.step import Metrics, Problem
+from jaxpar.strategies.pipeline.executor.branches import DeviceBranches
+from jaxpar.strategies.pipeline.executor.enqueue import ProgramCall
+from jaxpar.strategies.pipeline.tables.simulate import Span
 from jaxpar.tasks import Sums
 
 S = TypeVar("S")  # a state, in the form of the strategy

@@ -24,8 +24,9 @@ from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
-from jaxpar import data, mesh, strategies, tasks
+from jaxpar import data, strategies, tasks
 from jaxpar.command_line import Parser, integer, names
+from jaxpar.core import mesh
 from jaxpar.errors import exit_code
 from jaxpar.strategies import Strategy
 from scripts.bench.steps import make_problem, race

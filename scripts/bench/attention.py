@@ -10,8 +10,9 @@ import tempfile
 from pathlib import Path
 
 from jaxpar import config as configs
-from jaxpar import data, mesh, tasks
+from jaxpar import data, tasks
 from jaxpar.cluster import find_cluster
+from jaxpar.core import mesh
 from scripts.bench.steps import measure
 
 ROUNDS = 20

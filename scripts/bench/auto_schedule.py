@@ -15,10 +15,11 @@ import sys
 import jax
 
 from jaxpar import config as configs
-from jaxpar import data, mesh
+from jaxpar import data
 from jaxpar.command_line import Parser, integer, names
+from jaxpar.core import mesh
 from jaxpar.errors import exit_code
-from jaxpar.pipeline.executor.partition import AUTO
+from jaxpar.strategies.pipeline.executor.partition import AUTO
 from scripts.bench.pipeline import SCHEDULES, stage_counts
 from scripts.bench.pipeline_case import Maker, Parts
 from scripts.bench.steps import race

@@ -13,11 +13,12 @@ from pathlib import Path
 import jax
 
 from jaxpar import config as configs
-from jaxpar import data, mesh, strategies
+from jaxpar import data, strategies
 from jaxpar.command_line import Parser, integer, names
+from jaxpar.core import mesh
 from jaxpar.errors import exit_code
-from jaxpar.pipeline.tables.periodic import CONTINUOUS
-from jaxpar.pipeline.tables.schedule import SCHEDULES
+from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS
+from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES
 from scripts.bench.pipeline_case import CLASSIFIER, Case, Maker
 
 STEP, NUM_STAGES, NUM_MICROBATCHES, NUM_EXAMPLES = 6, 2, 16, 4

@@ -13,8 +13,9 @@ from collections import Counter
 from pathlib import Path
 
 from jaxpar import config as configs
-from jaxpar import data, mesh, tasks
+from jaxpar import data, tasks
 from jaxpar.cluster import find_cluster
+from jaxpar.core import mesh
 from jaxpar.errors import exit_code
 from scripts.bench.steps import arguments_of, measure
 

@@ -25,11 +25,12 @@ from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
-from jaxpar import data, mesh, strategies, tasks
-from jaxpar.analysis import audit
+from jaxpar import data, strategies, tasks
 from jaxpar.command_line import Parser, integer, names
+from jaxpar.core import mesh
 from jaxpar.errors import exit_code
 from jaxpar.exchange import EXCHANGES, compress, reduce
+from jaxpar.inspect import audit
 from jaxpar.measure.timing import seconds_in_turn
 from scripts.bench.steps import Contender, make_problem, race
 

@@ -19,14 +19,15 @@ import jax
 import numpy as np
 
 from jaxpar import config as configs
-from jaxpar import data, mesh, strategies
+from jaxpar import data, strategies
 from jaxpar.command_line import Parser, integer, names
+from jaxpar.core import mesh
 from jaxpar.errors import TrainingError, exit_code
-from jaxpar.pipeline.executor.timeline import measured_times
-from jaxpar.pipeline.tables.schedule import SCHEDULES
-from jaxpar.pipeline.tables.simulate import simulate_table
 from jaxpar.strategies import Strategy
-from jaxpar.strategies.schedules import DISPATCH, EXECUTORS
+from jaxpar.strategies.pipeline.executor.timeline import measured_times
+from jaxpar.strategies.pipeline.schedules import DISPATCH, EXECUTORS
+from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES
+from jaxpar.strategies.pipeline.tables.simulate import simulate_table
 from scripts.bench.peers import HEAD, widths
 from scripts.bench.pipeline_case import Maker
 from scripts.bench.steps import race

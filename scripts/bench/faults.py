@@ -28,10 +28,11 @@ import jax
 import numpy as np
 from absl import logging
 
-from jaxpar import checkpoint, data, mesh
+from jaxpar import checkpoint, data
 from jaxpar import config as configs
 from jaxpar.cluster import find_cluster
 from jaxpar.command_line import Parser, integer, names
+from jaxpar.core import mesh
 from jaxpar.errors import exit_code
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build

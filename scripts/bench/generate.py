@@ -18,16 +18,16 @@ from tokenizers.models import WordLevel
 
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
-from jaxpar import mesh as meshes
 from jaxpar import models, tasks
 from jaxpar.command_line import Parser, integer
+from jaxpar.core import mesh as meshes
+from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.data import DataInfo
 from jaxpar.errors import exit_code
-from jaxpar.inference.generate import Generator, Request
-from jaxpar.inference.sampling import Sampling
-from jaxpar.inference.trained import Trained
 from jaxpar.measure.timing import seconds_in_turn
-from jaxpar.mesh import DATA, STAGE
+from jaxpar.use.inference.generate import Generator, Request
+from jaxpar.use.inference.sampling import Sampling
+from jaxpar.use.inference.trained import Trained
 
 WORDS, MORE = 5000, 33  # tokens of the vocabulary, and of a long continuation
 

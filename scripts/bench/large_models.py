@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar import config as configs
-from jaxpar.analysis import audit_report
+from jaxpar.cluster.target import find_target
 from jaxpar.command_line import Parser
 from jaxpar.errors import exit_code, format_bytes
-from jaxpar.strategies.schedules import EXECUTORS
-from jaxpar.target import find_target
+from jaxpar.inspect import audit_report
+from jaxpar.strategies.pipeline.schedules import EXECUTORS
 
 
 class Case(NamedTuple):

@@ -11,14 +11,14 @@ import itertools
 import sys
 import time
 
+from jaxpar.choose.search.lockstep_bound import lockstep_bound
+from jaxpar.choose.search.lockstep_search import search_lockstep
 from jaxpar.command_line import Parser, integer
 from jaxpar.errors import exit_code
-from jaxpar.pipeline.search.lockstep_bound import lockstep_bound
-from jaxpar.pipeline.search.lockstep_search import search_lockstep
-from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle
-from jaxpar.pipeline.tables.simulate import Times, lockstep
-from jaxpar.pipeline.tables.table import loop_stages
-from jaxpar.pipeline.tables.validate import check_table, peak_stashed
+from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle
+from jaxpar.strategies.pipeline.tables.simulate import Times, lockstep
+from jaxpar.strategies.pipeline.tables.table import loop_stages
+from jaxpar.strategies.pipeline.tables.validate import check_table, peak_stashed
 
 STAGES = (2, 3, 4, 8)
 HEADER = "| stages | microbatches | F, B, W | memory | best named | found | bound | found / named | found / bound | s |"

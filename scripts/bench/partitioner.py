@@ -17,11 +17,12 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 
 from jaxpar import config as configs
-from jaxpar import data, mesh
+from jaxpar import data
 from jaxpar.choose.costs.layer_programs import LayerPrograms
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.pipedream import Level, StageSearch
 from jaxpar.command_line import Parser, integer
+from jaxpar.core import mesh
 from jaxpar.errors import exit_code
 from scripts.bench.pipeline_case import CLASSIFIER, Maker
 from scripts.bench.steps import race

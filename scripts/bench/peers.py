@@ -33,8 +33,9 @@ import jax
 import numpy as np
 
 from jaxpar import config as configs
-from jaxpar import data, mesh, strategies
+from jaxpar import data, strategies
 from jaxpar.command_line import Parser, integer, names
+from jaxpar.core import mesh
 from jaxpar.errors import TrainingError, UserError, exit_code
 from jaxpar.tasks import mean_loss
 from scripts.bench.pipeline_case import MODEL, random_data
@@ -55,7 +56,7 @@ STRATEGIES = {
     ],
 }
 SGD = [f"--config.optimizer.{key}" for key in ("name=sgd", "momentum=0", "weight_decay=0", "clip_norm=0")]
-# Both sides keep the memory that a step frees; see jaxpar.mesh.keep_freed_memory.
+# Both sides keep the memory that a step frees; see jaxpar.core.mesh.keep_freed_memory.
 KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1"}
 
 

@@ -32,12 +32,13 @@ from typing import NamedTuple
 import jax
 
 from jaxpar import config as configs
-from jaxpar import data, mesh
+from jaxpar import data
 from jaxpar.cluster import find_cluster
 from jaxpar.command_line import Parser, integer, names
+from jaxpar.core import mesh
+from jaxpar.core.step import abstract
 from jaxpar.errors import exit_code
 from jaxpar.measure import flops
-from jaxpar.step import abstract
 from scripts.bench import executed, pipeline_memory
 from scripts.bench.pipeline_case import (
     BERT,

@@ -9,16 +9,17 @@ from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
-from jaxpar import mesh as meshes
-from jaxpar import step as steps
 from jaxpar import strategies, tasks
+from jaxpar.core import mesh as meshes
+from jaxpar.core import step as steps
+from jaxpar.core.step import Problem
 from jaxpar.data import DataInfo, Labels
-from jaxpar.pipeline.executor.engine import PipelineEngine, make_engine
-from jaxpar.pipeline.executor.lowering import NONE
-from jaxpar.pipeline.tables.table import Table
-from jaxpar.step import Problem
-from jaxpar.strategies import lockstep, pipeline
-from jaxpar.strategies.pipeline_details import PipelineDetails
+from jaxpar.strategies.pipeline import lockstep
+from jaxpar.strategies.pipeline import strategy as pipeline
+from jaxpar.strategies.pipeline.details import PipelineDetails
+from jaxpar.strategies.pipeline.executor.engine import PipelineEngine, make_engine
+from jaxpar.strategies.pipeline.executor.lowering import NONE
+from jaxpar.strategies.pipeline.tables.table import Table
 from scripts.bench import scan_and_mask
 from scripts.bench.scan_and_mask import ScanAndMask
 from scripts.bench.steps import Contender, make_problem

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar import step as steps
-from jaxpar.pipeline.executor.engine import PipelineEngine
-from jaxpar.pipeline.executor.packing import Packed
-from jaxpar.pipeline.executor.programs import StageInputs
-from jaxpar.state import State
-from jaxpar.strategies.lockstep import STASH_IN_PLACE
+from jaxpar.core import step as steps
+from jaxpar.core.state import State
+from jaxpar.strategies.pipeline.executor.engine import PipelineEngine
+from jaxpar.strategies.pipeline.executor.packing import Packed
+from jaxpar.strategies.pipeline.executor.programs import StageInputs
+from jaxpar.strategies.pipeline.lockstep import STASH_IN_PLACE
 from scripts.bench.pipeline_case import FAST, Case, Parts, nbytes, temporary_bytes
 
 Stashes = dict[tuple[int, int], Packed]

@@ -16,18 +16,19 @@ import jax
 import numpy as np
 
 from jaxpar import config as configs
-from jaxpar import models, optimizer, strategies, tasks
-from jaxpar.analysis import audit
+from jaxpar import models, strategies, tasks
 from jaxpar.choose import planner
 from jaxpar.choose.candidates import Space
 from jaxpar.choose.costs.layers import TracedLayers
 from jaxpar.choose.costs.machine import GpuMachine
 from jaxpar.cluster import Cluster
+from jaxpar.cluster.target import Target, find_target
 from jaxpar.command_line import Parser
+from jaxpar.core import optimizer
+from jaxpar.core.step import Problem
 from jaxpar.data import DataInfo
 from jaxpar.errors import exit_code, format_bytes
-from jaxpar.step import Problem
-from jaxpar.target import Target, find_target
+from jaxpar.inspect import audit
 
 CLASSES, STEPS = 10, 100
 PIPELINE = ("strategy=pipeline", "mesh.stage=2", "mesh.data=4", "pipeline.num_microbatches=4")

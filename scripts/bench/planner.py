@@ -16,12 +16,13 @@ from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
-from jaxpar import mesh, strategies
+from jaxpar import strategies
 from jaxpar.choose import planner
 from jaxpar.choose.candidates import Space
 from jaxpar.choose.costs.calibrate import MeasuredLayers, calibrate
 from jaxpar.choose.costs.machine import CpuMachine
 from jaxpar.command_line import Parser, integer
+from jaxpar.core import mesh
 from jaxpar.data import DataInfo
 from jaxpar.errors import exit_code
 from jaxpar.memory import host_bytes

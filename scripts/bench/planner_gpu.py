@@ -17,15 +17,16 @@ from typing import Any, NamedTuple
 
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
-from jaxpar import mesh, strategies
-from jaxpar.analysis import step_time
+from jaxpar import strategies
 from jaxpar.choose import planner
 from jaxpar.choose.candidates import gpu_space
 from jaxpar.choose.costs.measured_rates import GPU_SIZES, MeasuredSizes, describe_rates, measured_cluster
 from jaxpar.cluster import Cluster
 from jaxpar.command_line import Parser, choice, integer
+from jaxpar.core import mesh
+from jaxpar.core.step import Problem
 from jaxpar.errors import exit_code
-from jaxpar.step import Problem
+from jaxpar.inspect import step_time
 from scripts.bench.planner import text_config, texts
 from scripts.bench.steps import make_problem, race
 

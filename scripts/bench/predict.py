@@ -16,16 +16,17 @@ from pathlib import Path
 from absl import logging
 
 from jaxpar import config as configs
-from jaxpar import data, mesh
+from jaxpar import data
 from jaxpar.command_line import Parser, integer
+from jaxpar.core import mesh
 from jaxpar.data import text
 from jaxpar.data.corpus import WORDNET
 from jaxpar.data.rows import Columns, read_files
 from jaxpar.errors import exit_code
-from jaxpar.inference import inputs, outputs
-from jaxpar.inference.predictor import Predictor
-from jaxpar.inference.trained import load_trained
 from jaxpar.measure.timing import seconds_in_turn
+from jaxpar.use.inference import inputs, outputs
+from jaxpar.use.inference.predictor import Predictor
+from jaxpar.use.inference.trained import load_trained
 
 
 def write_rows(path: Path, number: int) -> None:

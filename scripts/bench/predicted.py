@@ -5,7 +5,7 @@
 GPT-2 124M in bfloat16 with 524,288 tokens a step, without dropout, on 8 GPUs: llm.c's PyTorch trainer takes 19,560 such
 steps in 45 minutes on H100s and in 90 minutes on A100s (README.md of KellerJordan/modded-nanogpt at 0006a9c, citing
 karpathy/llm.c, discussion 481). Compiles the step with and without a scan over the layers, predicts its time
-(jaxpar/analysis/step_time.py), and prints both rates and their ratio. The programs are not the same: what is compared
+(jaxpar/inspect/step_time.py), and prints both rates and their ratio. The programs are not the same: what is compared
 is jaxpar's step with what another program reaches. Needs the extra `targets`, and nvidia-cudnn-cu12.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 
 from jaxpar import config as configs
 from jaxpar import strategies
-from jaxpar.analysis.step_time import predict
+from jaxpar.cluster.target import find_target
 from jaxpar.command_line import Parser
 from jaxpar.errors import exit_code
-from jaxpar.target import find_target
+from jaxpar.inspect.step_time import predict
 from scripts.bench.vocabulary import DEFAULTS, make_problem
 
 NUM_STEPS, TOKENS = 19_560, 524_288  # tokens of a step

@@ -31,7 +31,7 @@ from jaxpar.choose import planner
 from jaxpar.choose.candidates import Space
 from jaxpar.choose.costs.layers import TracedLayers
 from jaxpar.choose.costs.machine import GpuMachine
-from jaxpar.cluster_file import find_named
+from jaxpar.cluster.files import find_named
 from jaxpar.command_line import Parser
 from jaxpar.errors import exit_code
 from scripts.bench.vocabulary import DEFAULTS, WORDS, make_problem

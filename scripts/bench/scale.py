@@ -20,11 +20,11 @@ from jaxpar.choose import planner, report
 from jaxpar.choose.candidates import Candidate, Space
 from jaxpar.choose.costs.layers import TracedLayers
 from jaxpar.choose.costs.machine import GpuMachine
-from jaxpar.cluster_file import find_named
+from jaxpar.cluster.files import find_named
+from jaxpar.cluster.target import memory_fraction
 from jaxpar.command_line import Parser, output_path
 from jaxpar.errors import exit_code, format_bytes
 from jaxpar.measure.flops import forward_flops
-from jaxpar.target import memory_fraction
 from scripts.bench.vocabulary import DEFAULTS, make_problem
 
 TOKENS, TEXTS = 2048, 2048

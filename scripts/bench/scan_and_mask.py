@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from jaxpar import mesh as meshes
-from jaxpar import state as states
-from jaxpar import step as steps
 from jaxpar.cluster import devices
-from jaxpar.mesh import STAGE
+from jaxpar.core import mesh as meshes
+from jaxpar.core import state as states
+from jaxpar.core import step as steps
+from jaxpar.core.mesh import STAGE
+from jaxpar.core.state import State
+from jaxpar.core.step import Metrics, Problem
 from jaxpar.models.model import Batch, LayerRun, Model, Params
-from jaxpar.state import State
-from jaxpar.step import Metrics, Problem
 from jaxpar.tasks import Sums, mean_loss
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import jaxpar
 from jaxpar.command_line import Parser, integer
 from jaxpar.errors import exit_code
-from jaxpar.serve.batching import Latencies
+from jaxpar.use.serve.batching import Latencies
 
 ROOT = Path(__file__).parents[2]
 WORDS = ("a", "small", "dog", "that", "runs", "quickly", "of", "the", "house", "red", "to", "move", "in", "water")

@@ -9,10 +9,11 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxpar import data, models, optimizer, strategies, tasks
+from jaxpar import data, models, strategies, tasks
 from jaxpar.cluster import find_cluster
 from jaxpar.command_line import Parser
-from jaxpar.step import Metrics, Problem, abstract
+from jaxpar.core import optimizer
+from jaxpar.core.step import Metrics, Problem, abstract
 from jaxpar.tasks import mean_loss
 
 

@@ -16,11 +16,12 @@ from typing import Any
 import jax
 
 from jaxpar import config as configs
-from jaxpar import mesh, strategies
+from jaxpar import strategies
 from jaxpar.command_line import Parser, integer
+from jaxpar.core import mesh
 from jaxpar.errors import exit_code
-from jaxpar.swarm.live.events import EventKind, LiveEvent, listeners
-from jaxpar.swarm.live.trainer import LiveTrainer
+from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent, listeners
+from jaxpar.strategies.swarm.live.trainer import LiveTrainer
 from scripts.bench.pipeline_case import Maker
 
 

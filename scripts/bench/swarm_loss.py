@@ -33,11 +33,11 @@ from jaxpar import config as configs
 from jaxpar import strategies
 from jaxpar.command_line import Parser, integer, number
 from jaxpar.errors import UserError, exit_code
-from jaxpar.swarm.live import cluster as ray_cluster
-from jaxpar.swarm.live.events import EventKind, LiveEvent, PeerStatus, listeners
-from jaxpar.swarm.live.peer import StagePeer
-from jaxpar.swarm.live.tickets import PeerSettings
-from jaxpar.swarm.live.trainer import LiveTrainer
+from jaxpar.strategies.swarm.live import cluster as ray_cluster
+from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent, PeerStatus, listeners
+from jaxpar.strategies.swarm.live.peer import StagePeer
+from jaxpar.strategies.swarm.live.tickets import PeerSettings
+from jaxpar.strategies.swarm.live.trainer import LiveTrainer
 from scripts.bench.pipeline_case import Maker
 
 NUM_BEFORE, NUM_PERIODS = 6, 4  # steps before the kill; periods after it

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import jax
 
-from jaxpar import checkpoint, data, mesh
+from jaxpar import checkpoint, data
 from jaxpar import config as configs
+from jaxpar.core import mesh
 from jaxpar.errors import exit_code
 from jaxpar.launch.signals import Interrupt
 from jaxpar.measure.phases import Phases

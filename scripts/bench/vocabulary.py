@@ -15,14 +15,15 @@ import jax
 import numpy as np
 
 from jaxpar import config as configs
-from jaxpar import models, optimizer, strategies, tasks
-from jaxpar.analysis import audit
+from jaxpar import models, strategies, tasks
 from jaxpar.cluster import Cluster
+from jaxpar.cluster.target import Target, find_target
 from jaxpar.command_line import Parser
+from jaxpar.core import optimizer
+from jaxpar.core.step import Problem
 from jaxpar.data import DataInfo
 from jaxpar.errors import exit_code, format_bytes
-from jaxpar.step import Problem
-from jaxpar.target import Target, find_target
+from jaxpar.inspect import audit
 from jaxpar.tasks.token_logits import whole
 
 WORDS = 50304

@@ -13,11 +13,12 @@ from typing import NamedTuple
 import pytest
 from ml_collections import ConfigDict
 
-from jaxpar import cluster, commands, mesh
+from jaxpar import cluster, commands
 from jaxpar import config as configs
 from jaxpar.choose.candidates import with_settings
 from jaxpar.choose.planner import AUTO_STRATEGY
 from jaxpar.commands import train
+from jaxpar.core import mesh
 from jaxpar.errors import exit_code
 from jaxpar.run import build, unused
 from tests.docs.prose import ROOT
@@ -55,7 +56,7 @@ NOT_RUN = {
     "jaxpar predict": "needs a run",
     "jaxpar serve": "needs a run",
     "jaxpar swarm --": "trains",
-    "jaxpar swarm simulate --peers=400": "takes 3 s; tests/swarm/test_simulate.py checks it",
+    "jaxpar swarm simulate --peers=400": "takes 3 s; tests/strategies/swarm/test_simulate.py checks it",
     "jaxpar swarm simulate --report=replay": "needs a run",
     "scripts/launch": "trains",
     'scripts/python -c "import jax;': "depends on the machine",

@@ -48,8 +48,8 @@ WORDS = {
 }
 # Passages that may keep a word of WORDS: file, a part of the line, and why.
 ALLOWED = [
-    ("jaxpar/pages/charts.py", "<figure class='chart'>", "an HTML element"),
-    ("jaxpar/pages/charts.py", "</figure>", "an HTML element"),
+    ("jaxpar/use/pages/charts.py", "<figure class='chart'>", "an HTML element"),
+    ("jaxpar/use/pages/charts.py", "</figure>", "an HTML element"),
     ("jaxpar/config.py", "asynchronous.cures", "the former name of a key, from which its new name is suggested"),
     ("jaxpar/data/tokenizer.py", "occur in words after", "characters within words of a text"),
 ]

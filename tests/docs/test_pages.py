@@ -19,8 +19,8 @@ LANGUAGES = {"bash", "console", "json", "python", "text", "toml", "yaml"}
 PARTS = {
     "README.md": "reads the checkpoint of a run, as tests/test_export.py does",
     "CONTRIBUTING.md": "parts of new files; its guides were followed by hand",
-    "docs/predict.md": "reads the checkpoint of a run, as tests/inference does",
-    "docs/generate.md": "reads the checkpoint of a run, as tests/serve does",
+    "docs/predict.md": "reads the checkpoint of a run, as tests/use/inference does",
+    "docs/generate.md": "reads the checkpoint of a run, as tests/use/serve does",
     "docs/checkpoints.md": "reads the checkpoint of a run, as tests/test_export.py does",
     "docs/export.md": "reads the export of a run, as tests/test_export.py does",
 }

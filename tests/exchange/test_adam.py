@@ -7,10 +7,10 @@ import numpy as np
 import optax
 import pytest
 
+from jaxpar.core.optimizer import at_step, clip_by_norm
 from jaxpar.exchange import Exchange
 from jaxpar.exchange.exchange import AdamW, Rule
 from jaxpar.exchange.named import make_exchange
-from jaxpar.optimizer import at_step, clip_by_norm
 from tests.exchange import compressors
 from tests.exchange.replicas import Tree, adamw, axis, close, only, train
 

@@ -9,9 +9,9 @@ import pytest
 from jax.tree_util import tree_leaves_with_path
 
 from jaxpar import layout
+from jaxpar.core.optimizer import clip_by_norm
 from jaxpar.exchange.exchange import Rule
 from jaxpar.exchange.named import EXCHANGES, make_all_reduce, make_exchange
-from jaxpar.optimizer import clip_by_norm
 from tests.exchange import compressors
 from tests.exchange.replicas import DATA, axis, only, train
 

@@ -3,11 +3,11 @@ import numpy as np
 import optax
 import pytest
 
+from jaxpar.core.optimizer import clip_by_norm
 from jaxpar.exchange import Exchange, reduce
 from jaxpar.exchange.exchange import EVERY, Rule, every
 from jaxpar.exchange.fuse import averaged, fused
 from jaxpar.exchange.named import make_exchange
-from jaxpar.optimizer import clip_by_norm
 from tests.exchange import compressors
 from tests.exchange.replicas import Tree, adamw, axis, close, only, train
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from jaxpar import config as configs
 from jaxpar.config_help import describe_keys
+from jaxpar.core.optimizer import OPTIMIZERS
 from jaxpar.exchange.named import EXCHANGES, OPTION_VALUES, NamedExchange
-from jaxpar.optimizer import OPTIMIZERS
 
 DOCS = Path(__file__).parents[2] / "docs" / "exchanges.md"
 

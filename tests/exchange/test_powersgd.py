@@ -10,10 +10,10 @@ import numpy as np
 import optax
 import pytest
 
+from jaxpar.core.optimizer import clip_by_norm
 from jaxpar.exchange.exchange import Rule
 from jaxpar.exchange.named import make_exchange
 from jaxpar.exchange.powersgd import is_compressed, largest_rank, matrix_shape
-from jaxpar.optimizer import clip_by_norm
 from tests.exchange.replicas import axis, close, only, train
 
 N, STEPS, RANK = 4, 5, 2

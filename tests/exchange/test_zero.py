@@ -6,12 +6,12 @@ import numpy as np
 import optax
 import pytest
 
+from jaxpar.core.optimizer import clip_by_norm
 from jaxpar.exchange.compress import min_max_uint8
 from jaxpar.exchange.exchange import Rule
 from jaxpar.exchange.named import make_exchange
 from jaxpar.exchange.zero import Codes, Shards, zero
 from jaxpar.layout import pad, shard_shape, split_dim, unpad
-from jaxpar.optimizer import clip_by_norm
 from tests.exchange import compressors
 from tests.exchange.replicas import Tree, adamw, axis, close, on_replicas, only, repeated, train
 

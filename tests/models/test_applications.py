@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxpar.core.step import abstract
 from jaxpar.errors import UserError
 from jaxpar.models import Context
-from jaxpar.pipeline.executor.partition import layer_flops, parameters
-from jaxpar.step import abstract
+from jaxpar.strategies.pipeline.executor.partition import layer_flops, parameters
 from tests.models.small import dropout_keys, fast_jit, small
 
 

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxpar.core.state import nbytes
 from jaxpar.errors import UserError
 from jaxpar.measure.flops import forward_flops
 from jaxpar.models.attention import attend
 from jaxpar.models.options import AttentionKernel
-from jaxpar.state import nbytes
 
 B, T, H, G, K = 3, 7, 4, 2, 8
 Q, KV = (jax.ShapeDtypeStruct((B, T, heads, K), jnp.bfloat16) for heads in (H, G))

@@ -19,10 +19,10 @@ from jaxpar import config as configs
 from jaxpar.commands import export as command
 from jaxpar.data import DataInfo, read_info, write_info
 from jaxpar.errors import UserError
-from jaxpar.export import hugging_face
-from jaxpar.export.hugging_face import save_directory
-from jaxpar.export.output import completed
 from jaxpar.models import Model, build, hf
+from jaxpar.use.export import hugging_face
+from jaxpar.use.export.hugging_face import save_directory
+from jaxpar.use.export.output import completed
 from tests.models.small import CPU, LLAMA, fast_jit, make_params, small_config
 from tests.runs import script_error
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxpar.core.state import nbytes
 from jaxpar.layout import Fetch
 from jaxpar.models import MODELS, Context, LayerRun, Model, Tie
 from jaxpar.models.model import read_dtypes
-from jaxpar.state import nbytes
 from jaxpar.tasks.token_logits import whole as whole_logits
 from tests.models.small import BATCH, CLASSES, LENGTH, LLAMA, VOCAB, dropout_keys, fast_jit, small
 

@@ -14,7 +14,7 @@ from jaxpar.choose.costs.profile import LayerProfile, read_profile, write_profil
 from jaxpar.errors import UserError
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
-from jaxpar.strategies.pipeline_details import PipelineDetails
+from jaxpar.strategies.pipeline.details import PipelineDetails
 from tests.runs import small_config
 
 

@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxpar.core.step import Metrics
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.measure.phases import Phases
 from jaxpar.models import Context, Model
 from jaxpar.run import metrics, report
 from jaxpar.run.meter import Meter
-from jaxpar.step import Metrics
 from jaxpar.tasks import Sums
 from jaxpar.tasks.classification import TASK
 from jaxpar.tasks.language_models import CAUSAL_LM

@@ -6,7 +6,7 @@ import pytest
 
 from jaxpar.errors import UserError
 from jaxpar.run.starts import Start, read_starts
-from tests.pages.recorded_runs import STARTS, write_run
+from tests.use.pages.recorded_runs import STARTS, write_run
 
 
 def test_starts_are_read(tmp_path: Path) -> None:

@@ -15,18 +15,19 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jaxpar import cluster, models, optimizer, strategies, tasks
-from jaxpar import state as states
+from jaxpar import cluster, models, strategies, tasks
 from jaxpar.choose.stages import until_chosen, with_stages
 from jaxpar.config import default_config, override
+from jaxpar.core import optimizer
+from jaxpar.core import state as states
 from jaxpar.core.plan import Plan
+from jaxpar.core.state import Canonical
+from jaxpar.core.step import Problem, abstract
 from jaxpar.data import DataInfo
 from jaxpar.models import resnet
-from jaxpar.pipeline.executor.state import StagedState
-from jaxpar.state import Canonical
-from jaxpar.step import Problem, abstract
 from jaxpar.strategies import Strategy
-from jaxpar.strategies.pipeline_details import PipelineDetails
+from jaxpar.strategies.pipeline.details import PipelineDetails
+from jaxpar.strategies.pipeline.executor.state import StagedState
 
 NUM_STEPS = 10
 BATCH, LENGTH, VOCABULARY, CLASSES = 16, 8, 24, 5

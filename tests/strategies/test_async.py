@@ -10,13 +10,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.analysis import audit
-from jaxpar.asynchronous import server, table
-from jaxpar.asynchronous.virtual_time import VirtualTime
 from jaxpar.core.plan import Traffic
-from jaxpar.state import nbytes
-from tests.asynchronous.test_engines import RANDOM, asynchronous, table_of
+from jaxpar.core.state import nbytes
+from jaxpar.inspect import audit
+from jaxpar.strategies.asynchronous import server, table
+from jaxpar.strategies.asynchronous.virtual_time import VirtualTime
 from tests.selection import slow, slow_except
+from tests.strategies.asynchronous.test_engines import RANDOM, asynchronous, table_of
 from tests.strategies.pipelines import (
     NUM_STEPS,
     Outcome,

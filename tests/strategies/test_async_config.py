@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from jaxpar import cluster, strategies, training
-from jaxpar.asynchronous import delays, options, table
-from jaxpar.asynchronous.simulate import POLICIES
-from jaxpar.asynchronous.table import UpdateTable
 from jaxpar.config import default_config
 from jaxpar.errors import UserError
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
-from tests.asynchronous.test_engines import asynchronous, table_of
+from jaxpar.strategies.asynchronous import delays, options, table
+from jaxpar.strategies.asynchronous.simulate import POLICIES
+from jaxpar.strategies.asynchronous.table import UpdateTable
 from tests.checkpoint.test_private import config as small_run
 from tests.runs import refused
+from tests.strategies.asynchronous.test_engines import asynchronous, table_of
 from tests.strategies.pipelines import Task, make_config, make_problem
 from tests.test_train import assert_bitwise_equal, stop_at
 

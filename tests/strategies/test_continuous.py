@@ -11,13 +11,13 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpar import step as steps
+from jaxpar.core import step as steps
+from jaxpar.core.state import Canonical
+from jaxpar.core.step import Problem
 from jaxpar.errors import UserError
-from jaxpar.pipeline.tables.periodic import CONTINUOUS, fewest_microbatches, periodic_table
-from jaxpar.state import Canonical
-from jaxpar.step import Problem
 from jaxpar.strategies import Strategy
-from jaxpar.strategies.schedules import stage_delays
+from jaxpar.strategies.pipeline.schedules import stage_delays
+from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS, fewest_microbatches, periodic_table
 from jaxpar.strategies.strategy import CompiledProgram
 from tests.selection import slow, slow_except
 from tests.strategies.pipelines import (

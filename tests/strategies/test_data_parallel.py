@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.analysis.certificate import TOLERANCES
+from jaxpar.inspect.certificate import TOLERANCES
 from jaxpar.strategies.data_parallel import IMPLEMENTATIONS
 from tests.strategies.pipelines import GRADIENTS, RESNET_BLOCKS, Task, make, make_batch, named, relative_error, start
 

@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jaxpar.analysis import audit
 from jaxpar.choose import stages
 from jaxpar.cluster import Cluster, named_cluster
+from jaxpar.core.state import nbytes
 from jaxpar.errors import UserError
 from jaxpar.exchange.exchange import AllReduce
-from jaxpar.pipeline.executor.dispatch import dispatch_order
-from jaxpar.pipeline.executor.dispatch_costs import activation_memory
-from jaxpar.pipeline.executor.engine import make_engine
-from jaxpar.pipeline.executor.enqueue import ENQUEUE_SECONDS
-from jaxpar.pipeline.tables.periodic import versions_kept
-from jaxpar.pipeline.tables.schedule import make_table
-from jaxpar.pipeline.tables.simulate import Times, lockstep, simulate_table
-from jaxpar.pipeline.tables.table import ACTION_KINDS, action_inputs
-from jaxpar.state import nbytes
+from jaxpar.inspect import audit
 from jaxpar.strategies import exchanges
-from jaxpar.strategies.pipeline import abstract_microbatches
+from jaxpar.strategies.pipeline.executor.dispatch import dispatch_order
+from jaxpar.strategies.pipeline.executor.dispatch_costs import activation_memory
+from jaxpar.strategies.pipeline.executor.engine import make_engine
+from jaxpar.strategies.pipeline.executor.enqueue import ENQUEUE_SECONDS
+from jaxpar.strategies.pipeline.strategy import abstract_microbatches
+from jaxpar.strategies.pipeline.tables.periodic import versions_kept
+from jaxpar.strategies.pipeline.tables.schedule import make_table
+from jaxpar.strategies.pipeline.tables.simulate import Times, lockstep, simulate_table
+from jaxpar.strategies.pipeline.tables.table import ACTION_KINDS, action_inputs
 from jaxpar.tasks.classification import TASK
 from tests.selection import slow_except
 from tests.strategies.pipelines import (

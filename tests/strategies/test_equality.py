@@ -10,10 +10,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import cluster, models, optimizer, strategies, tasks
+from jaxpar import cluster, models, strategies, tasks
 from jaxpar.config import default_config, override
+from jaxpar.core import optimizer
+from jaxpar.core.step import Problem, abstract
 from jaxpar.data import DataInfo
-from jaxpar.step import Problem, abstract
 from tests.selection import slow_except
 
 NUM_STEPS = 20

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxpar import mesh as meshes
-from jaxpar import state as states
+from jaxpar.core import mesh as meshes
+from jaxpar.core import state as states
+from jaxpar.core.step import Problem
 from jaxpar.exchange.exchange import Exchange, Rule
 from jaxpar.exchange.named import EXCHANGES, make_exchange
 from jaxpar.exchange.reduce import Axis
 from jaxpar.layout import shard_shape
 from jaxpar.models.model import Model
-from jaxpar.step import Problem
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.data_parallel.shard_map import ReplicaState, make_layouts, train_step
 from tests.selection import slow

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jaxpar import cluster
-from jaxpar.asynchronous.local import LocalState
-from jaxpar.asynchronous.server import ServerRun
-from jaxpar.asynchronous.virtual_time import VirtualTime
 from jaxpar.exchange import EXCHANGES
 from jaxpar.exchange.exchange import DistributedState
 from jaxpar.layout import HELD, PER_REPLICA, REPLICATED, SHARDED, Layout, LeafLayout
 from jaxpar.strategies import STRATEGIES, Strategy
+from jaxpar.strategies.asynchronous.local import LocalState
+from jaxpar.strategies.asynchronous.server import ServerRun
+from jaxpar.strategies.asynchronous.virtual_time import VirtualTime
 from tests.strategies.pipelines import Task, make, make_batch, staged_state
 
 MLP = Task("mlp", "classification", layers=1)

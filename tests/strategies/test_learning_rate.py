@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.state import Canonical
+from jaxpar.core.state import Canonical
 from jaxpar.strategies import Strategy
 from tests.strategies.pipelines import NUM_STEPS, Task, make, make_batch, named, shared, start
 from tests.strategies.test_exchanges import option, replicated

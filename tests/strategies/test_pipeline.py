@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from jaxpar.pipeline.tables.schedule import SCHEDULES
+from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES
 from tests.selection import slow_except
 from tests.strategies.pipelines import (
     NUM_STEPS,

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.pipeline.tables.schedule import make_table
-from jaxpar.pipeline.tables.table_file import write_table
+from jaxpar.strategies.pipeline.tables.schedule import make_table
+from jaxpar.strategies.pipeline.tables.table_file import write_table
 from tests.runs import refused
 
 HEADER = "clock,device,kind,microbatch,chunk"

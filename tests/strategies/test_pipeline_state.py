@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import serialization
 
+from jaxpar.core.optimizer import OPTIMIZERS
 from jaxpar.layout import LeafLayout
-from jaxpar.optimizer import OPTIMIZERS
-from jaxpar.pipeline.executor.state import PackedState, StagedState
+from jaxpar.strategies.pipeline.executor.state import PackedState, StagedState
 from tests.selection import slow
 from tests.strategies.pipelines import (
     LEARNING_RATES,

@@ -6,20 +6,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpar import mesh as meshes
-from jaxpar.pipeline.executor import engine
-from jaxpar.pipeline.executor.lowering import lower_table
-from jaxpar.pipeline.executor.programs import StagePrograms
-from jaxpar.pipeline.search.lockstep_search import search_lockstep
-from jaxpar.pipeline.search.search import search
-from jaxpar.pipeline.tables.schedule import make_table
-from jaxpar.pipeline.tables.simulate import Times
-from jaxpar.pipeline.tables.table import ACTION_KINDS, BW, Action, F, Table, loop_stages, place_actions
-from jaxpar.pipeline.tables.table_file import write_table
-from jaxpar.pipeline.tables.validate import check_table
-from jaxpar.strategies import lockstep
-from jaxpar.strategies.pipeline_details import PipelineDetails
-from jaxpar.strategies.schedules import configured_table
+from jaxpar.choose.search.lockstep_search import search_lockstep
+from jaxpar.choose.search.search import search
+from jaxpar.core import mesh as meshes
+from jaxpar.strategies.pipeline import lockstep
+from jaxpar.strategies.pipeline.details import PipelineDetails
+from jaxpar.strategies.pipeline.executor import engine
+from jaxpar.strategies.pipeline.executor.lowering import lower_table
+from jaxpar.strategies.pipeline.executor.programs import StagePrograms
+from jaxpar.strategies.pipeline.schedules import configured_table
+from jaxpar.strategies.pipeline.tables.schedule import make_table
+from jaxpar.strategies.pipeline.tables.simulate import Times
+from jaxpar.strategies.pipeline.tables.table import ACTION_KINDS, BW, Action, F, Table, loop_stages, place_actions
+from jaxpar.strategies.pipeline.tables.table_file import write_table
+from jaxpar.strategies.pipeline.tables.validate import check_table
 from tests.strategies.pipelines import (
     NUM_MICROBATCHES,
     Task,

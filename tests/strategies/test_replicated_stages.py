@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from jaxpar.errors import UserError
-from jaxpar.pipeline.tables.schedule import make_table
-from jaxpar.pipeline.tables.table_file import write_table
+from jaxpar.strategies.pipeline.tables.schedule import make_table
+from jaxpar.strategies.pipeline.tables.table_file import write_table
 from tests.selection import slow_except
 from tests.strategies.pipelines import (
     NUM_MICROBATCHES,

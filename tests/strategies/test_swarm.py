@@ -13,25 +13,25 @@ import numpy as np
 import pytest
 
 from jaxpar import cluster, strategies
-from jaxpar import state as states
-from jaxpar import step as steps
-from jaxpar.analysis import audit
+from jaxpar.core import state as states
+from jaxpar.core import step as steps
 from jaxpar.core.plan import Plan
+from jaxpar.core.state import Canonical
 from jaxpar.errors import UserError
-from jaxpar.state import Canonical
+from jaxpar.inspect import audit
 from jaxpar.strategies import Strategy
-from jaxpar.strategies.swarm import SwarmDetails
-from jaxpar.swarm import live_options
-from jaxpar.swarm import run as run_module
-from jaxpar.swarm.costs import SwarmSettings, Workload
-from jaxpar.swarm.executor import EmulatedStep, SwarmExecutor
-from jaxpar.swarm.failures import RandomTrace, events_before
-from jaxpar.swarm.ledger import BACKWARD_PASS, COUNTED, FORWARD_PASS, LOST, REPEATED
-from jaxpar.swarm.programs import SwarmPrograms
-from jaxpar.swarm.record import FAILURE, RECEIVE, SwarmAction, SwarmRun
-from jaxpar.swarm.run import run_swarm
-from jaxpar.swarm.scenario import RunActions, read_scenario
-from jaxpar.swarm.trace import JOIN, LEAVE, PeerEvent, SwarmPeer
+from jaxpar.strategies.swarm import live_options
+from jaxpar.strategies.swarm import run as run_module
+from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
+from jaxpar.strategies.swarm.executor import EmulatedStep, SwarmExecutor
+from jaxpar.strategies.swarm.failures import RandomTrace, events_before
+from jaxpar.strategies.swarm.ledger import BACKWARD_PASS, COUNTED, FORWARD_PASS, LOST, REPEATED
+from jaxpar.strategies.swarm.programs import SwarmPrograms
+from jaxpar.strategies.swarm.record import FAILURE, RECEIVE, SwarmAction, SwarmRun
+from jaxpar.strategies.swarm.run import run_swarm
+from jaxpar.strategies.swarm.scenario import RunActions, read_scenario
+from jaxpar.strategies.swarm.strategy import SwarmDetails
+from jaxpar.strategies.swarm.trace import JOIN, LEAVE, PeerEvent, SwarmPeer
 from jaxpar.tasks.classification import TASK
 from tests.strategies.pipelines import (
     NUM_MICROBATCHES,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxpar.errors import UserError
-from jaxpar.pipeline.executor.partition import stage_bounds
-from jaxpar.strategies.pipeline_details import PipelineDetails
+from jaxpar.strategies.pipeline.details import PipelineDetails
+from jaxpar.strategies.pipeline.executor.partition import stage_bounds
 from tests.models.two_streams import FEATURES, SUMMARY, Streams
 from tests.strategies.pipelines import (
     BATCH,

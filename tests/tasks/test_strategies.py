@@ -7,11 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import models, optimizer, strategies, tasks
+from jaxpar import models, strategies, tasks
 from jaxpar.cluster import find_cluster
 from jaxpar.config import default_config, override
+from jaxpar.core import optimizer
+from jaxpar.core.step import Problem, abstract
 from jaxpar.data import DataInfo
-from jaxpar.step import Problem, abstract
 from tests.selection import slow_except
 
 BATCH, LENGTH, VOCABULARY, NUM_STEPS = 8, 8, 24, 3

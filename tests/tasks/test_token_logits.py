@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.analysis import audit
+from jaxpar.inspect import audit
 from jaxpar.measure.flops import forward_flops
 from jaxpar.tasks import TASKS, cross_entropy, token_logits
 from jaxpar.tasks.token_logits import TokenLogits

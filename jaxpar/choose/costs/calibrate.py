@@ -19,9 +19,9 @@ from jaxpar.choose.costs.layers import Layers
 from jaxpar.choose.costs.machine import CpuMachine
 from jaxpar.cluster import Cluster
 from jaxpar.core.ring import sent_of_operand
+from jaxpar.core.state import init
+from jaxpar.core.step import Problem, batch_weight, gradients
 from jaxpar.measure.timing import seconds_in_turn
-from jaxpar.state import init
-from jaxpar.step import Problem, batch_weight, gradients
 
 AXIS = "devices"
 LONG, SHORT = 2**20, 2**8  # elements of the vectors that are sent

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.choose.costs.profile import LayerProfile
+from jaxpar.core.state import nbytes
+from jaxpar.core.step import Problem, abstract
 from jaxpar.measure.timing import seconds_in_turn
-from jaxpar.pipeline.executor.programs import StageInputs, StageProgram, StagePrograms, trace_stage
-from jaxpar.pipeline.executor.stages import Stages
-from jaxpar.pipeline.tables.table import loop_stages
-from jaxpar.state import nbytes
-from jaxpar.step import Problem, abstract
+from jaxpar.strategies.pipeline.executor.programs import StageInputs, StageProgram, StagePrograms, trace_stage
+from jaxpar.strategies.pipeline.executor.stages import Stages
+from jaxpar.strategies.pipeline.tables.table import loop_stages
 
 FORWARD, BACKWARD = range(2)  # phases of the programs
 

@@ -15,13 +15,13 @@ from jaxpar.choose.costs.layer_programs import BACKWARD, FORWARD, LayerPrograms,
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.rates import launch_seconds, memory_seconds, product_seconds
 from jaxpar.cluster import Cluster
+from jaxpar.core.state import nbytes
+from jaxpar.core.step import Problem, abstract
 from jaxpar.layout import Fetch
 from jaxpar.measure.operations import PASS, Operation, operations
 from jaxpar.measure.residuals import Residuals, residuals
 from jaxpar.models.model import Model
-from jaxpar.pipeline.executor.programs import StageProgram
-from jaxpar.state import nbytes
-from jaxpar.step import Problem, abstract
+from jaxpar.strategies.pipeline.executor.programs import StageProgram
 from jaxpar.tasks import Task
 
 KINDS_OF_REMAT = ("none", "dots", "full")

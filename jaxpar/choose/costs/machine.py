@@ -12,10 +12,10 @@ import numpy as np
 from jaxpar import cluster as clusters
 from jaxpar.choose.costs.rates import collective_seconds, hop_seconds, launch_seconds, memory_seconds, send_rate
 from jaxpar.cluster import Cluster
+from jaxpar.cluster.gpus import kind_of_device
+from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import COPY, Traffic
 from jaxpar.core.ring import PERMUTE, RING_PASSES
-from jaxpar.gpus import kind_of_device
-from jaxpar.mesh import DATA, STAGE
 
 KERNEL_REPEATS = 2.0  # updates compiled for H100s move 1.8 to 2.4 times the bytes, as several kernels read an array
 CLOCK_KERNELS = 10  # launches that a clock of a pipeline needs besides those of its actions

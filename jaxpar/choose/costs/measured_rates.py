@@ -25,9 +25,9 @@ from jax.sharding import Mesh
 from jaxpar.choose.costs.calibrate import AXIS, KINDS, NUM_REPEATED, collectives, divisible, on_mesh
 from jaxpar.choose.costs.machine import num_hops
 from jaxpar.cluster import Cluster
+from jaxpar.cluster.gpus import PEAK_DTYPES
 from jaxpar.core.ring import sent_of_operand
 from jaxpar.errors import UserError
-from jaxpar.gpus import PEAK_DTYPES
 from jaxpar.measure.timing import seconds_in_turn
 
 FLOAT_BYTES = 4  # of an element of the vectors, which are float32

@@ -15,8 +15,8 @@ from jaxpar.choose.costs.layers import Layers, LayerWork
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.measure.residuals import Residuals
 from jaxpar.models.model import Model
-from jaxpar.pipeline.tables.table import Table, W
-from jaxpar.pipeline.tables.validate import peak_handed, peak_in_flight, peak_stashed
+from jaxpar.strategies.pipeline.tables.table import Table, W
+from jaxpar.strategies.pipeline.tables.validate import peak_handed, peak_in_flight, peak_stashed
 
 
 class StateBytes(NamedTuple):

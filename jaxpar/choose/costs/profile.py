@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxpar.errors import UserError, nearest
 from jaxpar.files import open_text, parse_json, path_error, write_text
-from jaxpar.pipeline.tables.simulate import LARGEST_VALUE
+from jaxpar.strategies.pipeline.tables.simulate import LARGEST_VALUE
 
 
 class LayerProfile(NamedTuple):

@@ -1,7 +1,7 @@
 """The rates that predicted times assume: those of data sheets, times efficiencies.
 
-The rates of data sheets are in jaxpar/gpus and jaxpar/measure/flops.py. The efficiencies below are assumptions, which
-hold unless a cluster has measured ones (jaxpar/choose/costs/measured_rates.py). docs/benchmarks.md compares
+The rates of data sheets are in jaxpar/cluster/gpus and jaxpar/measure/flops.py. The efficiencies below are assumptions,
+which hold unless a cluster has measured ones (jaxpar/choose/costs/measured_rates.py). docs/benchmarks.md compares
 predicted rates of training with published ones.
 """
 
@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from jaxpar.cluster import Cluster
+from jaxpar.cluster.gpus import PEAK_DTYPES
 from jaxpar.errors import UserError
-from jaxpar.gpus import PEAK_DTYPES
 
 EFFICIENCY = {
     "float32": 0.7,  # of the peak FLOP/s of this dtype, in matrix products and convolutions
@@ -115,7 +115,7 @@ def check_rates(cluster: Cluster) -> None:
     if cluster.memory_bandwidth is None:
         raise UserError(
             f"the GPU is {cluster.device_kind!r}, whose memory bandwidth is unknown; it must be one of a kind with a "
-            "file (jaxpar/gpus) to predict times"
+            "file (jaxpar/cluster/gpus) to predict times"
         )
 
 

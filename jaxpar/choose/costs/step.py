@@ -17,14 +17,14 @@ from jaxpar.choose.costs.layers import LayerWork, PhaseSeconds
 from jaxpar.choose.costs.machine import Machine, num_collectives
 from jaxpar.choose.costs.memory import StateBytes, largest_transfer, pipeline_bytes
 from jaxpar.choose.costs.profile import LayerProfile
+from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import COPY, Traffic
 from jaxpar.core.ring import PERMUTE
-from jaxpar.mesh import DATA, STAGE
-from jaxpar.pipeline.executor.enqueue import ENQUEUE_SECONDS
-from jaxpar.pipeline.tables.periodic import num_in_flight, unroll
-from jaxpar.pipeline.tables.simulate import Times, action_graph, end_times
-from jaxpar.pipeline.tables.table import StageDevices, Table
-from jaxpar.strategies.schedules import LOCKSTEP
+from jaxpar.strategies.pipeline.executor.enqueue import ENQUEUE_SECONDS
+from jaxpar.strategies.pipeline.schedules import LOCKSTEP
+from jaxpar.strategies.pipeline.tables.periodic import num_in_flight, unroll
+from jaxpar.strategies.pipeline.tables.simulate import Times, action_graph, end_times
+from jaxpar.strategies.pipeline.tables.table import StageDevices, Table
 
 # Bytes that a scan over the layers moves in addition, for each byte of the stacks of what layers save and of their
 # weights: compiled programs of GPT-2 124M for H100s with and without a scan differ by this much.

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jaxpar import step as steps
+from jaxpar.core import step as steps
 from jaxpar.core.plan import Plan
+from jaxpar.core.state import State, abstract_state
+from jaxpar.core.step import Metrics, Problem
 from jaxpar.exchange.exchange import DistributedState
 from jaxpar.measure.operations import operations
-from jaxpar.state import State, abstract_state
-from jaxpar.step import Metrics, Problem
 from jaxpar.tasks import Sums
 
 

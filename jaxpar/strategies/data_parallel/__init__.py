@@ -20,14 +20,14 @@ from collections.abc import Sequence
 import jax
 from ml_collections import ConfigDict
 
-from jaxpar import mesh as meshes
 from jaxpar.cluster import Cluster
+from jaxpar.core import mesh as meshes
+from jaxpar.core.mesh import DATA
 from jaxpar.core.plan import Decision, Plan
+from jaxpar.core.state import State
+from jaxpar.core.step import Problem
 from jaxpar.errors import UserError, check_choice
-from jaxpar.mesh import DATA
 from jaxpar.models.model import Model
-from jaxpar.state import State
-from jaxpar.step import Problem
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.data_parallel import master, pmap, shard_map, sharding
 from jaxpar.strategies.data_parallel.sharding import batch_divisor

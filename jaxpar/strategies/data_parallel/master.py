@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar import layout
-from jaxpar import mesh as meshes
-from jaxpar import state as states
-from jaxpar import step as steps
+from jaxpar.core import mesh as meshes
+from jaxpar.core import state as states
+from jaxpar.core import step as steps
+from jaxpar.core.mesh import DATA
 from jaxpar.core.plan import Decision, Plan, Traffic, state_memory
-from jaxpar.mesh import DATA
+from jaxpar.core.state import State, nbytes
+from jaxpar.core.step import Metrics, Problem, with_shardings
 from jaxpar.models.model import Batch
-from jaxpar.state import State, nbytes
-from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies.placement import PlacedState, batch_placer, by_replica, on_all
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from jaxpar import mesh as meshes
-from jaxpar import step as steps
+from jaxpar.core import mesh as meshes
+from jaxpar.core import step as steps
+from jaxpar.core.mesh import DATA
 from jaxpar.core.plan import Plan
-from jaxpar.mesh import DATA
-from jaxpar.state import State
-from jaxpar.step import Metrics, Problem
+from jaxpar.core.state import State
+from jaxpar.core.step import Metrics, Problem
 from jaxpar.strategies.placement import PlacedState, by_replica
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums

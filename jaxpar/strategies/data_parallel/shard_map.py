@@ -18,18 +18,18 @@ from jax.sharding import Mesh, PartitionSpec
 from ml_collections import ConfigDict
 
 from jaxpar import layout
-from jaxpar import mesh as meshes
-from jaxpar import state as states
-from jaxpar import step as steps
+from jaxpar.core import mesh as meshes
+from jaxpar.core import state as states
+from jaxpar.core import step as steps
+from jaxpar.core.mesh import DATA
+from jaxpar.core.optimizer import at_step
 from jaxpar.core.plan import Decision, Plan, state_memory
+from jaxpar.core.state import Canonical, State
+from jaxpar.core.step import Metrics, Problem, with_shardings
 from jaxpar.exchange.exchange import EVERY, DistributedState, Exchange
 from jaxpar.exchange.reduce import psum_small
 from jaxpar.layout import PER_REPLICA, Layout
-from jaxpar.mesh import DATA
 from jaxpar.models.model import Batch
-from jaxpar.optimizer import at_step
-from jaxpar.state import Canonical, State
-from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.placement import IN_PLACE, PlacedState, batch_placer, by_replica, on_all
 from jaxpar.strategies.strategy import CompiledProgram, Strategy

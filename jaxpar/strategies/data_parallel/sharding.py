@@ -9,14 +9,14 @@ import jax
 from ml_collections import ConfigDict
 
 from jaxpar import layout
-from jaxpar import mesh as meshes
-from jaxpar import state as states
-from jaxpar import step as steps
+from jaxpar.core import mesh as meshes
+from jaxpar.core import state as states
+from jaxpar.core import step as steps
+from jaxpar.core.mesh import DATA
 from jaxpar.core.plan import Decision, Plan, ring_traffic, state_memory
+from jaxpar.core.state import State, nbytes
+from jaxpar.core.step import Metrics, Problem, with_shardings
 from jaxpar.errors import format_count
-from jaxpar.mesh import DATA
-from jaxpar.state import State, nbytes
-from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies.placement import IN_PLACE, PlacedState, batch_placer, by_replica, on_all
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums

@@ -2,14 +2,14 @@
 
 from ml_collections import ConfigDict
 
-from jaxpar import mesh as meshes
 from jaxpar.cluster import Cluster
+from jaxpar.core import mesh as meshes
+from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import Decision, Plan
+from jaxpar.core.step import Problem
 from jaxpar.errors import UserError, check_choice
 from jaxpar.exchange.named import EXCHANGES
-from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Model
-from jaxpar.step import Problem
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.data_parallel.sharding import batch_divisor, build, plan_replicated
 

@@ -1,0 +1,132 @@
+"""Certifies the strategy of a config, and formats the certificate."""
+
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxpar import config as configs
+from jaxpar import data, files
+from jaxpar.choose.auto import choose
+from jaxpar.command_line import format_rows
+from jaxpar.core import mesh
+from jaxpar.errors import UserError, format_count
+from jaxpar.inspect import certificate, delayed, reference
+from jaxpar.inspect.certificate import QUANTITIES, ROUNDINGS, TOLERANCES
+from jaxpar.measure.phases import Phases
+from jaxpar.run import build, report
+
+
+def certify(config: ConfigDict, num_steps: int = 10, reference_passes: int = 1) -> dict[str, Any]:
+    """Return the certificate of the strategy of a config, as `jaxpar certify` writes it to a JSON file.
+
+    Args:
+      config: the config, such as that of `load_config`; it is not changed.
+      num_steps: number of steps to compare, which the learning rate schedule spans.
+      reference_passes: number of microbatches into which the reference divides a batch.
+
+    Raises:
+      UserError: the config or the data has a mistake.
+      TrainingError: the training failed.
+    """
+    if config.batch_size % reference_passes:
+        raise UserError(
+            f"--reference_passes is {reference_passes}; it must divide config.batch_size ({config.batch_size})"
+        )
+    config = config.copy_and_resolve_references()
+    config.num_steps = num_steps
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    # By default GPUs round the factors of matrix products to 10 bits, which would hide small errors.
+    with tempfile.TemporaryDirectory() as folder, jax.default_matmul_precision("highest"):
+        config, dataset = choose(config, Path(folder))
+        run = build.make_run(config, Path(folder), Phases(), build.check_run(config, Path(folder)), dataset)
+        runs, delays = reference.make_runs(run, reference_passes), run.plan.delays
+        measured = delayed.measure_recurrence(runs) if delays else certificate.measure(runs)
+        flags = report.flags()
+    differs = delays.differs if delays else run.plan.differs
+    tolerance = None if differs else TOLERANCES[config.model.dtype]
+    updates = " with delayed updates" if delays else ""
+    return {
+        "strategy": f"{config.strategy}: {run.plan.summary}",
+        "model": f"{config.model.name}, {config.model.dtype}",
+        "differs": differs,
+        "delays": [stage._asdict() for stage in delays.stages] if delays else [],
+        "tolerance": tolerance,
+        "outside": certificate.outside(measured, tolerance) if tolerance else [],
+        "metrics": {name: files.without_nonfinite(error._asdict()) for name, error in measured.metrics.items()},
+        "layers": {
+            layer: {quantity: files.without_nonfinite(error._asdict()) for quantity, error in errors.items()}
+            for layer, errors in measured.layers.items()
+        },
+        "counters": measured.counters,
+        "sums": {
+            "batch_size": config.batch_size,
+            "strategy": run.plan.decision.batch_words,
+            "reference": f"one device{updates}, all examples in {format_count(reference_passes, 'pass')}",
+        },
+        "batches": measured.batches,
+        "seeds": {"config.seed": config.seed, "config.exchange_options.seed": config.exchange_options.seed},
+        "versions": report.versions(),
+        "devices": report.describe_devices(run.strategy.devices),
+        "flags": flags,
+        "config": configs.changed_keys(config),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def format_certificate(certified: dict[str, Any]) -> str:
+    """Return the certificate as a table."""
+    sums, on, versions = certified["sums"], certified["devices"], certified["versions"]
+    metrics, layers = certified["metrics"], certified["layers"]
+    packages = ", ".join(f"{name} {number}" for name, number in versions.items())
+    steps = f"{len(certified['batches'])}, on batches {', '.join(map(str, certified['batches']))}"
+    lines = [f"strategy   {certified['strategy']}", f"model      {certified['model']}", f"steps      {steps}"]
+    lines += [f"batch      {sums['batch_size']} examples over {sums['strategy']}", f"reference  {sums['reference']}"]
+    for number, stage in enumerate(certified["delays"]):
+        lines += [f"{'' if number else 'delays':10} {format_delays(stage)}"]
+    lines += [f"devices    {on['number']} x {', '.join(on['kinds'])}", f"versions   {packages}", ""]
+    lines += [
+        format_rows([["", "relative error, max error in ULPs"], *([n, cell(e)] for n, e in metrics.items())]),
+        "",
+    ]
+    present = [q for q in QUANTITIES if any(q in errors for errors in layers.values())]
+    heading = ["layer", *present]
+    lines += [format_rows([heading, *([name, *(cell(of.get(q)) for q in present)] for name, of in layers.items())])]
+    if certified["differs"]:
+        return "\n".join([*lines, "", f"verdict    no tolerance applies: {certified['differs']}"])
+    if not certified["outside"]:
+        most = ", ".join(f"{name} {scientific(value)}" for name, value in certified["tolerance"].items())
+        rounded = f", or {ROUNDINGS:g} x rounding" if "rounding" in present else ""
+        return "\n".join([*lines, "", f"verdict    passed, within the tolerance: {most}{rounded}"])
+    return "\n".join(
+        [*lines, "", "verdict    failed, outside the tolerance", *(f"outside    {one}" for one in certified["outside"])]
+    )
+
+
+def format_delays(stage: dict[str, Any]) -> str:
+    """Return the delays of a stage in one line. stage: a StageDelay as a dict."""
+    layers, lags, steps = stage["layers"], sorted(set(stage["lags"])), format_count(stage["updated_after"], "step")
+    names = ", ".join(layers) if len(layers) < 3 else f"{layers[0]} .. {layers[-1]}"
+    missing = f"{' or '.join(map(str, lags))} {'update' if lags == [1] else 'updates'}"
+    return f"{names}: gradients at weights that lack {missing}, applied after {steps}"
+
+
+def cell(error: dict[str, Any] | None) -> str:
+    """Return an error as text for a table."""
+    if error is None:
+        return "-"
+    if error["bitwise"]:
+        return "bitwise"
+    if error["ulps"] is None:
+        return "not finite"
+    relative = "inf" if error["relative"] is None else scientific(error["relative"])  # None: the norm is zero
+    spec = ".1f" if error["ulps"] < 1e6 else ".1e"
+    return f"{relative}, {error['ulps']:{spec}}"
+
+
+def scientific(value: float) -> str:
+    """Return a number with two digits."""
+    return f"{value:.1e}" if value else "0"

@@ -1,0 +1,196 @@
+"""Searches for the largest batch or microbatch whose training step fits into the memory of absent GPUs.
+
+Each size that is tried is compiled, and its memory is that of XLA's buffer assignment.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxpar import models, strategies
+from jaxpar.choose.stages import until_chosen, with_stages
+from jaxpar.cluster import Cluster
+from jaxpar.cluster.target import Target
+from jaxpar.core.plan import Decision
+from jaxpar.core.step import Problem
+from jaxpar.data import DataInfo
+from jaxpar.errors import UserError, check_choice, is_refused
+from jaxpar.inspect import audit
+from jaxpar.inspect.step_time import ONE_PROGRAM
+
+BATCH, MICROBATCH = "batch", "microbatch"
+
+
+class Tried(NamedTuple):
+    """A size whose step was compiled.
+
+    Attributes:
+      size: examples in the global batch, or in the microbatch of a replica.
+      needed_bytes: memory that the step needs on a GPU; infinite if its plan needs more than the data sheet states.
+      reason: the reason why there is no plan; empty if there is one.
+    """
+
+    size: int
+    needed_bytes: float
+    reason: str = ""
+
+
+class Fit(NamedTuple):
+    """The largest size that fits, for one remat.
+
+    Attributes:
+      remat: none, dots or full.
+      largest: the largest size that fits; None if none does.
+      following: the next size, which does not fit; None if all fit.
+    """
+
+    remat: str
+    largest: Tried | None
+    following: Tried | None
+
+
+class Sizes(NamedTuple):
+    """The sizes to search, and the config key that sets them.
+
+    Attributes:
+      key: the key of the config.
+      sizes: the sizes, in ascending order: of the global batch, or of the microbatch of a replica.
+      values: the value of the key for each size.
+    """
+
+    key: str
+    sizes: Sequence[int]
+    values: Sequence[int]
+
+
+def find_fits(
+    config: ConfigDict,
+    problem: Problem,
+    info: DataInfo,
+    target: Target,
+    sizes: Sizes,
+    remats: Sequence[str],
+    report: Callable[[str, Tried], None],
+) -> Iterator[Fit]:
+    """Return the largest size that fits for each remat, one after the other.
+
+    Args:
+      config: the config of the run.
+      problem: the problem of the config.
+      info: properties of the data set.
+      target: the GPUs.
+      sizes: the result of `batch_sizes` or `microbatch_sizes`.
+      remats: some of full, none, dots.
+      report: called with the remat and each size that was tried.
+    """
+    for remat in remats:
+
+        def attempt(index: int, remat: str = remat) -> Tried:
+            changed = config.copy_and_resolve_references()
+            changed.update_from_flattened_dict({sizes.key: sizes.values[index], remat_key(config): remat})
+            tried = _attempt(changed, problem, info, target, sizes.sizes[index])
+            report(remat, tried)
+            return tried
+
+        yield Fit(remat, *largest_fitting(sizes.sizes, attempt, target.usable_bytes))
+
+
+def remat_key(config: ConfigDict) -> str:
+    """Return the config key that selects what the strategy recomputes."""
+    return "pipeline.remat" if config.strategy == "pipeline" else "model.remat"
+
+
+def batch_sizes(decision: Decision[object], num_examples: int) -> Sizes:
+    """Return the batch sizes that the strategy can train, up to the number of training examples (at least one)."""
+    divisor = decision.batch_divisor
+    sizes = range(divisor, max(num_examples, divisor) + 1, divisor)
+    return Sizes("batch_size", sizes, sizes)
+
+
+def microbatch_sizes(config: ConfigDict, decision: Decision[object], target: Target) -> Sizes:
+    """Return the sizes of microbatches into which the config's batch can be divided, with their numbers."""
+    is_pipeline = config.strategy == "pipeline"
+    key = "pipeline.num_microbatches" if is_pipeline else "optimizer.accumulation_steps"
+    share = config.batch_size // decision.num_replicas
+    sizes, values = [], []
+    for size in (size for size in range(1, share + 1) if share % size == 0):
+        changed = config.copy_and_resolve_references()
+        changed.update_from_flattened_dict({key: share // size})
+        if not is_refused(_decide, changed, target.cluster):
+            sizes.append(size)
+            values.append(share // size)
+    return Sizes(key, sizes, values)
+
+
+def _decide(config: ConfigDict, cluster: Cluster) -> Decision[object]:
+    return strategies.decide(until_chosen(config, cluster), cluster)
+
+
+def check_strategy(config: ConfigDict) -> None:
+    """Raise UserError for a strategy whose step is several programs, which share the memory of a GPU."""
+    check_choice("strategy", config.strategy, ONE_PROGRAM)
+
+
+def _attempt(config: ConfigDict, problem: Problem, info: DataInfo, target: Target, size: int) -> Tried:
+    """Compile the step of a config. size: what it is reported as."""
+    shapes = {
+        name: jax.ShapeDtypeStruct((config.batch_size, *x.shape[1:]), x.dtype) for name, x in problem.batch.items()
+    }
+    problem = problem._replace(
+        model=models.build(config, info, target.cluster),
+        accumulation_steps=config.optimizer.accumulation_steps,
+        batch=shapes,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            config = with_stages(config, problem, target.cluster, Path(folder))
+            plan = strategies.plan(config, problem, target.cluster)
+        except UserError as error:
+            return Tried(size, float("inf"), str(error))
+    strategy = strategies.build(plan, problem, target.devices)
+    return Tried(size, sum(audit.needed_bytes(strategy.compile(), strategy).values()))
+
+
+def largest_fitting(
+    sizes: Sequence[int], attempt: Callable[[int], Tried], limit: float
+) -> tuple[Tried | None, Tried | None]:
+    """Return the largest size that needs at most `limit` bytes and the next one, each None if there is none.
+
+    Assumes that a larger size needs more, and tries few: the next guess is where a straight line through the last two
+    results reaches the limit. Every third guess halves the interval that remains instead.
+
+    Args:
+      sizes: the sizes in ascending order, at least one.
+      attempt: index of a size -> what it needs.
+      limit: the memory that there is, in bytes.
+    """
+    fits: Tried | None = None
+    too_large: Tried | None = None
+    low, high = -1, len(sizes)  # indices of `fits` and `too_large`
+    points: list[Tried] = []
+    while high - low > 1:
+        index = _guess(sizes, points, limit, low, high)
+        tried = attempt(index)
+        if tried.needed_bytes <= limit:
+            low, fits = index, tried
+        else:
+            high, too_large = index, tried
+        points.append(tried)
+    return fits, too_large
+
+
+def _guess(sizes: Sequence[int], points: Sequence[Tried], limit: float, low: int, high: int) -> int:
+    """Return the index of the size to try next, between low and high. points: what was tried, in order."""
+    if len(points) < 2:
+        return low + 1  # the smallest two
+    finite = [point for point in points if point.needed_bytes < float("inf")][-2:]
+    if len(points) % 3 == 0 or len(finite) < 2:
+        return (low + high) // 2
+    (x, y, _), (x2, y2, _) = sorted(finite)
+    wanted = x + (limit - y) * (x2 - x) / (y2 - y) if y2 > y else sizes[-1]
+    nearest = sum(size <= wanted for size in sizes[low + 1 : high]) + low  # the last size below it
+    return min(max(nearest, low + 1), high - 1)

@@ -1,0 +1,229 @@
+"""Plans for a config on a cluster: what to search, what the best candidates need when compiled, and the report."""
+
+import datetime
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxpar import cluster as clusters
+from jaxpar import data, strategies
+from jaxpar.choose import planner, report
+from jaxpar.choose.auto import check_kept, kept_settings
+from jaxpar.choose.candidates import (
+    Candidate,
+    Settings,
+    Space,
+    UnrankedCandidate,
+    cpu_space,
+    gpu_space,
+    load_problem,
+    ranked,
+    with_settings,
+)
+from jaxpar.choose.costs.measured_rates import describe_rates, measured_cluster
+from jaxpar.choose.planner import AUTO_STRATEGY, no_candidate
+from jaxpar.cluster import Cluster
+from jaxpar.cluster.files import cluster_toml, find_named
+from jaxpar.cluster.gpus import kind_of_device, name_of_kind
+from jaxpar.cluster.target import HERE, Target, memory_fraction
+from jaxpar.command_line import check_new_file, writing
+from jaxpar.core import mesh
+from jaxpar.core.step import Problem
+from jaxpar.errors import UserError, check_choice, format_bytes, is_refused
+from jaxpar.files import write_text
+from jaxpar.inspect import audit, step_time
+from jaxpar.run import build
+from jaxpar.strategies import STRATEGIES
+
+_SHOWN = 10  # rows of the table
+NOT_RANKED = "These change the results if gradients are stale or messages are in int8, and are not ranked:"
+
+
+def cluster_of(text: str) -> Cluster:
+    """Return the cluster that --cluster names."""
+    if text.startswith(f"{HERE}:"):
+        raise UserError(f"--cluster is {text!r}; it must be {HERE}, without a number of devices")
+    return find_named(text, "--cluster", others=(HERE,))[1]
+
+
+def make_space(config: ConfigDict, cluster: Cluster, target: Target | None = None) -> Space:
+    """Return what to search on GPUs: the problem of a config, and the costs of its layers.
+
+    target: the GPUs that are compiled for. Without one, the memory is that of the data sheet.
+    """
+    problem = load(config, cluster).problem
+    assert cluster.memory_bytes is not None
+    usable = target.usable_bytes if target else memory_fraction() * cluster.memory_bytes
+    return gpu_space(config, problem, cluster, usable, kept(config, cluster))
+
+
+def measured_space(config: ConfigDict, save: Path | None = None) -> Space:
+    """Return what to search on the devices of this machine, after measuring them. save: cluster file to write."""
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    cluster = clusters.find_cluster()
+    gpu = name_of_kind(cluster.device_kind)
+    if save:
+        check_new_file("--save_cluster", save, [".toml"])
+        if gpu is None:
+            raise UserError(
+                f"--save_cluster is {str(save)!r} on {cluster.device_kind}; it must be unset, because a cluster file "
+                "has a kind of GPU that jaxpar knows"
+            )
+    loaded, settings = load(config, cluster), kept(config, cluster)
+    if cluster.platform == "cpu":
+        return cpu_space(config, loaded, cluster, settings)
+    measured = measured_cluster(clusters.with_rates_of_kind(cluster), jax.local_devices())
+    print(f"measured  {describe_rates(measured)}", file=sys.stderr, flush=True)
+    if save and gpu:
+        when = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+        source = f"measured on {cluster.num_devices} x {cluster.device_kind} on {when}, JAX {jax.__version__}"
+        with writing("--save_cluster", save):
+            write_text(save, cluster_toml(measured, gpu, source))
+    assert cluster.memory_bytes is not None
+    return gpu_space(config, loaded.problem, measured, cluster.memory_bytes, settings)
+
+
+def load(config: ConfigDict, cluster: Cluster) -> build.Loaded:
+    """Read the data and build the model of a config, whatever its strategy. Raises UserError for its mistakes."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load_problem(config, cluster, Path(folder))
+
+
+def kept(config: ConfigDict, cluster: Cluster) -> Settings:
+    """Return the settings that all candidates must have: those that a run with strategy auto keeps."""
+    settings = kept_settings(config) if config.strategy == AUTO_STRATEGY else {}
+    check_kept(settings, cluster.num_devices)
+    return settings
+
+
+def plan(config: ConfigDict, cluster: str) -> list[Candidate]:
+    """Return all ways to train a config on a cluster, as `jaxpar plan` ranks them: the best first.
+
+    Args:
+      config: the config, such as that of `load_config`; it is not changed.
+      cluster: `h100:8`, `h100:4x8` for 4 hosts, the path of a cluster file, or `here` for the devices of this machine,
+        which are measured.
+
+    Raises:
+      UserError: the config or the cluster has a mistake, or no strategy is possible.
+    """
+    config = config.copy_and_resolve_references()
+    check_strategy_name(config)
+    return ranked(
+        find_candidates(measured_space(config) if cluster == HERE else make_space(config, cluster_of(cluster)))
+    )
+
+
+def check_strategy_name(config: ConfigDict) -> None:
+    """Raise UserError unless the strategy of a config exists, or the planner chooses it."""
+    check_choice("strategy", config.strategy, [*STRATEGIES, AUTO_STRATEGY])
+
+
+def find_candidates(space: Space) -> list[Candidate]:
+    """Return the candidates of a space. Raises UserError if there are none."""
+    found = planner.candidates(space)
+    if not found:
+        raise no_candidate(space)
+    return found
+
+
+def describe_plans(
+    space: Space,
+    found: Sequence[Candidate],
+    work: report.StepWork,
+    own: Candidate | UnrankedCandidate | str | None,
+    others: Sequence[UnrankedCandidate | str],
+    seconds: float,
+) -> str:
+    """Return the table of the best candidates, and why they are, and that of the strategies that are not ranked.
+
+    own: the user's own config, or the reason why its time is not predicted; None if the planner chooses.
+    """
+    cluster, best = space.machine.cluster, found[0]
+    each = report.best_of_each([one for one in found if one.fits])
+    hosts = f" on {cluster.num_processes} hosts" if cluster.num_processes > 1 else ""
+    kind = kind_of_device(cluster.device_kind)
+    other_memory = kind is not None and cluster.memory_bytes not in (None, kind.memory_bytes)
+    memory = f" with {format_bytes(cluster.memory_bytes or 0)}" if other_memory else ""
+    lines = [
+        f"{cluster.num_devices} x {cluster.device_kind}{memory}{hosts}: {len(found):,} candidates in {seconds:.1f} s, "
+        f"of which {sum(one.fits for one in found):,} fit; {work.examples:,} examples in a step",
+        report.describe_memory(space),
+        "",
+        *report.rows(each[:_SHOWN], work),
+        "",
+        *undivided(space),
+        *(report.explain(one, best, work) for one in each[:3]),
+    ]
+    possible = [one for one in others if not isinstance(one, str)]
+    if isinstance(own, UnrankedCandidate):
+        lines.append("Your config is in the last row of the second table.")
+        possible.append(own._replace(name=f"your config: {own.name}"))
+    elif own is not None:
+        lines.append("Your config: " + (own if isinstance(own, str) else report.explain_own(own, best, work, each)))
+    lines += [
+        "",
+        "The first one:",
+        *(f"  --config.{key}={value}" for key, value in report.changes(best.settings).items()),
+        "",
+        NOT_RANKED,
+        *(["", *report.unranked_rows(possible, work)] if possible else []),
+        "",
+        *dict.fromkeys(f"Not possible: {reason}" for reason in others if isinstance(reason, str)),
+    ]
+    return "\n".join(lines).rstrip()
+
+
+def undivided(space: Space) -> list[str]:
+    """Return the line that explains why no candidate is without stages, if there is none."""
+    size, n = space.config.batch_size, space.num_devices
+    if size % n == 0:
+        return []
+    return [f"No strategy without stages is possible: config.batch_size is {size}, which is not a multiple of {n}.", ""]
+
+
+class Verified(NamedTuple):
+    """A candidate that was compiled.
+
+    Attributes:
+      predicted: the candidate as it was predicted.
+      corrected: the candidate with the memory that the compiler states.
+      seconds: the time of a step, predicted from the compiled program; None if it is not.
+    """
+
+    predicted: Candidate
+    corrected: Candidate
+    seconds: float | None
+
+    def __str__(self) -> str:
+        before, after = (one.costs for one in self[:2])
+        of_program = "not predicted from programs" if self.seconds is None else f"{self.seconds * 1e3:.3g} ms"
+        return (
+            f"compiled: {self.predicted.name}: needs {format_bytes(after.nbytes)} (predicted "
+            f"{format_bytes(before.nbytes)}), {'fits' if self.corrected.fits else 'does not fit'}; "
+            f"{of_program} (predicted {before.seconds * 1e3:.3g} ms)"
+        )
+
+
+def verified(found: Sequence[Candidate], number: int, space: Space, target: Target) -> list[Verified]:
+    """Compile the first candidates, of different names, for the target."""
+    compiled = []
+    for index, one in enumerate(report.best_of_each(found)[:number], 1):
+        print(f"compiling {index} of {number}: {one.name}{report.details(one.settings)}", file=sys.stderr, flush=True)
+        config = with_settings(space.config, one.settings)
+        with tempfile.TemporaryDirectory() as folder:
+            cluster, decision = build.check_run(config, Path(folder), target.cluster)
+            problem: Problem = build.load_parts(config, Path(folder), cluster).problem
+        plan: Any = strategies.plan(config, problem, cluster, decision)
+        strategy = strategies.build(plan, problem, target.devices)
+        programs = strategy.compile()
+        needed = float(sum(audit.needed_bytes(programs, strategy).values()))
+        corrected = one._replace(costs=one.costs._replace(nbytes=needed), fits=needed <= space.usable_bytes)
+        predicts = not is_refused(step_time.check_step, config)
+        compiled.append(Verified(one, corrected, step_time.predict(programs, cluster).seconds if predicts else None))
+    return compiled

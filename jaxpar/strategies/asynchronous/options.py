@@ -1,0 +1,329 @@
+"""Checks config.asynchronous, and builds its table of updates and its mitigations. Files that it names are read once.
+
+`decide_updates` checks everything that needs neither data nor shapes, and reads the files. `build_table` and
+`build_mitigations` also need the number of steps and the optimizer.
+"""
+
+import math
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import numpy as np
+import optax
+from ml_collections import ConfigDict
+
+from jaxpar.core import optimizer
+from jaxpar.core.step import Problem
+from jaxpar.errors import UserError, check_choice
+from jaxpar.strategies.asynchronous import delays, mitigations, table
+from jaxpar.strategies.asynchronous.delays import Delays
+from jaxpar.strategies.asynchronous.mitigations import Mitigations
+from jaxpar.strategies.asynchronous.simulate import POLICIES, simulate, simulation_obstacle
+from jaxpar.strategies.asynchronous.table import UpdateTable
+
+# By policy: its settings and their defaults. Other policies do not have these settings. The interval of diloco depends
+# on the length of the run: see `diloco_interval`.
+POLICY_SETTINGS: dict[str, dict[str, Any]] = {
+    "ssp": {"bound": 3},
+    "softsync": {"groups": 2},
+    "local_sgd": {"interval": 8},
+    "diloco": {"interval": None, "outer_lr": 0.7, "outer_momentum": 0.9},
+    "model_average": {"interval": 8},
+}
+MODES = ("emulated", "live")
+LIVE_POLICIES = ("async", "ssp")
+DEFAULT_MITIGATIONS = {"async": "staleness_aware", "ssp": "staleness_aware"}  # by policy
+LOCAL_POLICIES = ("local_sgd", "diloco", "model_average")  # their workers have local weights
+MITIGATIONS = ("dc_asgd", "adaptive_dc_asgd", "clip_by_staleness", "staleness_aware", "corrected_momentum")
+DILOCO_STEPS, DILOCO_ROUNDS = 500, 100  # of a round, and of a run (Douillard et al., 2023: 500 and 128)
+FEW_ROUNDS_MOMENTUM = 0.8  # more outer momentum than this needs about DILOCO_ROUNDS rounds
+STRENGTHS = {"dc_asgd": 0.04, "adaptive_dc_asgd": 2.0}  # Zheng et al., 2017, section 6.1
+
+
+class UpdateSource(NamedTuple):
+    """The source of a run's table. Its files have been read.
+
+    Attributes:
+      delays: the delays to simulate.
+      recorded: the table of a live run, to be replayed; None: the table is simulated, or made by the run.
+    """
+
+    delays: Delays
+    recorded: UpdateTable | None
+
+
+def decide_updates(config: ConfigDict) -> UpdateSource:
+    """Read the files that config.asynchronous names. Raises UserError for an invalid setting or file."""
+    a = config.asynchronous
+    check_choice("asynchronous.mode", a.mode, MODES)
+    check_choice("asynchronous.policy", a.policy, POLICIES)
+    _check_policy_settings(a)
+    if a.mode == "live":
+        _check_live(config)
+    if a.table:
+        _check_replay(config)
+    _check_mitigations(config)
+    times = _read_delays(config)
+    recorded = _read_recorded(config) if a.table else None
+    if recorded is None and (reason := simulation_obstacle(a.policy, **_simulation_settings(config, 1))):
+        raise UserError(f"config.asynchronous.{reason}")
+    return UpdateSource(times, recorded)
+
+
+def _check_policy_settings(a: ConfigDict) -> None:
+    for key in sorted({key for settings in POLICY_SETTINGS.values() for key in settings}):
+        if a[key] is not None and key not in POLICY_SETTINGS.get(a.policy, {}):
+            raise UserError(f"config.asynchronous.{key} is {a[key]}; it must be None with policy {a.policy!r}")
+    if a.outer_lr is not None and not 0 <= a.outer_lr < math.inf:
+        raise UserError(f"config.asynchronous.outer_lr is {a.outer_lr}; it must be finite and at least 0")
+    if a.outer_momentum is not None and not 0 <= a.outer_momentum < 1:
+        raise UserError(
+            f"config.asynchronous.outer_momentum is {a.outer_momentum}; it must be at least 0 and less than 1"
+        )
+
+
+def _check_live(config: ConfigDict) -> None:
+    a = config.asynchronous
+    if a.policy not in LIVE_POLICIES:
+        raise UserError(
+            f"config.asynchronous.policy is {a.policy!r}; it must be one of {', '.join(LIVE_POLICIES)} with "
+            "config.asynchronous.mode='live' (ssp with bound 0 is lockstep)"
+        )
+    if a.table:
+        raise UserError(
+            f"config.asynchronous.table is {a.table!r}; it must be empty with config.asynchronous.mode='live'"
+        )
+    if "corrected_momentum" in named_mitigations(config):
+        raise UserError(
+            f"config.asynchronous.mitigations is {a.mitigations!r}; it must not contain corrected_momentum with "
+            "config.asynchronous.mode='live', because the staleness is not known before the run"
+        )
+    _check_delays(config, "config.asynchronous.mode='live', which measures real times", but=("slowdown",))
+
+
+def _check_replay(config: ConfigDict) -> None:
+    a = config.asynchronous
+    if a.policy not in LIVE_POLICIES:
+        raise UserError(
+            f"config.asynchronous.policy is {a.policy!r}; it must be one of {', '.join(LIVE_POLICIES)} with "
+            "config.asynchronous.table"
+        )
+    if a.bound is not None:
+        raise UserError(
+            f"config.asynchronous.bound is {a.bound}; it must be None with config.asynchronous.table, which already "
+            "fixes the order of updates"
+        )
+    _check_delays(config, "config.asynchronous.table, which already contains times")
+
+
+def _check_delays(config: ConfigDict, why: str, but: Collection[str] = ()) -> None:
+    """Raise UserError for settings of delays that would have no effect."""
+    unset = {**Delays._field_defaults, "trace": ""}
+    for key, value in config.asynchronous.delays.items():
+        if key not in but and value != unset[key]:
+            raise UserError(f"config.asynchronous.delays.{key} is {value!r}; it must be {unset[key]!r} with {why}")
+
+
+def _check_mitigations(config: ConfigDict) -> None:
+    a, names = config.asynchronous, named_mitigations(config)
+    has_strength = bool(set(names) & STRENGTHS.keys())
+    if a.mitigations and "" in map(str.strip, a.mitigations.split(",")):
+        raise UserError(
+            f"config.asynchronous.mitigations is {a.mitigations!r}; it must be names separated by commas, or empty"
+        )
+    for name in names:
+        check_choice("asynchronous.mitigations", name, MITIGATIONS)
+    if names and a.policy in LOCAL_POLICIES:
+        raise UserError(
+            f"config.asynchronous.mitigations is {a.mitigations!r}; it must be empty with policy {a.policy!r}, whose "
+            "workers apply gradients to the local weights that they were computed from"
+        )
+    if len(set(names)) < len(names):
+        raise UserError(f"config.asynchronous.mitigations is {a.mitigations!r}; it must not repeat a name")
+    if a.dc_strength is not None and not 0 <= a.dc_strength < math.inf:
+        raise UserError(f"config.asynchronous.dc_strength is {a.dc_strength}; it must be finite and at least 0")
+    if STRENGTHS.keys() <= set(names):
+        raise UserError(
+            f"config.asynchronous.mitigations is {a.mitigations!r}; it must contain at most one of "
+            f"{', '.join(STRENGTHS)}"
+        )
+    if a.dc_strength is not None and not has_strength:
+        raise UserError(
+            f"config.asynchronous.dc_strength is {a.dc_strength}; it must be None without {' or '.join(STRENGTHS)} in "
+            "config.asynchronous.mitigations"
+        )
+    if a.max_norm is None and "clip_by_staleness" in names:
+        raise UserError("config.asynchronous.max_norm is None; it must be greater than 0 with clip_by_staleness")
+    if a.max_norm is not None and "clip_by_staleness" not in names:
+        raise UserError(
+            f"config.asynchronous.max_norm is {a.max_norm}; it must be None without clip_by_staleness in "
+            "config.asynchronous.mitigations"
+        )
+    if a.max_norm is not None and not a.max_norm > 0:
+        raise UserError(f"config.asynchronous.max_norm is {a.max_norm}; it must be greater than 0")
+    if "corrected_momentum" in names:
+        _check_momentum(config.optimizer)
+
+
+def _check_momentum(o: ConfigDict) -> None:
+    keys = optimizer.OPTIMIZERS[o.name].momentum
+    where = "with corrected_momentum in config.asynchronous.mitigations"
+    if not keys:
+        names = [name for name, one in optimizer.OPTIMIZERS.items() if one.momentum]
+        raise UserError(f"config.optimizer.name is {o.name!r}; it must be one of {', '.join(names)} {where}")
+    for key in keys:
+        if not o[key]:
+            raise UserError(f"config.optimizer.{key} is {o[key]}; it must be greater than 0 {where}")
+
+
+def named_mitigations(config: ConfigDict) -> list[str]:
+    """Return the names in config.asynchronous.mitigations, or the default of the policy if it is None."""
+    a = config.asynchronous
+    names = DEFAULT_MITIGATIONS.get(a.policy, "") if a.mitigations is None else a.mitigations
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def diloco_interval(num_steps: int) -> int:
+    """Return the default interval of diloco: that of its paper, or less so that the run has 100 rounds, but at least 8.
+
+    num_steps: of the run.
+    """
+    return max(8, min(DILOCO_STEPS, num_steps // DILOCO_ROUNDS))
+
+
+def diloco_advice(config: ConfigDict, updates: UpdateTable | None) -> str:
+    """Return advice against an outer momentum that is too high for the number of rounds, for `Plan.advice`.
+
+    updates: the table; None if the run is live.
+    """
+    if config.asynchronous.policy != "diloco" or updates is None or updates.num_updates >= DILOCO_ROUNDS:
+        return ""
+    if (momentum := policy_settings(config)["outer_momentum"]) <= FEW_ROUNDS_MOMENTUM:
+        return ""
+    return (
+        f"config.asynchronous.outer_momentum is {momentum}, which is too high for {updates.num_updates} rounds of "
+        f"diloco; use 0.5 to 0.8 below {DILOCO_ROUNDS} rounds"
+    )
+
+
+def policy_settings(config: ConfigDict) -> dict[str, Any]:
+    """Return the settings of the policy, with defaults for those that are None.
+
+    The default interval of diloco, which is known only with the number of steps, stays None.
+    """
+    a = config.asynchronous
+    defaults = POLICY_SETTINGS.get(a.policy, {})
+    settings = {key: default if a[key] is None else a[key] for key, default in defaults.items()}
+    if a.policy == "softsync" and a.groups is None:
+        settings["groups"] = min(settings["groups"], max(a.num_workers, 1))
+    return settings
+
+
+def build_table(config: ConfigDict, source: UpdateSource, num_steps: int) -> UpdateTable:
+    """Return the table of an emulated run of `num_steps` steps.
+
+    Raises UserError for a recorded table whose run had another length.
+    """
+    a, recorded = config.asynchronous, source.recorded
+    if recorded is None:
+        simulated = simulate(
+            a.policy, **_simulation_settings(config, num_steps), delays=source.delays, seed=config.seed
+        )
+        table.validate(simulated)
+        return simulated
+    steps = int(recorded.step[-1]) + 1
+    if steps != num_steps or len(recorded.update) != steps * recorded.num_workers:
+        raise UserError(
+            f"config.asynchronous.table is {a.table!r}, which has {steps} steps and {len(recorded.update)} gradients; "
+            f"it must have {num_steps} steps and {num_steps * a.num_workers} gradients, like this run"
+        )
+    return recorded
+
+
+def _simulation_settings(config: ConfigDict, num_steps: int) -> dict[str, int]:
+    """Return the arguments of `simulate` that the config sets: workers, gradients, and settings of the policy."""
+    num_workers = config.asynchronous.num_workers
+    sizes = {"num_workers": num_workers, "num_gradients": max(num_workers, 1) * num_steps}
+    settings = {key: value for key, value in policy_settings(config).items() if key in ("bound", "groups", "interval")}
+    if "interval" in settings and settings["interval"] is None:
+        settings["interval"] = diloco_interval(num_steps)
+    return sizes | settings
+
+
+def _read_recorded(config: ConfigDict) -> UpdateTable:
+    """Read the table of a live run."""
+    a = config.asynchronous
+    try:
+        recorded = table.read_updates(a.table)
+    except UserError as error:
+        raise UserError(f"config.asynchronous.table is {error}") from None
+    if recorded.num_workers != a.num_workers:
+        raise UserError(
+            f"config.asynchronous.num_workers is {a.num_workers}; it must be {recorded.num_workers}, as in {a.table}"
+        )
+    if recorded.step[0]:
+        raise UserError(
+            f"config.asynchronous.table is {a.table!r}, which begins at step {recorded.step[0]}, where its run "
+            "switched to this strategy; it must begin at step 0"
+        )
+    chunks = np.arange(len(recorded.chunk))
+    if (np.sort(recorded.chunk) != chunks).any() or (recorded.chunk // a.num_workers > recorded.step).any():
+        raise UserError(
+            f"config.asynchronous.table is {a.table!r}; it must contain every shard of every batch, "
+            "and none before the step of its batch"
+        )
+    if len(np.unique(recorded.step)) <= recorded.step[-1]:
+        raise UserError(f"config.asynchronous.table is {a.table!r}; it must have a row for every step")
+    return recorded
+
+
+def _read_delays(config: ConfigDict) -> Delays:
+    """Read config.asynchronous.delays, and the trace that it names."""
+    d = config.asynchronous.delays
+    if (d.distribution == "trace") != bool(d.trace):
+        raise UserError(
+            f"config.asynchronous.delays.trace is {d.trace!r}; it must be the path of a CSV file with "
+            "config.asynchronous.delays.distribution='trace', and empty otherwise"
+        )
+    try:
+        trace = delays.read_trace(d.trace) if d.trace else ()
+    except UserError as error:
+        raise UserError(f"config.asynchronous.delays.trace is {error}") from None
+    times = Delays(**{**d, "trace": trace})
+    if reason := delays.delays_obstacle(times):
+        raise UserError(f"config.asynchronous.delays.{reason}")
+    return times
+
+
+def build_mitigations(config: ConfigDict, problem: Problem, updates: UpdateTable | None) -> tuple[Problem, Mitigations]:
+    """Return the problem, with its optimizer replaced if a mitigation requires that, and the mitigations.
+
+    Args:
+      config: checked config of the run.
+      problem: problem of the run.
+      updates: the table; None if the run is live.
+    """
+    a, names = config.asynchronous, named_mitigations(config)
+    by_staleness = mitigations.staleness_aware()
+    made: dict[str, optax.GradientTransformationExtraArgs] = {"staleness_aware": by_staleness.gradients}
+    for name, function in (("dc_asgd", mitigations.dc_asgd), ("adaptive_dc_asgd", mitigations.adaptive_dc_asgd)):
+        made[name] = function(STRENGTHS[name] if a.dc_strength is None else a.dc_strength)
+    made["clip_by_staleness"] = mitigations.clip_by_staleness(a.max_norm or 0.0)
+    of_gradients = optax.chain(optax.identity(), *(made[name] for name in names if name in made))
+    of_updates = by_staleness.updates if "staleness_aware" in names else optax.identity()
+    of_updates = optax.chain(optax.identity(), of_updates)
+    if "corrected_momentum" in names and updates is not None:
+        problem = problem._replace(optimizer=_corrected(config, problem.num_steps, float(updates.staleness.mean())))
+    return problem, Mitigations(of_gradients, of_updates, needs_read=bool(set(names) & STRENGTHS.keys()))
+
+
+def _corrected(config: ConfigDict, num_steps: int, mean_staleness: float) -> optax.GradientTransformationExtraArgs:
+    schedule = optimizer.build_schedule(config, num_steps)
+
+    def with_momenta(**momenta: float) -> optax.GradientTransformationExtraArgs:
+        copy = config.copy_and_resolve_references()
+        copy.optimizer.update(momenta)
+        return optimizer.make_optimizer(copy, schedule)
+
+    momenta = {key: config.optimizer[key] for key in optimizer.OPTIMIZERS[config.optimizer.name].momentum}
+    return mitigations.corrected_momentum(with_momenta, momenta, mean_staleness)

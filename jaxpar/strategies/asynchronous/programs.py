@@ -1,0 +1,262 @@
+"""The two programs of asynchronous training: the worker's and the server's.
+
+They are compiled separately, and do not depend on the number of workers or devices, because XLA may round the same
+arithmetic differently as part of another program. A run is therefore bitwise the same on any number of devices, and a
+run with threads can be replayed.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import SingleDeviceSharding
+
+from jaxpar.core import step as steps
+from jaxpar.core.optimizer import at_step
+from jaxpar.core.state import State
+from jaxpar.core.step import Metrics, Problem
+from jaxpar.layout import Tree
+from jaxpar.models.model import Batch, Params
+from jaxpar.strategies.asynchronous.mitigations import Mitigations
+from jaxpar.tasks import Sums
+from jaxpar.tasks.task import Scalar
+
+FIRST_STEP = "begun"  # in the private state: the step at which the run switched to this strategy
+
+
+class Totals(NamedTuple):
+    """Totals over the gradients that have arrived in a step.
+
+    Attributes:
+      sums: sums over their examples.
+      square: sum of the squared gradient norms of the updates.
+      num_updates: number of updates that they have made.
+      finite: whether all of them are finite.
+    """
+
+    sums: Sums
+    square: Scalar
+    num_updates: Scalar
+    finite: Scalar
+
+
+class Server(NamedTuple):
+    """State of the server except the weights.
+
+    Attributes:
+      optimizer: state of the optimizer.
+      waiting: the sum of the gradients that have arrived for the next update; () if each gradient makes an update.
+      mitigations: states of the mitigations, of gradients and of updates.
+      totals: totals of this step.
+    """
+
+    optimizer: Tree
+    waiting: Tree
+    mitigations: tuple[Tree, Tree]
+    totals: Totals
+
+
+class Arrival(NamedTuple):
+    """The scalars of a gradient that the server's program takes.
+
+    Attributes:
+      staleness: staleness of the gradient.
+      mean_share: mean of 1 / max(staleness, 1) over all gradients of its update.
+      size: number of gradients in its update.
+      step: the step of the run in which it arrives.
+    """
+
+    staleness: Scalar
+    mean_share: Scalar
+    size: Scalar
+    step: Scalar
+
+
+class Chunk(NamedTuple):
+    """A worker's shard of a batch, on the host: examples i, i + n, i + 2n, .. of n workers.
+
+    Attributes:
+      examples: the same arrays as in a batch.
+      weight: the divisor of their gradient.
+      step: the step of the run whose batch they belong to.
+    """
+
+    examples: dict[str, Any]
+    weight: Scalar
+    step: int
+
+
+def gradient(
+    problem: Problem, params: Params, key: jax.Array, step: jax.Array, examples: Batch, weight: Scalar
+) -> tuple[Params, Sums]:
+    """Return the gradient of a shard's examples at the weights that the worker has read. This is a worker's program."""
+    return steps.gradients(problem, State(step, key, params, None), examples, weight)
+
+
+def arrive(
+    problem: Problem,
+    mitigations: Mitigations,
+    is_first: bool,
+    is_last: bool,
+    params: Params,
+    server: Server,
+    grads: Params,
+    sums: Sums,
+    read: Params | None,
+    at: Arrival,
+) -> tuple[Params, Server]:
+    """Take a gradient, and update the weights if it is the last one of its update. This is the server's program.
+
+    Args:
+      problem: problem of the run.
+      mitigations: against staleness.
+      is_first: whether it is the first gradient of its update.
+      is_last: whether it is the last one.
+      params: the newest weights.
+      server: the rest of the server's state.
+      grads: the gradient.
+      sums: sums over its examples.
+      read: the weights that it was computed from; None if no mitigation needs them.
+      at: its staleness and its update.
+    """
+    before, after = server.mitigations
+    arrived = steps.is_finite(optax.tree.norm(grads), sums)
+    details = {"staleness": at.staleness, "read": read, "mean_share": at.mean_share}
+    grads, remembered = mitigations.gradients.update(grads, before, params, **details)
+    before = jax.tree.map(lambda new, old: jnp.where(arrived, new, old), remembered, before)
+    total = jax.tree.map(jnp.add, server.totals.sums, sums)
+    if not (is_first and is_last):  # a nonfinite gradient or loss invalidates the whole update
+        grads = jax.tree.map(lambda g: jnp.where(arrived, g, jnp.nan), grads)
+    grads = grads if is_first else jax.tree.map(jnp.add, server.waiting, grads)
+    server = server._replace(mitigations=(before, after), totals=server.totals._replace(sums=total))
+    if not is_last:
+        finite = server.totals.finite & arrived
+        return params, server._replace(waiting=grads, totals=server.totals._replace(finite=finite))
+    if not is_first:  # dividing by 1 would change no value, but could change how XLA rounds later operations
+        grads = jax.tree.map(lambda x: x / at.size, grads)
+    return _update(problem, mitigations, params, server, grads, sums, at)
+
+
+def _update(
+    problem: Problem, mitigations: Mitigations, params: Params, server: Server, grads: Params, sums: Sums, at: Arrival
+) -> tuple[Params, Server]:
+    """Update the weights by the gradient of a whole update. `sums` and `at` are those of its last gradient."""
+    before, after = server.mitigations
+    totals, grad_norm = server.totals, optax.tree.norm(grads)
+    optimizer = at_step(server.optimizer, at.step)
+    updates, optimizer = problem.optimizer.update(grads, optimizer, params, grad_norm=grad_norm)
+    finite = steps.is_finite(grad_norm, sums)
+    updates, remembered = mitigations.updates.update(updates, after, params, mean_share=at.mean_share)
+    after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), remembered, after)
+    state = State(at.step, jnp.zeros(()), params, server.optimizer)
+    state, metrics = steps.apply(state, updates, optimizer, Metrics(totals.sums, grad_norm, finite))
+    totals = Totals(
+        totals.sums,
+        totals.square + jnp.where(metrics.finite, grad_norm, 0) ** 2,
+        totals.num_updates + 1,
+        totals.finite & metrics.finite,
+    )
+    waiting = jax.tree.map(jnp.zeros_like, server.waiting)
+    return state.params, Server(state.optimizer, waiting, (before, after), totals)
+
+
+class Programs:
+    """The programs of a run, compiled when they are first called on a device.
+
+    Attributes:
+      gradient: (params, key, step, examples, weight) -> (gradient, sums over the examples).
+      arrive: (is it the first of its update, is it the last, params, server, grads, sums, read, at) -> (params,
+        server); the old server is donated.
+      weight: (batch) -> the divisor of a worker's gradient: the sum of the batch's weights / num_workers.
+      metrics: (totals) -> a step's metrics. The norm is the root mean square over its updates; nan if one is nonfinite.
+    """
+
+    def __init__(self, problem: Problem, mitigations: Mitigations, num_workers: int):
+        self._problem, self.mitigations, self.num_workers = problem, mitigations, num_workers
+        # Unused arguments are kept, because the audit counts the bytes of each argument.
+        self.gradient = jax.jit(partial(gradient, problem), keep_unused=True)
+        self.arrive = jax.jit(
+            partial(arrive, problem, mitigations), static_argnums=(0, 1), donate_argnums=3, keep_unused=True
+        )
+        self.weight = jax.jit(lambda batch: steps.batch_weight(batch) / num_workers)
+        self.metrics = jax.jit(_metrics)
+
+    def server(self, params: Params, optimizer: Tree, device: jax.Device | None, *, is_grouped: bool) -> Server:
+        """Return the server's initial state. is_grouped: whether an update has several gradients."""
+        waiting = jax.tree.map(jnp.zeros_like, params) if is_grouped else ()
+        return Server(optimizer, waiting, self.mitigations.init(params), self.new_totals(device))
+
+    def abstract_server(self, like: State, *, is_grouped: bool) -> Server:
+        """Return the shapes and dtypes of the result of `server`."""
+        made: Server = jax.eval_shape(
+            lambda params, optimizer: self.server(params, optimizer, None, is_grouped=is_grouped),
+            *(like.params, like.optimizer),
+        )
+        return made
+
+    def lower(
+        self, like: State, devices: Sequence[jax.Device], update_devices: Sequence[jax.Device], *, is_grouped: bool
+    ) -> list[jax.stages.Lowered]:
+        """Lower the programs of a step: the worker's, and the server's for the last gradient of an update.
+
+        Args:
+          like: the state, abstract.
+          devices: devices of the workers.
+          update_devices: devices on which weights are updated.
+          is_grouped: as in `server`.
+        """
+        n = self.num_workers
+        examples = steps.abstract_share(self._problem.batch, n)
+        number, step = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+        inputs = (like.params, like.key, step, examples, number)
+        workers = [self.gradient.lower(*_on(inputs, device)) for device in devices]
+        server = self.abstract_server(like, is_grouped=is_grouped)
+        read = like.params if self.mitigations.needs_read else None
+        arguments = (like.params, server, *workers[0].out_info, read, Arrival(number, number, number, step))
+        updates = [self.arrive.lower(not is_grouped, True, *_on(arguments, device)) for device in update_devices]
+        return [*workers, *updates]
+
+    def chunks(self, step: int, batch: Mapping[str, np.ndarray], device: jax.Device) -> dict[int, Chunk]:
+        """Return the shards of a step's batch, by their number in the run. device: the device of their weight."""
+        weight, n = self.weight(jax.device_put({"weights": batch["weights"]}, device)), self.num_workers
+        return {step * n + i: Chunk({k: x[i::n] for k, x in batch.items()}, weight, step) for i in range(n)}
+
+    def new_totals(self, device: jax.Device | None) -> Totals:
+        """Return the totals at the start of a step. device: None if they are abstract."""
+        zero: Scalar = np.zeros((), np.float32)
+        totals: Totals = jax.device_put(Totals(self._problem.task.zeros(), zero, zero, np.ones((), bool)), device)
+        return totals
+
+
+def _on(tree: Tree, device: jax.Device) -> Tree:
+    """Return abstract arrays on a device."""
+    return steps.with_shardings(tree, SingleDeviceSharding(device))
+
+
+def _metrics(totals: Totals) -> Metrics:
+    root_mean = jnp.sqrt(totals.square / jnp.maximum(totals.num_updates, 1))
+    sums, finite = jax.tree.map(jnp.copy, (totals.sums, totals.finite))  # copies: later arrivals donate `totals`
+    return Metrics(sums, jnp.where(finite, root_mean, jnp.nan), finite)
+
+
+def add_up_totals(totals: Sequence[Totals]) -> Totals:
+    """Return the totals over several servers."""
+    finite = [one.finite for one in totals]
+    added: Totals = jax.tree.map(lambda *x: sum(x[1:], x[0]), *(one._replace(finite=()) for one in totals))
+    return added._replace(finite=jnp.all(jnp.stack(finite)))
+
+
+def leaves(tree: Tree) -> dict[str, Any]:
+    """Return the arrays of a tree, keyed by index."""
+    return {str(number): leaf for number, leaf in enumerate(jax.tree.leaves(tree))}
+
+
+def with_leaves(tree: Tree, arrays: Mapping[str, Any]) -> Tree:
+    """Return the tree with its arrays replaced by those of `leaves`, on the same devices as before."""
+    old, structure = jax.tree.flatten(tree)
+    new = [jax.device_put(arrays[str(number)], leaf.sharding) for number, leaf in enumerate(old)]
+    return jax.tree.unflatten(structure, new)

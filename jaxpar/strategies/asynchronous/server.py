@@ -1,0 +1,140 @@
+"""Workers that send gradients to a server: sync, async, ssp, softsync.
+
+The server holds the weights. It applies gradients in the order in which a transport delivers them, and publishes the
+updated weights. Only the transport differs between emulated and live workers (transport.py).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.core.state import Canonical, State
+from jaxpar.core.step import Metrics, Problem
+from jaxpar.layout import Tree
+from jaxpar.models.model import Params
+from jaxpar.strategies.asynchronous.mitigations import Mitigations
+from jaxpar.strategies.asynchronous.places import Places
+from jaxpar.strategies.asynchronous.programs import Arrival, Programs, Server, leaves, with_leaves
+from jaxpar.strategies.asynchronous.table import UpdateTable
+from jaxpar.strategies.asynchronous.transport import BeginTransport, Delivery, InFlight, Transport, Workers
+
+
+@dataclass
+class ServerRun:
+    """State of training at a step. It is modified in place.
+
+    Attributes:
+      step: the step, on the host.
+      key: key of the run.
+      params: the newest weights, on the server's device.
+      server: the rest of the server's state, also on its device.
+      transport: the transport to the workers.
+    """
+
+    step: int
+    key: jax.Array
+    params: Params
+    server: Server
+    transport: Transport
+
+
+class ServerEngine:
+    """An `UpdateEngine` with one set of weights."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        mitigations: Mitigations,
+        places: Places,
+        devices: Sequence[jax.Device],
+        at: jax.Device,
+        begin: BeginTransport,
+        *,
+        is_grouped: bool,
+    ):
+        """Take places and devices of the workers, and `at`, the server's device, which may be one of them.
+
+        is_grouped: whether an update has several gradients.
+        """
+        self._problem, self._places, self._devices, self._at, self._begin = problem, places, devices, at, begin
+        self._programs, self._is_grouped = Programs(problem, mitigations, places.num_workers), is_grouped
+        self._run: ServerRun | None = None
+
+    def start(self, state: State, private: Canonical | None = None) -> ServerRun:
+        """See `UpdateEngine`."""
+        if self._run is not None:
+            self._run.transport.close()
+            self._run = None  # before the new run takes memory
+        optimizer = jax.device_put(state.optimizer, self._at, may_alias=False)  # steps donate this copy
+        server = self._programs.server(state.params, optimizer, self._at, is_grouped=self._is_grouped)
+        workers = Workers(self._programs, self._places, self._devices, self._at, state.key)
+        run = ServerRun(int(state.step), state.key, state.params, server, self._begin(workers, state))
+        if private is not None:
+            weights, waiting, mitigations = with_leaves(_arrays(run), private)
+            run.server = server._replace(waiting=waiting, mitigations=mitigations)
+            run.transport.restore(InFlight(weights, private))
+        self._run = run
+        return run
+
+    def step(self, run: ServerRun, batch: Mapping[str, np.ndarray]) -> tuple[ServerRun, Metrics]:
+        """See `UpdateEngine`."""
+        chunks = self._programs.chunks(run.step, batch, self._at)
+        run.server = run.server._replace(totals=self._programs.new_totals(self._at))
+        run.step += 1
+        is_last = run.step == self._problem.num_steps  # no later step could take the remaining gradients
+        self._apply(run, run.transport.deliver(chunks, drain=is_last))
+        return run, self._programs.metrics(run.server.totals)
+
+    def _apply(self, run: ServerRun, deliveries: Iterator[Delivery]) -> None:
+        for row, grads, sums, read in deliveries:
+            at = Arrival(
+                np.float32(row.staleness), np.float32(row.mean_share), np.float32(row.size), np.int32(run.step - 1)
+            )
+            run.params, run.server = self._programs.arrive(
+                row.is_first, row.is_last, run.params, run.server, grads, sums, read, at
+            )
+            if row.is_last:
+                run.transport.publish(run.params)
+
+    def drain(self, run: ServerRun) -> Metrics:
+        """See `UpdateEngine`."""
+        self._drain(run)
+        return self._programs.metrics(run.server.totals)
+
+    def _drain(self, run: ServerRun) -> None:
+        self._apply(run, run.transport.deliver({}, drain=True))
+
+    def params(self, run: ServerRun) -> Params:
+        """See `UpdateEngine`."""
+        self._drain(run)
+        return run.params
+
+    def canonical(self, run: ServerRun) -> State:
+        """See `UpdateEngine`."""
+        self._drain(run)
+        return State(jnp.int32(run.step), run.key, run.params, run.server.optimizer)
+
+    def private(self, run: ServerRun) -> Canonical:
+        """Return older weights, waiting gradients, the states of mitigations, and the transport's record.
+
+        Arrays are keyed by index. Waiting gradients have arrived, but their update is not complete.
+        """
+        self._drain(run)
+        return leaves(jax.device_put(_arrays(run), self._at)) | run.transport.in_flight().record
+
+    def table(self, run: ServerRun) -> UpdateTable | None:
+        """See `UpdateEngine`."""
+        self._drain(run)
+        run.transport.close()
+        return run.transport.table()
+
+    def lower(self, like: State) -> list[jax.stages.Lowered]:
+        """See `UpdateEngine`."""
+        return self._programs.lower(like, self._devices, [self._at], is_grouped=self._is_grouped)
+
+
+def _arrays(run: ServerRun) -> tuple[Tree, Tree, Tree]:
+    return run.transport.in_flight().weights, run.server.waiting, run.server.mitigations

@@ -1,0 +1,63 @@
+"""The details of a planned pipeline, from which its executors are built (lockstep.py, dispatched.py)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jaxpar.core.plan import Plan, Traffic
+from jaxpar.layout import Layout
+from jaxpar.strategies.pipeline.executor.continuous_state import ContinuousState
+from jaxpar.strategies.pipeline.executor.engine import PipelineEngine
+from jaxpar.strategies.pipeline.executor.lowering import LoweredTable
+from jaxpar.strategies.pipeline.executor.programs import StagePrograms
+from jaxpar.strategies.pipeline.executor.stages import Stages
+from jaxpar.strategies.pipeline.executor.state import StagedState
+from jaxpar.strategies.pipeline.tables.table import Table
+
+
+@dataclass(frozen=True)
+class PipelineDetails:
+    """The details of a plan that `build` needs.
+
+    Attributes:
+      schedule: the schedule: its name or path, or how the plan chose it.
+      table: the table of the schedule.
+      lowered: the table in the form that the engine runs, as NumPy arrays.
+      stages: the stages.
+      engine: their F, B and W programs, as branches of one program.
+      staged: distribution of the state between flushes, and the exchange of gradients between replicas.
+      state: distribution of the state; `staged`, unless the pipeline never drains.
+      remat: none, full or dots: which values the forward pass saves for the backward pass.
+      trace: number of the step whose actions are measured; 0: none.
+      executor: one of EXECUTORS.
+    """
+
+    schedule: str
+    table: Table
+    lowered: LoweredTable
+    stages: Stages
+    engine: PipelineEngine
+    staged: StagedState
+    state: StagedState | ContinuousState
+    remat: str
+    trace: int
+    executor: str
+
+    @property
+    def programs(self) -> StagePrograms:
+        """The F, B and W programs of the stages."""
+        return self.engine.programs
+
+
+class ExecutorResources(NamedTuple):
+    """The fields of `Plan` that depend on the executor of a pipeline."""
+
+    layouts: Mapping[str, Layout]
+    memory: tuple[dict[str, int], ...]
+    traffic: tuple[Traffic, ...]
+
+
+def num_unapplied(plan: Plan[PipelineDetails], num_entered: Any) -> int:
+    """Return the number of the last batches whose gradients are not in all weights of a pipeline that never drains."""
+    most = max(stage.updated_after for stage in plan.delays.stages) if plan.delays else 0
+    return min(int(num_entered), most)

@@ -1,0 +1,243 @@
+"""Runs a table without lock step: every stage has programs of its own, which its devices run as soon as they can.
+
+The host enqueues the programs in the order of the table and waits for none of them. A device runs what is enqueued for
+it in this order, each program as soon as its inputs have arrived. So there are no clocks, a device waits only for what
+it reads, and no array is as large as the largest stage needs. The numbers are those of engine.py:
+
+    begin      1. and 2.   one program on all devices: splits the batch; dropout key, divisor of the loss
+    F, B, W    4. to 6.    one program for each column (columns.py), chunk and phase; it donates what it accumulates
+    transfer   7.          `jax.device_put` of y or dX to the column that reads it
+    finish     8. to 10.   dispatch_update.py; in a pipeline that never drains, dispatch_continuous.py
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxpar.core import step as steps
+from jaxpar.models.model import Batch, Params
+from jaxpar.strategies.pipeline.executor.columns import (
+    DIVIDED,
+    LOCAL,
+    ON_ALL,
+    MeshColumns,
+    with_leading,
+    without_leading,
+)
+from jaxpar.strategies.pipeline.executor.enqueue import DEVICES, Compiler, Host, Program, program_on
+from jaxpar.strategies.pipeline.executor.programs import StageInputs, StagePrograms
+from jaxpar.strategies.pipeline.executor.stages import Stages
+from jaxpar.strategies.pipeline.tables.table import ACTION_KINDS, StageDevices, Table, U, receiver
+from jaxpar.tasks import Sums
+
+
+class StepInputs(NamedTuple):
+    """The inputs that all actions of a step share.
+
+    Attributes:
+      key: data of the dropout key; None when evaluating.
+      weight: divisor of the loss: the weight of the global batch divided by the number of replicas.
+      microbatches: [m, B, ..] the microbatches.
+    """
+
+    key: Any
+    weight: Any
+    microbatches: Batch
+
+
+SHARED_SPECS: Any = StepInputs(ON_ALL, ON_ALL, DIVIDED)  # type: ignore[arg-type]
+
+
+class DispatchedAction(NamedTuple):
+    """An action of a table as the host enqueues it.
+
+    Attributes:
+      column: the column that runs it.
+      chunk: its chunk.
+      phase: 0: F; 1: B or BW; 2: W; 3: U.
+      microbatch: its microbatch.
+      stage: its stage.
+      version: the version of the weights that it reads or writes, as in the table.
+      to: the stage and the column that receive its result; None if no other stage does.
+    """
+
+    column: int
+    chunk: int
+    phase: int
+    microbatch: int
+    stage: int
+    version: int
+    to: tuple[int, int] | None
+
+    @property
+    def is_update(self) -> bool:
+        """Whether it is a U."""
+        return self.phase == ACTION_KINDS[U].phase
+
+
+class Work(NamedTuple):
+    """The results of actions that later ones read, in the form LOCAL.
+
+    Attributes:
+      arrived: what other columns sent, by the phase, stage and microbatch that read it.
+      stashes: saved values by stage and microbatch, each by the phase that saved it and the last one that reads it.
+      grads: gradient of the parameters, summed over microbatches, by column, for each chunk.
+      sums: metric sums of each microbatch, by column of the last stage.
+    """
+
+    arrived: dict[tuple[int, int, int], Any]
+    stashes: dict[tuple[int, int], dict[tuple[int, int], Any]]
+    grads: dict[int, list[Params]]
+    sums: dict[int, list[Sums]]
+
+
+def no_work() -> Work:
+    """Return the work of an empty pipeline."""
+    return Work({}, {}, {}, {})
+
+
+def dispatch_order(table: Table) -> list[DispatchedAction]:
+    """Return the actions of a table in the order of its clocks. An action comes after those whose results it reads."""
+    devices, order = StageDevices(table.stages), []
+    for _, column, kind, microbatch, chunk, stage, version, _ in table.actions.tolist():
+        to = devices.receiver(kind, stage, microbatch) if ACTION_KINDS[kind].sends_to else None
+        destination = None if to is None else (receiver(kind, stage), to)
+        order.append(DispatchedAction(column, chunk, ACTION_KINDS[kind].phase, microbatch, stage, version, destination))
+    return order
+
+
+class StageDispatcher:
+    """Enqueues the actions of a table on the columns of a mesh.
+
+    Attributes:
+      order: the actions.
+      num_microbatches: number of microbatches of a batch.
+    """
+
+    def __init__(self, stages: Stages, table: Table, columns: MeshColumns, *, num_phases: int, remat: str):
+        """num_phases and remat: as in `StagePrograms`."""
+        self._stages, self._columns, self._num_phases, self._remat = stages, columns, num_phases, remat
+        self.order, self.num_microbatches, self._numbers = (
+            dispatch_order(table),
+            table.num_microbatches,
+            stages.program_numbers,
+        )
+        self._program = functools.cache(self._make_program)
+        self._zeros = functools.cache(self._make_zeros)
+        self._on_columns: dict[tuple[bool, int, int], Any] = {}
+
+    def run(self, params: Sequence[Params], inputs: Sequence[StepInputs], host: Host = DEVICES) -> Work:
+        """Enqueue all actions of a table with a flush, and return their gradients and metric sums.
+
+        Args:
+          params: parameters by group, named as on the example of its kind.
+          inputs: inputs of the step by column.
+          host: enqueues the programs.
+        """
+        split = [self._columns.split_group(group, held) for group, held in enumerate(params)]
+        parts = {column: self.parts(column, held) for of_group in split for column, held in of_group.items()}
+        work = no_work()
+        for action in self.order:
+            self.act(action, parts[action.column], inputs[action.column], work, host)
+        return work
+
+    def act(
+        self, action: DispatchedAction, parts: Sequence[Params], inputs: StepInputs, work: Work, host: Host
+    ) -> None:
+        """Enqueue an action that is not a U, which takes its inputs from `work` and adds its results to it.
+
+        Args:
+          action: the action, whose microbatch is counted from any batch.
+          parts: parameters of each chunk of its column, from `parts`.
+          inputs: inputs of its batch on its column.
+          work: the work.
+          host: enqueues the programs.
+        """
+        column, chunk, phase, microbatch, stage, _, to = action
+        stash, accumulated = work.stashes.pop((stage, microbatch), {}), None
+        saved = {key: values for key, values in stash.items() if key[0] < phase <= key[1]}
+        has_grads = 0 < phase == self._num_phases - 1
+        if has_grads:
+            if column not in work.grads:
+                work.grads[column] = host.call(self._zeros(column), parts)
+            accumulated = work.grads[column][chunk]
+        result, sums, grads, made, _ = host.call(
+            self._program(column, chunk, phase),
+            parts[chunk],
+            inputs,
+            self._on_column(host, column, microbatch % self.num_microbatches),
+            self._on_column(host, column, int(self._stages.shifts[column, chunk])),
+            work.arrived.pop((phase, stage, microbatch), None),
+            saved,
+            accumulated,
+        )
+        kept = {key: values for key, values in stash.items() if key[1] > phase} | made
+        if kept:
+            work.stashes[stage, microbatch] = kept
+        if has_grads:
+            work.grads[column][chunk] = grads
+        if sums is not None:
+            work.sums.setdefault(column, []).append(sums)
+        if to is not None:
+            sharding = NamedSharding(self._columns.of_column[to[1]], LOCAL)
+            work.arrived[phase, to[0], microbatch] = host.send(result, sharding)
+
+    def parts(self, column: int, held: Params) -> list[Params]:
+        """Return the parameters of each chunk of a column."""
+        example = self._stages.examples[self._stages.kinds[column]]
+        return [self._stages.part(held, example, chunk) for chunk in range(self._numbers.shape[1])]
+
+    def _on_column(self, host: Host, column: int, number: int) -> Any:
+        """Return an int32 on a column, which it keeps: to send one takes longer than to enqueue a program."""
+        is_shape = isinstance(host, Compiler)
+        key = is_shape, column, number
+        if key not in self._on_columns:
+            sharding = NamedSharding(self._columns.of_column[column], ON_ALL)
+            to = host if is_shape else DEVICES
+            self._on_columns[key] = to.send(np.asarray(number, np.int32), sharding)
+        return self._on_columns[key]
+
+    def _make_zeros(self, column: int) -> Program:
+        def on_device(parts: list[Params]) -> list[Params]:
+            return with_leading(jax.tree.map(jnp.zeros_like, parts))
+
+        return program_on(self._columns.of_column[column], on_device, (ON_ALL,), LOCAL, ("parameters",))
+
+    def _make_program(self, column: int, chunk: int, phase: int) -> Program:
+        """Return the program of a phase.
+
+        Its results are the transfer to send, metric sums, gradients, values to stash, and a zero, which is ready when
+        the program has run.
+        """
+        number, is_first = int(self._numbers[column, chunk]), self._stages.placement[column, chunk] == 0
+
+        def on_device(
+            part: Params, inputs: StepInputs, index: jax.Array, shift: jax.Array, arrived: Any, saved: Any, grads: Any
+        ) -> Any:
+            arrived, saved, grads = without_leading((arrived, saved, grads))
+            microbatch = {
+                name: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
+                for name, x in inputs.microbatches.items()
+            }
+            key = None if inputs.key is None else jax.random.wrap_key_data(inputs.key)
+            x, dy = (arrived if phase == reading else None for reading in (0, 1))
+            of_stage = StageInputs(part, microbatch, key, shift, inputs.weight, x, dy)
+            outputs, made = self.programs(*steps.abstract((microbatch, key))).run(number, phase, of_stage, saved)
+            if outputs.dparams is not None:
+                grads = jax.tree.map(jnp.add, grads, outputs.dparams)
+            result = outputs.y if phase == 0 else None if is_first else outputs.dx
+            return with_leading((result, outputs.sums, grads, made, jnp.zeros(())))
+
+        specs = (ON_ALL, SHARED_SPECS, ON_ALL, ON_ALL, LOCAL, LOCAL, LOCAL)
+        kinds = ("parameters", "inputs", "inputs", "inputs", "transfers", "stashes", "gradients")
+        program = program_on(self._columns.of_column[column], on_device, specs, LOCAL, kinds, donate_argnums=6)
+        return program._replace(is_action=True)
+
+    def programs(self, microbatch: Batch, key: Any) -> StagePrograms:
+        """Return the stage programs for a microbatch and a key of these shapes."""
+        return StagePrograms(self._stages, microbatch, key, num_phases=self._num_phases, remat=self._remat)

@@ -1,0 +1,157 @@
+"""The memory and the traffic of a dispatched pipeline, from the order in which the host enqueues its actions.
+
+The host allocates the results of a program when it enqueues it, and frees an array after its last use, so what the
+devices hold at a time follows from this order, however fast they are.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxpar import layout
+from jaxpar.core.mesh import DATA, STAGE
+from jaxpar.core.plan import Traffic, ring_traffic
+from jaxpar.core.state import nbytes
+from jaxpar.exchange.exchange import AllReduce
+from jaxpar.layout import Holders, Layout, LeafLayout, Tree
+from jaxpar.strategies.pipeline.executor.dispatch import DispatchedAction
+from jaxpar.strategies.pipeline.executor.dispatch_update import DispatchedState, private_layout
+from jaxpar.strategies.pipeline.executor.programs import StagePrograms
+from jaxpar.strategies.pipeline.executor.stages import Stages
+from jaxpar.strategies.pipeline.executor.state import StagedState
+from jaxpar.strategies.pipeline.tables.periodic import num_in_flight
+from jaxpar.strategies.pipeline.tables.table import Table
+
+
+def activation_memory(order: Sequence[DispatchedAction], programs: StagePrograms) -> list[dict[str, int]]:
+    """Return, by column, the most bytes at a time of stashes, and of transfers that are sent or wait to be read."""
+    held = [Counter[str]() for _ in programs.numbers]
+    most = [Counter[str](stashes=0, transfers=0) for _ in programs.numbers]
+
+    def change(column: int, kind: str, size: int) -> None:
+        held[column][kind] += size
+        most[column][kind] = max(most[column][kind], held[column][kind])
+
+    for action in order:
+        column, chunk, phase, _, _, _, to = action
+        if action.is_update:
+            continue
+        number = int(programs.numbers[column, chunk])
+        saved = programs.programs[number].cut.saved
+        change(column, "stashes", nbytes([values for key, values in saved.items() if key[0] == phase]))
+        if to is not None:
+            size = nbytes(programs.sent(number, phase))
+            change(column, "transfers", size)
+            change(to[1], "transfers", size)
+            change(column, "transfers", -size)
+        # The inputs of an action exist until it has been enqueued.
+        change(column, "stashes", -nbytes([values for key, values in saved.items() if key[1] == phase]))
+        change(column, "transfers", -nbytes(programs.received(number, phase)))
+    return [dict(of_column) for of_column in most]
+
+
+def dispatch_traffic(
+    order: Sequence[DispatchedAction], programs: StagePrograms, all_reduce: AllReduce
+) -> tuple[Traffic, ...]:
+    """Return the traffic of the column that sends most: activations and their gradients, gradients of the weights."""
+    stages = programs.stages
+    copies: Counter[tuple[str, int]] = Counter()  # bytes by dtype and column
+    messages: Counter[tuple[str, int]] = Counter()
+
+    def send(column: int, x: Any) -> None:
+        copies[x.dtype.name, column] += nbytes([x])
+        messages[x.dtype.name, column] += 1
+
+    for column, chunk, phase, _, _, _, to in order:
+        if to is not None and to[1] != column:
+            for x in jax.tree.leaves(programs.sent(int(programs.numbers[column, chunk]), phase)):
+                send(column, x)
+    for column in range(len(programs.numbers)):  # gradients of tied arrays, to the owner and back
+        for tie in stages.copies(column):
+            for x in jax.tree.leaves(stages.model.shapes[tie.source][tie.source_name]):
+                send(column, x)
+                send(_owner(stages, tie.source), x)
+    sent = [
+        Traffic("copy", dtype, STAGE, *max((copies[key], messages[key]) for key in copies if key[0] == dtype))
+        for dtype in sorted({dtype for dtype, _ in copies})
+    ]
+    held = max((stages.select(stages.model.shapes, column) for column in stages.examples), key=nbytes)
+    most = max((len(group) for group in stages.groups), default=1)
+    # The sum of the gradients of the replicas of a stage.
+    num_arrays = len(jax.tree.leaves(held))
+    within = ring_traffic("all-reduce", 2, STAGE, most, nbytes(held), "float32", num_vectors=num_arrays)
+    return (*sent, *all_reduce.traffic(held), within)
+
+
+def dispatched_layouts(staged: StagedState, axes: Mapping[str, int]) -> DispatchedState:
+    """Return the layouts of the state: who holds each canonical leaf, and the private state of every group."""
+    held = []
+    for columns in columns_of_groups(staged.stages):
+        params = staged.params.packing.tree(staged.stages.kinds[columns[0]])
+        of_group = private_layout({**axes, STAGE: len(columns)}, staged.all_reduce, params).local_shapes
+        held.append(_local(of_group, columns))
+    return DispatchedState(*staged.layouts[:4], Layout(axes, tuple(held)))
+
+
+def in_flight_layouts(
+    order: Sequence[DispatchedAction], table: Table, programs: StagePrograms, staged: StagedState
+) -> dict[str, Layout]:
+    """Return the layouts of what is in flight between two steps of a periodic table, when all stages are busy.
+
+    See `DispatchedFlight` (dispatch_continuous.py).
+    """
+    m, stages, axes = table.num_microbatches, programs.stages, staged.packed.axes
+    versions = []
+    for columns in columns_of_groups(stages):
+        own = [action for action in order if action.column in columns]
+        newest = min(action.microbatch // m for action in own if action.is_update)
+        num_earlier = newest - min(action.microbatch // m + action.version for action in own if not action.is_update)
+        params = layout.on_some(axes, staged.params.packing.tree(stages.kinds[columns[0]]), STAGE, columns).leaves
+        versions.append([params] * num_earlier)
+    like = programs.programs[0].inputs
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((m, *x.shape), x.dtype), like.microbatch)
+    scalars = like.shift, like.weight, jax.eval_shape(jax.random.key_data, like.key)  # the first has the form of `step`
+    of_batch = layout.replicated(axes, scalars).leaves, layout.per_replica(axes, batch, DATA).leaves
+    batches = [of_batch] * (num_in_flight(table) - 1)
+    work: dict[Any, Tree] = {}
+    for step in range(2 * num_in_flight(table)):
+        for action in order:
+            column, number = [action.column], int(programs.numbers[action.column, 0])
+            of_stage = action.stage, step * m + action.microbatch
+            if of_stage[1] < 0:
+                continue
+            if action.is_update:
+                work.pop(("grads", action.column))
+                continue
+            if action.phase == programs.num_phases - 1:
+                held = staged.params.packing.tree(stages.kinds[action.column])
+                work["grads", action.column] = _local(programs.params(number, held), column)
+            work.pop((action.phase, *of_stage), None)
+            for key, values in programs.programs[number].cut.saved.items():
+                if key[0] == action.phase:
+                    work["stash", *of_stage, key] = _local(values, column)
+                elif key[1] == action.phase:
+                    del work["stash", *of_stage, key]
+            if action.to is not None:
+                work[action.phase, action.to[0], of_stage[1]] = _local(
+                    programs.sent(number, action.phase), [action.to[1]]
+                )
+    parts = {"versions": versions, "batches": batches, "work": list(work.values())}
+    return {name: Layout(axes, leaves) for name, leaves in parts.items()}
+
+
+def columns_of_groups(stages: Stages) -> list[list[int]]:
+    """Return the columns of each group."""
+    return stages.groups or [[column] for column in range(len(stages.kinds))]
+
+
+def _local(shapes: Tree, columns: Sequence[int]) -> Tree:
+    """Return the layout of arrays of the form LOCAL. Of their dims [data, stage], the second is 1 on each device."""
+    on = Holders(STAGE, tuple(columns))
+    return jax.tree.map(lambda x: LeafLayout((1, *x.shape), x.dtype, leading=(DATA,), holders=on), shapes)
+
+
+def _owner(stages: Stages, layer: str) -> int:
+    return next(column for column in range(len(stages.kinds)) if layer in stages.layer_names(column))

@@ -1,0 +1,347 @@
+"""Lowers a table to the arrays that the engine runs: the buffer slots that every action reads and writes.
+
+The lowered arrays are arguments of the compiled program, so tables of the same shape share one compilation.
+
+Every device has stashes, which save values of one phase for a later phase of the same microbatch, and two inboxes,
+where transfers (activations for F, gradients for B) wait for the action that reads them. All devices allocate the same
+number of slots for a buffer: the largest number that any device needs in any clock. The stash between F and B uses
+the slots given in the table.
+
+The values of a periodic table (jaxpar/strategies/pipeline/tables/periodic.py) outlive the step that writes them, so a
+buffer is used as a ring: a microbatch has the slot of its number among those of the device, modulo the number of slots.
+The arrays hold the slots of the first step; rings.py converts them to those of any other step.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxpar import layout
+from jaxpar.core.mesh import STAGE
+from jaxpar.core.step import abstract
+from jaxpar.layout import Layout
+from jaxpar.strategies.pipeline.tables.periodic import num_in_flight, unroll, versions_kept
+from jaxpar.strategies.pipeline.tables.table import ACTION_KINDS, StageDevices, Table, U, receiver
+
+NONE = -1
+# A buffer is an inbox, of F or of B, or a stash, named by (phase that writes it, last phase that reads it). Phases are
+# numbered by their order within a clock: F is 0, B and BW are 1, W is 2.
+Buffer = str | tuple[int, int]
+INBOXES = ("activations", "gradients")
+
+
+class _Life(NamedTuple):
+    """Lifetime of a value: the first and the last clock in which it must be in its buffer."""
+
+    device: int
+    first: int
+    last: int
+
+
+class Actions(NamedTuple):
+    """The actions of one phase, as int32 arrays [device, clock].
+
+    In the engine, a device has its own row, [clock], and a scan over clocks sees scalars.
+
+    Attributes:
+      chunk: chunk of the action; NONE if the device has no action of this phase in the clock.
+      microbatch: microbatch of the action. Microbatches of earlier batches follow those of the batch of the step.
+      inbox: inbox slot of its input.
+      stash: slot in each stash that the action reads or writes.
+      local_inbox: inbox slot for its output if the receiving stage is on the same device; otherwise NONE.
+      route: number of the route that carries its output to another device; otherwise NONE.
+      version: slot of the weights that it reads; in the first step, how many batches have entered since the
+        version was the newest one possible. None if all actions of a step read the same weights.
+    """
+
+    chunk: Any
+    microbatch: Any
+    inbox: Any
+    stash: dict[tuple[int, int], Any]
+    local_inbox: Any
+    route: Any
+    version: Any = None
+
+
+class Arrivals(NamedTuple):
+    """The transfers that arrive over one route at the end of a clock, int32 [device, clock]: an inbox slot or NONE."""
+
+    activations: Any
+    gradients: Any
+
+
+class Route(NamedTuple):
+    """A route from every sender to the device `offset` places after it on the ring of devices.
+
+    Attributes:
+      offset: distance from sender to receiver.
+      senders: the devices that ever send over the route.
+      phases: phases whose outputs the route carries: 0 activations, 1 gradients.
+    """
+
+    offset: int
+    senders: tuple[int, ...]
+    phases: tuple[int, ...]
+
+
+class ClockShape(NamedTuple):
+    """The properties of a clock that the compiled program depends on.
+
+    Attributes:
+      routes: the routes between devices; one that is not used in the clock has no senders.
+      actors: by phase, the devices that have an action in the clock; None: any device can have one.
+      has_update: whether a device can have an update at the end of the clock.
+    """
+
+    routes: tuple[Route, ...]
+    actors: tuple[tuple[int, ...], ...] | None = None
+    has_update: bool = False
+
+    @property
+    def num_transfers(self) -> int:
+        """Number of routes that are used in the clock."""
+        return sum(bool(route.senders) for route in self.routes)
+
+
+class TableShape(NamedTuple):
+    """The properties of a table that the compiled program depends on.
+
+    Attributes:
+      num_microbatches: number of microbatches in a replica's shard of the batch.
+      clocks: the clocks in one iteration of the loop over clocks. A table with a flush has one, whose routes are those
+        of all clocks.
+      num_slots: number of slots of each buffer.
+      num_phases: 1: F alone; 2: F and BW; 3: F, B and W.
+      local_phases: phases that have an output whose receiving stage is on the same device.
+      num_batches: number of batches that a step works on; more than 1 only if the table is periodic.
+      num_versions: by device, the number of versions of the weights that it keeps; empty if the table has no updates.
+      num_own: by device, the number of microbatches of a batch that it runs; empty if the table has no updates.
+    """
+
+    num_microbatches: int
+    clocks: tuple[ClockShape, ...]
+    num_slots: tuple[tuple[Buffer, int], ...]
+    num_phases: int
+    local_phases: tuple[int, ...]
+    num_batches: int = 1
+    num_versions: tuple[int, ...] = ()
+    num_own: tuple[int, ...] = ()
+
+
+class TableArrays(NamedTuple):
+    """The arrays of a lowered table.
+
+    Attributes:
+      actions: the actions, by phase.
+      arrivals: the transfers that arrive, by route.
+      updates: int32 [device, clock]: the number of batches that have entered since the batch whose gradient is applied
+        at the end of the clock, or NONE; None if the table has no updates.
+    """
+
+    actions: tuple[Actions, ...]
+    arrivals: tuple[Arrivals, ...]
+    updates: Any = None
+
+
+class LoweredTable(NamedTuple):
+    """A table in the form that the engine runs."""
+
+    shape: TableShape
+    arrays: TableArrays
+
+
+def table_layout(axes: Mapping[str, int], arrays: Any) -> Layout:
+    """Return the layout of a lowered table's arrays, [device, clock]: every device holds its own row, [clock]."""
+    return layout.per_replica(axes, abstract(arrays, 1), STAGE)
+
+
+class _Transfer(NamedTuple):
+    """A value that a device sends to another device, or to itself, at the end of a clock."""
+
+    offset: int  # distance from sender to receiver on the ring
+    phase: int  # of the action that computed it
+    clock: int
+    sender: int
+    receiver: int
+    slot: int  # in the receiver's inbox
+
+
+def lower_table(table: Table) -> LoweredTable:
+    """Lower a valid table to the form that the engine runs."""
+    slots, num_slots = _slots_in_rings(table) if table.period else _slots(table)
+    rows = table.actions[table.actions["kind"] != U]
+    m, num_phases = table.num_microbatches, 1 + max(ACTION_KINDS[kind].phase for kind in rows["kind"])
+
+    def empty() -> np.ndarray:
+        return np.full((table.num_devices, table.num_clocks), NONE, np.int32)
+
+    def actions_of(phase: int) -> Actions:
+        stashes = [buffer for buffer in slots if isinstance(buffer, tuple) and buffer[0] <= phase <= buffer[1]]
+        version = empty() if table.period else None
+        return Actions(empty(), empty(), empty(), {stash: empty() for stash in stashes}, empty(), empty(), version)
+
+    actions = [actions_of(phase) for phase in range(num_phases)]
+    for clock, device, kind, microbatch, chunk, stage, version, _ in rows.tolist():
+        phase, place, key = ACTION_KINDS[kind].phase, (device, clock), (microbatch, stage)
+        of_phase, age = actions[phase], -(microbatch // m)
+        of_phase.chunk[place], of_phase.microbatch[place] = chunk, age * m + microbatch % m
+        of_phase.inbox[place] = slots.get(INBOXES[phase], {}).get(key, NONE) if phase < len(INBOXES) else NONE
+        for stash, array in of_phase.stash.items():
+            array[place] = slots[stash][key]
+        if table.period:
+            of_phase.version[place] = age - version
+    transfers = _transfers(table, slots)
+    routes = _routes(transfers)
+    arrivals = [Arrivals(empty(), empty()) for _ in routes]
+    numbers = {route.offset: number for number, route in enumerate(routes)}
+    for transfer in transfers:
+        if transfer.offset == 0:
+            actions[transfer.phase].local_inbox[transfer.sender, transfer.clock] = transfer.slot
+        else:
+            number = numbers[transfer.offset]
+            actions[transfer.phase].route[transfer.sender, transfer.clock] = number
+            arrivals[number][transfer.phase][transfer.receiver, transfer.clock] = transfer.slot
+    local_phases = tuple(sorted({transfer.phase for transfer in transfers if transfer.offset == 0}))
+    shape = TableShape(m, (ClockShape(routes),), num_slots, num_phases, local_phases)
+    if not table.period:
+        return LoweredTable(shape, TableArrays(tuple(actions), tuple(arrivals)))
+    updates = empty()
+    for clock, device, _, microbatch, *_ in table.actions[table.actions["kind"] == U].tolist():
+        updates[device, clock] = -(microbatch // m)
+    devices, stages = StageDevices(table.stages), table.stages[:, 0].tolist()
+    shape = shape._replace(
+        clocks=_repeating_clocks(table, transfers, routes),
+        num_batches=num_in_flight(table),
+        num_versions=tuple(versions_kept(table)),
+        num_own=tuple(m // len(devices.of(stage)) for stage in stages),
+    )
+    return LoweredTable(shape, TableArrays(tuple(actions), tuple(arrivals), updates))
+
+
+def _repeating_clocks(table: Table, transfers: Sequence[_Transfer], routes: Sequence[Route]) -> tuple[ClockShape, ...]:
+    """Return the shortest sequence of clocks of a periodic table whose repetition makes up the period.
+
+    Each of its clocks has only its own transfers. If all clocks had those of all, then all devices would wait for each
+    other in every clock, those in a forward for those in a backward.
+    """
+    sending, acting = defaultdict(set), defaultdict(set)  # devices by (clock, offset) and by (clock, phase)
+    for transfer in transfers:
+        sending[transfer.clock, transfer.offset].add(transfer.sender)
+    for clock, device, kind in table.actions[["clock", "device", "kind"]].tolist():
+        acting[clock, ACTION_KINDS[kind].phase].add(device)
+    period, update = table.period, ACTION_KINDS[U].phase
+    num_phases = 1 + max(phase for _, phase in acting if phase != update)
+    clocks = [
+        ClockShape(
+            tuple(route._replace(senders=tuple(sorted(sending[clock, route.offset]))) for route in routes),
+            tuple(tuple(sorted(acting[clock, phase])) for phase in range(num_phases)),
+        )
+        for clock in range(period)
+    ]
+    size = next(size for size in range(1, period + 1) if clocks == clocks[:size] * (period // size))
+    return tuple(
+        clocks[first]._replace(has_update=any(acting[clock, update] for clock in range(first, period, size)))
+        for first in range(size)
+    )
+
+
+Slots = dict[Buffer, dict[tuple[int, int], int]]  # slot by buffer and (microbatch, stage)
+NumSlots = tuple[tuple[Buffer, int], ...]
+
+
+def _slots(table: Table) -> tuple[Slots, NumSlots]:
+    """Return the slots of all values, and the number of slots of each buffer."""
+    slots: Slots = {buffer: _share_slots(lives) for buffer, lives in _lives(table).items()}
+    if (0, 1) in slots:
+        rows = table.actions[["kind", "microbatch", "stage", "slot"]].tolist()
+        slots[0, 1] = {
+            (microbatch, stage): slot for kind, microbatch, stage, slot in rows if ACTION_KINDS[kind].phase == 0
+        }
+    return slots, tuple((buffer, max(slot.values()) + 1) for buffer, slot in slots.items())
+
+
+def _slots_in_rings(table: Table) -> tuple[Slots, NumSlots]:
+    """Return the slots of all values of a periodic table in the first step, and the number of slots of each buffer."""
+    devices = StageDevices(table.stages)
+    replicas = [len(devices.of(stage)) for stage in range(table.num_stages)]
+    lives = _lives(unroll(table, 3 * num_in_flight(table)))
+    sizes = {buffer: _ring_size(of_buffer, replicas) for buffer, of_buffer in lives.items()}
+    keys = {(microbatch, stage) for microbatch, stage in table.actions[["microbatch", "stage"]].tolist()}
+    keys |= {(microbatch, stage + step) for microbatch, stage in keys for step in (-1, 1)}  # those that are sent there
+    keys = {(microbatch, stage) for microbatch, stage in keys if 0 <= stage < table.num_stages}
+    slots: Slots = {
+        buffer: {(k, stage): k // replicas[stage] % size for k, stage in keys} for buffer, size in sizes.items()
+    }
+    return slots, tuple(sizes.items())
+
+
+def _ring_size(lives: dict[tuple[int, int], _Life], replicas: Sequence[int]) -> int:
+    """Return the largest range of a device's own microbatches that are in a buffer at the same time."""
+    by_device: dict[int, list[tuple[int, _Life]]] = {}
+    for (microbatch, stage), life in lives.items():
+        by_device.setdefault(life.device, []).append((microbatch // replicas[stage], life))
+    largest = 1
+    for on_device in by_device.values():
+        for _, life in on_device:
+            numbers = [microbatch for microbatch, other in on_device if other.first <= life.first <= other.last]
+            largest = max(largest, max(numbers) - min(numbers) + 1)
+    return largest
+
+
+def _transfers(table: Table, slots: dict[Buffer, dict[tuple[int, int], int]]) -> list[_Transfer]:
+    devices, transfers = StageDevices(table.stages), []
+    for clock, device, kind, microbatch, stage in table.actions[
+        ["clock", "device", "kind", "microbatch", "stage"]
+    ].tolist():
+        phase, to = ACTION_KINDS[kind].phase, devices.receiver(kind, stage, microbatch)
+        if phase < len(INBOXES) and to is not None:
+            offset, slot = (to - device) % table.num_devices, slots[INBOXES[phase]][microbatch, receiver(kind, stage)]
+            transfers.append(_Transfer(offset, phase, clock, device, to, slot))
+    return transfers
+
+
+def _routes(transfers: list[_Transfer]) -> tuple[Route, ...]:
+    """Return one route for each distance between devices."""
+    routes = []
+    for offset in sorted({transfer.offset for transfer in transfers} - {0}):
+        of_offset = [transfer for transfer in transfers if transfer.offset == offset]
+        senders, phases = {transfer.sender for transfer in of_offset}, {transfer.phase for transfer in of_offset}
+        routes.append(Route(offset, tuple(sorted(senders)), tuple(sorted(phases))))
+    return tuple(routes)
+
+
+def _lives(table: Table) -> dict[Buffer, dict[tuple[int, int], _Life]]:
+    """Return the lifetimes of all values, by buffer and (microbatch, stage).
+
+    A transfer is written at the end of a clock, so its lifetime starts with the next clock.
+    """
+    rows = table.actions[table.actions["kind"] != U][["clock", "kind", "microbatch", "stage"]].tolist()
+    clocks = {(ACTION_KINDS[kind].phase, microbatch, stage): clock for clock, kind, microbatch, stage in rows}
+    lives: dict[Buffer, dict[tuple[int, int], _Life]] = {}
+    devices = StageDevices(table.stages)
+    num_phases = 1 + max(phase for phase, _, _ in clocks)
+    for (phase, microbatch, stage), clock in clocks.items():
+        device, key = devices.device(stage, microbatch), (microbatch, stage)
+        for later in range(phase + 1, num_phases):
+            lives.setdefault((phase, later), {})[key] = _Life(device, clock, clocks[later, microbatch, stage])
+        sender = (phase, microbatch, stage - 1 if phase == 0 else stage + 1)
+        if phase < 2 and sender in clocks:
+            lives.setdefault(INBOXES[phase], {})[key] = _Life(device, clocks[sender] + 1, clock)
+    return lives
+
+
+def _share_slots(lives: dict[tuple[int, int], _Life]) -> dict[tuple[int, int], int]:
+    """Assign a slot to every lifetime, so that lifetimes that overlap on a device never share one.
+
+    The greedy assignment in order of the first clock uses the fewest slots possible.
+    """
+    free_from: dict[int, list[int]] = {}  # by device: the first clock in which each slot is free again
+    slots = {}
+    for key, life in sorted(lives.items(), key=lambda item: item[1].first):
+        times = free_from.setdefault(life.device, [])
+        slot = next((slot for slot, time in enumerate(times) if time <= life.first), len(times))
+        times[slot : slot + 1] = [life.last + 1]
+        slots[key] = slot
+    return slots

@@ -1,0 +1,322 @@
+"""The F, B and W programs of every stage, as pure functions of weights, saved values and transfers.
+
+The layers of a stage are traced once, forward and backward, and the trace is cut into phases. A phase depends on no
+mesh, axis name or schedule. The engine (engine.py) runs the phases as branches of one program for all devices. Other
+callers can run them one at a time.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.core.step import example_keys
+from jaxpar.models.model import Activations, Batch, Model, Params
+from jaxpar.models.remat import REMAT_POLICIES
+from jaxpar.strategies.pipeline.executor.split_backward import Cut, Origin, Saved, cut_phases, flatten
+from jaxpar.strategies.pipeline.executor.stages import Stages
+from jaxpar.tasks import Sums, Task, mean_loss
+
+REMATS = ("full", "none", "dots")
+NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
+# Stages that have been traced, by model.
+_TRACED: WeakKeyDictionary[Model, dict[Any, "StageProgram"]] = WeakKeyDictionary()
+
+
+class StageInputs(NamedTuple):
+    """The inputs of one phase of a stage, besides the values that earlier phases of the same microbatch saved.
+
+    Attributes:
+      params: parameters of the stage's layers, and arrays tied to them.
+      microbatch: the examples.
+      key: dropout key of the step; None when evaluating.
+      shift: layer-index offset from the stage that the program was traced for; dropout keys depend on it.
+      weight: divisor of the loss.
+      x: input of the stage, for F; None at stage 0, whose input is in the microbatch.
+      dy: gradient of the stage's output, for B; None at the last stage, whose output is the loss.
+    """
+
+    params: Any
+    microbatch: Batch
+    key: Any
+    shift: Any
+    weight: Any
+    x: Activations | None = None
+    dy: Activations | None = None
+
+
+class StageOutputs(NamedTuple):
+    """The outputs of one phase. Outputs that a phase does not compute are None.
+
+    Attributes:
+      y: output of the stage, from F; the last stage returns `sums` instead.
+      sums: metric sums of the microbatch, from F of the last stage.
+      dx: gradient of the stage's input, from B. Stage 0 has no sender to return it to. If its B and W are separate,
+        `dx` is the gradient of the input of its second layer, which is discarded.
+      dparams: gradient of StageInputs.params, from W, or from B if B and W are fused.
+    """
+
+    y: Activations | None = None
+    sums: Sums | None = None
+    dx: Activations | None = None
+    dparams: Any = None
+
+
+class StageProgram(NamedTuple):
+    """The phases of one chunk of one kind of device.
+
+    Attributes:
+      stage: the stage that it was traced for; other stages run it with a shift.
+      inputs: shapes of the inputs, with x and dy.
+      outputs: shapes of the outputs, by phase.
+      cut: the phases.
+    """
+
+    stage: int
+    inputs: StageInputs
+    outputs: tuple[StageOutputs, ...]
+    cut: Cut
+
+    @property
+    def y(self) -> Activations | None:
+        """Shapes of the output for the next stage; None at the last stage."""
+        return self.outputs[0].y
+
+
+class StagePrograms:
+    """The programs of all stages. Stages that differ only in their position in the model share a program.
+
+    Attributes:
+      stages: the stages.
+      num_phases: 1: F alone; 2: F and a fused backward; 3: F, B and W.
+      numbers: number of the program that each [device, chunk] runs.
+      programs: the programs, by number.
+    """
+
+    def __init__(self, stages: Stages, microbatch: Batch, key: jax.Array | None, *, num_phases: int, remat: str):
+        """Trace the programs.
+
+        Args:
+          stages: the stages.
+          microbatch: shapes of a microbatch.
+          key: shape of a dropout key; None disables dropout.
+          num_phases: see the attribute.
+          remat: none, full or dots: which values the forward pass saves for the backward pass.
+        """
+        self.stages, self.num_phases = stages, num_phases
+        self.numbers = stages.program_numbers
+        _, firsts = np.unique(stages.placement, return_index=True)
+        by_stage = self.numbers.ravel()[firsts].tolist()
+        scalar = partial(jax.ShapeDtypeStruct, ())
+        traced: dict[int, StageProgram] = {}
+        x = None
+        for number in by_stage:
+            if number not in traced:
+                device = stages.examples[self.kind(number)]
+                params = self.params(number, stages.select(stages.model.shapes, device))
+                inputs = StageInputs(params, microbatch, key, scalar(jnp.int32), scalar(jnp.float32), x)
+                stage = int(stages.placement[device, self.chunk(number)])
+                traced[number] = trace_stage(stages, stage, inputs, num_phases=num_phases, remat=remat)
+            x = traced[number].y
+        self.programs = [traced[number] for number in range(len(traced))]
+        self._by_stage = by_stage
+
+    @property
+    def sums(self) -> Sums:
+        """Shapes of the metric sums of a microbatch, an output of the last stage."""
+        sums = self.programs[self._by_stage[-1]].outputs[0].sums
+        assert sums is not None
+        return sums
+
+    def kind(self, number: int) -> int:
+        """Return the kind of device that runs a program."""
+        return number // self.stages.placement.shape[1]
+
+    def chunk(self, number: int) -> int:
+        """Return the chunk whose stage a program computes."""
+        return number % self.stages.placement.shape[1]
+
+    def sender(self, number: int) -> int | None:
+        """Return the number of the program that computes the input of this one; None at stage 0."""
+        stage = self.programs[number].stage
+        return self._by_stage[stage - 1] if stage else None
+
+    def sent(self, number: int, phase: int) -> Activations | None:
+        """Return the shapes of what a phase of a program sends: its y, or the gradient of the y that it received."""
+        return self.programs[number].y if phase == 0 else self.received(number, 0)
+
+    def received(self, number: int, phase: int) -> Activations | None:
+        """Return the shapes of what a phase of a program receives; None if it receives nothing."""
+        if phase == 0:
+            sender = self.sender(number)
+            return None if sender is None else self.programs[sender].y
+        return self.programs[number].y if phase == 1 else None
+
+    def params(self, number: int, held: Params) -> Params:
+        """Return the subset of a device's parameters that a program uses, named as on the representative device."""
+        return self.stages.part(held, self.stages.examples[self.kind(number)], self.chunk(number))
+
+    def run(self, number: int, phase: int, inputs: StageInputs, saved: Saved) -> tuple[StageOutputs, Saved]:
+        """Run one phase of a program: a pure function, which can be jitted.
+
+        Args:
+          number: number of the program.
+          phase: 0: F; 1: B, or the fused backward; 2: W.
+          inputs: the inputs; those that this phase does not use may be None.
+          saved: values that earlier phases of the microbatch saved for this phase.
+
+        Returns:
+          The outputs, and the values that this phase saves for later ones.
+        """
+        program = self.programs[number]
+        leaves: list[Any] = []
+        for value, like in zip(inputs, program.inputs, strict=True):
+            leaves += [None] * len(jax.tree.leaves(like)) if value is None else jax.tree.leaves(value)
+        results, made = program.cut.run[phase](leaves, saved)
+        return jax.tree.unflatten(jax.tree.structure(program.outputs[phase]), results), made
+
+
+def trace_stage(stages: Stages, stage: int, inputs: StageInputs, *, num_phases: int, remat: str) -> StageProgram:
+    """Trace the layers of a stage, and cut the trace into phases.
+
+    Traces are cached: stages with the same layers, inputs and phases share one, as do all plans of a model and the
+    programs built from them. They are made without a mesh, so that those outside and inside `shard_map` are the same.
+
+    Args:
+      stages: the stages.
+      stage: number of the stage.
+      inputs: shapes of the inputs; dy is ignored.
+      num_phases: 1: F alone; 2: F and a fused backward; 3: F, B and W.
+      remat: none, full or dots: which values the forward pass saves for the backward pass.
+    """
+    computation = _Stage(
+        stages.model,
+        stages.task,
+        stages.bounds[stage : stage + 2],
+        is_first=stage == 0,
+        is_last=stage == stages.num_stages - 1,
+        is_evaluation=num_phases == 1,
+    )
+    leaves, structure = jax.tree.flatten(inputs)
+    avals = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    key = (stage, *computation[1:], avals, structure, num_phases, remat)
+    traced = _TRACED.setdefault(stages.model, {})
+    if key not in traced:
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            traced[key] = _trace(stage, computation, inputs, num_phases=num_phases, remat=remat)
+    return traced[key]
+
+
+def _trace(stage: int, computation: "_Stage", inputs: StageInputs, *, num_phases: int, remat: str) -> StageProgram:
+    y = None
+    if not computation.is_last:
+        y = jax.eval_shape(lambda inputs: computation.forward(inputs, inputs.params, inputs.x, None)[0], inputs)
+    inputs = inputs._replace(dy=y)
+    phases = partial(computation.phases, num_phases=num_phases, remat=remat)
+    closed, outputs = jax.make_jaxpr(phases, return_shape=True)(inputs)
+    num_outputs = [len(jax.tree.leaves(of_phase)) for of_phase in outputs]
+    pieces = cut_phases(flatten(closed, remat=num_phases == 3), num_outputs, input_origins(inputs))
+    return StageProgram(stage, inputs, tuple(outputs), pieces)
+
+
+def input_origins(inputs: StageInputs) -> list[Origin]:
+    """Return the origin of each leaf.
+
+    Values that depend on the dropout key are saved, because random numbers are slow to draw again. So are values that
+    depend on the microbatch inputs, because these are the activations of stage 0.
+    """
+
+    def of(part: Any, source: Origin) -> Any:
+        return jax.tree.map(lambda _: source, part)
+
+    microbatch = {name: of(x, "saved" if name == "inputs" else "free") for name, x in inputs.microbatch.items()}
+    spread = StageInputs(
+        of(inputs.params, "free"),
+        microbatch,
+        of(inputs.key, "saved"),
+        of(inputs.shift, "free"),
+        of(inputs.weight, "free"),
+        of(inputs.x, 0),
+        of(inputs.dy, 1),
+    )
+    return jax.tree.leaves(spread)
+
+
+class _Stage(NamedTuple):
+    """The computation of a stage, before it is cut into phases."""
+
+    model: Model
+    task: Task
+    span: tuple[int, ...]  # first layer, and the one after the last
+    is_first: bool
+    is_last: bool
+    is_evaluation: bool  # a forward pass alone
+
+    def layers(self, inputs: StageInputs, params: Any, x: Activations, start: int, stop: int) -> Activations:
+        """Apply the layers without a scan.
+
+        A scan would stack the weights for every microbatch, and compute dX and dW together.
+        """
+        keys_B = None if inputs.key is None else example_keys(inputs.key, inputs.microbatch)
+        return self.model.apply_layers(
+            params, x, inputs.microbatch, keys_B, start, stop, shift=inputs.shift, scan=False
+        )
+
+    def forward(self, inputs: StageInputs, params: Any, x: Any, bump: Any) -> tuple[Activations, Sums | None]:
+        """Return the output of the stage, or the loss at the last stage, and the metric sums of the last stage.
+
+        Args:
+          inputs: the inputs.
+          params: the parameters, separate from `inputs` so that they can be differentiated.
+          x: input of the stage.
+          bump: zeros to add to the output of the first layer, or None. Their gradient is that of the layer's output.
+        """
+        start, stop = self.span
+        x = inputs.microbatch["inputs"] if self.is_first else x
+        if bump is not None:
+            x, start = jax.tree.map(_add, self.layers(inputs, params, x, start, start + 1), bump), start + 1
+        y = self.layers(inputs, params, x, start, stop)
+        if not self.is_last:
+            return y, None
+        sums_of = self.task.evaluation_sums if self.is_evaluation else self.task.sums
+        sums = sums_of(y, inputs.microbatch)
+        return mean_loss(sums.loss, inputs.weight), sums
+
+    def phases(self, inputs: StageInputs, *, num_phases: int, remat: str) -> list[StageOutputs]:
+        """Return the outputs of each phase."""
+        forward = partial(self.forward, inputs)
+        if self.is_evaluation:
+            return [self._outputs(*forward(inputs.params, inputs.x, None))]
+        bump, (start, stop) = None, self.span
+        if num_phases == 3 and self.is_first and stop - start > 1:
+            # No stage needs dX of stage 0, so its whole backward pass would be W. To balance B and W, its B computes dX
+            # of its second layer instead.
+            first = partial(self.layers, inputs, inputs.params, inputs.microbatch["inputs"], start, start + 1)
+            bump = jax.tree.map(_zeros_of_float, jax.eval_shape(first))
+        function = forward if remat in ("none", "full") else jax.checkpoint(forward, policy=REMAT_POLICIES[remat])
+        y, pullback, sums = jax.vjp(function, inputs.params, inputs.x, bump, has_aux=True)
+        dy = jnp.ones(y.shape, y.dtype) if self.is_last else inputs.dy
+        if remat == "full":  # a separate F: then all of jax.vjp is part of B, which recomputes F
+            y, sums = forward(inputs.params, inputs.x, None)
+        dparams, dx, dbump = pullback(dy)
+        dx = dbump if self.is_first else dx
+        outputs = self._outputs(y, sums)
+        if num_phases == 2:
+            return [outputs, StageOutputs(dx=dx, dparams=dparams)]
+        return [outputs, StageOutputs(dx=dx), StageOutputs(dparams=dparams)]
+
+    def _outputs(self, y: Activations, sums: Sums | None) -> StageOutputs:
+        return StageOutputs(sums=sums) if self.is_last else StageOutputs(y=y)
+
+
+def _zeros_of_float(x: jax.ShapeDtypeStruct) -> jax.Array | None:
+    return jnp.zeros(x.shape, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else None
+
+
+def _add(x: jax.Array, bump: jax.Array | None) -> jax.Array:
+    return x if bump is None else x + bump

@@ -1,0 +1,187 @@
+"""Builds a planned pipeline as one program for all devices, which step through the clocks of the table together.
+
+config.pipeline.executor chooses between it and programs of the stages (dispatched.py). The engine is
+jaxpar/strategies/pipeline/executor/engine.py.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxpar.core import mesh as meshes
+from jaxpar.core import state as states
+from jaxpar.core.mesh import DATA, STAGE
+from jaxpar.core.plan import Plan, Traffic, ring_traffic, state_memory
+from jaxpar.core.state import nbytes
+from jaxpar.core.step import Metrics, Problem, with_shardings
+from jaxpar.layout import Layout
+from jaxpar.models.model import Batch, Model
+from jaxpar.strategies.pipeline.details import ExecutorResources, PipelineDetails, num_unapplied
+from jaxpar.strategies.pipeline.executor.branches import device_branches
+from jaxpar.strategies.pipeline.executor.continuous import continuous_step, padded, update_trips
+from jaxpar.strategies.pipeline.executor.continuous_state import ContinuousState
+from jaxpar.strategies.pipeline.executor.engine import PipelineEngine, pipeline_evaluation, pipeline_step
+from jaxpar.strategies.pipeline.executor.lowering import (
+    LoweredTable,
+    TableArrays,
+    TableShape,
+    lower_table,
+    table_layout,
+)
+from jaxpar.strategies.pipeline.executor.state import PackedState
+from jaxpar.strategies.pipeline.executor.timeline import Timeline
+from jaxpar.strategies.pipeline.tables.schedule import forward_only
+from jaxpar.strategies.placement import IN_PLACE, batch_placer, by_replica
+from jaxpar.strategies.strategy import CompiledProgram, Strategy
+from jaxpar.tasks import Sums
+
+# Lets XLA write to a stash in place inside the branch of an action. Otherwise it copies whole stashes in every clock.
+STASH_IN_PLACE = IN_PLACE | {"xla_gpu_copy_insertion_use_region_analysis": True}
+
+
+def resources(details: PipelineDetails, engine: PipelineEngine, model: Model) -> ExecutorResources:
+    """Return the layouts of the state, and what a device holds and sends. Each needs as much as the fullest one."""
+    state = details.state
+    held = [{**parts, **engine.activation_bytes} for parts in state_memory(state.memory)]
+    return ExecutorResources(state.layouts._asdict(), tuple(held), plan_traffic(model, details, engine))
+
+
+def plan_traffic(model: Model, details: PipelineDetails, engine: PipelineEngine) -> tuple[Traffic, ...]:
+    """Return the traffic of a device in a step: one transfer per clock and route used in it, and the gradients."""
+    table, stages = details.table, details.stages
+    clocks = details.lowered.shape.clocks
+    sends = sum(clock.num_transfers for clock in clocks) * table.num_clocks // len(clocks)
+    transfers = [
+        Traffic("collective-permute", array.dtype.name, STAGE, sends * nbytes([array]), messages=sends)
+        for array in engine.transfers.shapes
+    ]
+    copied = {(tie.source, tie.source_name) for device in stages.examples for tie in stages.copies(device)}
+    copied_bytes = nbytes([model.shapes[layer][name] for layer, name in sorted(copied)])
+    # The sum of the gradients of tied arrays.
+    tied = ring_traffic("all-reduce", 2, STAGE, table.num_devices, copied_bytes, "float32", num_vectors=len(copied))
+    params = details.staged.params.packing
+    gradients = details.staged.all_reduce.traffic(params.shapes)
+    most = max((len(group) for group in stages.groups), default=1)
+    # The sum of the gradients of the replicas of a stage.
+    within = ring_traffic("all-reduce", 2, STAGE, most, params.nbytes, "float32", num_vectors=len(params.shapes))
+    return (*transfers, *gradients, within, tied)
+
+
+def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[PackedState]:
+    """Build the strategy on the first of these devices."""
+    meshes.check_partitioner()
+    details, num_data = plan.details, plan.num_replicas
+    table, staged = details.table, details.staged
+    mesh, timeline = meshes.make_mesh(plan.axes, devices), Timeline(details.trace, details.schedule, table)
+    of_state = details.state
+    like = states.abstract_state(problem.model, problem.optimizer)
+    step, timed_step = (jit_train_step(details, mesh, each) for each in (None, timeline))
+    forward = jit_on_mesh(pipeline_evaluation(staged), staged.params.packed, PartitionSpec(), mesh)
+    one_at_a_time = partial(meshes.one_at_a_time, mesh=mesh)
+
+    def on_devices(lowered: LoweredTable) -> LoweredTable:
+        """Place the arrays of a table on the mesh."""
+        shape, arrays = lowered
+        return LoweredTable(shape, jax.device_put(arrays, table_layout(plan.axes, arrays).shardings(mesh)))
+
+    @functools.cache
+    def training() -> LoweredTable:
+        return on_devices(details.lowered)
+
+    @functools.cache
+    def evaluation(num_examples: int) -> LoweredTable:
+        """Return a forward-only table with as many of the training microbatches as divide a replica's examples."""
+        number = math.gcd(num_examples, table.num_microbatches)
+        return on_devices(lower_table(forward_only(table.num_devices, number, table.stages)))
+
+    def train(state: PackedState, batch: dict[str, jax.Array]) -> tuple[PackedState, Metrics]:
+        run = timed_step if timeline.next_step() else step
+        lowered = training()
+        return one_at_a_time(run)(lowered.shape, state, batch, lowered.arrays)
+
+    def evaluate(state: PackedState, batch: dict[str, jax.Array]) -> Sums:
+        lowered = evaluation(len(batch["index"]) // num_data)
+        return one_at_a_time(forward)(lowered.shape, of_state.newest(state).params, batch, lowered.arrays)
+
+    def from_canonical(tree: states.Canonical, private: states.Canonical | None = None) -> PackedState:
+        timeline.steps_before(int(tree["step"]))
+        return of_state.distribute(states.from_canonical(tree, like), private, mesh)
+
+    on_mesh, never_drains = batch_placer(mesh), isinstance(of_state, ContinuousState)
+
+    def place(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        return on_mesh(padded(batch, problem.batch) if never_drains else batch)
+
+    def num_in_flight(state: PackedState) -> int:
+        return num_unapplied(plan, jax.device_get(state.private.num_entered)) if never_drains else 0
+
+    trips = update_trips(details.lowered.shape, table.num_clocks)
+
+    def compile_programs() -> list[CompiledProgram]:
+        branches = device_branches(details.lowered, staged.stages)
+        frequencies = trips | {scope: one.fractions for scope, one in branches.items()}
+        return [CompiledProgram(lower_step(plan, problem, mesh).compile(), frequencies, branches=branches)]
+
+    return Strategy(
+        plan,
+        tuple(mesh.devices.flat),
+        init=lambda key: of_state.init(key, mesh),
+        place=place,
+        step=train,
+        evaluate=evaluate,
+        to_canonical=lambda state: states.to_canonical(of_state.gather(state)),
+        from_canonical=from_canonical,
+        compile=compile_programs,
+        to_private=of_state.private_state,
+        num_in_flight=num_in_flight,
+        report=timeline.report,
+        timelines=timeline.charts,
+    )
+
+
+def lower_step(plan: Plan[PipelineDetails], problem: Problem, mesh: Mesh) -> jax.stages.Lowered:
+    """Trace and lower a training step for the problem's batch, from shapes alone."""
+    shape, arrays = plan.details.lowered
+    state, tables = plan.details.state.packed.abstract(mesh), table_layout(plan.axes, arrays).abstract(mesh)
+    batch = with_shardings(problem.batch, by_replica(mesh))
+    lowered: jax.stages.Lowered = jit_train_step(plan.details, mesh).lower(shape, state, batch, tables)
+    return lowered
+
+
+def jit_train_step(details: PipelineDetails, mesh: Mesh, timeline: Timeline | None = None) -> Any:
+    """Jit a training step: (table's shape, state, batch, table's arrays) -> (state, metrics). It donates the state.
+
+    Tables of the same shape, with arrays of the same size, share a compiled program.
+    """
+    state, packed = details.state, details.state.packed
+    if isinstance(state, ContinuousState):
+        function = continuous_step(state, details.remat, timeline)
+    else:
+        function = pipeline_step(state, details.remat, timeline)
+    return jit_on_mesh(function, packed, (packed.specs, PartitionSpec()), mesh, donate_argnums=1)
+
+
+def jit_on_mesh(function: Callable[..., Any], of_state: Layout, out_specs: Any, mesh: Mesh, **options: Any) -> Any:
+    """Jit a function over the mesh: (table's shape, state, batch, table's arrays) -> results.
+
+    Inside `shard_map`, `function` receives each device's parts of these arguments.
+    """
+
+    def mapped(shape: TableShape, state: Any, batch: Batch, arrays: TableArrays) -> Any:
+        tables = table_layout(of_state.axes, arrays)
+
+        def on_device(state: Any, batch: Batch, arrays: TableArrays) -> Any:
+            return function(shape, state, batch, tables.local(arrays))
+
+        in_specs = of_state.specs, PartitionSpec(DATA), tables.specs
+        return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
+            state, batch, arrays
+        )
+
+    return jax.jit(mapped, static_argnums=0, compiler_options=STASH_IN_PLACE, **options)

@@ -1,0 +1,187 @@
+"""`pipeline`: every device holds one or several stages of the model, and microbatches pass through them.
+
+All schedules sum the same gradients, so training is equal to `single` with as many accumulation steps as there are
+microbatches. Schedules are tables (jaxpar/strategies/pipeline/tables/schedule.py), and one engine runs all of them
+(jaxpar/strategies/pipeline/executor/engine.py, whose docstring lists the steps of a training step). Replicas of the
+pipeline on the data axis exchange gradients as config.exchange specifies.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxpar.cluster import Cluster
+from jaxpar.core import mesh as meshes
+from jaxpar.core import step as steps
+from jaxpar.core.mesh import DATA
+from jaxpar.core.plan import ARRAYS, Decision, DelayedUpdates, Plan
+from jaxpar.core.step import Problem
+from jaxpar.data.cache import fingerprint
+from jaxpar.errors import UserError, format_count
+from jaxpar.layout import PER_REPLICA
+from jaxpar.models.model import Batch, Model, Tie
+from jaxpar.strategies import exchanges
+from jaxpar.strategies.pipeline import dispatched, lockstep
+from jaxpar.strategies.pipeline.details import PipelineDetails
+from jaxpar.strategies.pipeline.executor import partition
+from jaxpar.strategies.pipeline.executor.continuous_state import ContinuousState
+from jaxpar.strategies.pipeline.executor.engine import make_engine
+from jaxpar.strategies.pipeline.executor.lowering import lower_table
+from jaxpar.strategies.pipeline.executor.stages import Stages
+from jaxpar.strategies.pipeline.executor.state import StagedState
+from jaxpar.strategies.pipeline.schedules import (
+    DISPATCH,
+    LOCKSTEP,
+    check_evaluation,
+    check_no_auto,
+    check_pipeline_values,
+    configured_replicas,
+    configured_table,
+    stage_delays,
+)
+from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS
+from jaxpar.strategies.pipeline.tables.table import Table
+from jaxpar.strategies.strategy import Strategy
+
+EXECUTOR_MODULES: dict[str, Any] = {LOCKSTEP: lockstep, DISPATCH: dispatched}
+
+
+def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Decision[Table]:
+    """Decide on the mesh and the table. Raises UserError for an invalid config.mesh or config.pipeline."""
+    check_pipeline_values(config)
+    check_no_auto(config)
+    if config.optimizer.accumulation_steps != 1:
+        raise UserError(
+            f"config.optimizer.accumulation_steps is {config.optimizer.accumulation_steps}; it must be 1 with "
+            "config.strategy='pipeline', which accumulates over config.pipeline.num_microbatches"
+        )
+    if config.pipeline.trace:
+        meshes.check_processes(f"config.pipeline.trace={config.pipeline.trace}", cluster)
+    meshes.check_sizes(config, cluster)
+    axes = meshes.sizes(config, cluster)
+    has_ring = axes[DATA] == 1 or config.pipeline.schedule not in CONTINUOUS
+    exchanges.check_gradient_exchange(config, axes[DATA], cluster, has_ring=has_ring)
+    replicas_of_stages = configured_replicas(config)
+    table = configured_table(config, replicas_of_stages)
+    if model is not None:
+        names = [layer.name for layer in model.layers]
+        partition.explicit_cuts(names, config.pipeline.partition, table.num_stages)
+        if table.period:
+            ends = {names[0], names[-1]}  # they are never on one stage
+            check_ties(config, [tie for tie in model.ties if {tie.layer, tie.source} == ends])
+    if table.period:
+        check_ring(config, axes[DATA])
+    m = table.num_microbatches
+    replicas, microbatches = format_count(axes[DATA], "replica"), format_count(m, "microbatch")
+    words = f"{replicas} (the data axis) x {microbatches} (config.pipeline.num_microbatches)"
+    check_evaluation(config, axes[DATA], m)
+    return Decision(axes, axes[DATA] * m, words, axes[DATA], table)
+
+
+def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[Table], /) -> Plan[PipelineDetails]:
+    """Plan the stages of config.pipeline, and the replicas of the pipeline on the data axis.
+
+    Raises:
+      UserError: config.pipeline.partition cannot cut the model, or the step to trace is after the last one.
+    """
+    if config.pipeline.trace > shapes.num_steps:
+        raise UserError(
+            f"config.pipeline.trace is {config.pipeline.trace}; it must be at most {shapes.num_steps}, the last step "
+            "of the run"
+        )
+    c, table, num_data = config.pipeline, decision.source, decision.num_replicas
+    inputs = shapes.model.inputs(shapes.batch)
+    bounds = partition.stage_bounds(shapes.model, shapes.batch, inputs, c.partition, table.num_stages)
+    stages = Stages(shapes.model, bounds, table.stages, inputs, shapes.task)
+    staged = StagedState(decision.axes, shapes, stages, exchanges.on_gradients(config, num_data))
+    exchanges.check_compressed(config, staged.params.packing.shapes)
+    microbatches = abstract_microbatches(shapes, num_data, table.num_microbatches)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    lowered = lower_table(table)
+    engine = make_engine(staged, lowered.shape, microbatches, key, c.remat)
+    state: StagedState | ContinuousState = staged
+    differs, delays = exchanges.differs(config, num_data), None
+    private_key: dict[str, Any] = {}
+    if has_residuals := staged.private.kind == PER_REPLICA:
+        private_key = exchanges.private_key(config, num_data, shapes.model.shapes)
+    private_key |= {"replicas": num_data, "bounds": list(bounds), "stages": table.stages.tolist()}
+    if table.period:
+        check_ties(config, [tie for device in stages.examples for tie in stages.copies(device)])
+        state = ContinuousState(staged, lowered, engine, microbatches)
+        private_key |= {"schedule": c.schedule, "microbatches": table.num_microbatches, "remat": c.remat}
+        # Stashes depend on more settings, such as the kernel of attention.
+        arrays = [f"{x.dtype} {x.shape}" for x in jax.tree.leaves(state.layouts.private.shapes)]
+        private_key[ARRAYS] = fingerprint({"private": arrays})
+        delays = DelayedUpdates(stage_delays(table, stages.layers), differs)
+        differs = "; ".join(filter(None, [CONTINUOUS[c.schedule].reason, differs]))
+    summary = summarize_stages(c.schedule, table, stages) + ", dispatched" * (c.executor == DISPATCH)
+    details = PipelineDetails(c.schedule, table, lowered, stages, engine, staged, state, c.remat, c.trace, c.executor)
+    if c.executor == DISPATCH:
+        private_key |= {"executor": c.executor}
+    needed = EXECUTOR_MODULES[c.executor].resources(details, engine, shapes.model)
+    return Plan(
+        "pipeline",
+        decision,
+        summary,
+        needed.layouts,
+        details,
+        needed.memory,
+        needed.traffic,
+        exchanges.name(config),
+        private_key if table.period or has_residuals else {},
+        differs,
+        exchanges.exchange_advice(config),
+        delays,
+    )
+
+
+def abstract_microbatches(problem: Problem, num_data: int, num_microbatches: int) -> Batch:
+    """Return the shapes of the microbatches of a replica's shard of a batch, [m, B, ..]."""
+    shard = steps.abstract_share(problem.batch, num_data)
+    microbatches: Batch = jax.eval_shape(partial(steps.microbatches, num=num_microbatches), shard)
+    return microbatches
+
+
+def check_ties(config: ConfigDict, ties: Sequence[Tie]) -> None:
+    """Raise UserError for tied arrays on different stages, which are at different batches if they never drain."""
+    for tie in ties:
+        raise UserError(
+            f"config.pipeline.schedule is {config.pipeline.schedule!r}, whose stages are at different batches, so "
+            f"{tie.layer} cannot share its array {tie.source_name} with {tie.source}; it must be a schedule with a "
+            "flush, such as '1f1b', for this model and task"
+        )
+
+
+def check_ring(config: ConfigDict, num_data: int) -> None:
+    """Raise UserError for a ring between replicas of stages that exchange their gradients at different times.
+
+    A `ppermute` along the ring is one operation of all devices, including those of other stages.
+    """
+    if num_data > 1 and exchanges.sums_along_a_ring(config):
+        raise UserError(
+            f"config.exchange_options.algorithm is {config.exchange_options.algorithm!r}; it must be 'psum' with "
+            f"exchange {config.exchange!r} and config.pipeline.schedule={config.pipeline.schedule!r}, whose stages "
+            "exchange gradients at different times, so that they cannot send them round a ring"
+        )
+
+
+def summarize_stages(schedule: str, table: Table, stages: Stages) -> str:
+    """Return the schedule, the replicas of the stages, and the cut points of the model in one line."""
+    layers = [layer.name for layer in stages.model.layers]
+    begins = ", ".join(layers[begin] for begin in stages.bounds[1:-1])
+    summary = f"{schedule}, {format_count(table.num_microbatches, 'microbatch')}, "
+    replicas = f" with {','.join(map(str, table.replicas))} replicas" if table.replicas else ""
+    return (
+        summary
+        + f"{table.num_stages} stages{replicas} on {table.num_devices} devices"
+        + (f" (cut at {begins})" if begins else "")
+    )
+
+
+def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[Any]:
+    """Build a planned pipeline on the first of these devices."""
+    strategy: Strategy[Any] = EXECUTOR_MODULES[plan.details.executor].build(plan, problem, devices)
+    return strategy

@@ -1,0 +1,155 @@
+"""The strategies by name, and the functions that plan and build any of them.
+
+A strategy is planned first, for any cluster and without devices, and then built on devices. strategy.py defines both
+contracts. The training loop calls only the functions of a `Strategy`. Every synchronous strategy trains like `single`,
+which tests/strategies/test_equality.py checks for all of STRATEGIES.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxpar import cluster as clusters
+from jaxpar.cluster import Cluster
+from jaxpar.core.optimizer import check_kernels, check_optimizer
+from jaxpar.core.plan import ACTIVATION_PARTS, Decision, Plan, check_memory
+from jaxpar.core.state import nbytes
+from jaxpar.core.step import Problem, saved_bytes
+from jaxpar.errors import UserError, check_choice
+from jaxpar.models.model import Model
+from jaxpar.strategies import data_parallel
+from jaxpar.strategies.asynchronous import strategy as async_data_parallel
+from jaxpar.strategies.asynchronous.options import decide_updates
+from jaxpar.strategies.data_parallel import single
+from jaxpar.strategies.pipeline import schedules
+from jaxpar.strategies.pipeline import strategy as pipeline
+from jaxpar.strategies.pipeline.executor.partition import AUTO, METHODS
+from jaxpar.strategies.strategy import Strategy, StrategyModule
+from jaxpar.strategies.swarm import strategy as swarm
+from jaxpar.strategies.swarm.options import decide_swarm
+
+STRATEGIES: dict[str, StrategyModule[Any, Any]] = {
+    "single": single,
+    "data_parallel": data_parallel,
+    "async_data_parallel": async_data_parallel,
+    "pipeline": pipeline,
+    "swarm": swarm,
+}
+
+
+def decide(config: ConfigDict, cluster: Cluster, model: Model | None = None) -> Decision[Any]:
+    """Decide on the mesh and the batch divisor of a config on a cluster, before any data is read.
+
+    Args:
+      config: the config of the run.
+      cluster: the cluster to run on.
+      model: as in `StrategyModule.decide`.
+
+    Raises:
+      UserError: the strategy cannot run on this cluster, or not with this batch size.
+    """
+    check_choice("strategy", config.strategy, STRATEGIES)
+    if not 0 <= config.seed < 2**31:
+        raise UserError(f"config.seed is {config.seed}; it must be between 0 and {2**31 - 1}")
+    check_optimizer(config)  # the batch divisor depends on the optimizer config
+    decision = STRATEGIES[config.strategy].decide(config, cluster, model)
+    number, words = decision.batch_divisor, decision.batch_words
+    if config.batch_size < 1 and number == 1:
+        raise UserError(f"config.batch_size is {config.batch_size}; it must be at least 1")
+    if config.batch_size < 1 or config.batch_size % number:
+        positive = "positive " if config.batch_size < 1 else ""
+        raise UserError(
+            f"config.batch_size is {config.batch_size}; it must be a {positive}multiple of {number}: {words}"
+        )
+    if config.eval.batch_size < 0 or config.eval.batch_size % decision.num_replicas:
+        raise UserError(
+            f"config.eval.batch_size is {config.eval.batch_size}; it must be a multiple of {decision.num_replicas}, "
+            "the number of replicas (the data axis), or 0 to use config.batch_size"
+        )
+    return decision
+
+
+def check_other_sections(config: ConfigDict, layers: Sequence[str]) -> None:
+    """Raise UserError for an invalid value in the section of a strategy that the run does not use.
+
+    layers: names of the layers; empty if they are not known.
+    """
+    if config.strategy != "data_parallel":
+        name = config.data_parallel.implementation
+        check_choice("data_parallel.implementation", name, data_parallel.IMPLEMENTATIONS)
+    if config.strategy != "async_data_parallel":
+        decide_updates(config)
+    if config.strategy != "swarm":
+        decide_swarm(config)
+    if config.strategy != "pipeline":
+        schedules.check_pipeline_values(config)
+        method = config.pipeline.partition
+        for name in method.split(",") if layers and method not in (*METHODS, AUTO) else ():
+            check_choice("pipeline.partition", name.strip(), (*METHODS, AUTO, *layers))
+
+
+def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[Any] | None = None) -> Plan[Any]:
+    """Plan the strategy of a config for a cluster, which need not exist. See `StrategyModule.plan`.
+
+    Args:
+      config: the config of the run.
+      shapes: the problem: shapes of the model and the batch, the optimizer and the task.
+      cluster: the cluster to run on.
+      decision: result of `decide` for this config and cluster; None: calls `decide`.
+
+    Raises:
+      UserError: `decide` fails, the strategy cannot train these shapes, or a device has too little memory.
+      ValueError: the shapes are those of a batch of another size.
+    """
+    for name, x in shapes.batch.items():
+        if len(x) != config.batch_size:
+            raise ValueError(
+                f"{name} of the problem has {len(x)} examples; it must have {config.batch_size}, batch_size"
+            )
+    if shapes.num_steps < 1:
+        raise ValueError(f"num_steps of the problem is {shapes.num_steps}; it must be at least 1")
+    if decision is None:
+        decision = decide(config, cluster, shapes.model)
+    check_kernels(config, shapes.model.shapes)
+    planned = STRATEGIES[config.strategy].plan(config, shapes, cluster, decision)
+    check_memory(planned, cluster)
+    return planned
+
+
+def possible(config: ConfigDict, shapes: Problem, cluster: Cluster) -> Plan[Any] | str:
+    """Return the plan, or the message of the UserError in one line. For callers that compare many configs.
+
+    Raises ValueError if the shapes are those of a batch of another size.
+    """
+    try:
+        return plan(config, shapes, cluster)
+    except UserError as error:
+        return str(error)
+
+
+def in_flight_bytes(plan: Plan[Any], shapes: Problem) -> dict[str, int]:
+    """Return an estimate of the bytes that a step needs on a device in addition to plan.memory, by purpose.
+
+    Gradients have the size of the parameters on the device; ZeRO, which accumulates shards of them, needs less.
+    Activations are the values that the forward pass of a microbatch saves, according to the traced model; a microbatch
+    is the smallest part of a batch that the batch divisor allows, of one worker or all stages of a swarm. The stashes
+    of a pipeline are part of plan.memory instead, and so are its gradients if it never drains. XLA may store less, or
+    temporarily more, so these estimates never cause a plan to be refused.
+    """
+    memory = plan.memory[0]
+    if any(part in memory for part in ACTIVATION_PARTS):
+        return {} if "gradients" in memory else {"gradients": memory["parameters"]}
+    saved = saved_bytes(shapes, plan.decision.batch_divisor)
+    return {"gradients": nbytes(shapes.model.shapes), "activations": saved}
+
+
+def build(plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[Any]:
+    """Build a planned strategy on the first of these devices."""
+    return STRATEGIES[plan.strategy].build(plan, problem, devices)
+
+
+def make(config: ConfigDict, problem: Problem) -> Strategy[Any]:
+    """Plan and build the strategy of a config on the devices of this machine."""
+    return build(plan(config, problem, clusters.find_cluster()), problem, clusters.devices())

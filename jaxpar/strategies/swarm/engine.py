@@ -1,0 +1,279 @@
+"""The state machine of a swarm: which peer computes which pass, and what follows if peers fail, join and move.
+
+A global batch of m microbatches passes through the S stages, forward and back. Gradients accumulate on the peers until
+each microbatch is counted exactly once in each stage (ledger.py). Then the peers of each stage average their gradients
+and take the optimizer step.
+
+The engine decides by pure functions (routing.py, membership.py, rebalancing.py). A transport carries out what it
+decides, and reports what happens, so that all swarms share their decisions:
+
+    virtual time (run.py)               messages, passes, downloads and averagings take what they cost
+    Ray (live/members.py)             peers are processes, which answer, fail or are silent
+
+    the engine calls                    the transport calls, later or at once
+    send(one)                           receive(one)          what a pass reads is with its peer
+    start(one)                          finish(one)           it has been computed, and its output can be read
+    load(move)                          serve(peer)           the peer has the state of its stage
+    average(step)                       end(step)             the update is complete
+
+    and, at any time, `begin`, `feed`, `join`, `leave`, `rebalance` and `reroute`
+"""
+
+import heapq
+import itertools
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxpar.strategies.swarm import routing
+from jaxpar.strategies.swarm.ledger import GradientLedger, next_phase
+from jaxpar.strategies.swarm.membership import ABSENT, Move, Swarm, neediest, placed, refills, removed
+from jaxpar.strategies.swarm.rebalancing import REBALANCING_RULES, LoadMeter
+from jaxpar.strategies.swarm.record import AssignedPass, RunRecord
+
+
+@dataclass(eq=False)
+class GlobalBatch:
+    """A global batch without its update.
+
+    Attributes:
+      ledger: its ledger.
+      waiting: the microbatches that have not started.
+      finished: the microbatches that have passed through all stages and back.
+      averaging: what the transport has returned for its averaging; None if there is none, or if it is void because a
+        peer has failed since.
+    """
+
+    ledger: GradientLedger
+    waiting: deque[int]
+    finished: set[int] = field(default_factory=set)
+    averaging: Any = None
+
+
+class SwarmTransport(Protocol):
+    """The interface of an engine to the peers."""
+
+    @property
+    def now(self) -> float:
+        """The time, in seconds."""
+
+    def send(self, one: AssignedPass) -> None:
+        """Let a peer receive what a pass reads. Then call `receive`."""
+
+    def is_free(self, peer: int) -> bool:
+        """Return whether a peer takes another pass."""
+
+    def start(self, one: AssignedPass) -> None:
+        """Let a peer compute a pass. Then call `finish`, if the pass is still active."""
+
+    def load(self, move: Move) -> float:
+        """Let a peer load the state of stage `target`, and return when it will have it; inf if unknown.
+
+        Then call `serve`, unless the peer has moved on. `source` is the stage that it has left, or ABSENT.
+        """
+
+    def average(self, step: int) -> Any:
+        """Average the gradients of a batch, and return the averaging. Then call `end`, unless it is void."""
+
+    def all_started(self, step: int) -> None:
+        """Take note that all microbatches of a batch have started."""
+
+
+class SwarmEngine:
+    """The mutable state of a swarm.
+
+    Attributes:
+      swarm: the peers, and the stages that they serve or load.
+      queues: the queue of each stage.
+      batches: the batches without their update, by step.
+      loads: the passes that each peer has been assigned.
+      record: what has happened.
+    """
+
+    def __init__(
+        self, transport: SwarmTransport, work: tuple[Sequence[float], Sequence[float]], swarm: Swarm, seed: int
+    ) -> None:
+        """work: by FORWARD_PASS and BACKWARD_PASS, units of work in each stage; seed: of the ties in routing."""
+        self._transport, self._work = transport, work
+        self.num_stages = len(swarm.work)
+        self.swarm, self.record = swarm, RunRecord()
+        self.queues: list[routing.StageQueue] = [()] * self.num_stages
+        self.batches: dict[int, GlobalBatch] = {}
+        self.loads = LoadMeter(lambda: transport.now)
+        self._rng = np.random.default_rng(seed)
+        self._active: dict[tuple[int, int], AssignedPass] = {}  # by step and microbatch
+        self._parked: set[tuple[int, int]] = set()  # microbatches for whose stage there is no peer
+        self._inboxes: defaultdict[int, list[tuple[int, int, int, AssignedPass]]] = defaultdict(list)
+        self._numbers = itertools.count()
+
+    # ---- batches --------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, num_microbatches: int, in_flight: int = 0) -> None:
+        """Begin a batch. in_flight: number of its microbatches that are in the stages at a time; 0: all."""
+        ledger = GradientLedger(self.num_stages, num_microbatches)
+        self.batches[step] = GlobalBatch(ledger, deque(range(num_microbatches)))
+        for _ in range(in_flight or num_microbatches):
+            self._admit(step)
+
+    def _admit(self, step: int) -> None:
+        waiting = self.batches[step].waiting
+        if waiting:
+            self._dispatch((step, waiting.popleft()))
+            if not waiting:
+                self._transport.all_started(step)
+
+    def average(self) -> None:
+        """Begin the averaging of the oldest batch if it is complete."""
+        for step, batch in itertools.islice(self.batches.items(), 1):
+            if batch.averaging is None and batch.ledger.is_complete:
+                batch.averaging = self._transport.average(step)
+
+    def end(self, step: int) -> None:
+        """End a batch, which has its update or is given up."""
+        for one in [one for one in self._active.values() if one.step == step]:
+            self._drop(one)
+        self._parked = {key for key in self._parked if key[0] != step}
+        del self.batches[step]
+
+    # ---- passes ---------------------------------------------------------------------------------------------------
+
+    def _dispatch(self, key: tuple[int, int]) -> None:
+        """Assign the next pass of a microbatch to a peer of its stage."""
+        step, microbatch = key
+        self._parked.discard(key)
+        batch = self.batches[step]
+        found = next_phase(batch.ledger.progress(microbatch), self.num_stages)
+        if found is None:
+            if microbatch not in batch.finished:
+                batch.finished.add(microbatch)
+                self._admit(step)
+            self.average()
+            return
+        phase, stage = found
+        queue = self.queues[stage]
+        if not queue:
+            self._parked.add(key)
+            return
+        peer, self.queues[stage] = routing.select(queue, self._work[phase][stage], self._rng.random())
+        one = self._active[key] = AssignedPass(step, microbatch, phase, stage, peer)
+        self.loads.count(peer, 1)
+        self._transport.send(one)
+
+    def receive(self, one: AssignedPass) -> None:
+        """Put a pass into the inbox of its peer, which computes older batches first, then backward passes."""
+        heapq.heappush(self._inboxes[one.peer], (one.step, -one.phase, next(self._numbers), one))
+        self.feed(one.peer)
+
+    def feed(self, peer: int) -> None:
+        """Let a peer start the passes of its inbox, as far as it takes them."""
+        inbox = self._inboxes[peer]
+        while inbox and self._transport.is_free(peer):
+            one = heapq.heappop(inbox)[-1]
+            if not self.is_active(one):
+                continue  # another peer computes it
+            if all(self.batches[one.step].ledger.holders(one.microbatch, one.phase, one.stage).values()):
+                one.is_started = True
+                self._transport.start(one)
+            else:  # what it reads was lost meanwhile
+                self.reroute([one])
+
+    def is_active(self, one: AssignedPass) -> bool:
+        """Return whether a pass has not ended, and no other peer computes it."""
+        return self._active.get(one.key) is one
+
+    def passes_of(self, peer: int) -> list[AssignedPass]:
+        """Return the active passes of a peer."""
+        return [one for one in self._active.values() if one.peer == peer]
+
+    def finish(self, one: AssignedPass, now: float, *, is_typical: bool = True) -> int:
+        """Count a pass that was computed until `now`, assign the next one of its microbatch, and return its outcome.
+
+        is_typical: whether its time predicts that of later passes of its peer.
+        """
+        outcome = self.batches[one.step].ledger.finish(one.microbatch, one.phase, one.stage, one.peer, one.row)
+        seconds = self.record.end_pass(one, now, outcome)
+        if is_typical:
+            work = self._work[one.phase][one.stage]
+            self.queues[one.stage] = routing.observe(self.queues[one.stage], one.peer, work, seconds)
+        self._drop(one)
+        self.feed(one.peer)
+        self._dispatch(one.key)
+        return outcome
+
+    def _drop(self, one: AssignedPass) -> None:
+        del self._active[one.key]
+        self.loads.count(one.peer, -1)
+
+    def reroute(self, passes: Iterable[AssignedPass], lost: Iterable[tuple[int, int]] = ()) -> None:
+        """Assign passes again, and microbatches that are not assigned but have lost a gradient or wait for a peer."""
+        keys = []
+        for one in passes:
+            self._drop(one)
+            keys.append(one.key)
+        for key in dict.fromkeys([*keys, *lost, *sorted(self._parked)]):
+            if key not in self._active:
+                self._dispatch(key)
+
+    # ---- peers ----------------------------------------------------------------------------------------------------
+
+    def join(self, peer: int) -> None:
+        """Let a peer serve the stage where it is needed most."""
+        self.load(Move(peer, ABSENT, neediest(self.swarm)))
+
+    def load(self, move: Move) -> None:
+        """Let a peer load the state of a stage, which it serves then."""
+        self.swarm = placed(self.swarm, move.peer, move.target, math.inf)
+        self.swarm = placed(self.swarm, move.peer, move.target, self._transport.load(move))
+
+    def serve(self, peer: int, pace: float | None = None) -> None:
+        """Route passes to a peer that has the state of its stage. pace: its seconds per unit of work, if known."""
+        stage = self.swarm.stage[peer]
+        self.swarm = placed(self.swarm, peer, stage, self._transport.now)
+        self.queues[stage] = routing.announce(self.queues[stage], peer, self._rng.random(), pace)
+        self.refill()
+        self.reroute(())
+
+    def leave(self, peer: int) -> int:
+        """Remove a peer with all that it held, and return the number of its gradients that are computed again."""
+        stage = self.swarm.stage[peer]
+        if stage != ABSENT:
+            self.queues[stage] = routing.withdraw(self.queues[stage], peer)
+        self.swarm = removed(self.swarm, peer)
+        self._inboxes.pop(peer, None)
+        lost: list[tuple[int, int]] = []
+        for step, batch in self.batches.items():
+            gradients = batch.ledger.lose(peer)
+            if gradients:
+                batch.averaging = None
+            for microbatch, row in gradients:
+                self.record.lose_pass(row)
+                lost.append((step, microbatch))
+        self.refill()
+        self.reroute([one for one in self._active.values() if one.peer == peer or self._needs(one, peer)], lost)
+        return len(lost)
+
+    def _needs(self, one: AssignedPass, gone: int) -> bool:
+        """Return whether a pass depends on a peer that has failed."""
+        if gone in one.sources.values():
+            return True
+        return one.is_repeat and one.stage not in self.batches[one.step].ledger.progress(one.microbatch).counted
+
+    def refill(self) -> None:
+        """Move a peer to each stage that has lost its last one."""
+        self._move(refills(self.swarm, self._transport.now))
+
+    def rebalance(self, rule: str, loads: Sequence[float]) -> None:
+        """Move peers by a rule. loads: the load of each peer, such as `self.loads` measures."""
+        self._move(REBALANCING_RULES[rule](self.swarm, loads, self._transport.now))
+
+    def _move(self, moves: Iterable[Move]) -> None:
+        """Move peers. A peer ends the passes that it has started first; its others go to other peers."""
+        for move in moves:
+            self.record.moves.append((self._transport.now, move))
+            self.load(move)
+            self.queues[move.source] = routing.withdraw(self.queues[move.source], move.peer)
+            self.reroute([one for one in self.passes_of(move.peer) if not one.is_started])

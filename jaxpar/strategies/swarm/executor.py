@@ -1,0 +1,221 @@
+"""Emulated training of a swarm: peers on the devices of this machine repeat the actions of a simulated run.
+
+One step:
+
+1. Do the actions of the step in their order: forward and backward passes, messages, failures.
+2. Add up the gradients that the peers of each stage have accumulated.
+3. Take the optimizer step for all stages together, as `single` does, so that it clips by the norm over all layers.
+
+Each peer holds what its machine would hold: messages and gradients, until the update of the step. A peer that fails
+loses them. A pass reads only what its peer holds, so it fails with a KeyError if the simulated run lacks a message. The
+weights of a step, which all peers of a stage have downloaded, come from the state on the first device: the copy outside
+the swarm.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxpar.core import step as steps
+from jaxpar.core.state import State
+from jaxpar.core.step import Metrics
+from jaxpar.layout import Tree
+from jaxpar.models.model import Params
+from jaxpar.strategies.pipeline.executor.programs import StageInputs
+from jaxpar.strategies.pipeline.executor.stages import Stages
+from jaxpar.strategies.swarm.ledger import FORWARD_PASS, OUTPUT_GRADIENT, STAGE_INPUT
+from jaxpar.strategies.swarm.programs import SwarmPrograms, by_layer, microbatches_of, split_params, stage_params
+from jaxpar.strategies.swarm.record import FAILURE, RECEIVE, SwarmAction
+from jaxpar.tasks import Sums
+
+
+@dataclass
+class EmulatedPeer:
+    """The values that a peer holds until the update.
+
+    Attributes:
+      messages: by (STAGE_INPUT or OUTPUT_GRADIENT, stage, microbatch).
+      gradients: accumulated gradients by stage.
+      counted: the microbatches that the accumulated gradients contain, by stage.
+    """
+
+    messages: dict[tuple[int, int, int], Tree] = field(default_factory=dict)
+    gradients: dict[int, Params] = field(default_factory=dict)
+    counted: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+
+class EmulatedStep:
+    """A step on the peers.
+
+    Attributes:
+      peers: what each peer holds.
+      sums: the sums of each microbatch that has passed the last stage. They are sent to the trainer, and never lost.
+    """
+
+    def __init__(
+        self,
+        programs: SwarmPrograms,
+        stages: Stages,
+        devices: Sequence[jax.Device],
+        params: Params,
+        scalars: tuple[jax.Array, jax.Array],
+        microbatches: Sequence[Mapping[str, np.ndarray]],
+    ):
+        """Begin a step. params: the weights that it reads; scalars: from `SwarmPrograms.begin`."""
+        self._programs, self._stages, self._devices = programs, stages, devices
+        self._params, self._scalars, self._microbatches = params, scalars, microbatches
+        self._placed: dict[tuple[str, int, jax.Device], Any] = {}
+        self.peers: defaultdict[int, EmulatedPeer] = defaultdict(EmulatedPeer)
+        self.sums: dict[int, Sums] = {}
+
+    def act(self, action: SwarmAction) -> None:
+        """Do one action."""
+        if action.kind == FAILURE:
+            self.peers.pop(action.peer, None)
+        elif action.kind in RECEIVE:
+            key = (RECEIVE.index(action.kind), action.stage, action.microbatch)
+            message = self.peers[action.source].messages[key]
+            self.peers[action.peer].messages[key] = jax.device_put(message, self._device(action.peer))
+        elif action.kind == FORWARD_PASS:
+            self._forward(action)
+        else:
+            self._backward(action)
+
+    def totals(self) -> tuple[list[Params], list[Sums]]:
+        """Return the gradient of each stage, by layer, and the sums of each microbatch, on the first device."""
+        sums = [self.sums[number] for number in range(len(self._microbatches))]
+        gradients = [by_layer(self._stages, self._total(stage), stage) for stage in range(self._stages.num_stages)]
+        return gradients, jax.device_put(sums, self._devices[0])
+
+    def _total(self, stage: int) -> Params:
+        contributors = [peer for _, peer in sorted(self.peers.items()) if stage in peer.gradients]
+        counted = sorted(number for peer in contributors for number in peer.counted[stage])
+        assert counted == [*range(len(self._microbatches))], (stage, counted)
+        first, *others = (jax.device_put(peer.gradients[stage], self._devices[0]) for peer in contributors)
+        return reduce(self._programs.add, others, first)
+
+    def _forward(self, action: SwarmAction) -> None:
+        held, (_, microbatch, stage, *_) = self.peers[action.peer], action
+        outputs = self._programs.forward(self._stages.kinds[stage], self._inputs(action))
+        if outputs.sums is None:
+            held.messages[STAGE_INPUT, stage + 1, microbatch] = outputs.y
+        else:
+            self.sums[microbatch] = outputs.sums
+
+    def _backward(self, action: SwarmAction) -> None:
+        held, (_, microbatch, stage, *_) = self.peers[action.peer], action
+        inputs = self._inputs(action)
+        if stage < self._stages.num_stages - 1:
+            inputs = inputs._replace(dy=held.messages[OUTPUT_GRADIENT, stage, microbatch])
+        outputs = self._programs.backward(self._stages.kinds[stage], inputs)
+        if stage > 0:
+            held.messages[OUTPUT_GRADIENT, stage - 1, microbatch] = outputs.dx
+        if action.is_counted:
+            before = held.gradients.get(stage)
+            held.gradients[stage] = outputs.dparams if before is None else self._programs.add(before, outputs.dparams)
+            held.counted[stage].append(microbatch)
+
+    def _inputs(self, action: SwarmAction) -> StageInputs:
+        """Return the inputs of a pass, without the gradient of the output."""
+        stage, number, device = action.stage, action.microbatch, self._device(action.peer)
+        key, weight = self._place("scalars", 0, device, lambda: self._scalars)
+        x = self.peers[action.peer].messages[STAGE_INPUT, stage, number] if stage else None
+        return StageInputs(
+            self._place("params", stage, device, lambda: stage_params(self._stages, self._params, stage)),
+            self._place("microbatch", number, device, lambda: self._microbatches[number]),
+            key,
+            self._stages.shifts[stage, 0],
+            weight,
+            x,
+        )
+
+    def _device(self, peer: int) -> jax.Device:
+        return self._devices[peer % len(self._devices)]
+
+    def _place(self, name: str, number: int, device: jax.Device, make: Callable[[], Tree]) -> Any:
+        """Return a value on a device, where it remains until the end of the step."""
+        key = (name, number, device)
+        if key not in self._placed:
+            self._placed[key] = jax.device_put(make(), device)
+        return self._placed[key]
+
+
+class SwarmState(NamedTuple):
+    """State between steps, on the first device.
+
+    Attributes:
+      step: the step, on the host.
+      state: the newest state.
+      older: the weights before the last update, which the next step reads; None without delayed updates.
+    """
+
+    step: int
+    state: State
+    older: Params | None
+
+
+class SwarmExecutor:
+    """Executes the steps of a simulated run."""
+
+    def __init__(
+        self,
+        programs: SwarmPrograms,
+        stages: Stages,
+        actions_of: Callable[[int], Sequence[SwarmAction]],
+        num_microbatches: int,
+        devices: Sequence[jax.Device],
+    ):
+        """Take the devices of the peers, round-robin, of which the first one holds the state.
+
+        actions_of: step -> its actions.
+        """
+        self._programs, self._stages, self._actions_of = programs, stages, actions_of
+        self._num_microbatches, self._devices = num_microbatches, devices
+
+    def step(self, before: SwarmState, batch: Mapping[str, np.ndarray]) -> tuple[SwarmState, Metrics]:
+        """Take a step. batch: on the host."""
+        number, state, older = before
+        scalars = self._programs.begin(state.key, np.int32(number), batch["weights"])
+        microbatches = microbatches_of(batch, self._num_microbatches)
+        params = state.params if older is None else older
+        step = EmulatedStep(self._programs, self._stages, self._devices, params, scalars, microbatches)
+        for action in self._actions_of(number):
+            step.act(action)
+        gradients, sums = step.totals()
+        del step  # with the weights on the devices, which the update donates
+        after, metrics = self._programs.update(*split_params(state), gradients, sums)
+        return SwarmState(number + 1, after, older if older is None else state.params), metrics
+
+    def lower(self, like: State, batch: Mapping[str, Any]) -> list[jax.stages.Lowered]:
+        """Lower the programs of a step, each on every device that can run it. like and batch: shapes."""
+        stages = self._stages
+        share: Any = steps.abstract_share(batch, self._num_microbatches)
+        programs = self._programs.of_stages(share).programs
+        lowered, gradients, sums = [], [], None
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        pack = partial(jax.eval_shape, self._programs.messages.pack)
+        for kind, program in enumerate(programs):
+            inputs = program.inputs._replace(microbatch=share, key=like.key, weight=scalar)
+            inputs = inputs._replace(x=pack(inputs.x), dy=pack(inputs.dy))
+            for device in self._devices:
+                placed = on_device(inputs, device)
+                lowered.append(self._programs.forward.lower(kind, placed._replace(dy=None)))
+                lowered.append(self._programs.backward.lower(kind, placed))
+            sums = program.outputs[FORWARD_PASS].sums or sums
+        for stage, kind in enumerate(stages.kinds):
+            gradients.append(by_layer(stages, programs[kind].inputs.params, stage))
+        first = partial(on_device, device=self._devices[0])
+        arguments = *first(split_params(like)), first(gradients), first([sums] * self._num_microbatches)
+        return [*lowered, self._programs.update.lower(*arguments)]
+
+
+def on_device(tree: Tree, device: jax.Device) -> Tree:
+    """Return abstract arrays on a device."""
+    return steps.with_shardings(tree, SingleDeviceSharding(device))

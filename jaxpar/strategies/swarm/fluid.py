@@ -1,0 +1,116 @@
+"""Throughput of a large swarm over hours: between two events, each stage computes at the total speed of its peers.
+
+The peers are those of run.py without any batch, so that only what they decide between steps is left: where a peer
+joins, who refills an empty stage, and who moves at the end of a period. The swarm computes at the rate of its slowest
+stage.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
+from jaxpar.strategies.swarm.failures import Trace, events_before
+from jaxpar.strategies.swarm.membership import ABSENT, Move, Swarm, capacities, optimal_throughput
+from jaxpar.strategies.swarm.run import VirtualPeers
+from jaxpar.strategies.swarm.trace import LEAVE, SwarmPeer
+
+
+class FluidRun(NamedTuple):
+    """The state of a swarm between N consecutive events.
+
+    Attributes:
+      time: [N + 1], the times of the events, in seconds; the first is 0, the last the end of the run.
+      throughput: [N], microbatches per second.
+      optimal: [N], the most microbatches per second that the present peers can compute.
+      capacity: [N, S], microbatches per second that the serving peers of each stage can compute.
+      num_present: [N], number of present peers.
+      failures: the times at which peers left.
+      moves: the time and the move of each peer that changed its stage.
+    """
+
+    time: np.ndarray
+    throughput: np.ndarray
+    optimal: np.ndarray
+    capacity: np.ndarray
+    num_present: np.ndarray
+    failures: list[float]
+    moves: list[tuple[float, Move]]
+
+    @property
+    def efficiency(self) -> float:
+        """Microbatches that were computed, divided by the most that the present peers could compute."""
+        spans = np.diff(self.time)
+        return float((self.throughput * spans).sum() / (self.optimal * spans).sum())
+
+
+def run_fluid(
+    peers: Sequence[SwarmPeer],
+    work: Sequence[float],
+    trace: Trace,
+    seconds: float,
+    *,
+    state_bytes: float = 0.0,
+    rebalance_seconds: float = 0.0,
+    rule: str = "paper",
+) -> FluidRun:
+    """Return the run of a swarm.
+
+    Args:
+      peers: all peers.
+      work: [S], units of work of a microbatch in each stage.
+      trace: when peers join and leave.
+      seconds: length of the run.
+      state_bytes: parameters and optimizer state of a stage, which a peer downloads before it serves.
+      rebalance_seconds: the period of rebalancing; 0: none.
+      rule: key of REBALANCING_RULES.
+    """
+    workload = Workload(tuple(work), (0.0,) * len(work), state_bytes=state_bytes)
+    fluid = _FluidPeers(peers, workload, trace, SwarmSettings(0, 0, rebalance_seconds=rebalance_seconds, rule=rule))
+    clock, engine = fluid.clock, fluid.engine
+    times, rates, optima, rows, counts = [0.0], [], [], [], []
+    while times[-1] < seconds or clock.upcoming <= seconds:
+        until = min(clock.upcoming, seconds)
+        if until > times[-1]:
+            capacity = capacities(engine.swarm, clock.now)
+            times.append(until)
+            rates.append(float(capacity.min()))
+            optima.append(optimal_throughput(engine.swarm))
+            rows.append(capacity)
+            counts.append(sum(stage != ABSENT for stage in engine.swarm.stage))
+        if clock.upcoming <= seconds:
+            clock.advance()
+    failures = [event.seconds for event in events_before(trace, seconds) if event.event == LEAVE]
+    return FluidRun(
+        np.array(times),
+        np.array(rates),
+        np.array(optima),
+        np.array(rows),
+        np.array(counts),
+        failures,
+        engine.record.moves,
+    )
+
+
+class _FluidPeers(VirtualPeers):
+    """Peers without passes. They publish the load that follows from the capacities of the stages."""
+
+    def join(self, peer: int) -> None:
+        """Let a peer join, after which another one can move."""
+        super().join(peer)
+        self.engine.refill()
+
+    def serve(self, peer: int, epoch: int) -> None:
+        """Do nothing: no pass waits for the peer, and its stage counts it from the end of its download."""
+
+    def read_loads(self) -> list[float]:
+        """See `published_loads`."""
+        return published_loads(self.engine.swarm, self.clock.now)
+
+
+def published_loads(swarm: Swarm, now: float) -> list[float]:
+    """Return [P]: the load of each peer: the fraction of the time for which the slowest stage keeps its stage busy."""
+    capacity = capacities(swarm, now)
+    busy = np.where(capacity > 0, capacity.min() / np.maximum(capacity, 1e-300), np.inf)
+    return [0.0 if stage == ABSENT else float(busy[stage]) for stage in swarm.stage]

@@ -1,0 +1,270 @@
+"""A peer of a live swarm: computes the passes of its stage, averages gradients, and takes the optimizer step.
+
+`StagePeer` is the class of a Ray actor, whose methods the trainer calls one at a time and in order. It does not use Ray
+itself: Ray passes the arrays that another peer returned, without the trainer, as arguments. Every call has a `Ticket`.
+With it, the peer recognizes calls of a trainer that has been replaced, calls from before it was given up, and that its
+accumulated gradients are void.
+
+All that a peer receives from other peers are lists of NumPy arrays, whose number, shapes, dtypes and values it checks
+before it uses them. It reports a fault instead of a result.
+"""
+
+import os
+import socket
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import serialization
+
+from jaxpar.core import state as states
+from jaxpar.core import step as steps
+from jaxpar.core.state import Canonical, State
+from jaxpar.models.model import Params
+from jaxpar.strategies.pipeline.executor.programs import StageInputs, StageOutputs
+from jaxpar.strategies.swarm.ledger import BACKWARD_PASS, OUTPUT_GRADIENT, STAGE_INPUT
+from jaxpar.strategies.swarm.live.tickets import (
+    STALE,
+    SUPERSEDED,
+    Arrays,
+    Examples,
+    Fault,
+    PeerAnswer,
+    PeerPlace,
+    PeerSettings,
+    SwarmSpec,
+    Ticket,
+    find_fault,
+)
+from jaxpar.strategies.swarm.programs import SwarmPrograms, by_layer, stage_params
+
+
+@dataclass
+class _Work:
+    """The gradients that a peer has accumulated in a step, by stage."""
+
+    ticket: Ticket
+    gradients: dict[int, Params] = field(default_factory=dict)
+
+
+class StagePeer:
+    """A peer. Its methods return an `PeerAnswer`, and arrays for other peers."""
+
+    def __init__(self, settings: PeerSettings, node: str) -> None:
+        """Configure JAX, before it touches a device. node: Ray's identifier of the machine."""
+        self._node = node
+        if settings.num_threads == 1:
+            os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+        if settings.memory_fraction:
+            os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(settings.memory_fraction)
+        if settings.platform:
+            jax.config.update("jax_platforms", settings.platform)
+        if settings.cache and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+            jax.config.update("jax_compilation_cache_dir", settings.cache)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+    def attach(self, trainer: str, spec: SwarmSpec) -> PeerPlace:
+        """Take a new run: everything of the one before is void."""
+        self._trainer, self._spec = trainer, spec
+        self._programs = SwarmPrograms(spec.problem, spec.stages, spec.messages, keeps_params=False)
+        self._update = jax.jit(self._update_stage, donate_argnums=0)
+        self._work = _Work(Ticket(trainer, -1, -1))
+        self._likes: dict[Any, tuple[Any, Any]] = {}  # expected messages by kind of stage and shapes
+        self._generation = -1
+        self._stage = -1
+        return PeerPlace(self._node, socket.gethostname(), os.getpid(), jax.devices()[0].device_kind)
+
+    def serve(self, ticket: Ticket, stage: int, tree: Canonical, microbatch: Examples, scalars: Arrays) -> PeerAnswer:
+        """Load the state of a stage, and compile its programs for microbatches of this shape.
+
+        Args:
+          ticket: identifies the call.
+          stage: the stage.
+          tree: its part of the canonical state: step, key, params and optimizer.
+          microbatch: some microbatch.
+          scalars: as in `compute`.
+        """
+        if fault := self._refuse(ticket):
+            return PeerAnswer(fault)
+        problem = self._spec.problem
+        like = jax.eval_shape(problem.optimizer.init, tree["params"])
+        optimizer = serialization.from_state_dict(like, tree["optimizer"])
+        state = State(tree["step"], tree["key"], tree["params"], optimizer)
+        self._state = jax.tree.map(partial(jnp.array, copy=True), state)  # not memory of the object store
+        self._stage, self._params = stage, stage_params(self._spec.stages, self._state.params, stage)
+        self._warm_up(microbatch, scalars)
+        return PeerAnswer()
+
+    def _warm_up(self, microbatch: Examples, scalars: Arrays) -> None:
+        """Compute both passes, a sum and an update, so that they are compiled."""
+        kind, like = self._kind, self._inputs_like(microbatch)
+        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
+        inputs = self._inputs(microbatch, scalars)._replace(x=zeros[STAGE_INPUT])
+        outputs = [
+            self._programs.forward(kind, inputs),
+            self._programs.backward(kind, inputs._replace(dy=zeros[OUTPUT_GRADIENT])),
+        ]
+        copy, gradient = jax.tree.map(partial(jnp.array, copy=True), (self._state, self._state.params))
+        outputs.append(self._update(copy, self._programs.add(gradient, self._state.params), np.float32(0)))
+        jax.block_until_ready(outputs)
+
+    def compute(
+        self,
+        ticket: Ticket,
+        phase: int,
+        stage: int,
+        microbatch: Examples,
+        scalars: Arrays,
+        is_counted: bool,
+        x: Arrays | None = None,
+        dy: Arrays | None = None,
+    ) -> tuple[PeerAnswer, Arrays]:
+        """Compute a pass, and return the message for the stage after it, or before it in a backward pass.
+
+        Args:
+          ticket: identifies the call.
+          phase: FORWARD_PASS or BACKWARD_PASS.
+          stage: the stage, which the peer serves.
+          microbatch: the examples.
+          scalars: data of the step's dropout key, and the divisor of the loss.
+          is_counted: whether to accumulate the gradient of the parameters.
+          x: the message with the input of the stage; None at stage 0.
+          dy: the message with the gradient of its output; None in a forward pass, and at the last stage.
+        """
+        begin, is_backward = time.perf_counter(), phase == BACKWARD_PASS
+        fault = self._refuse(ticket, stage) or self._refuse_message(STAGE_INPUT, x, microbatch)
+        if is_backward:
+            fault = fault or self._refuse_message(OUTPUT_GRADIENT, dy, microbatch)
+        if fault:
+            return PeerAnswer(fault), []
+        program = self._programs.backward if is_backward else self._programs.forward
+        outputs: StageOutputs = program(self._kind, self._with_messages(microbatch, scalars, x, dy))
+        if is_counted:
+            gradients, gradient = self._work.gradients, by_layer(self._spec.stages, outputs.dparams, stage)
+            gradients[stage] = self._programs.add(gradients[stage], gradient) if stage in gradients else gradient
+        message = (outputs.dx if stage else None) if is_backward else outputs.y
+        sums, message = jax.device_get((jax.tree.leaves(outputs.sums), jax.tree.leaves(message)))
+        jax.block_until_ready(self._work.gradients.get(stage))
+        return PeerAnswer(None, time.perf_counter() - begin, sums), message
+
+    def publish(self, ticket: Ticket, stage: int, number: int) -> tuple[Any, ...]:
+        """Return the accumulated gradient of a stage in `number` shards, each as a list of one array."""
+        if fault := self._refuse(ticket):
+            return (PeerAnswer(fault), *([] for _ in range(number)))
+        flat = flatten_arrays(self._work.gradients[stage])
+        shards = [[shard] for shard in np.array_split(flat, number)]
+        return (PeerAnswer(), *shards)
+
+    def reduce(self, ticket: Ticket, size: int, *shards: Arrays) -> tuple[PeerAnswer, Arrays]:
+        """Return the sum of one shard of each peer, in their order. size: the number of elements."""
+        if fault := self._refuse(ticket):
+            return PeerAnswer(fault), []
+        like = [jax.ShapeDtypeStruct((size,), np.float32)]
+        for source, shard in enumerate(shards):
+            if kind := find_fault(shard, like):
+                return PeerAnswer(Fault(kind, source)), []
+        total = np.array(shards[0][0])
+        for shard in shards[1:]:
+            total += shard[0]
+        return PeerAnswer(), [total]
+
+    def update(self, ticket: Ticket, norm: np.ndarray, tied: Params, *totals: Arrays) -> PeerAnswer:
+        """Take the optimizer step of the stage that this peer serves.
+
+        Args:
+          ticket: identifies the call.
+          norm: the norm of the gradient of all stages.
+          tied: gradients of arrays that several stages share, from all of them together.
+          totals: the shards of the total gradient of this stage, in order.
+        """
+        if fault := self._refuse(ticket):
+            return PeerAnswer(fault)
+        like = self._state.params
+        size = states.nbytes(like) // np.dtype(np.float32).itemsize
+        for source, (shard, length) in enumerate(zip(totals, shard_sizes(size, len(totals)), strict=True)):
+            if kind := find_fault(shard, [jax.ShapeDtypeStruct((length,), np.float32)]):
+                return PeerAnswer(Fault(kind, source))
+        gradient = unflatten_arrays(np.concatenate([shard[0] for shard in totals]), like)
+        for layer, arrays in tied.items():
+            gradient[layer] = {**gradient[layer], **arrays}
+        state = self._state._replace(step=jnp.int32(ticket.step))  # a peer does not take part in skipped steps
+        self._state = jax.block_until_ready(self._update(state, gradient, norm))
+        self._params = stage_params(self._spec.stages, self._state.params, self._stage)
+        return PeerAnswer()
+
+    def answer(self, ticket: Ticket) -> PeerAnswer:
+        """Answer, so that the trainer knows that this peer lives."""
+        return PeerAnswer(self._refuse(ticket))
+
+    def read_state(self) -> tuple[int, Canonical]:
+        """Return the stage that this peer serves, and its part of the canonical state."""
+        return self._stage, jax.device_get(states.to_canonical(self._state))
+
+    # ---- inside ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _kind(self) -> int:
+        return self._spec.stages.kinds[self._stage]
+
+    def _update_stage(self, state: State, gradient: Params, norm: jax.Array) -> State:
+        return steps.update(self._spec.problem, state, gradient, self._spec.problem.task.zeros(), norm)[0]
+
+    def _refuse(self, ticket: Ticket, stage: int = -1) -> Fault | None:
+        """Return the fault of a call that must not be computed, and start over if the ticket demands it."""
+        if ticket.trainer != self._trainer:
+            return Fault(SUPERSEDED)
+        if ticket.generation < self._generation or stage not in (-1, self._stage):
+            return Fault(STALE)
+        self._generation = ticket.generation
+        if ticket != self._work.ticket:
+            self._work = _Work(ticket)
+        return None
+
+    def _refuse_message(self, value: int, message: Arrays | None, microbatch: Examples) -> Fault | None:
+        like = self._inputs_like(microbatch)[value]
+        if like is None and message is None:
+            return None
+        kind = find_fault(message, jax.tree.leaves(like))
+        return Fault(kind, value) if kind else None
+
+    def _inputs_like(self, microbatch: Examples) -> tuple[Any, Any]:
+        """Return the expected messages with the input of the stage and the gradient of its output."""
+        key = (self._kind, *((name, x.shape, x.dtype) for name, x in sorted(microbatch.items())))
+        if key not in self._likes:
+            inputs, pack = self._programs.of_stages(microbatch).programs[self._kind].inputs, self._spec.messages.pack
+            self._likes[key] = jax.eval_shape(pack, inputs.x), jax.eval_shape(pack, inputs.dy)
+        return self._likes[key]
+
+    def _inputs(self, microbatch: Examples, scalars: Arrays) -> StageInputs:
+        key, weight = scalars
+        return StageInputs(self._params, microbatch, key, self._spec.stages.shifts[self._stage, 0], weight)
+
+    def _with_messages(self, microbatch: Examples, scalars: Arrays, x: Arrays | None, dy: Arrays | None) -> StageInputs:
+        messages = [
+            None if received is None else jax.tree.unflatten(jax.tree.structure(like), received)
+            for received, like in zip((x, dy), self._inputs_like(microbatch), strict=True)
+        ]
+        return self._inputs(microbatch, scalars)._replace(x=messages[0], dy=messages[1])
+
+
+def shard_sizes(size: int, number: int) -> list[int]:
+    """Return the sizes of `number` shards of an array of `size` elements, as in `np.array_split`."""
+    return [size // number + (shard < size % number) for shard in range(number)]
+
+
+def flatten_arrays(tree: Params) -> np.ndarray:
+    """Return the float32 arrays of a tree as one, in the order of its leaves."""
+    return np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(tree)])
+
+
+def unflatten_arrays(flat: np.ndarray, like: Params) -> Params:
+    """Return the tree of arrays that `flatten_arrays` made one of. like: their shapes."""
+    leaves, structure = jax.tree.flatten(like)
+    ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
+    parts = [part.reshape(leaf.shape) for part, leaf in zip(np.split(flat, ends), leaves, strict=True)]
+    tree: Params = jax.tree.unflatten(structure, parts)
+    return tree

@@ -1,0 +1,345 @@
+"""One global batch of a live swarm: sends its passes to peers, checks what they send, and averages the gradients.
+
+The trainer holds references to the messages between stages, which are in the object stores of the machines. So the
+failure of a peer loses only what it has accumulated; the failure of a machine also loses its messages. The engine
+(engine.py) knows what is missing, and lets it be computed again.
+
+A value that is not finite may be honest: the training can diverge. Another peer of the stage therefore computes it
+again. If the second value is finite, the first peer is banned when the step ends. If it is not, or if the stage has no
+other peer, the step ends without an update, like a step of one device that is not finite.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jaxpar.strategies.swarm.ledger import (
+    BACKWARD_PASS,
+    FORWARD_PASS,
+    LOST,
+    OUTPUT_GRADIENT,
+    STAGE_INPUT,
+    GradientLedger,
+)
+from jaxpar.strategies.swarm.live.calls import LOAD, Call
+from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent, emit
+from jaxpar.strategies.swarm.live.members import HOSTILE, SUSPECTED, Members
+from jaxpar.strategies.swarm.live.peer import shard_sizes
+from jaxpar.strategies.swarm.live.tickets import MALFORMED, NONFINITE_VALUES, Arrays, PeerAnswer, StepShapes, find_fault
+from jaxpar.strategies.swarm.record import AssignedPass
+
+STORE = -1  # holder of messages: the object stores, which hold them even if the peer that sent them fails
+Value = tuple[int, int, int]  # STAGE_INPUT, OUTPUT_GRADIENT, LOSS or GRADIENT; stage; microbatch, or -1
+LOSS, GRADIENT = 2, 3
+
+
+class Diverged(Exception):
+    """Raised if peers agree that a value is not finite."""
+
+
+@dataclass(eq=False)
+class Message:
+    """A value that a peer computed: a reference to it, and the peer."""
+
+    reference: Any
+    peer: int
+
+
+class SentPass(NamedTuple):
+    """A pass that was sent to its peer.
+
+    Attributes:
+      call: the call.
+      is_first: whether the peer has not computed a pass with this program before.
+      reads: the messages that it was sent, by STAGE_INPUT and OUTPUT_GRADIENT.
+    """
+
+    call: Call
+    is_first: bool
+    reads: dict[int, Message]
+
+
+class LiveStep:
+    """A step, until the gradients of all stages are averaged. A `StepInProgress`.
+
+    Attributes:
+      number: its number in the engine.
+      sums: leaves of the metric sums of each microbatch.
+      messages: the messages that the object stores hold.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        number: int,
+        shapes: StepShapes,
+        microbatches: Sequence[Any],
+        scalars: Arrays,
+        compiled: set[Any],
+    ) -> None:
+        """Assign all microbatches.
+
+        Args:
+          members: the peers.
+          number: number of the step in the engine.
+          shapes: expected shapes.
+          microbatches: references to the examples of each.
+          scalars: data of the step's dropout key, and the divisor of the loss.
+          compiled: (peer, phase, stage, key of shapes) of programs that peers have run; is added to.
+        """
+        self.members, self.engine, self.number, self.shapes = members, members.engine, number, shapes
+        self._microbatches, self._scalars, self._compiled = microbatches, scalars, compiled
+        self.sums: dict[int, Arrays] = {}
+        self.messages: dict[Value, Message] = {}
+        self._sent: dict[AssignedPass, SentPass] = {}
+        self._suspects: dict[Value, int] = {}
+        members.batch = self
+        self.engine.begin(number, len(microbatches))
+
+    def end(self) -> None:
+        """End the step: its gradients are totals, or it ends without an update."""
+        self.members.batch = None
+        self.engine.end(self.number)
+
+    @property
+    def ledger(self) -> GradientLedger:
+        """The ledger of the batch."""
+        return self.engine.batches[self.number].ledger
+
+    @property
+    def averaging(self) -> "Averaging | None":
+        """The averaging, if there is one that is not void."""
+        averaging: Averaging | None = self.engine.batches[self.number].averaging
+        return averaging
+
+    @property
+    def suspects(self) -> set[int]:
+        """Peers that sent values that are not finite, while other peers did not."""
+        return set(self._suspects.values())
+
+    # ---- passes ---------------------------------------------------------------------------------------------------
+
+    def start(self, one: AssignedPass) -> None:
+        """Send a pass to its peer."""
+        is_backward = one.phase == BACKWARD_PASS
+        values = self.ledger.holders(one.microbatch, one.phase, one.stage)
+        reads = {value: self.messages[value, one.stage, one.microbatch] for value in values}
+        inputs = [reads[value].reference if value in reads else None for value in (STAGE_INPUT, OUTPUT_GRADIENT)]
+        one.is_repeat = is_backward and one.stage in self.ledger.progress(one.microbatch).counted
+        program = (one.peer, one.phase, one.stage, self.shapes.key)
+        is_first = program not in self._compiled
+        call = self.members.call(
+            one.peer,
+            "compute",
+            *(self.members.ticket(one.peer), one.phase, one.stage, self._microbatches[one.microbatch], self._scalars),
+            *(is_backward and not one.is_repeat, *inputs),
+            label=LOAD if is_first else program[1:],
+            num_arrays=1,
+            done=lambda answer, arrays, _call: self._computed(one, answer, arrays[0]),
+        )
+        self._sent[one] = SentPass(call, is_first, reads)
+        emit(LiveEvent(EventKind.SENT, one.peer, one.stage, one.microbatch, phase=one.phase))
+
+    def _computed(self, one: AssignedPass, answer: PeerAnswer, reference: Any) -> None:
+        if not self.engine.is_active(one) or not self._is_sound(one, answer):
+            return
+        call, is_first, _ = self._sent[one]
+        self._compiled.add((one.peer, one.phase, one.stage, self.shapes.key))
+        self.engine.record.begin_pass(one, one.step, self.members.since(call.start))
+        target = one.stage + 1 if one.phase == FORWARD_PASS else one.stage - 1
+        if 0 <= target < self.engine.num_stages:
+            value = (STAGE_INPUT if one.phase == FORWARD_PASS else OUTPUT_GRADIENT, target, one.microbatch)
+            self.messages[value] = Message(reference, one.peer)
+            self._holders(value).add(STORE)
+        place = one.peer, one.stage, one.microbatch
+        emit(LiveEvent(EventKind.COMPUTED, *place, phase=one.phase, value=answer.seconds))
+        self.engine.finish(one, self.members.since(call.ended), is_typical=not is_first)
+
+    def _is_sound(self, one: AssignedPass, answer: PeerAnswer) -> bool:
+        """Handle the fault of a pass, and return whether there is none."""
+        if answer.fault is not None:
+            if answer.fault.kind in (MALFORMED, NONFINITE_VALUES):
+                self._blame(answer.fault.source, one)
+            else:
+                self.members.fault(one.peer, answer)
+            return False
+        if one.phase == FORWARD_PASS and one.stage == self.engine.num_stages - 1:
+            kind = find_fault(list(answer.sums), self.shapes.sums)
+            if kind == MALFORMED:
+                self._ban(one.peer)
+                return False
+            if kind:
+                self._suspect((LOSS, one.stage, one.microbatch), one.peer)
+                return False
+            self.sums[one.microbatch] = list(answer.sums)
+        return True
+
+    # ---- faults ---------------------------------------------------------------------------------------------------
+
+    def _blame(self, source: int, receiver: AssignedPass) -> None:
+        """Handle a message that its receiver refused: read it, to find out who is wrong."""
+        message, value = self._sent[receiver].reads.get(source), (source, receiver.stage, receiver.microbatch)
+        kind = self._examine(message.reference, self.shapes.messages[value[:2]]) if message else ""
+        if message is None or not kind:
+            self._ban(receiver.peer)  # it refused what is as expected
+            return
+        if self.messages.get(value) is message:  # otherwise its sender has been found out already
+            self._forget(value)
+            if kind == MALFORMED:
+                self._ban(message.peer)
+            else:
+                self._suspect(value, message.peer)
+        if self.engine.is_active(receiver):
+            self.engine.reroute([receiver])
+
+    def _examine(self, reference: Any, like: Sequence[Any]) -> str:
+        return find_fault(self.members.ray.get(reference), like)
+
+    def _suspect(self, value: Value, peer: int) -> None:
+        """Let another peer compute a value that is not finite. Raises Diverged if none can, or one has agreed."""
+        stage = value[1] - 1 if value[0] == STAGE_INPUT else value[1] + 1 if value[0] == OUTPUT_GRADIENT else value[1]
+        others = [entry for entry in self.engine.queues[stage] if entry.peer != peer]
+        emit(LiveEvent(EventKind.NONFINITE, peer, stage, value[2]))
+        if value in self._suspects or not others:
+            raise Diverged
+        self._suspects[value] = peer
+        self.members.give_up(peer, SUSPECTED, is_gone=False)
+
+    def blame_gradient(self, stage: int, peer: int, kind: str) -> None:
+        """Handle a gradient that a peer accumulated, and that is malformed or not finite."""
+        self.engine.batches[self.number].averaging = None
+        if kind == MALFORMED:
+            self._ban(peer)
+        else:
+            self._suspect((GRADIENT, stage, -1), peer)
+
+    def _ban(self, peer: int) -> None:
+        """Ban a peer for good, with all that it sent."""
+        for value, message in [*self.messages.items()]:
+            if message.peer == peer:
+                self._forget(value)
+        self.members.give_up(peer, HOSTILE, is_gone=True, is_hostile=True)
+
+    def _holders(self, value: Value) -> set[int]:
+        kind, stage, microbatch = value
+        return self.ledger.holders(microbatch, BACKWARD_PASS, stage)[kind]
+
+    def _forget(self, value: Value) -> None:
+        """Remove a message, so that it is computed again."""
+        self._holders(value).clear()
+        del self.messages[value]
+
+    # ---- what the members report ----------------------------------------------------------------------------------
+
+    def interrupt(self, peer: int) -> None:
+        """Record the pass that a peer was computing when it failed."""
+        for one in self.engine.passes_of(peer):
+            if one in self._sent and self._sent[one].call.is_first:
+                self.engine.record.begin_pass(one, one.step, self.members.since(self._sent[one].call.start))
+                self.engine.record.end_pass(one, self.members.now, LOST)
+
+    def value_lost(self, call: Call) -> bool:
+        """Compute again the messages of a pass that were lost with a machine, or average again."""
+        for one in self.engine.passes_of(call.peer):
+            if one in self._sent and self._sent[one].call is call:
+                for source, message in self._sent[one].reads.items():
+                    value = (source, one.stage, one.microbatch)
+                    if self.messages.get(value) is message:
+                        self._forget(value)
+                self.engine.reroute([one])
+                return True
+        is_averaging = self.averaging is not None and self.averaging.has(call)
+        if is_averaging:
+            self.average_again()
+        return is_averaging
+
+    def average(self) -> "Averaging":
+        """Average the gradients of all stages."""
+        return Averaging(self)
+
+    def average_again(self) -> None:
+        """Average again from what the peers have accumulated."""
+        self.engine.batches[self.number].averaging = None
+        self.engine.average()
+
+
+class Averaging:
+    """An averaging of the gradients of all stages among the peers that have accumulated some, by the object stores.
+
+    Each of n contributors splits its gradient into n shards. Contributor j adds up shard j of all, in the order of the
+    peers, and everybody reads the n totals: as in a ring all-reduce, a peer sends and receives 2 (n - 1) / n gradients.
+    The loss is divided by the weight of the whole batch, so that the sum over the peers is the mean.
+
+    Attributes:
+      contributors: by stage, the peers that have accumulated gradients, in order.
+      totals: by stage, references to the shards of the total gradient.
+    """
+
+    def __init__(self, step: LiveStep) -> None:
+        """Ask the contributors of all stages for their shards."""
+        self._step, self._calls = step, list[Call]()
+        self.contributors = [sorted(step.ledger.contributors(stage)) for stage in range(step.engine.num_stages)]
+        self._shards: list[dict[int, list[Any]]] = [{} for _ in self.contributors]
+        self.totals: list[list[Any]] = [[None] * len(peers) for peers in self.contributors]
+        emit(LiveEvent(EventKind.AVERAGING))
+        for stage, peers in enumerate(self.contributors):
+            for peer in peers:
+                self._publish(stage, peer)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all totals are computed."""
+        return all(total is not None for totals in self.totals for total in totals)
+
+    def has(self, call: Call) -> bool:
+        """Return whether a call belongs to this averaging."""
+        return call in self._calls
+
+    def _call(self, stage: int, peer: int, method: str, *arguments: Any, num_arrays: int, done: Any) -> None:
+        """Call a contributor. done: receives the references to the arrays if the answer has no fault."""
+        members = self._step.members
+        self._calls.append(
+            members.call(
+                peer,
+                method,
+                *(members.ticket(peer), *arguments),
+                label=(method, stage),
+                num_arrays=num_arrays,
+                done=lambda answer, arrays, _call: self._is_sound(stage, peer, answer) and done(arrays),
+            )
+        )
+
+    def _publish(self, stage: int, peer: int) -> None:
+        peers = self.contributors[stage]
+
+        def published(shards: list[Any]) -> None:
+            self._shards[stage][peer] = shards
+            if len(peers) == 1:
+                self.totals[stage] = shards
+            elif len(self._shards[stage]) == len(peers):
+                for index in range(len(peers)):
+                    self._reduce(stage, index)
+
+        self._call(stage, peer, "publish", stage, len(peers), num_arrays=len(peers), done=published)
+
+    def _reduce(self, stage: int, index: int) -> None:
+        def reduced(totals: list[Any]) -> None:
+            [self.totals[stage][index]] = totals
+
+        peers = self.contributors[stage]
+        size = shard_sizes(self._step.shapes.sizes[stage], len(peers))[index]
+        shards = [self._shards[stage][one][index] for one in peers]
+        self._call(stage, peers[index], "reduce", size, *shards, num_arrays=1, done=reduced)
+
+    def _is_sound(self, stage: int, peer: int, answer: PeerAnswer) -> bool:
+        """Handle the fault of a call, and return whether there is none and this averaging is not void."""
+        if self._step.members.batch is not self._step or self._step.averaging is not self:
+            return False
+        if answer.fault is None:
+            return True
+        if answer.fault.kind in (MALFORMED, NONFINITE_VALUES):
+            sender = self.contributors[stage][answer.fault.source]
+            self._step.blame_gradient(stage, sender, answer.fault.kind)
+        else:
+            self._step.members.fault(peer, answer)
+        return False

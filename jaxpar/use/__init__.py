@@ -1,0 +1,1 @@
+"""Uses of what a run has trained: predictions, generation, serving, exports and pages."""

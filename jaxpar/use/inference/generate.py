@@ -1,0 +1,278 @@
+"""Continues texts with a causal language model, one token at a time.
+
+The keys and values of earlier positions are kept (jaxpar/models/attention.py), so a token takes the same time at every
+position. Two programs compute everything: one reads the prompts, one computes the next token of each text. Both are
+compiled again for other numbers and lengths of texts, but not for other samplings. The next token is computed while the
+host reads the one before.
+
+Array dims: B texts, T positions of the prompts, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from jaxpar.data import tokenizer as tokenizers
+from jaxpar.errors import UserError, format_count
+from jaxpar.models import Params
+from jaxpar.models.attention import Memory, Stored, empty
+from jaxpar.models.gpt import resolve
+from jaxpar.use.inference.inputs import check_unicode
+from jaxpar.use.inference.sampling import Sampling, Samplings, choose_tokens, stack_samplings
+from jaxpar.use.inference.trained import Trained
+
+# Lengths are padded to these numbers of positions times a power of two, so that few programs are compiled.
+SMALLEST_PROMPT, SMALLEST_TEXT = 64, 256
+
+
+class TextPiece(NamedTuple):
+    """The part of a text that one step adds.
+
+    Attributes:
+      number: number of the prompt.
+      token: the token, or None at the end of a text that the model ended.
+      text: its characters; '' while a character is not complete.
+      end: why the text ends here: 'end of text' (the model ended it), 'length' (max_tokens, or the longest text of the
+        model); '' if it continues.
+    """
+
+    number: int
+    token: int | None
+    text: str
+    end: str
+
+
+class Completion(NamedTuple):
+    """The continuation of a prompt.
+
+    Attributes:
+      prompt: the prompt.
+      text: the continuation, without the prompt and the end-of-text token.
+      tokens: its tokens.
+      end: why it ended, see `TextPiece`.
+    """
+
+    prompt: str
+    text: str
+    tokens: list[int]
+    end: str
+
+    def extended(self, piece: TextPiece) -> "Completion":
+        """Return the continuation with one more piece."""
+        tokens = self.tokens if piece.token is None else [*self.tokens, piece.token]
+        return Completion(self.prompt, self.text + piece.text, tokens, piece.end)
+
+
+class Request(NamedTuple):
+    """A text to continue. `Generator.request` makes and checks it.
+
+    Attributes:
+      tokens: the tokens of the prompt, at least one.
+      max_tokens: the longest continuation.
+      sampling: how tokens are chosen.
+    """
+
+    tokens: list[int]
+    max_tokens: int
+    sampling: Sampling
+
+
+class Generator:
+    """A causal language model that is ready to continue texts, on its first device."""
+
+    def __init__(self, trained: Trained):
+        """Prepare the model. Raises UserError if it is not a causal language model of this package."""
+        config = trained.config
+        if trained.task.head != "causal_lm" or config.model.name != "gpt":
+            raise UserError(
+                f"{trained.workdir} has config.task={trained.task.name!r} and config.model.name={config.model.name!r}; "
+                "to generate text, they must be 'causal_lm' and 'gpt'"
+            )
+        if trained.tokenizer is None:
+            raise UserError(
+                f"{trained.workdir} has config.data.source={config.data.source!r}; to generate text, it must be a run "
+                "with a tokenizer"
+            )
+        _, self._spec = resolve(config, trained.info)
+        self.max_length = trained.info.input_shape[0]
+        self.tokenizer = Tokenizer.from_str(trained.tokenizer.to_str())
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+        self._end = tokenizers.find_special(self.tokenizer, tokenizers.END_OF_TEXT)
+        self._vocab_size = tokenizers.vocab_size(self.tokenizer)
+        self._params = jax.device_put(trained.params, trained.mesh.devices.flat[0])
+        self._model = trained.model
+        self._read = jax.jit(self._read_prompts, static_argnames="size")
+        self._next = jax.jit(self._next_token, donate_argnames="stored")
+
+    def encode(self, prompt: str) -> list[int]:
+        """Return the tokens of a prompt; an empty one begins with the end-of-text token, as a text in training does.
+
+        Raises:
+          UserError: the prompt has characters without a token, or leaves no room for a token.
+        """
+        check_unicode(prompt, "the prompt")
+        unseen = unseen_characters(self.tokenizer, prompt)
+        if unseen:
+            raise UserError(f"the prompt is {prompt!r:.80}; it must not contain {unseen[0]!r}, which has no token")
+        tokens = list(self.tokenizer.encode(prompt, add_special_tokens=False).ids)
+        if not tokens:
+            if self._end is None:
+                raise UserError("the prompt is empty; it must have a token, because the tokenizer has no end of text")
+            tokens = [self._end]
+        if len(tokens) >= self.max_length:
+            raise UserError(
+                f"the prompt has {format_count(len(tokens), 'token')}; it must have fewer than {self.max_length}, the "
+                "longest text of the model"
+            )
+        return tokens
+
+    def stream(self, prompts: Sequence[str], max_tokens: int, sampling: Sampling) -> Iterator[TextPiece]:
+        """Yield the continuations piece by piece: in each step, one piece of each text that has not ended.
+
+        Args:
+          prompts: one or more texts to continue, all at the same time.
+          max_tokens: the longest continuation.
+          sampling: how tokens are chosen. Text i has the seed sampling.seed + i.
+
+        Raises:
+          UserError: an argument is invalid; raised before anything is computed.
+        """
+        sampling.check()
+        if not prompts:
+            raise UserError("there are no prompts; there must be at least one")
+        texts = [
+            self.request(prompt, max_tokens, sampling._replace(seed=(sampling.seed + number) % 2**32))
+            for number, prompt in enumerate(prompts)
+        ]
+        return self.stream_requests(texts)
+
+    def request(self, prompt: str, max_tokens: int, sampling: Sampling) -> Request:
+        """Check a request and return it. Raises UserError if an argument is invalid."""
+        sampling.check()
+        if max_tokens < 1:
+            raise UserError(f"max_tokens is {max_tokens!r:.60}; it must be at least 1")
+        return Request(self.encode(prompt), max_tokens, sampling)
+
+    def __call__(self, prompts: Sequence[str], max_tokens: int, sampling: Sampling) -> list[Completion]:
+        """Return the whole continuations. See `stream`."""
+        completions = [Completion(prompt, "", [], "") for prompt in prompts]
+        for piece in self.stream(prompts, max_tokens, sampling):
+            completions[piece.number] = completions[piece.number].extended(piece)
+        return completions
+
+    def stream_requests(self, requests: Sequence[Request]) -> Iterator[TextPiece]:
+        """Yield the continuations for requests, as `stream` does."""
+        texts = [_Text(self.tokenizer, self._end, self._limit(request)) for request in requests]
+        number = _power_of_two(len(requests))
+        lengths_B = np.ones(number, np.int32)
+        lengths_B[: len(requests)] = [len(request.tokens) for request in requests]
+        prompts_BT = np.zeros((number, self._padded(int(lengths_B.max()), SMALLEST_PROMPT)), np.int32)
+        for row, request in zip(prompts_BT, requests, strict=False):
+            row[: len(request.tokens)] = request.tokens
+        padding = [Sampling()] * (number - len(requests))
+        samplings = stack_samplings([request.sampling for request in requests] + padding, self._vocab_size)
+        steps = max(text.limit for text in texts)
+        size = self._padded(prompts_BT.shape[1] + steps, SMALLEST_TEXT)
+        tokens_B, stored = self._read(self._params, prompts_BT, lengths_B, samplings, size=size)
+        for step in range(steps):
+            ready_B = tokens_B
+            if step + 1 < steps:
+                tokens_B, stored = self._next(self._params, tokens_B, lengths_B + step, samplings, stored=stored)
+            for index, (text, token) in enumerate(zip(texts, np.asarray(ready_B).tolist(), strict=False)):
+                if not text.end:
+                    yield TextPiece(index, *text.add(token))
+            if all(text.end for text in texts):
+                return
+
+    def warm_up(self, most: int, max_tokens: int) -> None:
+        """Compile the programs for up to `most` short prompts at the same time, and for one prompt of each length."""
+        numbers = [2**e for e in range(_power_of_two(most).bit_length())]
+        longest_first = reversed(range(1, self.max_length))
+        shortest = {self._padded(length, SMALLEST_PROMPT): length for length in longest_first}  # of each padded length
+        for number, length in [*((number, 1) for number in numbers), *((1, length) for length in shortest.values())]:
+            next(self.stream_requests([Request([0] * length, max_tokens, Sampling())] * number))
+
+    def _limit(self, request: Request) -> int:
+        """Return the largest number of new tokens, at least 1."""
+        return min(request.max_tokens, self.max_length - len(request.tokens))
+
+    def _padded(self, length: int, smallest: int) -> int:
+        """Return the length for which a program is compiled."""
+        return min(smallest * _power_of_two(-(-length // smallest)), self.max_length)
+
+    def _read_prompts(
+        self,
+        params: Params,
+        prompts_BT: jax.Array,
+        lengths_B: jax.Array,
+        samplings: Samplings,
+        *,
+        size: int,
+    ) -> tuple[jax.Array, Stored]:
+        """Return the first new token of each text, and the memory of `size` positions."""
+        spec = self._spec
+        shape = (len(prompts_BT), size, spec.num_kv_heads, spec.head_dim)
+        memory = Memory(empty(spec.num_layers * spec.num_applications, shape, spec.dtype), jnp.zeros_like(lengths_B))
+        x_BTD = self._model.extend(params, prompts_BT, memory)
+        x_B1D = jnp.take_along_axis(x_BTD, (lengths_B - 1)[:, None, None], axis=1)
+        return self._choose(params, x_B1D, samplings, lengths_B), memory.extended()
+
+    def _next_token(
+        self,
+        params: Params,
+        tokens_B: jax.Array,
+        positions_B: jax.Array,
+        samplings: Samplings,
+        *,
+        stored: Stored,
+    ) -> tuple[jax.Array, Stored]:
+        """Return the token after each of tokens_B, which are at positions_B, and the extended memory."""
+        memory = Memory(stored, positions_B)
+        x_B1D = self._model.extend(params, tokens_B[:, None], memory)
+        return self._choose(params, x_B1D, samplings, positions_B + 1), memory.extended()
+
+    def _choose(self, params: Params, x_B1D: Any, samplings: Samplings, positions_B: jax.Array) -> jax.Array:
+        logits_BV = self._model.last(params, x_B1D)[:, 0, : self._vocab_size]  # a model can have more rows
+        return choose_tokens(logits_BV.astype(jnp.float32), samplings, positions_B)
+
+
+class _Text:
+    """A text that grows token by token."""
+
+    def __init__(self, tokenizer: Tokenizer, end_of_text: int | None, limit: int):
+        self._tokenizer, self._end_of_text, self.limit = tokenizer, end_of_text, limit
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._number = 0
+        self.end = ""
+
+    def add(self, token: int) -> tuple[int | None, str, str]:
+        """Return the token, its text, and why the text ends, as in `TextPiece`."""
+        self._number += 1
+        if token == self._end_of_text:
+            self.end = "end of text"
+            return None, "", self.end
+        self.end = "length" if self._number == self.limit else ""
+        return token, self._decoder.step(self._tokenizer, token) or "", self.end
+
+
+def unseen_characters(tokenizer: Tokenizer, text: str) -> list[str]:
+    """Return the characters of a text, in order, that the tokenizer drops or replaces by its unknown token."""
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    unknown = {tokenizer.token_to_id(name) for name in ("[UNK]", "<unk>")} - {None}
+    known = np.zeros(len(text), bool)
+    for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
+        known[start:stop] |= token not in unknown
+    return [
+        character for character, is_known in zip(text, known, strict=True) if not is_known and not character.isspace()
+    ]
+
+
+def _power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,178 @@
+"""Writes predictions next to the columns of the input: csv, jsonl or parquet, a window at a time.
+
+A file appears under its name when it is complete; until then it has the extension .tmp.
+"""
+
+import contextlib
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from jaxpar.errors import UserError
+from jaxpar.files import unwritable, without_nonfinite
+from jaxpar.tasks import Prediction
+from jaxpar.use.inference.inputs import Record
+
+TABLE_FORMATS = ("csv", "jsonl", "parquet")
+Write = Callable[[Sequence[Record], Sequence[Prediction]], None]  # writes consecutive examples
+Merged = Sequence[Mapping[str, Any]]
+
+
+def check_table_file(path: Path) -> None:
+    """Raise UserError unless `path` can be written: a new file with an extension of TABLE_FORMATS, in a directory."""
+    if path.suffix.removeprefix(".") not in TABLE_FORMATS:
+        endings = ", ".join(f".{name}" for name in TABLE_FORMATS)
+        raise UserError(f"--output is {str(path)!r}; its extension must be one of {endings}")
+    if path.exists() or path.is_symlink():
+        raise UserError(f"--output is {str(path)!r}, which exists; it must be a new file")
+    if not path.parent.is_dir():
+        raise UserError(
+            f"--output is {str(path)!r}; it must be in an existing directory, and '{path.parent}' is not one"
+        )
+
+
+class _Merger:
+    """Adds predictions to the columns of the input.
+
+    Attributes:
+      names: name of the column of each prediction: its own or, if the first record has a column of this name,
+        `predicted_NAME`.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+
+    def __call__(self, records: Sequence[Record], predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
+        """Return the merged records. Raises UserError for a later record with a column of the name of a prediction."""
+        for name in () if self.names else predictions[0]:
+            self.names[name] = name
+            while self.names[name] in records[0]:
+                self.names[name] = f"predicted_{self.names[name]}"
+        for record in records:
+            if both := sorted(record.keys() & set(self.names.values())):
+                raise UserError(
+                    f"a record has the key {both[0]!r}, which the first one lacks, and which is the name of a "
+                    "prediction; rename it, or add it to the first record"
+                )
+        return [
+            {**record, **{self.names[name]: value for name, value in prediction.items()}}
+            for record, prediction in zip(records, predictions, strict=True)
+        ]
+
+
+@contextlib.contextmanager
+def open_output(path: Path | None, kind: str, schema: Any = None) -> Iterator[Write]:
+    """Return, for a `with` block, the function that writes predictions. If the block raises, no file is left.
+
+    Args:
+      path: the file, which must not exist; None: the standard output.
+      kind: one of TABLE_FORMATS.
+      schema: for parquet, the pyarrow.Schema of the columns of the input; None: they are texts.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    merge = _Merger()
+    if path is None:
+        yield _writer(sys.stdout, kind, merge)
+        sys.stdout.flush()
+        return
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)  # left over from a crash; a link is replaced, not followed
+        if kind == "parquet":
+            with _open_parquet(temporary, schema, merge) as write:
+                yield write
+        else:
+            with temporary.open("x", encoding="utf-8", newline="") as file:
+                yield _writer(file, kind, merge)
+        temporary.replace(path)
+    except OSError as error:
+        raise UserError(f"--output is {str(path)!r}; it must be {unwritable(path, error)}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _writer(file: TextIO, kind: str, merge: _Merger) -> Write:
+    write_records = _write_json if kind == "jsonl" else _csv_writer()
+
+    def write(records: Sequence[Record], predictions: Sequence[Prediction]) -> None:
+        write_records(file, merge(records, predictions))
+
+    return write
+
+
+def _write_json(file: TextIO, records: Merged) -> None:
+    file.writelines(f"{to_json(record)}\n" for record in records)
+
+
+def to_json(value: Any) -> str:
+    """Return a value as JSON in one line. Values of other types, such as dates in parquet files, become texts."""
+    return json.dumps(without_nonfinite(value), ensure_ascii=False, allow_nan=False, default=str)
+
+
+def _csv_writer() -> Callable[[TextIO, Merged], None]:
+    header: list[str] = []
+
+    def write(file: TextIO, records: Merged) -> None:
+        writer = csv.writer(file, lineterminator="\n")
+        if not header:
+            header.extend(records[0])
+            writer.writerow(header)
+        writer.writerows([_as_text(value) for value in _values(record, header)] for record in records)
+
+    return write
+
+
+def _as_text(value: Any) -> str:
+    """Return a value as text: texts as they are, an empty text for None, and all other values as JSON."""
+    if isinstance(value, str):
+        return value
+    return "" if value is None else to_json(value)
+
+
+def _values(record: Record, header: Sequence[str]) -> list[Any]:
+    """Return the values of the columns, None where a key is missing. Raises UserError for any other key."""
+    if odd := sorted(record.keys() - set(header)):
+        raise UserError(
+            f"a record has the key {odd[0]!r}, which the first one lacks; use --output=FILE.jsonl, or add it to the "
+            "first record"
+        )
+    return [record.get(name) for name in header]
+
+
+@contextlib.contextmanager
+def _open_parquet(path: Path, schema: Any, merge: _Merger) -> Iterator[Write]:
+    """Return, for a `with` block, the function that writes predictions to a parquet file. schema: see `open_output`."""
+    import pyarrow as pa  # imported lazily: it takes a third of a second
+    import pyarrow.parquet as pq
+
+    of_input = {field.name: field.type for field in schema} if schema else {}
+    writers: list[pq.ParquetWriter] = []
+
+    def new_schema(record: Mapping[str, Any]) -> pa.Schema:
+        predicted = set(merge.names.values())
+        numbers = [name for name in predicted if isinstance(record[name], float)]
+        return pa.schema(
+            [(name, of_input.get(name) or (pa.float64() if name in numbers else pa.string())) for name in record]
+        )
+
+    def write(records: Sequence[Record], predictions: Sequence[Prediction]) -> None:
+        merged = merge(records, predictions)
+        if not writers:
+            writers.append(stack.enter_context(pq.ParquetWriter(path, new_schema(merged[0]))))
+        [writer] = writers
+        columns = zip(*(_values(record, writer.schema.names) for record in merged), strict=True)
+        arrays = []
+        for field, values in zip(writer.schema, columns, strict=True):
+            is_text = field.type == pa.string() and field.name not in of_input
+            texts = (None if value is None else _as_text(value) for value in values)
+            arrays.append(pa.array(texts if is_text else values, field.type))
+        writer.write_table(pa.Table.from_arrays(arrays, schema=writer.schema))
+
+    with contextlib.ExitStack() as stack:
+        yield write

@@ -1,0 +1,179 @@
+"""Charts as SVG elements in a page: lines over the steps of a run, and the timelines of a pipeline.
+
+They have the colors of the theme of the page (`jaxpar.use.pages.html.STYLE`), and no ids that could occur twice in a
+page.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxpar.strategies.pipeline.tables.simulate import Span
+from jaxpar.strategies.pipeline.tables.table import ACTION_KINDS
+from jaxpar.use.pages.html import escaped_text, format_number
+
+CHART_WIDTH, CHART_HEIGHT = 400, 240  # of a line chart, in units of which a letter is 12 high
+LEFT, RIGHT, ABOVE, BELOW = 58, 12, 8, 36  # margins of a line chart
+NUM_COLORS = 6
+NUM_TICKS = 5  # about, on an axis
+BUCKETS = 400  # a longer curve is drawn as the minimum and the maximum of this many equal numbers of points
+ROW, SIDE, CELL = 20, 30, 20  # height of the row of a device, width of its number, and usual width of an action
+PAGE_WIDTH = 1200  # about, of a timeline that fits the page on a desktop
+MOST_WIDTH = 4000  # width of the actions of a timeline
+MOST_SPANS = 20_000  # actions of a drawn timeline
+NARROWEST_LABEL = 10  # width of an action that shows the number of its microbatch
+
+
+class Series(NamedTuple):
+    """A curve of a line chart.
+
+    Attributes:
+      name: its name in the legend.
+      points: (x, y), in the order of x.
+      is_marked: whether each point has a marker, which shows its values to the pointer.
+    """
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    is_marked: bool = False
+
+
+def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> str:
+    """Return a chart with a legend that contains the last value of each curve; empty if there are no points.
+
+    The color of a curve depends on its place in `series`, so that it is the same in charts that lack other curves.
+    """
+    drawn = [(number, one) for number, one in enumerate(series) if one.points]
+    if not drawn:
+        return ""
+    xs, ys = ([point[axis] for _, one in drawn for point in one.points] for axis in (0, 1))
+    (x_low, x_high), (y_low, y_high) = _range(min(0, *xs), max(xs)), _range(min(ys), max(ys))
+    x_scale = (CHART_WIDTH - LEFT - RIGHT) / (x_high - x_low)
+    y_scale = (CHART_HEIGHT - ABOVE - BELOW) / (y_high - y_low)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return LEFT + (x - x_low) * x_scale, CHART_HEIGHT - BELOW - (y - y_low) * y_scale
+
+    parts: list[str] = []
+    keys: list[str] = []
+    for y in ticks(y_low, y_high):
+        height = place(x_low, y)[1]
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{CHART_WIDTH - RIGHT}" y1="{height:.2f}" y2="{height:.2f}"/>')
+        parts.append(_text(LEFT - 6, height + 4, format_number(y), "end"))
+    bottom = CHART_HEIGHT - BELOW
+    x_ticks = ticks(x_low, x_high)
+    parts += [_text(place(x, y_low)[0], bottom + 15, format_number(x), "middle") for x in x_ticks]
+    parts.append(_text(CHART_WIDTH - RIGHT, CHART_HEIGHT - 4, x_label, "end"))
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{CHART_WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
+    for number, one in drawn:
+        color, is_dashed = f"var(--c{number % NUM_COLORS})", number // NUM_COLORS % 2
+        placed = [place(*point) for point in thinned(one.points)]
+        line = ";stroke-dasharray:5 3" if is_dashed else ""
+        parts.append(f'<path style="stroke:{color}{line}" d="M{" L".join(f"{x:.2f} {y:.2f}" for x, y in placed)}"/>')
+        for point in thinned(one.points) if one.is_marked or len(placed) == 1 else ():
+            x, y = place(*point)
+            label = escaped_text(f"{one.name}, {x_label} {format_number(point[0])}: {format_number(point[1])}")
+            parts.append(
+                f'<circle style="fill:{color}" cx="{x:.2f}" cy="{y:.2f}" r="3"><title>{label}</title></circle>'
+            )
+        last = f'<data value="{one.points[-1][1]!r}">{format_number(one.points[-1][1])}</data>'
+        key = f'<span class="key{" dashed" if is_dashed else ""}" style="color:{color}"></span>'
+        keys.append(f"<li>{key}{escaped_text(one.name)} {last}</li>")
+    return "\n".join(
+        [
+            f"<figure class='chart'><figcaption>{escaped_text(title)}</figcaption>",
+            f'<svg viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}" role="img" aria-label="{escaped_text(title)}">',
+            *parts,
+            "</svg>",
+            f'<ul class="legend">{"".join(keys)}</ul></figure>',
+        ]
+    )
+
+
+def _range(low: float, high: float) -> tuple[float, float]:
+    """Return the ends of an axis, which differ."""
+    margin = (high - low) * 0.03 or abs(high) * 0.1 or 1.0
+    return low if low == 0 else low - margin, high + margin
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Return about NUM_TICKS multiples of 1, 2 or 5 times a power of ten between `low` and `high`."""
+    least = (high - low) / NUM_TICKS
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    digits = max(0, -math.floor(math.log10(step)))
+    return [round(number * step, digits + 1) for number in range(first, last + 1)]
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """Return the points to draw: all of a short curve, otherwise the lowest and the highest of each of BUCKETS."""
+    if len(points) <= 2 * BUCKETS:
+        return points
+    size = -(-len(points) // BUCKETS)
+    remaining = []
+    for first in range(0, len(points), size):
+        bucket = points[first : first + size]
+        ends = {min(bucket, key=lambda point: point[1]), max(bucket, key=lambda point: point[1])}
+        remaining += sorted(ends)
+    return [*remaining, points[-1]] if remaining[-1] != points[-1] else remaining
+
+
+def timeline_chart(title: str, timeline: Sequence[Span]) -> str:
+    """Return a chart of the actions of a step, with a row for each device. Of a very long one, only the first actions.
+
+    Its actions have their usual width, unless the devices are idle for so long that the chart would be wider than the
+    page and than the actions side by side. It scrolls in its own box.
+    """
+    drawn = sorted((span for span in timeline if span.end > span.start), key=lambda span: span.start)[:MOST_SPANS]
+    begin, end = float(min(span.start for span in drawn)), float(max(span.end for span in drawn))
+    lengths = sorted(float(span.end - span.start) for span in drawn)
+    usual = CELL / lengths[len(lengths) // 2]
+    busiest = max(Counter(span.device for span in drawn).values())
+    widest = min(MOST_WIDTH, max(PAGE_WIDTH, 2 * CELL * busiest))
+    scale = min(usual, widest / (end - begin))
+    num_devices = 1 + max(span.device for span in drawn)
+    num_chunks = 1 + max(span.chunk for span in drawn)
+    width, height = SIDE + (end - begin) * scale + 1, ROW * num_devices + 1
+    parts = [_text(SIDE - 6, ROW * device + 14, str(device), "end") for device in range(num_devices)]
+    labels, keys = [], []
+    for (kind, chunk), of_kind in _by_kind_and_chunk(drawn):
+        opacity = 1 - 0.6 * chunk / max(1, num_chunks - 1)
+        style = f"fill:{ACTION_KINDS[kind].colour};fill-opacity:{opacity:.2f}"
+        boxes = []
+        for span in of_kind:
+            left, length = SIDE + (float(span.start) - begin) * scale, float(span.end - span.start) * scale
+            boxes.append(f"M{left:.2f} {ROW * span.device + 1}h{length:.2f}v{ROW - 2}h{-length:.2f}z")
+            if length >= NARROWEST_LABEL:
+                labels.append(_text(left + length / 2, ROW * span.device + 14, str(span.microbatch), "middle", "on"))
+        parts.append(f'<path class="span" style="{style}" d="{"".join(boxes)}"/>')
+        name = ACTION_KINDS[kind].title + (f", chunk {chunk}" if num_chunks > 1 else "")
+        swatch = f"color:{ACTION_KINDS[kind].colour};opacity:{opacity:.2f}"
+        keys.append(f'<li><span class="key" style="{swatch}"></span>{escaped_text(name)}</li>')
+    left_out = len(timeline) - len(drawn)
+    rest = f" (the first {len(drawn):,} of {len(timeline):,} actions)" if left_out and len(drawn) == MOST_SPANS else ""
+    return "\n".join(
+        [
+            f"<figure class='chart'><figcaption>{escaped_text(title + rest)}</figcaption>",
+            f'<div class="scroll"><svg class="wide" width="{width:.0f}" height="{height}" role="img" '
+            f'aria-label="{escaped_text(title)}">',
+            *parts,
+            *labels,
+            "</svg></div>",
+            f'<ul class="legend">{"".join(keys)}</ul></figure>',
+        ]
+    )
+
+
+def _by_kind_and_chunk(timeline: Sequence[Span]) -> list[tuple[tuple[int, int], list[Span]]]:
+    def key(span: Span) -> tuple[int, int]:
+        return span.kind, span.chunk
+
+    return [(both, list(spans)) for both, spans in itertools.groupby(sorted(timeline, key=key), key=key)]
+
+
+def _text(x: float, y: float, text: str, anchor: str, kind: str = "") -> str:
+    of_kind = f' class="{kind}"' if kind else ""
+    return f'<text{of_kind} x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}">{escaped_text(text)}</text>'

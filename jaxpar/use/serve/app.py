@@ -1,0 +1,247 @@
+"""The routes of the service, as an ASGI application.
+
+    POST /predict    {"texts": ["a", "b"], "top_k": 1}
+                     ->  {"predictions": [{...}, {...}], "truncated": [], "step": 780}
+    POST /generate   {"prompt": "a", "max_tokens": 50, "temperature": 0.8, "top_k": 0, "top_p": 1, "seed": 0}
+                     ->  {"text": "...", "tokens": [...], "end": "length", "step": 780}
+                     {"prompt": "a", "stream": true}
+                     ->  data: {"piece": " sma"}, data: {"piece": "ll"}, ..., data: {"text": "...", ...}
+    GET  /health     the model, the number of waiting texts, and latencies
+    GET  /           a page to try the model in
+
+Mistakes are answered with {"error": LINE} and a 4xx status, a full queue with 503.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from jaxpar.errors import UserError
+from jaxpar.tasks import Prediction
+from jaxpar.use.inference.generate import Completion, Generator
+from jaxpar.use.inference.loaded import LoadedModel, Text
+from jaxpar.use.inference.sampling import Sampling
+from jaxpar.use.serve.batching import Batcher, Latencies, QueueFull
+from jaxpar.use.serve.body import Limits, check_keys, read_object, take_flag, take_number
+from jaxpar.use.serve.guard import Guard, refusal, render_page, security_headers
+from jaxpar.use.serve.streams import Continuations, EventStream, failure
+
+DEFAULT_TOKENS = 100  # length of a continuation
+MOST_CHOICES = 10  # that a prediction lists: programs differ by their number, so all predictions are computed with it
+Endpoint = Callable[[Mapping[str, Any]], Coroutine[Any, Any, Response]]
+
+
+class Service:
+    """A model, the queues in front of it, and the routes."""
+
+    def __init__(self, model: LoadedModel, limits: Limits):
+        """Prepare the service. Raises UserError if the model does not read texts."""
+        self._model, self._limits, self._trained = model, limits, model.trained
+        if self._trained.info.kind != "text" or self._trained.tokenizer is None:
+            raise UserError(
+                f"--workdir is {str(self._trained.workdir)!r}, whose data is {self._trained.config.data.source} "
+                f"({self._trained.info.kind}); it must be a run on texts"
+            )
+        self._generator: Generator | None = None
+        self._continuations: Continuations | None = None
+        if self._trained.task.head == "causal_lm":
+            self._generator = model.generator
+            self._continuations = Continuations(
+                self._generator, largest=model.predictor.batch_size, most_waiting=limits.waiting
+            )
+        largest = 4 * model.predictor.batch_size  # sorted by length, and cut into batches
+        self._most_choices = MOST_CHOICES if self._trained.task.ranks_choices else 1
+        self._predict = Batcher(self._predict_texts, largest=largest, most_waiting=limits.waiting)
+        self._page = render_page(self._facts())
+        self.headers = security_headers(self._page)
+        self.latencies = Latencies()
+
+    def warm_up(self) -> None:
+        """Compile programs, so that the first requests do not wait for them."""
+        self._model.warm_up(self._most_choices)
+        if self._generator is not None:
+            self._generator.warm_up(self._model.predictor.batch_size, self._default_tokens)
+
+    def app(self, host: str, allowed_hosts: Collection[str]) -> Starlette:
+        """Return the application for the hosts of `Guard`."""
+        routes = [
+            Route("/", self._answer_page),
+            Route("/health", self._health),
+            Route("/predict", self._route(self._answer_predict), methods=["POST"]),
+            Route("/generate", self._route(self._answer_generate), methods=["POST"]),
+        ]
+        guard = Middleware(Guard, host=host, allowed=allowed_hosts)
+        app = Starlette(routes=routes, middleware=[guard], exception_handlers={HTTPException: _error})
+        app.router.redirect_slashes = False  # /predict/ is another path
+        return app
+
+    # ---- routes --------------------------------------------------------------------------------------
+
+    async def _answer_page(self, _request: Request) -> Response:
+        return HTMLResponse(self._page)
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "task": self._trained.task.name,
+            "model": self._trained.config.model.name,
+            "workdir": self._trained.workdir.resolve().name,  # the path is nobody's business
+            "step": self._trained.step,
+            "columns": list(self._model.columns),
+            "generates": self._generator is not None,
+            "ranks": self._trained.task.ranks_choices,
+        }
+
+    async def _health(self, _request: Request) -> Response:
+        def milliseconds(percent: float) -> float | None:
+            seconds = self.latencies.percentile(percent)
+            return None if seconds is None else round(1000 * seconds, 1)
+
+        return JSONResponse(
+            {
+                "status": "ok",
+                **{name: value for name, value in self._facts().items() if name in ("workdir", "step", "task")},
+                "waiting": self._predict.num_waiting + (self._continuations.num_waiting if self._continuations else 0),
+                "answered": self.latencies.num_answered,
+                "p50_ms": milliseconds(50),
+                "p99_ms": milliseconds(99),
+            }
+        )
+
+    def _route(self, answer: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        """Return a route that answers a JSON object."""
+
+        async def route(request: Request) -> Response:
+            begin = time.perf_counter()
+            try:
+                response = await _unless_gone(request, answer(await read_object(request, self._limits)))
+            except UserError as error:
+                return refusal(400, str(error))
+            except QueueFull:
+                line = f"the queue is full ({self._limits.waiting} texts); try again later"
+                return refusal(503, line, {"Retry-After": "1"})
+            except ClientDisconnect:
+                return refusal(400, "the client has disconnected")
+            except HTTPException:
+                raise
+            except Exception as error:  # a fault of the service; it continues
+                return refusal(500, failure(error))
+            if isinstance(response, EventStream):
+                response.on_end = lambda: self.latencies.add(begin)
+            else:
+                self.latencies.add(begin)
+            return response
+
+        return route
+
+    async def _answer_predict(self, values: Mapping[str, Any]) -> Response:
+        check_keys(values, {"texts"}, {"top_k"})
+        texts, top_k = values["texts"], take_number(values, "top_k", 1, int)
+        if not isinstance(texts, list):
+            raise UserError(f"texts is {texts!r:.60}; it must be a list")
+        if len(texts) > self._limits.texts:
+            raise HTTPException(413, f"texts has {len(texts):,} texts; it must have at most {self._limits.texts}")
+        for number, text in enumerate(texts):
+            self._check_text(f"texts[{number}]", text)
+        if not 1 <= top_k <= self._most_choices:
+            rule = f"from 1 to {self._most_choices}" if self._most_choices > 1 else "1: the task has no choices"
+            raise UserError(f"top_k is {top_k!r:.60}; it must be {rule}")
+        self._model.check(texts, "texts")
+        answers = await self._predict(texts)
+        predictions = [_with_choices(prediction, top_k) for prediction, _ in answers]
+        is_truncated = [is_long for _, is_long in answers]
+        truncated = [number for number, is_long in enumerate(is_truncated) if is_long]
+        return JSONResponse({"predictions": predictions, "truncated": truncated, "step": self._trained.step})
+
+    async def _answer_generate(self, values: Mapping[str, Any]) -> Response:
+        if self._generator is None or self._continuations is None:
+            raise UserError(
+                f"the task of the model is {self._trained.task.name!r}; to generate, it must be 'causal_lm'"
+            )
+        check_keys(values, {"prompt"}, {"max_tokens", "temperature", "top_k", "top_p", "seed", "stream"})
+        prompt, max_tokens = values["prompt"], take_number(values, "max_tokens", self._default_tokens, int)
+        if not isinstance(prompt, str):
+            raise UserError(f"prompt is {prompt!r:.60}; it must be a string")
+        self._check_text("prompt", prompt)
+        if max_tokens > self._limits.tokens:
+            raise UserError(f"max_tokens is {max_tokens!r:.60}; it must be at most {self._limits.tokens}")
+        sampling = Sampling(
+            take_number(values, "temperature", 0.0, float),
+            take_number(values, "top_k", 0, int),
+            take_number(values, "top_p", 1.0, float),
+            take_number(values, "seed", 0, int),
+        )
+        is_streamed = take_flag(values, "stream")
+        pieces = self._continuations(self._generator.request(prompt, max_tokens, sampling))
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(pieces.aclose)
+            first = await anext(pieces)  # raises what is wrong before the answer begins
+            completion = Completion(prompt, "", [], "").extended(first)
+            if is_streamed:
+                stack.pop_all()  # the answer closes the pieces
+                return EventStream(completion, pieces, self._trained.step)
+            async for piece in pieces:
+                completion = completion.extended(piece)
+        return JSONResponse(completion._asdict() | {"step": self._trained.step})
+
+    @property
+    def _default_tokens(self) -> int:
+        return min(DEFAULT_TOKENS, self._limits.tokens)
+
+    def _check_text(self, name: str, text: Any) -> None:
+        parts = [part for part in (text if isinstance(text, list) else [text]) if isinstance(part, str)]
+        size = sum(map(len, parts))
+        if size > self._limits.characters:
+            raise HTTPException(
+                413, f"{name} has {size:,} characters; it must have at most {self._limits.characters:,}"
+            )
+
+    def _predict_texts(self, texts: list[Text]) -> list[tuple[Prediction, bool]]:
+        """Return the prediction for each text, with the most choices, and whether it was truncated."""
+        predictions = self._model.predict(texts, top_k=self._most_choices)
+        return list(zip(predictions, self._model.is_truncated(texts), strict=True))
+
+
+async def _unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
+    """Return the answer. Raises ClientDisconnect, and cancels the answer, if the client goes away before."""
+
+    async def leave() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    answering, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(leave())
+    try:
+        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            raise ClientDisconnect
+        return answering.result()
+    finally:
+        answering.cancel()
+        leaving.cancel()
+
+
+async def _error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    line = error.detail
+    if error.status_code in (404, 405):
+        routes = [f"{method} {one.path}" for one in request.app.routes for method in sorted(one.methods - {"HEAD"})]
+        line = f"the request is {request.method} {request.url.path:.60}; it must be one of {', '.join(routes)}"
+    return refusal(error.status_code, line, error.headers)
+
+
+def _with_choices(value: Any, number: int) -> Any:
+    """Return a prediction that lists at most `number` choices."""
+    if isinstance(value, list):
+        return [_with_choices(one, number) for one in value]
+    if not isinstance(value, dict):
+        return value
+    rest = {name: _with_choices(one, number) for name, one in value.items() if name != "top"}
+    return {**rest, "top": value["top"][:number]} if number > 1 and "top" in value else rest

@@ -1,0 +1,708 @@
+"""The planner: costs against sums by hand and the simulator, and what it chooses against brute force."""
+
+import copy
+import itertools
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+import jaxpar
+from jaxpar import cluster as clusters
+from jaxpar import config as configs
+from jaxpar import models, strategies, tasks
+from jaxpar.choose import planner, report
+from jaxpar.choose.candidates import MOST_DIVISORS, Candidate, Space, divisors, plan_of, with_settings
+from jaxpar.choose.costs import calibrate, updates
+from jaxpar.choose.costs.layer_programs import LayerPrograms
+from jaxpar.choose.costs.layers import LayerMemory, LayerWork, PhaseSeconds, TracedLayers, narrowed_bytes, resized
+from jaxpar.choose.costs.machine import CpuMachine, GpuMachine
+from jaxpar.choose.costs.memory import (
+    StateBytes,
+    largest_transfer,
+    splits_backward,
+    stash_bytes,
+    stash_peaks,
+    working_bytes,
+)
+from jaxpar.choose.costs.profile import LayerProfile
+from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS
+from jaxpar.choose.costs.step import (
+    StepCosts,
+    UpdateBytes,
+    clock_seconds,
+    dispatched_seconds,
+    pipeline_costs,
+    replicas_costs,
+    sending_clocks,
+)
+from jaxpar.choose.pipelines import of_pipelines
+from jaxpar.choose.replicas import combined, of_replicas, update_of
+from jaxpar.cluster import Cluster
+from jaxpar.cluster.files import find_named
+from jaxpar.cluster.target import Target
+from jaxpar.commands import plan as command
+from jaxpar.core import optimizer
+from jaxpar.core.mesh import DATA, STAGE
+from jaxpar.core.plan import Traffic
+from jaxpar.core.state import nbytes
+from jaxpar.core.step import Problem
+from jaxpar.data import DataInfo
+from jaxpar.errors import UserError
+from jaxpar.inspect import planning
+from jaxpar.strategies.pipeline.tables.periodic import periodic_table
+from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table
+from jaxpar.strategies.pipeline.tables.simulate import Times, lockstep, simulate_table, steady_bubble_rate
+from scripts.bench import planned_memory as cases
+from tests.runs import run_script, script_error
+from tests.strategies.pipelines import Task, make_batch, make_config, make_problem
+
+H100 = clusters.named_cluster("h100", 16, num_processes=2)
+GPUS = GpuMachine(H100)
+HOST, NETWORK = (EFFICIENCY[name] * H100.send_rates[name] for name in ("host", "network"))
+NO_STATE, NO_UPDATE = StateBytes(0, 0, 0), UpdateBytes(0, 0)
+NOTHING = LayerMemory(0, 0)
+
+
+def layer(forward: float, backward: float = 0.0, *, output: float = 0.0, stash: float = 0.0) -> LayerProfile:
+    return LayerProfile("layer", forward, backward or 2 * forward, output, stash, 0.0)
+
+
+def work_of(layers: list[LayerProfile], memory: list[LayerMemory] | None = None, remat: str = "none") -> LayerWork:
+    seconds = [PhaseSeconds(one.forward_s, one.backward_s / 2, one.backward_s / 2) for one in layers]
+    return LayerWork(layers, memory or [NOTHING] * len(layers), seconds, remat)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_clocks_take_as_long_as_in_lockstep(schedule: str) -> None:
+    p, m = 4, 8 if schedule != "model_parallel" else 1
+    table = make_table(schedule, num_devices=p, num_microbatches=m, num_chunks=SCHEDULES[schedule].num_chunks)
+    forward = [0.5 + device / 7 for device in range(table.num_stages)]
+    by_stage = Times(forward, [2 * x for x in forward], [x / 3 for x in forward])
+    of_device = Times(*(_by_device(table, times) for times in by_stage))
+    clocks = clock_seconds(table, by_stage)
+    if table.num_chunks == 1:
+        simulated = simulate_table(table, of_device, 0.25).cost
+        assert dispatched_seconds(table, by_stage, 0.25) == pytest.approx(simulated)
+    together = GPUS.together(clocks).sum() + 0.25 * sending_clocks(table)
+    if table.num_chunks == 1:
+        assert together == pytest.approx(lockstep(table, of_device, 0.25))
+    assert clocks.sum() == pytest.approx(m * np.sum(by_stage))
+
+
+def _by_device(table: Any, times: Any) -> list[float]:
+    return [sum(times[stage] for stage in of_device) for of_device in table.stages.tolist()]
+
+
+def test_a_pipeline_that_never_drains_takes_its_period() -> None:
+    table = periodic_table("pipedream", (1, 1, 1), 4)
+    clocks = clock_seconds(table, Times([1.0] * 3, [1.0] * 3, [1.0] * 3))
+    assert clocks.shape == (table.period, 3)
+    assert clocks.sum(axis=0).tolist() == [12.0] * 3  # every stage is busy with 4 microbatches
+    for transfer in (0.0, 0.5):
+        rate = steady_bubble_rate(table, Times(1.0, 1.0, 1.0), transfer)
+        times = Times([1.0] * 3, [1.0] * 3, [1.0] * 3)
+        assert dispatched_seconds(table, times, transfer) == pytest.approx(12 / (1 - rate))
+
+
+@pytest.mark.parametrize(
+    ("axis", "axes", "size", "rate", "hop"),
+    [
+        (DATA, {DATA: 2, STAGE: 8}, 2, NETWORK, "network"),  # replicas of a stage are on different hosts
+        (DATA, {DATA: 8, STAGE: 2}, 8, min(4 * NETWORK, HOST), "network"),  # four of them share a host
+        (DATA, {DATA: 16, STAGE: 1}, 16, min(8 * NETWORK, HOST), "network"),
+        (STAGE, {DATA: 2, STAGE: 8}, 8, HOST, "host"),
+    ],
+)
+def test_collectives(axis: str, axes: dict[str, int], size: int, rate: float, hop: str) -> None:
+    sent = Traffic("all-reduce", "float32", axis, 1e9, 3 * 2 * (size - 1))  # of three vectors
+    expected = 1e9 / rate + 3 * math.log2(size) * HOP_SECONDS[hop]
+    assert GPUS.collective(sent, axes) == pytest.approx(expected)
+
+
+def test_neighbours_send_over_one_network_card() -> None:
+    """100 MB from the last stage of a host to the first one of the next: one 50 GB/s card at 0.8, and one hop."""
+    sent = Traffic("collective-permute", "float32", STAGE, 100e6, 1)
+    assert GPUS.collective(sent, {DATA: 1, STAGE: 16}) == pytest.approx(100e6 / 40e9 + 1e-5)
+    ring = sent._replace(axis=DATA)
+    assert GPUS.collective(ring, {DATA: 16, STAGE: 1}) == pytest.approx(100e6 / 40e9 + 1e-5)
+    assert GPUS.collective(sent, {DATA: 2, STAGE: 8}) == pytest.approx(100e6 / HOST + 3e-6)
+
+
+def test_groups_within_a_host_do_not_cross_the_network() -> None:
+    axes = {DATA: 16, STAGE: 1}
+    within = Traffic("all-gather", "float32", DATA, 1e9, 7, members=tuple(range(8)))
+    between = Traffic("all-reduce", "float32", DATA, 1e9, 2, members=(0, 8))
+    assert GPUS.collective(within, axes) == pytest.approx(1e9 / HOST + 3 * HOP_SECONDS["host"])
+    assert GPUS.collective(between, axes) == pytest.approx(1e9 / NETWORK + HOP_SECONDS["network"])
+
+
+def test_devices_that_share_cores() -> None:
+    """Two cores: four devices take twice as long as one, unless one of them has more to do than all others."""
+    machine = CpuMachine(
+        H100, {1: 1.0, 2: 1.0, 4: 2.0}, {1: 1e-9, 4: 4e-9}, {"all-reduce": {2: (1e-3, 1e-9)}}, 0, {1: 0}
+    )
+    seconds = np.array([[1.0, 1, 1, 1], [3.0, 0, 0, 0], [2.0, 2, 0, 0], [9.0, 1, 0, 0], [0, 0, 0, 0]])
+    assert machine.together(seconds).tolist() == [2.0, 3.0, 2.0, 9.0, 0.0]
+    assert machine.moved(1e9, 2) == pytest.approx(2.0)
+    sent = Traffic("all-reduce", "float32", DATA, 1e6, 2)
+    assert machine.collective(sent, {DATA: 2, STAGE: 1}) == pytest.approx(1e-3 + 1e-3)
+
+
+def test_exposed_communication() -> None:
+    """Gradients are hidden behind the backward pass, unless a scan returns them all at its end."""
+    axes, cluster = {DATA: 8, STAGE: 1}, GpuMachine(clusters.named_cluster("h100", 8))
+
+    def exposed(first_weights: float, num_messages: int, *, is_scanned: bool = False) -> float:
+        layers = [layer(0.01)._replace(weight_bytes=weights) for weights in (first_weights, *(1.0,) * 9)]
+        sent = [Traffic("all-reduce", "float32", DATA, 0.1 * HOST, 14 * num_messages)]
+        return replicas_costs(
+            layers, cluster, axes, 1, sent, NO_STATE, NO_UPDATE, 0.0, is_scanned=is_scanned, gathers_layers=False
+        ).exposed
+
+    assert exposed(1.0, 10) == pytest.approx(0.01, rel=0.01)  # that of the first layer
+    assert exposed(9.0, 10) == pytest.approx(0.05, rel=0.01)  # which has half of the weights
+    assert exposed(1.0, 2) == pytest.approx(0.05, rel=0.01)  # or of the message that contains them
+    assert exposed(1.0, 10, is_scanned=True) == pytest.approx(0.1 - 0.02, rel=0.2)
+
+
+def test_xla_combines_all_reduces() -> None:
+    """Eight replicas send 7/4 of the bytes: those of 50 arrays of 3 MiB in five messages, and a larger array alone."""
+    sent = Traffic("all-reduce", "float32", DATA, 50 * 3 * 2**20 * 7 / 4, 50 * 14)
+    assert combined(sent, 8) == sent._replace(messages=5 * 14)
+    large = Traffic("all-reduce", "float32", DATA, 2**30 * 7 / 4, 14)
+    assert combined(large, 8) == large
+
+
+def test_steps_add_up() -> None:
+    state = StateBytes(1e9, 2e9, 1e9)
+    costs = replicas_costs(
+        [layer(0.01, stash=5e8)],
+        GPUS,
+        {DATA: 16, STAGE: 1},
+        4,
+        [],
+        state,
+        UpdateBytes(1e9, 8e9),
+        0.0,
+        is_scanned=False,
+        gathers_layers=False,
+    )
+    assert costs.compute == pytest.approx(4 * (0.03 + GPUS.moved(3e9, 1)))
+    assert costs.update == pytest.approx(GPUS.moved(1e9 + GPUS.update_repeats * 8e9, 1))
+    assert costs.seconds == pytest.approx(costs.compute + costs.update)
+    table = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1)
+    layers = [layer(0.01, output=HOST * 1e-3)] * 4
+    axes = {DATA: 8, STAGE: 2}
+    piped = pipeline_costs(work_of(layers), GPUS, axes, table, (0, 2, 4), [], [NO_STATE] * 2, 0.0, 0.0)
+    assert piped.compute == pytest.approx(4 * 2 * 0.03)
+    total = piped.compute + piped.waiting + piped.exposed + piped.update
+    assert piped.seconds == pytest.approx(total)
+    assert piped.exposed == pytest.approx(sending_clocks(table) * (1e-3 + HOP_SECONDS["host"]))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "remat"), [("1f1b", "none"), ("1f1b", "full"), ("gpipe", "none"), ("zb_h1", "none"), ("zb_v", "none")]
+)
+def test_stashes_are_those_of_the_engine(schedule: str, remat: str, space: Space) -> None:
+    """The engine allocates what the planner predicts from the layers alone."""
+    settings = {"strategy": "pipeline", "mesh.data": 4, "mesh.stage": 2, "pipeline.num_microbatches": 4}
+    plan = plan_of(space, {**settings, "pipeline.schedule": schedule, "pipeline.remat": remat})
+    assert not isinstance(plan, str), plan
+    table, bounds = plan.details.table, plan.details.stages.bounds
+    work = space.layers.work(16, remat, is_split=splits_backward(table))
+    peaks, spans = [float(peak.max()) for peak in stash_peaks(table)], list(itertools.pairwise(bounds))
+    stashes = stash_bytes(work, spans, peaks) - 4 * largest_transfer(work.layers, spans)
+    assert stashes == pytest.approx(plan.memory[0]["stashes"], rel=0.1)
+
+
+def test_copies_in_the_dtype_of_the_computation() -> None:
+    """Linear maps of bfloat16 models read narrow copies of their kernels and biases; norms read float32."""
+    config = configs.default_config()
+    settings = ("dtype=bfloat16", "num_layers=1", "hidden_size=32", "num_heads=2", "mlp_size=64")
+    configs.override(config, [f"--config.model.{value}" for value in settings])
+    _, block, _ = narrowed_bytes(small_problem(config, H100))
+    assert block == 2 * (4 * (32 * 32 + 32) + (32 * 64 + 64) + (64 * 32 + 32))
+    config.model.dtype = "float32"
+    assert narrowed_bytes(small_problem(config, H100)) == [0.0] * 3
+
+
+def test_what_a_stage_works_with() -> None:
+    """One layer and its gradient, or the loop of a loss; with rematerialization, all that a stage computes again."""
+    layers = [layer(0.01, output=0.5)._replace(weight_bytes=weights) for weights in (3.0, 5.0, 4.0)]
+    memory = [LayerMemory(computed, narrowed=2.0) for computed in (10.0, 1.0, 7.0)]
+    looping = [*memory[:2], memory[2]._replace(looped=40.0)]
+    for of, remat, expected in ((memory, "none", 3 + 10), (looping, "none", 40), (memory, "full", 5 + 10 + 1)):
+        assert working_bytes(work_of(layers, of, remat), [(0, 2), (2, 3)]) == expected + 2 * 2.0 + 0.5
+
+
+def test_the_update_of_a_pipeline_copies_vectors() -> None:
+    """Other arrays are not copied; the vectors need more than the activations of these layers."""
+    table, layers = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1), [layer(0.01)] * 4
+    axes, states, bounds = {DATA: 8, STAGE: 2}, [StateBytes(3, 6, 3)] * 2, (0, 2, 4)
+    for packed in (0.0, 5.0):
+        costs = pipeline_costs(work_of(layers), GPUS, axes, table, bounds, [], states, packed, 0.0)
+        assert costs.nbytes == 3 + 6 + 3 + packed
+        apart = pipeline_costs(work_of(layers), GPUS, axes, table, bounds, [], states, packed, 0.0, executor="dispatch")
+        assert apart.nbytes == 3 + 6 + 3  # nothing is packed
+
+
+@pytest.fixture(scope="module")
+def space() -> Space:
+    """BERT with 6 layers on 8 H100s whose memory does not hold everything."""
+    return small_space(clusters.named_cluster("h100", 8), usable=0.7e9)
+
+
+def small_space(cluster: Cluster, usable: float) -> Space:
+    config = configs.default_config()
+    settings = ("model.num_layers=6", "model.hidden_size=768", "model.num_heads=12", "batch_size=256")
+    configs.override(config, [f"--config.{value}" for value in settings])
+    problem = small_problem(config, cluster)
+    return Space(config, problem, TracedLayers(problem, cluster), GpuMachine(cluster), usable)
+
+
+def small_problem(config: ConfigDict, cluster: Cluster) -> Problem:
+    """Return the problem of classifying 256 texts of 64 tokens."""
+    info = DataInfo("text", (64,), 10, tuple("0123456789"), 8000, 0)
+    dtypes: dict[str, tuple[Any, tuple[int, ...]]] = {
+        "inputs": (np.int32, (256, 64)),
+        "mask": (np.bool_, (256, 64)),
+        "labels": (np.int32, (256,)),
+        "weights": (np.float32, (256,)),
+        "index": (np.int32, (256,)),
+    }
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (dtype, shape) in dtypes.items()}
+    adamw = optimizer.make_optimizer(config, optimizer.build_schedule(config, 100))
+    return Problem(models.build(config, info, cluster), adamw, 1, batch, 100, tasks.find_task(config))
+
+
+@pytest.fixture(scope="module")
+def found(space: Space) -> list[Candidate]:
+    return planner.candidates(space)
+
+
+def test_divisors() -> None:
+    assert divisors(27) == [1, 3, 9, 27]
+    assert len(divisors(5040)) == MOST_DIVISORS
+    assert {1, 5040} <= set(divisors(5040))
+
+
+def test_equal_tables_are_one_candidate(found: list[Candidate]) -> None:
+    """With one microbatch, for example, all schedules with a fused backward pass are the same."""
+    tables: dict[tuple[Any, ...], list[bytes]] = {}
+    for one in (one for one in found if one.settings["strategy"] == "pipeline"):
+        stages, number, chunks = (
+            one.settings[key] for key in ("mesh.stage", "pipeline.num_microbatches", "pipeline.num_chunks")
+        )
+        sizes = {"num_devices": stages, "num_microbatches": number, "num_chunks": chunks}
+        table = make_table(one.settings["pipeline.schedule"], **sizes)
+        key = (stages, number, one.settings["pipeline.remat"])
+        tables.setdefault(key, []).append(table.stages.tobytes() + table.actions.tobytes())
+    assert len(tables) > 10
+    assert all(len(of_sizes) == len(set(of_sizes)) for of_sizes in tables.values())
+    assert len(tables[2, 1, "none"]) < len(tables[2, 8, "none"])
+
+
+def test_fewer_microbatches_than_stages_if_they_are_kept(space: Space) -> None:
+    kept = {"mesh.stage": 8, "pipeline.num_microbatches": 1}
+    assert planner.candidates(space._replace(kept=kept))
+    assert not [
+        one
+        for one in planner.candidates(space._replace(kept={"mesh.stage": 8}))
+        if one.settings["pipeline.num_microbatches"] == 1
+    ]
+
+
+def test_options_of_the_user(space: Space) -> None:
+    """An option counts for the exchanges that have it; with strategy auto, the others are not compared."""
+    config = copy.deepcopy(space.config)
+    config.exchange_options.algorithm = "psum"
+    given, key = space._replace(config=config), "exchange_options.algorithm"
+    by_exchange = {one.settings.get("exchange"): one.settings[key] for one in planner.candidates(given)}
+    assert by_exchange["ddp"] == by_exchange["horovod"] == "psum"
+    assert by_exchange["zero1"] is None
+    kept = planner.candidates(given._replace(kept={key: "psum"}))
+    assert "ddp" in {one.settings.get("exchange") for one in kept}
+    assert "zero1" not in {one.settings.get("exchange") for one in kept}
+
+
+def test_options_that_no_candidate_has(space: Space) -> None:
+    """Lossy options are not ranked, and groups must divide the replicas."""
+    config = copy.deepcopy(space.config)
+    config.exchange_options.wire_dtype, config.exchange_options.group = "bfloat16", 4
+    for one in planner.candidates(space._replace(config=config)):
+        assert one.settings["exchange_options.wire_dtype"] is None
+        group = one.settings["exchange_options.group"]
+        assert group is None or one.settings["mesh.data"] % group == 0, one.name
+
+
+def test_values_that_are_kept(space: Space) -> None:
+    for key, value in (("data_parallel.implementation", "shard_map"), ("exchange_options.group", 4)):
+        config = copy.deepcopy(space.config)
+        config.update_from_flattened_dict({key: value})
+        found = planner.candidates(space._replace(config=config, kept={key: value}))
+        assert {one.settings[key] for one in found} == {value}, key
+
+
+def test_the_fastest_that_fits_is_first(space: Space, found: list[Candidate]) -> None:
+    fitting = [one for one in found if one.fits]
+    assert 10 < len(fitting) < len(found)
+    assert all(one.costs.nbytes <= space.usable_bytes for one in fitting)
+    assert all(one.costs.nbytes > space.usable_bytes for one in found if not one.fits)
+    assert found[0] == min(fitting, key=lambda one: one.costs.seconds)
+    names = {one.name for one in found}
+    assert {"ddp", "zero1", "zero2", "zero3", "1f1b, 4 stages x 2 replicas", "zb_h1, 8 stages"} <= names
+    assert not {"onebit_adam", "bagua_bytegrad"} & names  # they do not equal training on one device
+
+
+def test_candidates_are_planned_as_predicted(space: Space, found: list[Candidate]) -> None:
+    """The plan of a candidate's settings has the costs that were predicted without it."""
+    wanted = ("zero2", "zero3", "1f1b, 4 stages x 2 replicas", "interleaved_1f1b, 2 stages x 4 replicas")
+    each = {one.name: one for one in reversed(found)}
+    for name in wanted:
+        config = with_settings(space.config, each[name].settings)
+        plan = strategies.possible(config, space.problem, space.machine.cluster)
+        assert not isinstance(plan, str), plan
+        again = planner.candidate_of_plan(space, config, plan)
+        assert again.costs.seconds == pytest.approx(each[name].costs.seconds, rel=0.03), name
+        assert again.costs.nbytes == pytest.approx(each[name].costs.nbytes, rel=0.1), name
+
+
+def test_a_config_with_some_of_the_devices(space: Space) -> None:
+    settings = {"strategy": "pipeline", "mesh.data": 2, "mesh.stage": 2, "pipeline.num_microbatches": 4}
+    config = with_settings(space.config, {**settings, "pipeline.schedule": "1f1b"})
+    found = planner.candidate_of_plan(space, config, strategies.plan(config, space.problem, space.machine.cluster))
+    assert found.name == "1f1b, 2 stages x 2 replicas on 4 of 8 devices"
+
+
+def test_copies_of_tied_arrays_are_counted() -> None:
+    """The last stage of a GPT holds a copy of the embeddings, here most of the memory."""
+    cluster, case = clusters.named_cluster("h100", 8), cases.Case(16, 8, 9000, (*cases.GPT, "model.num_layers=2"))
+    config = cases.configured(case, (*cases.PIPELINE, "pipeline.schedule=1f1b"))
+    problem = cases.make_problem(config, case, cluster)
+    kept = {"mesh.stage": 2, "mesh.data": 4, "pipeline.schedule": "1f1b", "pipeline.num_microbatches": 4}
+    layers = TracedLayers(problem, cluster)
+    space = Space(config, problem, layers, GpuMachine(cluster), 1e12, {**kept, "pipeline.remat": "none"})
+    [one] = of_pipelines(space)
+    planned = planner.candidate_of_plan(space, config, strategies.plan(config, problem, cluster))
+    assert one.costs.nbytes == pytest.approx(planned.costs.nbytes, rel=0.01)
+
+
+def test_a_config_of_the_user_needs_what_the_same_candidate_needs() -> None:
+    cluster, case = clusters.named_cluster("h100", 8), cases.Case(64, 16, 512, ("model.size=tiny",))
+    problem = cases.make_problem(cases.configured(case, ()), case, cluster)
+    layers = TracedLayers(problem, cluster)
+    kept = {"model.remat": "none", "model.scan_layers": "auto"}
+    for name in ("ddp", "zero1", "zero3"):
+        config = cases.configured(case, cases.CONFIGS[name])
+        space = Space(config, problem, layers, GpuMachine(cluster), 1e12, kept)
+        own = planner.candidate_of_plan(space, config, strategies.plan(config, problem, cluster))
+        assert own.costs.nbytes in [one.costs.nbytes for one in of_replicas(space) if one.name == name]
+
+
+def test_time_and_memory_follow_the_sizes(space: Space) -> None:
+    for remat in ("none", "full"):
+        few, many = (space.layers.profile(size, remat) for size in (8, 64))
+        assert all(a.forward_s <= b.forward_s for a, b in zip(few, many, strict=True))
+    none, full = (space.layers.profile(64, remat) for remat in ("none", "full"))
+    assert sum(one.stash_bytes for one in full) < 0.2 * sum(one.stash_bytes for one in none)
+    assert sum(one.backward_s for one in full) > 1.3 * sum(one.backward_s for one in none)
+
+
+def test_sizes_equal_those_of_traced_layers() -> None:
+    """Only two sizes are traced, and the last layer of others: here, its loss of many tokens is computed in chunks."""
+    case = cases.Case(64, 128, 50304, (*cases.GPT, "model.num_layers=2", "model.hidden_size=32", "model.num_heads=2"))
+    gpt = cases.make_problem(cases.configured(case, ()), case, H100)
+    task = Task("resnet", "classification")
+    for problem in (gpt, make_problem(make_config(task), task)):
+        sizes = TracedLayers(problem, H100)
+        for size, remat in ((1, "none"), (64, "none"), (64, "dots")):
+            microbatch = resized(problem.batch, size)
+            fused, split = (LayerPrograms(problem, microbatch, remat=remat, num_phases=number) for number in (2, 3))
+            found, of_split = sizes.profile(size, remat), sizes.memory(size, remat, is_split=True)
+            for number, layer, of in zip(fused.numbers, found, of_split, strict=True):
+                program = fused.programs.programs[number]
+                assert layer.output_bytes == nbytes(program.y)
+                assert layer.stash_bytes == nbytes(program.cut.saved.get((0, 1), []))
+                saved = split.programs.programs[number].cut.saved
+                assert of.split == tuple(nbytes(saved.get(span, [])) for span in ((0, 1), (0, 2), (1, 2)))
+
+
+def test_config_file(found: list[Candidate], tmp_path: Path) -> None:
+    """The file that is written can be loaded, and selects the candidate."""
+    best = next(one for one in found if "stages" in one.name)
+    path = tmp_path / "best.py"
+    path.write_text(report.config_file("configs/quickstart.py", ["--config.batch_size=128"], best, "h100:8"))
+    config = configs.load_config(str(path))
+    flat = configs.keys(config)
+    assert {key: flat[key] for key in best.settings} == best.settings
+    assert flat["batch_size"] == 128
+    assert flat["num_epochs"] == 2.0  # that of the quickstart
+
+
+def test_explanations(found: list[Candidate]) -> None:
+    work = report.StepWork(256, 256 * 64, 1e15, 8e15, 0.7e9)
+    best = found[0]
+    assert re.match(
+        rf"{best.name} computes \d+% of the time, and .* takes .*; it needs .* of 700 MB",
+        report.explain(best, best, work),
+    )
+    slower = next(one for one in found if one.fits and one.costs.seconds > 1.5 * best.costs.seconds)
+    ratio = slower.costs.seconds / best.costs.seconds - 1
+    assert f"takes {ratio:.1%} longer" in report.explain(slower, best, work)
+    assert "does not fit" in report.explain(found[-1], best, work)
+    assert [report.format_rate(rate) for rate in (1234.5, 99.96, 3.514)] == ["1,234", "100", "3.51"]
+    assert len(report.rows(report.best_of_each(found), work)) == 1 + len({one.name for one in found})
+
+
+CLUSTER = 'gpu = "v100"\nhosts = 2\ngpus_per_host = 4\n[host]\nbandwidth = 1e11\nlatency = 1e-6\n'
+NETWORK_LINK = "[network]\nbandwidth = 1e9\nlatency = 1e-5\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (CLUSTER.replace("hosts = 2", "hosts = 0"), "hosts is 0; it must be an integer of at least 1"),
+        (CLUSTER.replace('"v100"', '"v10"'), "gpu is 'v10'; it must be one of"),
+        (CLUSTER.replace("latency = 1e-6", ""), "host is {'bandwidth': 100000000000.0}; it must be a table with"),
+        (CLUSTER.replace("hosts", "host_s", 1), "host_s is not a key; it must be one of"),
+        (CLUSTER + NETWORK_LINK.replace("1e9", "true"), "network: bandwidth is True; it must be a number"),
+        (CLUSTER + NETWORK_LINK + "[peak_flops]\nint8 = 1e12\n", "peak_flops is {'int8': 1000000000000.0}; it must be"),
+        (CLUSTER.replace("hosts = 2", "hosts = 20_000"), "hosts x gpus_per_host is 80,000; it must be at most 65,536"),
+        ("gpu = ", "which is not TOML"),
+        (f"gpu = {'[' * 5000}{']' * 5000}", "which is not TOML (maximum recursion depth exceeded"),
+        (CLUSTER.replace("gpu =", "Gpu ="), "cluster.toml: Gpu is not a key; it must be one of gpu, hosts, "),
+        (CLUSTER.replace("gpu =", "GPU ="), "source. Did you mean 'gpu'?"),
+        ("", "cluster.toml: gpu is missing; it must be one of a100-40gb, "),
+        ("hosts = 1\ngpus_per_host = 8\n", "cluster.toml: gpu is missing; it must be one of a100-40gb, "),
+        (CLUSTER.replace("hosts = 2", ""), "cluster.toml: hosts is missing; it must be an integer of at least 1"),
+        ('gpu = "v100"\nhosts = 1\n', "cluster.toml: gpus_per_host is missing; it must be an integer of at least 1"),
+        (CLUSTER.replace("v100", "../gpu.toml"), ": '../gpu.toml' is a path; it must be a regular file of this folder"),
+        ("memory_bytes = 1\n", "cluster.toml has no table xla"),  # may be the file of a kind of GPU
+    ],
+)
+def test_invalid_clusters(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(content)
+    with pytest.raises(UserError, match=re.escape(message)):
+        clusters_of(str(path))
+
+
+def test_a_cluster_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="which is a directory; it must be the path of a TOML file"):
+        jaxpar.cluster.gpus.read_toml(tmp_path, "--cluster")
+
+
+def clusters_of(text: str) -> Cluster:
+    return find_named(text, "--cluster")[1]
+
+
+def test_a_gpu_without_links(tmp_path: Path) -> None:
+    """The links of a kind of GPU can be unknown; then a cluster file must have those that it needs."""
+    gpu = (Path(jaxpar.cluster.gpus.__file__).parent / "t4.toml").read_text().partition("[links]")[0]
+    (tmp_path / "gpu.toml").write_text(gpu)
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER.replace("v100", "gpu.toml"))
+    with pytest.raises(UserError, match="has no table network; it must have one with bandwidth and latency"):
+        clusters_of(str(path))
+
+
+def test_clusters(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER + NETWORK_LINK + "[peak_flops]\nfloat32 = 1e13\n")
+    cluster = clusters_of(str(path))
+    assert (cluster.num_devices, cluster.num_processes) == (8, 2)
+    assert cluster.send_rates == {"host": 1e11, "network": 1e9}
+    assert cluster.latencies == {"host": 1e-6, "network": 1e-5}
+    assert cluster.peak_flops["float32"] == 1e13
+    assert clusters_of("h100:2x8") == H100
+    assert clusters_of("elsewhere/8xa100.toml").num_devices == 8  # like configs
+    shipped = sorted((configs.config_folder() / "clusters").glob("*.toml"))
+    assert len(shipped) >= 5
+    assert all(clusters_of(str(each)).num_devices > 1 for each in shipped)
+    assert clusters_of("configs/clusters/8xv100_nvlink.toml").memory_bytes == 16e9  # not the 32 GB of the other model
+
+
+def test_what_would_make_the_own_config_faster(space: Space) -> None:
+    """The settings in which the fastest candidate of the same strategy differs are named, with its time."""
+    work = report.work_of(space)
+    costs = StepCosts(1.0, 1.0, 0.0, 0.0, 0.0, 1e9)
+    best = Candidate("zero2", {"model.scan_layers": False}, costs, fits=True)
+    fast = best._replace(name="ddp", costs=costs._replace(seconds=1.1, compute=1.1))
+    own = Candidate("ddp", {"model.scan_layers": "auto", "model.remat": "none"}, costs._replace(seconds=1.5), fits=True)
+    told = report.explain_own(own, best, work, [best, fast])
+    assert told.endswith("With config.model.scan_layers=False, it takes 10.0% longer.")
+    assert "ddp takes 50.0% longer" in told
+    assert "With" not in report.explain_own(fast, best, work, [best, fast])
+
+
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table, the JSON, and the config file that can be trained."""
+    base = ("--config=configs/quickstart.py", "--config.data.source=synthetic", "--config.batch_size=64")
+    out = tmp_path / "best.py"
+    assert run_script(monkeypatch, command, *base, "--cluster=h100:4", f"--out={out}") == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^bert of size tiny, layers .*\n4 x NVIDIA H100 80GB HBM3: \d+ candidates in", printed)
+    assert "Your config: " in printed
+    assert "Without stages" not in printed
+    odd = [*base[:2], "--config.batch_size=62", "--config.exchange_options.bucket_bytes=1000"]
+    assert run_script(monkeypatch, command, *odd, "--cluster=configs/clusters/8xv100_nvlink.toml") == 0
+    of_v100s = capsys.readouterr().out
+    assert "\n8 x Tesla V100-SXM2-32GB with 16 GB: " in of_v100s
+    assert (
+        "\nNo strategy without stages is possible: config.batch_size is 62, which is not a multiple of 8.\n" in of_v100s
+    )
+    assert "must be 'ddp' without options" not in of_v100s  # the options do not count for workers and peers
+    assert re.search(r"^ .* m?s +[\d,]+ +\d\.\d\d +\d .*  async, 4 workers$", printed, re.MULTILINE)
+    config = configs.load_config(str(out))
+    assert config.mesh.data * config.mesh.stage == 4
+    assert run_script(monkeypatch, command, *base, "--cluster=h100:4", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    ranked = [one for one in listed if one["ranked"]]
+    config = configs.load_config(base[0].removeprefix("--config="))
+    configs.override(config, base[1:])
+    before = config.to_json_best_effort()
+    of_python = jaxpar.plan(config, "h100:4")
+    assert [one.costs.seconds for one in of_python] == [one["seconds"] for one in ranked]
+    assert of_python[0].fits
+    assert config.to_json_best_effort() == before
+    assert listed[0]["seconds"] == min(one["seconds"] for one in ranked if one["fits"])
+    assert [one["name"].split(",")[0] for one in listed[len(ranked) :]] == [
+        "async",
+        "ssp with bound 3",
+        "swarm",
+        "swarm",
+    ]
+
+
+def test_compiled_candidates_are_corrected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A candidate that does not fit according to the compiler is not written, and comes after those that fit."""
+
+    def verified(found: list[Candidate], number: int, space: Space, target: Any) -> list[Any]:
+        assert (number, target.usable_bytes, space.usable_bytes) == (1, 50e9, 50e9)
+        large = found[0]._replace(costs=found[0].costs._replace(nbytes=2 * space.usable_bytes), fits=False)
+        return [planning.Verified(found[0], large, 0.5)]
+
+    monkeypatch.setattr(command, "verified", verified)
+    monkeypatch.setattr(command, "find_target", lambda *_: Target(H100, [], 70e9, 50e9))
+    monkeypatch.setattr(command, "cluster_of", lambda *_: H100)
+    out, config = tmp_path / "best.py", ("--config=configs/quickstart.py", "--config.data.source=synthetic")
+    assert run_script(monkeypatch, command, *config, "--cluster=h100:4x8", "--verify=1", f"--out={out}", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed[0]["fits"]
+    assert [one["bytes"] for one in listed if not one["fits"]] == [2 * 50e9]
+    assert configs.keys(configs.load_config(str(out)))["exchange"] == listed[0]["settings"].get("exchange", "ddp")
+
+
+def test_nothing_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "cluster_of", lambda *_: replace(H100, memory_bytes=1000))
+    config = ("--config=configs/quickstart.py", "--config.data.source=synthetic", "--config.model.num_layers=1")
+    out, message = script_error(monkeypatch, capsys, command, *config, "--cluster=h100:2x8")
+    assert out.startswith("bert of size tiny, but config.model has num_layers=1 (not 2), layers embed, ")
+    assert message.startswith("--cluster is 'h100:2x8', but nothing fits on it; it must have more devices or memory: ")
+    end = "JAX takes 750 B of the 1 kB of a GPU (XLA_CLIENT_MEM_FRACTION=0.75); a larger fraction gives a run more."
+    assert message.endswith(f"{end} {report.OFFLOAD}\n")
+
+
+def test_a_state_that_is_too_large_for_one_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """8e9 parameters with Adam's moments in float32 need 96 GB; no batch size is to blame."""
+    config = ("--config=configs/gpt.py:llama_8b", "--config.data.source=synthetic")
+    _, message = script_error(monkeypatch, capsys, command, *config, "--cluster=h100:1")
+    assert message.startswith("config.strategy is 'single', which needs 96.4 GB on device 0 (parameters 32.1 GB, ")
+
+
+def test_steps_without_a_predicted_time(found: list[Candidate]) -> None:
+    """The time of `dp` is that of the planner alone: its programs lack the copies between devices."""
+    one = next(one for one in found if one.name == "dp")
+    line = str(planning.Verified(one, one, None))
+    assert line.endswith(f"; not predicted from programs (predicted {one.costs.seconds * 1e3:.3g} ms)")
+    assert str(planning.Verified(one, one, 0.25)).endswith(f"; 250 ms (predicted {one.costs.seconds * 1e3:.3g} ms)")
+
+
+def test_the_path_of_a_config_is_absolute(
+    found: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config file that loads one of the user works in every folder."""
+    (tmp_path / "mine.py").write_text((configs.config_folder() / "quickstart.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    Path("best.py").write_text(report.config_file("mine.py", [], found[0], "h100:8"))
+    monkeypatch.chdir("/")
+    assert configs.load_config(str(tmp_path / "best.py")).num_epochs == 2.0
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_collectives_that_are_measured_can_be_divided(n: int) -> None:
+    shapes = [shape for name, (_, shape) in calibrate._programs(n).items() if " " in name]
+    assert len(shapes) == 8
+    assert all(size % n == 0 for (size,) in shapes)
+
+
+def test_measured_layers_add_up_to_the_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: each call takes 2 s for 8 examples and 1 s for 2, of which 0.5 s are the start of a program.
+
+    The 5 layers of 8 examples add up to 5 x 2 x 1.5 s = 15 s, and the gradient takes 24.5 - 0.5 s, so all times are
+    scaled by 1.6. With 4 examples, a layer is a third of the way between 0.8 and 2.4 s.
+    """
+    task = Task("gpt", "causal_lm", layers=3)
+    problem, batch = make_problem(make_config(task), task), make_batch(task, 0)
+
+    def of_calls(calls: dict[Any, Any], rounds: int) -> dict[Any, float]:
+        assert rounds == 1
+        jax.block_until_ready([call() for call in calls.values()])
+        return {name: 24.5 if name == "all" else 2.0 if name[0] else 1.0 for name in calls}
+
+    monkeypatch.setattr(calibrate, "seconds_in_turn", of_calls)
+    layers = calibrate.MeasuredLayers(problem, batch, (2, 8), repeats=1, started=0.5)
+    of_eight, of_four = layers.profile(8, "none"), layers.profile(4, "none")
+    assert len(of_eight) == 5
+    for few, many in zip(of_four, of_eight, strict=True):
+        assert (many.forward_s, many.backward_s) == pytest.approx((2.4, 2.4))
+        assert (few.forward_s, few.backward_s) == pytest.approx((0.8 + 1.6 / 3,) * 2)
+
+
+MISTAKES = {
+    "--cluster=h100:7": "config.batch_size is 256; on 7 devices it must be",
+    "--config.strategy=foo": "config.strategy is 'foo'; it must be one of single, data_parallel",
+    "--out=configs/quickstart.py": "--out is 'configs/quickstart.py'; it must be another file than that of --config",
+    "--out=configs.py/x.py": "--out is 'configs.py/x.py'; it must be the path of a .py file in a folder that exists",
+    "--cluster=h10:8": "--cluster is 'h10'; it must be one of",
+    "--cluster=h100:0": "--cluster is 'h100:0'; it must have between 1 and",
+    "--cluster=no.toml": "--cluster is 'no.toml', which does not exist",
+    "--out=x.txt": "--out is 'x.txt'; it must be the path of a .py file in a folder that exists",
+    "--config.model.size=gigantic": "config.model.size is 'gigantic'; it must be one of",
+}
+
+
+@pytest.mark.parametrize("flag", MISTAKES)
+def test_mistakes(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [flag] if "cluster" in flag else ["--cluster=h100:8", flag]
+    assert run_script(monkeypatch, command, "--config=configs/quickstart.py", *flags) == 2
+    assert MISTAKES[flag] in capsys.readouterr().err
+
+
+def test_updates(space: Space) -> None:
+    """An update of AdamW moves 8 times the bytes of the parameters; ZeRO moves an eighth of some of them."""
+    params = nbytes(space.problem.model.shapes)
+    whole = updates.update_bytes(space.problem) / params
+    assert whole == pytest.approx(2 + 4 + 2, rel=0.01)  # parameters, two moments, gradients and their norm
+    of_exchange = {}
+    for name in ("ddp", "zero1", "zero3"):
+        plan = plan_of(space, {"strategy": "data_parallel", "exchange": name})
+        assert not isinstance(plan, str)
+        moved = update_of(space, plan)
+        of_exchange[name] = UpdateBytes(moved.exchange / params, moved.update / params)
+    assert list(of_exchange["ddp"]) == pytest.approx([0.0, whole])
+    assert [of_exchange[name].update for name in ("zero1", "zero3")] == pytest.approx([whole / 8] * 2, rel=0.05)
+    # Shards are packed, scattered, gathered and unpacked.
+    assert of_exchange["zero3"].exchange < 1 < 4 < of_exchange["zero1"].exchange < 9

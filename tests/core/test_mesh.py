@@ -1,0 +1,99 @@
+"""Tests of meshes and virtual CPU devices. JAX reads the number of devices once, so some tests start processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxpar import cluster
+from jaxpar.config import default_config, override
+from jaxpar.core import mesh
+from jaxpar.errors import UserError
+
+COUNT = """
+import pathlib, sys
+from jaxpar import cluster, config, mesh
+made = config.default_config()
+config.override(made, sys.argv[2:])
+mesh.prepare_jax(made, pathlib.Path(sys.argv[1]))
+axes = mesh.sizes(made, cluster.find_cluster())
+print(axes["data"], dict(mesh.make_mesh(axes, cluster.devices()).shape))
+"""
+
+
+def count(folder: Path, *overrides: str, xla_flags: str = "") -> str:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "XLA_FLAGS": xla_flags}
+    command = [sys.executable, "-c", COUNT, str(folder), *overrides]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_virtual_devices(tmp_path: Path) -> None:
+    assert count(tmp_path, "--config.mesh.virtual_cpu_devices=3") == "3 {'data': 3, 'stage': 1}"
+
+
+def test_the_count_in_xla_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = "--xla_force_host_platform_device_count=4"
+    assert count(tmp_path, "--config.mesh.virtual_cpu_devices=4", xla_flags=flags).startswith("4 ")
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    config = default_config()
+    config.mesh.virtual_cpu_devices = 3
+    message = r"^config\.mesh\.virtual_cpu_devices is 3; it must be 4, the device count in XLA_FLAGS, or 0"
+    with pytest.raises(UserError, match=message):
+        mesh.prepare_jax(config, tmp_path)
+
+
+def test_a_count_after_jax_has_started(tmp_path: Path) -> None:
+    """As in a notebook, where runs follow each other."""
+    config = default_config()
+    config.mesh.virtual_cpu_devices = jax.device_count()
+    mesh.prepare_jax(config, tmp_path)
+    config.mesh.virtual_cpu_devices = 3
+    with pytest.raises(UserError, match=r"^config\.mesh\.virtual_cpu_devices is 3; it must be 8 or 0, because JAX has"):
+        mesh.prepare_jax(config, tmp_path)
+
+
+@pytest.mark.parametrize(("num_data", "message"), [(9, "it must be at most 8, the number of cpu"), (0, "at least 1")])
+def test_invalid_mesh_sizes(num_data: int, message: str) -> None:
+    config = default_config()
+    override(config, [f"--config.mesh.data={num_data}"])
+    with pytest.raises(UserError, match=message):
+        mesh.check_sizes(config, cluster.find_cluster())
+
+
+@pytest.mark.parametrize("number", [-1, 1_000_000])
+def test_a_number_of_virtual_devices_that_cannot_be(number: int, tmp_path: Path) -> None:
+    config = default_config()
+    config.mesh.virtual_cpu_devices = number
+    message = rf"config\.mesh\.virtual_cpu_devices is {number}; it must be between 0 and 1024"
+    with pytest.raises(UserError, match=message):
+        mesh.prepare_jax(config, tmp_path)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Unable to initialize backend 'cuda'\nmore"), AssertionError()])
+def test_a_platform_without_devices(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(jax, "devices", fail)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(UserError, match=r"^JAX_PLATFORMS is 'cuda', which JAX cannot start .*; it must be") as caught:
+        cluster.devices()
+    assert "\n" not in str(caught.value)
+
+
+def test_programs_over_several_cpu_devices_wait_for_their_results() -> None:
+    calls = []
+
+    class Result:
+        def block_until_ready(self) -> "Result":
+            calls.append("waited")
+            return self
+
+    mesh.one_at_a_time(Result, mesh.make_mesh({"data": 2, "stage": 1}, cluster.devices()))()
+    assert calls == ["waited"]
+    mesh.one_at_a_time(Result, mesh.make_mesh({"data": 1, "stage": 1}, cluster.devices()))()
+    assert calls == ["waited"]
+    assert jax.device_count() == 8

@@ -1,0 +1,676 @@
+"""Tests of the certificate: correct strategies pass, planted mistakes fail, lossy strategies have no tolerance."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from ml_collections import ConfigDict
+
+from jaxpar import config as configs
+from jaxpar import files, strategies
+from jaxpar.commands import certify as command
+from jaxpar.config import default_config
+from jaxpar.core import step as steps
+from jaxpar.core.step import Problem
+from jaxpar.data import Batches
+from jaxpar.data.batches import shuffled
+from jaxpar.data.examples import Vectors
+from jaxpar.errors import exit_code
+from jaxpar.exchange import EXCHANGES
+from jaxpar.exchange.named import exchange_differs
+from jaxpar.inspect import certificate, certificate_report, reference
+from jaxpar.inspect.errors import Error, compare, compare_change, worst
+from jaxpar.strategies import Strategy
+from jaxpar.strategies.data_parallel import pmap, shard_map
+from jaxpar.strategies.pipeline import strategy as pipeline
+from jaxpar.strategies.pipeline.executor import continuous, lowering
+from jaxpar.strategies.pipeline.executor import engine as pipeline_engine
+from jaxpar.strategies.pipeline.executor.lowering import LoweredTable
+from jaxpar.strategies.pipeline.executor.state import PackedState, StageUpdate
+from jaxpar.strategies.pipeline.tables.table import Table, U
+from tests.runs import small_arguments, without_texts
+from tests.selection import slow_except
+
+ROOT = Path(__file__).parents[2]
+# 213 training examples in batches of 24: one of the 9 batches of an epoch has padding examples.
+MLP = ["model.name=mlp", "model.num_heads=None", "model.mlp_size=None", "data.source=synthetic", "data.train="]
+MLP += ["data.synthetic_examples=250", "model.num_layers=2", "model.dropout=0.2"]
+BERT = ["model.dropout=0.2", "model.num_layers=2"]
+SHARD_MAP = ["data_parallel.implementation=shard_map"]
+REFERENCES: dict[str, Strategy[Any]] = {}  # by config
+PIPELINE = ["strategy=pipeline", "mesh.stage=2", "mesh.data=1", "pipeline.num_microbatches=4"]
+PIPEDREAM = [*PIPELINE, "pipeline.num_microbatches=1", "pipeline.schedule=pipedream"]
+
+
+@pytest.fixture
+def certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, dict[str, Any]]]:
+    """A function that runs the script in this process with these keys and returns its exit code and the certificate.
+
+    Certificates with equal problems share the programs of the reference, which are traced once.
+    """
+    make_single = reference.make_single
+
+    def make_shared(config: ConfigDict, problem: Problem) -> Any:
+        ignored = ("strategy", "exchange", "mesh", "data_parallel", "pipeline", "asynchronous", "swarm", "data.train")
+        values = {k: v for k, v in configs.keys(config).items() if not k.startswith(ignored)}
+        key = repr((values, problem.accumulation_steps, problem.model.shapes))
+        if key not in REFERENCES:
+            REFERENCES[key] = make_single(config, problem)
+        return REFERENCES[key]
+
+    monkeypatch.setattr(reference, "make_single", make_shared)
+
+    def run(*keys: str, num_steps: int = 3) -> tuple[int, dict[str, Any]]:
+        output = tmp_path / "certificate.json"
+        own = small_arguments(tmp_path)
+        overrides = [*(without_texts(own) if MLP[0] in keys else own), *(f"--config.{key}" for key in keys)]
+        arguments = ["--config=configs/default.py", f"--num_steps={num_steps}", f"--output={output}", *overrides]
+        code = command.main(arguments)
+        return code, json.loads(output.read_text())
+
+    return run
+
+
+# ---- correct strategies --------------------------------------------------------------------------------------------
+
+CORRECT = {
+    "sharding, bert": BERT,
+    "pmap, microbatches": [*MLP, "data_parallel.implementation=pmap", "optimizer.accumulation_steps=2"],
+    "ddp, gpt": [*SHARD_MAP, "model.name=gpt", "task=causal_lm", "data.vocab_size=300"],
+    "dp": [*MLP, "exchange=dp"],
+    "zero1": [*MLP, "exchange=zero1", "mesh.data=4"],
+    "zero3, bert": [*BERT, "exchange=zero3", "optimizer.accumulation_steps=2"],
+    "1f1b, bert": [*BERT, *PIPELINE, "pipeline.schedule=1f1b"],
+    "zb_h1, sgd": [*MLP, *PIPELINE, "pipeline.schedule=zb_h1", "mesh.data=2", "optimizer.name=sgd"],
+    "pipedream, bert": [*BERT, *PIPEDREAM],
+    "pipedream, 4 stages, 3 microbatches, clipped": [
+        *[*MLP, *PIPEDREAM, "mesh.stage=4", "pipeline.num_microbatches=3"],
+        *["optimizer.clip_norm=0.1", "optimizer.name=sgd"],
+    ],
+    "pipedream_vertical_sync": [*MLP, *PIPEDREAM, "pipeline.schedule=pipedream_vertical_sync", "mesh.stage=3"],
+    "pipedream_2bw, 2 replicas": [*MLP, *PIPELINE, "pipeline.schedule=pipedream_2bw", "mesh.data=2"],
+    "pipedream, bfloat16": [*MLP, *PIPEDREAM, "model.dtype=bfloat16"],
+    "sync of 4 workers": [*MLP, "strategy=async_data_parallel", "asynchronous.policy=sync"],
+    "swarm, delayed": [*MLP, "strategy=swarm", "mesh.data=2", "swarm.delayed=True"],
+    "bfloat16": [*BERT, *SHARD_MAP, "model.dtype=bfloat16"],
+    "bfloat16, mlp": [*MLP, *SHARD_MAP, "mesh.data=3", "model.dtype=bfloat16"],
+}
+
+
+SLOW = ["sharding, bert", "zero3, bert", "1f1b, bert", "bfloat16", "pipedream, bert", "pipedream_vertical_sync"]
+SLOW += ["pipedream, bfloat16", "doubled norm", "lost work"]
+
+
+@pytest.mark.parametrize("name", slow_except(CORRECT.keys() - SLOW, CORRECT))
+def test_correct_strategies_pass(name: str, certify: Any) -> None:
+    code, found = certify(*CORRECT[name])
+    assert (code, found["outside"], found["differs"]) == (0, [], ""), found["outside"]
+    rounding = {"rounding of loss", "rounding of gradient norm"} if found["model"].endswith("bfloat16") else set()
+    assert {"loss", "gradient norm", "weight", "evaluation loss", "evaluation weight", *rounding} <= set(
+        found["metrics"]
+    )
+    expected = [q for q in certificate.QUANTITIES if rounding or q != "rounding"]
+    assert all(list(of) == expected for of in found["layers"].values())
+    assert found["layers"]
+    assert found["batches"][:2] == [0, 1]
+
+
+def test_one_device_is_bitwise_itself(tmp_path: Path) -> None:
+    """The same program runs twice, so all errors in the table are `bitwise`.
+
+    This runs in a separate process without the XLA flags of the tests. With these flags, XLA contracts the operations
+    of an update differently within a step than in a separate program.
+    """
+    own, keys = without_texts(small_arguments(tmp_path)), (*MLP, "strategy=single", "mesh.data=1")
+    overrides = [*own, *(f"--config.{key}" for key in keys)]
+    arguments = [
+        "--config=configs/default.py",
+        "--num_steps=3",
+        f"--output={tmp_path / 'certificate.json'}",
+        *overrides,
+    ]
+    command, environment = [sys.executable, "-m", "jaxpar", "certify", *arguments], {**os.environ, "XLA_FLAGS": ""}
+    process = subprocess.run(
+        command, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    found = json.loads((tmp_path / "certificate.json").read_text())
+    errors = [error for of in (found["metrics"], *found["layers"].values()) for error in of.values()]
+    assert all(error == {"bitwise": True, "ulps": 0, "relative": 0} for error in errors)
+    assert certificate_report.format_certificate(found).count("bitwise") == len(errors)
+    assert len(errors) == len(found["metrics"]) + 6 * len(found["layers"])
+
+
+# ---- mistakes ------------------------------------------------------------------------------------------------------
+
+
+def changed(monkeypatch: pytest.MonkeyPatch, module: Any, **functions: Any) -> None:
+    """Replace functions of jaxpar/core/step.py for the strategies in `module`, but not for the reference."""
+    monkeypatch.setattr(module, "steps", SimpleNamespace(**{**vars(steps), **functions}))
+
+
+def dropped_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def microbatches(batch: Any, num: int) -> Any:
+        rows = dict(steps.microbatches(batch, num))
+        return rows | {"weights": rows["weights"].at[-1].set(0)}
+
+    changed(monkeypatch, pipeline_engine, microbatches=microbatches)
+
+
+def dropped_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drop a microbatch in the function that all strategies use. The reference takes a batch in one pass without it."""
+    original = steps.microbatches
+    monkeypatch.setattr(steps, "microbatches", lambda batch, num: {k: v[1:] for k, v in original(batch, num).items()})
+
+
+def doubled_psum(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = EXCHANGES["ddp"]
+
+    def ddp(*arguments: Any, **options: Any) -> Any:
+        reduce = original.call(*arguments, **options)
+
+        def mean(tree: Any, state: Any) -> Any:
+            once, state = reduce.mean(tree, state)
+            return jax.tree.map(lambda x: 2 * x, once), state
+
+        return reduce._replace(mean=mean)
+
+    monkeypatch.setitem(EXCHANGES, "ddp", original._replace(make=ddp))
+
+
+def key_of_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw dropout masks by the position of an example in its shard instead of in the batch."""
+
+    def gradients(problem: Any, state: Any, batch: Any, *rest: Any, **options: Any) -> Any:
+        index = jax.numpy.arange(len(batch["index"]), dtype=jax.numpy.int32)
+        return steps.gradients(problem, state, {**batch, "index": index}, *rest, **options)
+
+    changed(monkeypatch, shard_map, gradients=gradients)
+
+
+def key_of_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the dropout key of the next step."""
+    changed(monkeypatch, pipeline_engine, dropout_key=lambda key, step: steps.dropout_key(key, step + 1))
+
+
+def scaled_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradients(*arguments: Any, **options: Any) -> Any:
+        grads, sums = steps.gradients(*arguments, **options)
+        return {**grads, "block_1": jax.tree.map(lambda g: g * (1 + 1e-4), grads["block_1"])}, sums
+
+    changed(monkeypatch, shard_map, gradients=gradients)
+
+
+def counted_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradients(problem: Any, state: Any, batch: Any, *rest: Any, **options: Any) -> Any:
+        whole = {**batch, "weights": jax.numpy.ones_like(batch["weights"])}
+        return steps.gradients(problem, state, whole, *rest, **options)
+
+    changed(monkeypatch, shard_map, gradients=gradients)
+
+
+def own_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Average the means of the replicas, which is wrong if shards have different weights, as in a padded batch."""
+
+    def gradients(problem: Any, state: Any, batch: Any, _weight: Any, **options: Any) -> Any:
+        own = jax.numpy.maximum(batch["weights"].sum(), 1)
+        return steps.gradients(problem, state, batch, own, **options)
+
+    changed(monkeypatch, shard_map, gradients=gradients)
+
+
+def forgotten_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def update(problem: Any, state: Any, *rest: Any) -> Any:
+        after, metrics = steps.update(problem, state, *rest)
+        return after._replace(step=state.step), metrics
+
+    changed(monkeypatch, pmap, update=update)
+
+
+def smaller_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reduce the update of one layer by 1 %, with correct gradients."""
+
+    def apply(state: Any, updates: Any, optimizer: Any, metrics: Any) -> Any:
+        return steps.apply(
+            state, {**updates, "head": jax.tree.map(lambda u: 0.99 * u, updates["head"])}, optimizer, metrics
+        )
+
+    changed(monkeypatch, shard_map, apply=apply)
+
+
+def changed_strategy(monkeypatch: pytest.MonkeyPatch, change: Callable[[Strategy[Any]], Strategy[Any]]) -> None:
+    """Change the strategy, but not the reference."""
+    original = strategies.make
+
+    def make(config: ConfigDict, problem: Problem) -> Strategy[Any]:
+        made = original(config, problem)
+        return made if config.strategy == "single" else change(made)
+
+    monkeypatch.setattr(strategies, "make", make)
+
+
+def lost_decay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call the optimizer with parameters of 0, so that there is no weight decay."""
+    original = strategies.make
+
+    def make(config: ConfigDict, problem: Problem) -> Strategy[Any]:
+        inner = problem.optimizer
+
+        def update(grads: Any, state: Any, params: Any, **options: Any) -> Any:
+            return inner.update(grads, state, jax.tree.map(jax.numpy.zeros_like, params), **options)
+
+        without = problem._replace(optimizer=optax.GradientTransformationExtraArgs(inner.init, update))
+        return original(config, problem if config.strategy == "single" else without)
+
+    monkeypatch.setattr(strategies, "make", make)
+
+
+def lost_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the optimizer state to zero when a run is resumed."""
+
+    def change(made: Strategy[Any]) -> Strategy[Any]:
+        def from_canonical(tree: Any, private: Any = None) -> Any:
+            return made.from_canonical({**tree, "optimizer": jax.tree.map(np.zeros_like, tree["optimizer"])}, private)
+
+        return made._replace(from_canonical=from_canonical)
+
+    changed_strategy(monkeypatch, change)
+
+
+def doubled_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count every example twice, so that the mean loss is right."""
+    changed_strategy(
+        monkeypatch,
+        lambda made: made._replace(evaluate=lambda *of: jax.tree.map(lambda x: 2 * x, made.evaluate(*of))),
+    )
+
+
+def wrong_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the correct predictions of a step twice."""
+
+    def change(made: Strategy[Any]) -> Strategy[Any]:
+        def step(state: Any, batch: Any) -> Any:
+            state, metrics = made.step(state, batch)
+            terms = metrics.sums.terms | {"correct": 2 * metrics.sums.terms["correct"]}
+            return state, metrics._replace(sums=metrics.sums._replace(terms=terms))
+
+        return made._replace(step=step)
+
+    changed_strategy(monkeypatch, change)
+
+
+def scaled_layer_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make an error in one layer of about the size of the rounding errors in bfloat16."""
+
+    def gradients(*arguments: Any, **options: Any) -> Any:
+        grads, sums = steps.gradients(*arguments, **options)
+        return {**grads, "block_1": jax.tree.map(lambda g: g * (1 + 2**-5), grads["block_1"])}, sums
+
+    changed(monkeypatch, shard_map, gradients=gradients)
+
+
+def earlier_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a pipeline that never drains with a table whose first stage reads the version before the planned one."""
+
+    def lower_table(table: Table) -> LoweredTable:
+        actions = table.actions.copy()
+        actions["version"][(actions["stage"] == 0) & (actions["kind"] != U)] -= 1
+        return lowering.lower_table(table._replace(actions=actions))
+
+    monkeypatch.setattr(pipeline, "lower_table", lower_table)
+
+
+def changed_update(monkeypatch: pytest.MonkeyPatch, change: Callable[..., tuple[PackedState, Any]]) -> None:
+    """Replace the update of a stage by change(update, state, grads, sums, grad_norm)."""
+
+    class Changed(StageUpdate):
+        def __call__(self, *arguments: Any) -> tuple[PackedState, Any]:
+            return change(super().__call__, *arguments)
+
+    monkeypatch.setattr(continuous, "StageUpdate", Changed)
+
+
+def missing_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Discard the new parameters of all updates of a step."""
+
+    def change(update: Any, state: PackedState, *arguments: Any) -> tuple[PackedState, Any]:
+        after, metrics = update(state, *arguments)
+        params = jax.tree.map(lambda old, new: jax.numpy.where(state.step == 2, old, new), state.params, after.params)
+        return after._replace(params=params), metrics
+
+    changed_update(monkeypatch, change)
+
+
+def doubled_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clip the gradient of a stage by a norm that is too large, as if it included other stages."""
+    changed_update(monkeypatch, lambda update, state, grads, sums, norm: update(state, grads, sums, 2 * norm))
+
+
+def lost_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resume from the canonical state alone, without what is in flight."""
+
+    def change(made: Strategy[Any]) -> Strategy[Any]:
+        def from_canonical(tree: Any, _private: Any = None) -> Any:
+            return made.from_canonical(tree)
+
+        return made._replace(from_canonical=from_canonical)
+
+    changed_strategy(monkeypatch, change)
+
+
+LAYERS = ["embed", "block_0", "block_1", "head"]
+GRADIENTS = [f"gradient of {layer}" for layer in LAYERS]
+MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], list[str]]] = {
+    "dropped microbatch": (dropped_microbatch, [*MLP, *PIPELINE], ["loss", *GRADIENTS]),
+    "dropped by all": (dropped_by_all, [*MLP, "optimizer.accumulation_steps=2"], ["loss", *GRADIENTS]),
+    "doubled psum": (doubled_psum, [*MLP, *SHARD_MAP], ["gradient norm", *GRADIENTS]),
+    "key of replica": (key_of_replica, [*BERT, *SHARD_MAP], ["loss", *GRADIENTS]),
+    "key of pipeline": (key_of_pipeline, [*MLP, *PIPELINE], ["loss", *GRADIENTS]),
+    "scaled layer": (scaled_layer, [*MLP, *SHARD_MAP], ["gradient norm", "gradient of block_1"]),
+    "counted padding": (counted_padding, [*MLP, *SHARD_MAP], ["loss", *GRADIENTS]),
+    "own mean": (own_mean, [*MLP, *SHARD_MAP], GRADIENTS),
+    "forgotten step": (forgotten_step, [*MLP, "data_parallel.implementation=pmap"], ["step"]),
+    "smaller update": (smaller_update, [*MLP, *SHARD_MAP], ["update of head"]),
+    # lr * weight_decay is 2e-7, which is two roundings of a parameter.
+    "lost decay": (lost_decay, [*MLP, *SHARD_MAP, "optimizer.lr=2e-5"], [f"update of {layer}" for layer in LAYERS]),
+    "lost moments": (lost_moments, [*MLP, *PIPELINE], [f"resume of {layer}" for layer in LAYERS]),
+    "doubled evaluation": (
+        doubled_evaluation,
+        MLP,
+        [f"evaluation {name}" for name in ("weight", "confusion", "correct", "examples")],
+    ),
+    "wrong accuracy": (wrong_accuracy, MLP, ["correct"]),
+    "earlier version": (earlier_version, [*MLP, *PIPEDREAM], ["gradient of embed", "gradient of head"]),
+    "missing update": (missing_update, [*MLP, *PIPEDREAM], [f"update of {layer}" for layer in LAYERS]),
+    "doubled norm": (
+        doubled_norm,
+        [*MLP, *PIPEDREAM, "optimizer.name=sgd", "optimizer.clip_norm=0.1"],
+        [f"update of {layer}" for layer in LAYERS],
+    ),
+    "no stashing": (
+        lambda _: None,
+        [*MLP, *PIPEDREAM, "pipeline.schedule=pipedream_without_stashing", "mesh.stage=3"],
+        ["gradient norm", "gradient of embed"],  # the backward of block_0 multiplies by newer weights
+    ),
+    "lost work": (lost_work, [*MLP, *PIPEDREAM], GRADIENTS),
+    "scaled layer, bfloat16": (
+        scaled_layer_bfloat16,
+        [*MLP, *SHARD_MAP, "model.dtype=bfloat16"],
+        ["gradient of block_1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", slow_except(MISTAKES.keys() - SLOW, MISTAKES))
+def test_mistakes_are_found_and_named(
+    name: str, certify: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant, keys, places = MISTAKES[name]
+    plant(monkeypatch)
+    code, found = certify(*keys)
+    named = [line.split(":")[0] for line in found["outside"]]
+    assert code == 1, found["outside"]
+    assert set(places) <= set(named), found["outside"]
+    if name in (
+        "scaled layer",
+        "smaller update",
+        "forgotten step",
+        "wrong accuracy",
+        "doubled evaluation",
+        "missing update",
+        "no stashing",
+    ):  # nothing else is reported
+        assert named == places
+    printed = capsys.readouterr().out
+    assert "verdict    failed, outside the tolerance" in printed
+    assert all(f"outside    {place}: " in printed for place in places)
+
+
+# ---- strategies that differ by design ------------------------------------------------------------------------------
+
+DIFFERENT = {
+    "onebit_adam compresses momentum lossily after its warm-up": ["exchange=onebit_adam"],
+    "bagua_bytegrad compresses gradients lossily": ["exchange=bagua_bytegrad"],
+    "bagua_decentralized has different weights on each replica": ["exchange=bagua_decentralized"],
+    "horovod sends gradients in bfloat16": ["exchange=horovod", "exchange_options.wire_dtype=bfloat16"],
+    "horovod takes one optimizer step for every 2 training steps": [
+        "exchange=horovod",
+        "exchange_options.backward_passes_per_step=2",
+    ],
+    "byteps_topk sends only part of the gradients in each step": [
+        *PIPELINE,
+        "mesh.data=2",
+        "exchange=byteps_topk",
+        "exchange_options.min_compress_bytes=0",
+    ],
+    "ddp sends gradients in bfloat16": [*PIPEDREAM, "mesh.data=2", "exchange_options.wire_dtype=bfloat16"],
+    "local_sgd of 4 workers computes gradients of local weights": [
+        "strategy=async_data_parallel",
+        "asynchronous.policy=local_sgd",
+    ],
+    "async of 4 workers with corrected_momentum computes gradients of stale weights": [
+        "strategy=async_data_parallel",
+        "asynchronous.mitigations=corrected_momentum",
+        "optimizer.name=sgd",
+    ],
+}
+
+
+@pytest.mark.parametrize("words", DIFFERENT)
+def test_strategies_that_differ_have_no_tolerance(words: str, certify: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The exit code is 0 without a tolerance, and the certificate contains the errors, which are large."""
+    code, found = certify(*MLP, *DIFFERENT[words], num_steps=4)
+    assert (code, found["differs"], found["tolerance"], found["outside"]) == (0, words, None, [])
+    assert f"verdict    no tolerance applies: {words}" in capsys.readouterr().out
+    assert max(errors["drift"]["relative"] for errors in found["layers"].values()) > 1e-4
+    assert all("update" not in errors for errors in found["layers"].values())
+
+
+def test_exchanges_that_differ() -> None:
+    same = {name for name in EXCHANGES if not exchange_differs(name, {}, 4)}
+    assert same == {"ddp", "dp", "horovod", "byteps", "zero1", "zero2", "zero3", "hsdp"}
+    assert {name for name, row in EXCHANGES.items() if row.differs} == EXCHANGES.keys() - same
+    for name, settings in {"byteps_onebit": {}, "bagua_bytegrad": {}, "ddp": {"wire_dtype": "float8_e4m3fn"}}.items():
+        assert exchange_differs(name, settings | {"group": 2}, 4)
+        assert not exchange_differs(name, settings | {"group": 4}, 4)  # one group of all replicas
+
+
+# ---- errors and the command line -----------------------------------------------------------------------------------
+
+
+def test_errors_of_arrays() -> None:
+    one, near = np.array([1, 2], np.float32), np.array([1, np.nextafter(np.float32(2), np.float32(3))], np.float32)
+    zero = np.zeros(2, np.float32)
+    assert compare({"a": one, "b": zero}, {"a": one, "b": zero}) == Error(True, 0.0, 0.0)
+    error = compare({"a": near, "b": zero}, {"a": one, "b": zero})
+    assert not error.bitwise
+    assert error.ulps == 1
+    assert error.relative == pytest.approx(2**-22 / 5**0.5, rel=1e-6)
+    assert compare({"a": one}, {"a": zero}).relative == np.inf
+    assert compare({"a": zero}, {"a": -zero}) == Error(False, 0.0, 0.0)  # -0.0 differs from 0.0 in its sign bit
+    nan = compare({"a": np.array([np.nan, 1], np.float32)}, {"a": one})
+    for errors in ([error, nan], [nan, error]):
+        assert certificate.outside(found_with(worst(errors)), certificate.TOLERANCES["float32"])
+
+
+def test_errors_of_changes() -> None:
+    """A difference of one ULP is rounding; a larger one counts relative to the change."""
+    old = np.array([1, 100], np.float32)
+    new = old + np.float32(1e-3)
+    near = np.nextafter(new, np.float32(200))
+    assert compare_change({"a": old}, {"a": near}, {"a": new}).relative == 0
+    got = np.array([new[0] + 1e-4, new[1]], np.float32)
+    error = compare_change({"a": old}, {"a": got}, {"a": new})
+    change = np.sqrt(((new.astype(np.float64) - old) ** 2).sum())
+    assert error.relative == pytest.approx((1e-4 - 2**-23) / change, rel=1e-3)
+    assert error.ulps == pytest.approx(1e-4 / np.spacing(np.float32(100)), rel=1e-2)
+    assert compare_change({"a": old}, {"a": got}, {"a": old}).relative == np.inf
+    assert np.isnan(compare_change({"a": old}, {"a": np.full(2, np.nan, np.float32)}, {"a": new}).relative)
+
+
+LARGEST, SMALLEST = np.finfo(np.float32).max, np.finfo(np.float32).smallest_subnormal
+CELLS: dict[str, Any] = {
+    "-": None,
+    "bitwise": Error(True, 0, 0),
+    "not finite": compare({"a": np.array([np.nan, 1], np.float32)}, {"a": np.ones(2, np.float32)}),
+    "1.7e-07, 2.0": Error(False, 2, 1.7e-7),
+    "2.0e+01, 1.2e+08": Error(False, 120706084.5, 20),
+    "7.0e-02, 999999.9": Error(False, 999999.9, 0.07),
+    "inf, 2.4e+83": compare({"a": np.full(2, LARGEST)}, {"a": np.zeros(2, np.float32)}),
+    "2.4e+83, 2.4e+83": compare({"a": np.full(2, LARGEST)}, {"a": np.full(2, SMALLEST)}),
+}
+
+
+def test_columns_of_the_table_are_separate() -> None:
+    """The columns do not run together for any error, from rounding to the largest possible error."""
+    errors = [error and files.without_nonfinite(error._asdict()) for error in CELLS.values()]
+    assert [certificate_report.cell(error) for error in errors] == list(CELLS)
+    found: dict[str, Any] = dict.fromkeys(("strategy", "model", "differs"), "s")
+    found |= {"sums": {"batch_size": 24, "strategy": "s", "reference": "r"}, "devices": {"number": 1, "kinds": ["cpu"]}}
+    found |= {"batches": [0], "versions": {}, "metrics": {}, "delays": []}
+    found["layers"] = {str(i): dict.fromkeys(certificate.QUANTITIES, error) for i, error in enumerate(errors)}
+    rows = [re.split("  +", line) for line in certificate_report.format_certificate(found).splitlines()]
+    start = rows.index(["layer", "start", "gradient", "rounding", "update", "moments", "resume", "drift"]) + 1
+    assert rows[start : start + len(CELLS)] == [[str(i), *7 * [text]] for i, text in enumerate(CELLS)]
+
+
+def test_delays_of_a_stage_are_one_line() -> None:
+    stage = {"layers": ["embed"], "updated_after": 1, "computed_after": [0], "lags": [1]}
+    assert (
+        certificate_report.format_delays(stage)
+        == "embed: gradients at weights that lack 1 update, applied after 1 step"
+    )
+    stage = {"layers": ["a", "b", "c"], "updated_after": 3, "computed_after": [0, 0, 1], "lags": [2, 1, 1]}
+    assert (
+        certificate_report.format_delays(stage)
+        == "a .. c: gradients at weights that lack 1 or 2 updates, applied after 3 steps"
+    )
+
+
+def found_with(error: Error) -> certificate.Measured:
+    return certificate.Measured({"loss": error}, {}, {}, [], [0])
+
+
+def test_each_step_is_compared_with_its_own_rounding() -> None:
+    """The rounding of a noisy step does not excuse the error of another one."""
+    tolerance = certificate.TOLERANCES["bfloat16"]
+    layers = {"head": {"gradient": Error(False, 9, 0.03), "rounding": Error(False, 9, 0.04)}}
+    for by_step, expected in (
+        ([(0.03, 0.04), (0.001, 0.01)], []),
+        ([(0.001, 0.04), (0.03, 0.01)], ["gradient of head: 3.0e-02, tolerance 2.0e-02"]),
+        ([(0.03, 0.01), (0.02, 0.001)], ["gradient of head: 2.0e-02, tolerance 2.0e-03"]),
+        ([(np.nan, 0.04)], ["gradient of head: nan, tolerance 8.0e-02"]),
+        ([(9e-6, 0.0)], []),
+    ):
+        measured = certificate.Measured({}, layers, {"gradient of head": by_step}, [], [0, 1])
+        assert certificate.outside(measured, tolerance) == expected
+    # An error of 5% in one step, whose rounding is 1%, next to a step whose rounding is 50%.
+    compared = certificate.Comparison.__new__(certificate.Comparison)
+    compared.counters, compared._errors = set(), {}
+    gradient = np.linspace(-1, 1, 64)
+    for error, rounding in ((0.0, 0.5), (0.05, 0.01)):
+        exact, got, rounded = ({"head": {"w": gradient * factor}} for factor in (1, 1 + error, 1 + rounding))
+        compared.gradients(got, exact, rounded)
+    compared.add("start", {"head": {"w": gradient}}, {"head": {"w": gradient}})
+    run: Any = SimpleNamespace(problem=SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(name="head")])))
+    found = compared.measured(run, [0, 1])
+    assert certificate.outside(found, tolerance) == ["gradient of head: 5.0e-02, tolerance 2.0e-02"]
+    errors = {"loss": Error(False, 9, 0.01), "rounding of loss": Error(False, 9, 0.02)}
+    measured = certificate.Measured(errors, {}, {"loss": [(0.001, 0.02), (0.01, 0.001)]}, [], [0, 1])
+    assert certificate.outside(measured, tolerance) == ["loss: 1.0e-02, tolerance 3.9e-03"]
+
+
+def padded_rows(seed: int, batch: int) -> int:
+    return int((shuffled(None, 213, 24, seed, 0)[batch] < 0).sum())
+
+
+@pytest.mark.parametrize(("seed", "expected"), [(0, [0, 3]), (1, [0, 5]), (3, [0, 1]), (5, [0, 2])])
+def test_the_padded_batch_is_compared(seed: int, expected: list[int]) -> None:
+    assert [padded_rows(seed, batch) for batch in expected].count(3) == 1
+    config = default_config()
+    config.batch_size = 24
+    split = Vectors(np.zeros((213, 4), np.float32), np.zeros(213, np.int32))
+    made = Batches(split, batch_size=24, seed=seed, shuffle=True)
+    run: Any = SimpleNamespace(config=config, batches=made, num_steps=2)
+    assert certificate.batches(run) == expected
+
+
+def test_a_long_comparison_is_announced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first two steps compile, and take a minute; each of the others takes a second."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for number in certificate.announced(range(100)):
+        now += 1 if number > 1 else 60
+    assert capsys.readouterr().err == "comparing 100 steps, 1:37 left\n"
+    assert [*certificate.announced(range(10))] == [*range(10)]
+    assert not capsys.readouterr().err
+
+
+def test_contents_of_a_certificate(certify: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = certify(*MLP, *SHARD_MAP, "seed=1", "optimizer.accumulation_steps=2", num_steps=2)
+    assert found["seeds"] == {"config.seed": 1, "config.exchange_options.seed": None}
+    assert found["sums"]["strategy"] == "2 replicas (the data axis) x 2 accumulation steps"
+    assert found["batches"] == [0, 5]
+    assert set(found["versions"]) == {"jaxpar", "python", "jax", "jaxlib", "numpy", "flax", "optax"}
+    assert found["devices"]["number"] == 2
+    assert found["devices"]["platform"] == jax.default_backend()
+    assert found["flags"]["XLA_FLAGS"]
+    assert found["flags"]["jax_default_matmul_precision"] == "highest"
+    assert found["config"]["model.name"] == "mlp"
+    assert found["config"]["num_steps"] == 2
+    assert "model.size" not in found["config"]  # has its default
+    # The verdict uses the words of the table.
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert lines["layer"].split() == ["layer", "start", "gradient", "update", "moments", "resume", "drift"]
+    named = re.findall(r"([a-z][a-z ]+) \d", lines["verdict"])
+    assert named == ["metrics", "sums of the task", "start", "gradient", "update", "moments", "resume"]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("--num_steps=0", "--num_steps is 0; it must be at least 1"),
+        ("--num_steps=99999999", "--num_steps is 99999999; it must be at most 100000"),
+        ("--reference_passes=5", "--reference_passes is 5; it must divide config.batch_size (24)"),
+        (
+            "--output=no/such/file.json",
+            "--output is 'no/such/file.json'; it must be in an existing directory, and 'no/such' is not one",
+        ),
+        ("--output=docs", "--output is 'docs', which is a directory; it must be a file"),
+        ("--config.exchange=zero4", "config.exchange is 'zero4'"),
+        (
+            "--steps=4",
+            "--steps is not a flag; it must be one that --help lists or --config.KEY=VALUE. Did you mean '--num_st",
+        ),
+        ("--num_steps=x", "--num_steps is 'x'; it must be an integer"),
+    ],
+)
+def test_a_mistake_is_reported_in_one_line(
+    mistake: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = f"--output={tmp_path}/certificate.json"
+    arguments = ["--config=configs/default.py", *small_arguments(tmp_path), output, mistake]
+    assert exit_code(lambda: command.main(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert message in captured.err
+    assert not (tmp_path / "certificate.json").exists()
+
+
+def test_a_nonfinite_step_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [*small_arguments(tmp_path), "--config.optimizer.lr=1e38", f"--output={tmp_path}/c.json"]
+    arguments = ["--config=configs/default.py", "--num_steps=3", *overrides]
+    assert exit_code(lambda: command.main(arguments)) == 1
+    assert "is not finite, so it cannot be compared" in capsys.readouterr().err

@@ -1,0 +1,153 @@
+"""Each kind of finding, in a program that has it and in one without. tests/cluster/test_target.py compiles for GPUs."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import pytest
+
+from jaxpar.cluster import named_cluster
+from jaxpar.config import default_config
+from jaxpar.inspect import findings
+from jaxpar.inspect.audit_report import describe_program, format_findings, format_program, format_programs
+from jaxpar.inspect.findings import Finding, Kind
+from jaxpar.inspect.schedule import schedule_of
+from jaxpar.inspect.step_time import NOTHING, predict
+from tests.inspect.test_schedule import TEXT, program
+from tests.inspect.test_step_time import cluster
+
+GROUPS = ", replica_groups=[1,8]<=[8]"
+SEND = "%{0}-start = f32[1024,1024]{{1,0}} all-reduce-start(%{1})" + GROUPS
+DONE = "%{0}-done = f32[1024,1024]{{1,0}} all-reduce-done(%{0}-start)"
+LAST = f"{SEND.format('last', 'a')}\n  {DONE.format('last')}\n  %copy.3 ="
+BEFORE = TEXT.replace("-start(%large)", f"-start(%large){GROUPS}").replace("-start(%bits)", f"-start(%bits){GROUPS}")
+ALL = BEFORE.replace("-start(%scalar)", f"-start(%scalar){GROUPS}").replace("%copy.3 =", LAST)
+PRODUCTS = 8 * 1024 * (5 * 3 + 0.75)  # FLOPs: three products in five iterations, and one in a branch, on 8 devices
+CONDITIONAL = "conditional(%choice, %small, %small), true_computation=%yes, false_computation=%no"
+KERNEL = "%between = f32[1024,1024]{1,0} negate(%large)"
+
+
+def find(text: str, dtype: str = "bfloat16", flops: float = PRODUCTS / 1.2, **expected: str) -> list[Finding]:
+    compiled, gpus = program(text), cluster(num_processes=1)
+    reasons: Mapping[Any, str] = expected
+    return findings.find(
+        [schedule_of(compiled)], [predict([compiled], gpus)], gpus, reasons, dtype=dtype, model_flops=flops
+    )
+
+
+def test_every_kind() -> None:
+    found = {one.kind: one for one in find(ALL, copies="a reason")}
+    assert found.keys() == set(get_args(Kind))
+    assert {kind for kind, one in found.items() if one.reason} == {"copies"}
+    text = {kind: one.text for kind, one in found.items()}
+    assert text["float32"] == "4.8% of the FLOPs are products of float32 arrays in jit(step)/branch"
+    assert text["copies"] == "10 copies of large arrays in loops, of 41.9 MB, 98.7 ms"
+    assert re.fullmatch(r"the GPU waits [\d.]+ ms for 5 all-reduces in loops", text["exposed in a loop"])
+    assert re.fullmatch(r"the GPU waits [\d.]+ ms for 1 all-reduce", text["exposed"])
+    assert text["synchronization"] == "the host waits for the GPU once"
+    assert text["recomputation"] == "the products have 1.20 times the FLOPs of both passes of the model"
+    lines = format_findings([one._asdict() for one in found.values()])
+    assert [line.partition(":")[0] for line in lines] == ["finding"] * 5 + ["normal"]
+    assert lines[-1] == f"normal: {text['copies']} (a reason)"
+    assert format_findings([]) == ["no findings"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "arguments"),
+    [
+        ("float32", {}, {"dtype": "float32"}),
+        ("copies", {" copy(%large)": " negate(%large)", " copy(%c)": " negate(%c)"}, {}),
+        ("exposed in a loop", {"%all-reduce-done =": f"{KERNEL}\n  %all-reduce-done ="}, {}),
+        ("exposed", {DONE.format("last"): f"{KERNEL.replace('large', 'a')}\n  {DONE.format('last')}"}, {}),
+        ("synchronization", {CONDITIONAL: "fusion(%small), kind=kLoop, calls=%yes"}, {}),
+        ("recomputation", {}, {"flops": PRODUCTS / 1.05}),
+    ],
+)
+def test_a_program_without_one(kind: Kind, changes: Mapping[str, str], arguments: Mapping[str, Any]) -> None:
+    text = ALL
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    assert {one.kind for one in find(text, **arguments)} == set(get_args(Kind)) - {kind}
+
+
+def test_expectations() -> None:
+    """A pipeline chooses actions and exchanges at the end. Gathers in a loop must overlap under every strategy."""
+    h100s, config = named_cluster("h100", 8), default_config()
+
+    def kinds(**overrides: str) -> set[Kind]:
+        changed = config.copy_and_resolve_references()
+        changed.update_from_flattened_dict(overrides)
+        return set(findings.expectations(changed, h100s))
+
+    assert kinds(exchange="zero3") == {"exposed"}
+    assert kinds(strategy="single") == set()
+    assert kinds(strategy="pipeline") == {"exposed", "synchronization"}
+    assert kinds(strategy="single", **{"model.remat": "dots"}) == {"recomputation"}
+    assert kinds(strategy="single", **{"pipeline.remat": "full"}) == set()
+    assert set(findings.expectations(config, named_cluster("v100", 8))) == {"exposed", "float32"}
+    every = {kind for reasons in findings.EXPECTED.values() for kind in reasons}
+    assert every.isdisjoint({"float32", "copies", "recomputation"})
+
+
+def test_format_program() -> None:
+    compiled, gpus = program(ALL), cluster(num_processes=1)
+    text = "\n".join(format_program(describe_program(schedule_of(compiled), predict([compiled], gpus))))
+    [reduced] = [line.split() for line in text.splitlines() if line.startswith("all-reduce") and " 5.00 " in line]
+    assert reduced[1:6] == ["float32", "4,194,304", "5.00", "0", "0"]
+    assert float(reduced[6]) == float(reduced[7]) > 0  # ms in five iterations, all exposed
+    assert "matrix products: 15 of bfloat16, 1 of float32; attention kernels: none" in text
+    assert "    of float32: jit(step)/branch" in text
+    assert text.endswith("copies of 1 MiB or more in loops: 10 (41.9 MB); the host waits for the GPU: once")
+    unknown = format_program(describe_program(schedule_of(compiled), NOTHING))
+    assert all(line.split()[-1] == "0" for line in unknown if line.startswith("all-reduce"))  # without times
+
+
+def test_many_small_collectives() -> None:
+    """Four permutes of 4 KB between two GPUs, 8 us each, are as much a finding as one large collective."""
+    sends = "".join(
+        f"  %s.{n} = f32[1000]{{0}} collective-permute(%x), source_target_pairs={{{{0,1}},{{1,0}}}}\n" for n in range(4)
+    )
+    kernel = "  ROOT %y = f32[{0}]{{0}} negate(%x)\n"
+    before = "HloModule jit_step\n\nENTRY %main (x: f32[1000]) -> f32[1000] {\n  %x = f32[1000]{0} parameter(0)\n"
+
+    def of(size: int) -> list[Finding]:
+        compiled = program(f"{before}{sends}{kernel.format(size)}}}\n")
+        gpus = cluster(num_processes=1)
+        return findings.find(
+            [schedule_of(compiled)], [predict([compiled], gpus)], gpus, {}, dtype="float32", model_flops=1
+        )
+
+    assert of(1000) == [Finding("exposed", "the GPU waits 0.032 ms for 4 collective-permutes")]
+    assert of(1_000_000) == []  # the step takes 4.7 ms
+
+
+def test_copies_without_a_known_rate() -> None:
+    """On GPUs of an unknown kind, all copies in loops are findings, without a time."""
+    gpus = cluster(num_processes=1, memory_bandwidth=None)
+    found = findings.find([schedule_of(program(ALL))], [NOTHING], gpus, {}, dtype="float32", model_flops=PRODUCTS)
+    assert [one.text for one in found if one.kind == "copies"] == [
+        "10 copies of large arrays in loops, of 41.9 MB",
+    ]
+
+
+def test_several_programs() -> None:
+    """Equal programs are printed once. Without knowing when each one runs, there are no totals."""
+    row = describe_program(schedule_of(program(ALL)), NOTHING)
+    assert row["name"] == "jit_step"
+    other, alone = row | {"name": "jit_update"}, [line for line in format_programs([row | {"devices": [0, 1]}]) if line]
+    assert alone == format_program(row)
+    lines = format_programs([row | {"devices": [3]}, row | {"devices": [1]}, other | {"devices": [0]}])
+    assert [line for line in lines if line.startswith("program ")] == [
+        "program jit_step on devices 1, 3",
+        "program jit_update on device 0",
+    ]
+    assert lines[-1].endswith("no totals and findings.")
+
+
+def test_small_parts_are_no_findings() -> None:
+    """Copies and collectives that take less than 1% of the time of the step are not listed."""
+    huge = "%huge = f32[1024,2097152]{1,0} negate(%a)\n  %last-start ="
+    assert {one.kind for one in find(ALL.replace("%last-start =", huge))} == {
+        *("float32", "synchronization", "recomputation")
+    }

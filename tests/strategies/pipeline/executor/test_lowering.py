@@ -1,0 +1,204 @@
+"""Lowered tables are run in plain Python, on symbols instead of arrays: every action must read its own input."""
+
+import itertools
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxpar.strategies.pipeline.executor.lowering import INBOXES, NONE, LoweredTable, lower_table
+from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, forward_only
+from jaxpar.strategies.pipeline.tables.table import (
+    ACTION,
+    ACTION_KINDS,
+    BW,
+    B,
+    F,
+    StageDevices,
+    Table,
+    W,
+    action_inputs,
+    with_slots,
+)
+from jaxpar.strategies.pipeline.tables.validate import check_table, peak_handed, peak_in_flight, peak_stashed
+from tests.strategies.pipeline.named_tables import grid, make
+
+ZEROS = "the value that ppermute delivers to a device without a sender"
+Symbol = Any  # (phase, microbatch, stage) of the action that computed a value; in a stash (buffer, microbatch, stage)
+
+
+class Machine:
+    """A reference engine for lowered tables, with buffers of symbols. `peaks`: the most waiting values per inbox."""
+
+    def __init__(self, table: Table, lowered: LoweredTable):
+        self.table, (self.shape, (self.actions, self.arrivals, _)) = table, lowered
+        self.stages, self.num_devices = table.stages.tolist(), table.num_devices
+        self.slots = dict(self.shape.num_slots)
+        self.buffers: list[dict[Any, list[Symbol]]] = [
+            {buffer: [None] * number for buffer, number in self.slots.items()} for _ in range(self.num_devices)
+        ]
+        self.outputs: list[list[Symbol]] = [[None, None, None] for _ in range(self.num_devices)]
+        self.waiting = [Counter[str]() for _ in range(self.num_devices)]
+        self.peaks = Counter[Any]()
+        self.done: list[tuple[int, ...]] = []
+
+    def run(self) -> None:
+        for clock in range(self.table.num_clocks):
+            for device, waiting in enumerate(self.waiting):
+                for inbox, number in waiting.items():
+                    self.peaks[inbox] = max(self.peaks[inbox], number)
+                for phase in range(self.shape.num_phases):
+                    if self.actions[phase].chunk[device, clock] != NONE:
+                        self.act(clock, device, phase)
+            self.deliver(clock)
+
+    def act(self, clock: int, device: int, phase: int) -> None:
+        action, place, buffers = self.actions[phase], (device, clock), self.buffers[device]
+        microbatch = int(action.microbatch[place])
+        stage = self.stages[device][action.chunk[place]]
+        self.done.append((clock, device, phase, microbatch, stage))
+        sender = {0: stage - 1, 1: stage + 1, 2: -1}[phase]
+        if 0 <= sender < self.table.num_stages:
+            slot = self.slot(action.inbox[place], INBOXES[phase])
+            assert buffers[INBOXES[phase]][slot] == (phase, microbatch, sender), self.done[-1]
+            self.waiting[device][INBOXES[phase]] -= 1
+        for (writer, reader), slots in action.stash.items():
+            slot, symbol = self.slot(slots[place], (writer, reader)), ((writer, reader), microbatch, stage)
+            if writer == phase:
+                buffers[writer, reader][slot] = symbol
+            elif writer < phase <= reader:
+                assert buffers[writer, reader][slot] == symbol, self.done[-1]
+        # The lowered action names a slot in every stash that it may read or write.
+        assert set(action.stash) == {key for key in self.slots if isinstance(key, tuple) and key[0] <= phase <= key[1]}
+        self.outputs[device][phase] = (phase, microbatch, stage)
+
+    def deliver(self, clock: int) -> None:
+        for device, phase in itertools.product(range(self.num_devices), range(min(self.shape.num_phases, 2))):
+            if self.actions[phase].local_inbox[device, clock] != NONE:
+                assert phase in self.shape.local_phases
+                self.store(device, phase, self.actions[phase].local_inbox[device, clock], self.outputs[device][phase])
+        transfers = self.outputs
+        for number, (route, arrival) in enumerate(zip(self.shape.clocks[0].routes, self.arrivals, strict=True)):
+            assert 0 < route.offset < self.num_devices
+            for device in range(self.num_devices):
+                sender, transfer = (device - route.offset) % self.num_devices, ZEROS
+                if sender in route.senders:
+                    is_forward = self.actions[0].route[sender, clock] == number
+                    transfer = transfers[sender][route.phases[0] if len(route.phases) == 1 else 0 if is_forward else 1]
+                for phase in (0, 1):
+                    if arrival[phase][device, clock] != NONE:
+                        assert phase in route.phases
+                        self.store(device, phase, arrival[phase][device, clock], transfer)
+
+    def store(self, device: int, phase: int, slot: int, value: Symbol) -> None:
+        self.buffers[device][INBOXES[phase]][self.slot(slot, INBOXES[phase])] = value
+        self.waiting[device][INBOXES[phase]] += 1
+
+    def slot(self, slot: int, buffer: Any) -> int:
+        assert 0 <= slot < self.slots[buffer], (slot, buffer)
+        return int(slot)
+
+
+def run(table: Table) -> None:
+    """Lower and run a table. Check its actions, their inputs, and that the buffers are as small as possible."""
+    lowered = lower_table(table)
+    machine = Machine(table, lowered)
+    machine.run()
+    expected = table.actions[["clock", "device", "kind", "microbatch", "stage"]].tolist()
+    assert machine.done == [(*row[:2], ACTION_KINDS[row[2]].phase, *row[3:]) for row in expected]
+    kinds = set(table.actions["kind"].tolist())
+    peaks: dict[Any, int] = dict(machine.peaks)
+    if B in kinds or BW in kinds:
+        peaks[0, 1] = int(peak_in_flight(table).max())
+    if B in kinds:
+        peaks |= {(0, 2): int(peak_stashed(table).max()), (1, 2): int(peak_handed(table).max())}
+    assert dict(lowered.shape.num_slots) == peaks
+    assert lowered.shape.num_microbatches == table.num_microbatches
+    assert lowered.shape.num_phases == len(lowered.arrays.actions) == (3 if B in kinds else 2 if BW in kinds else 1)
+    for array in (array for action in lowered.arrays.actions for array in (action.chunk, action.inbox, action.route)):
+        assert array.shape == (table.num_devices, table.num_clocks)
+        assert array.dtype == np.int32
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_action_finds_its_input(name: str) -> None:
+    """The grid has 1-8 devices with 1-16 microbatches. Forward-only tables run as well."""
+    for table in grid(name):
+        run(table)
+        run(forward_only(table.num_devices, table.num_microbatches, table.stages))
+
+
+def test_random_tables() -> None:
+    """Random tables have any stage placement, fused or split backwards, several actions per clock and idle devices."""
+    rng = random.Random(0)
+    routes, local_phases = Counter[int](), Counter[int]()
+    for _ in range(300):
+        table = random_table(rng, rng.randint(1, 5), rng.randint(1, 3), rng.randint(1, 5), rng.random() < 0.5)
+        check_table(table)
+        run(table)
+        shape = lower_table(table).shape
+        routes.update(len(route.phases) for route in shape.clocks[0].routes)
+        local_phases.update(shape.local_phases)
+    assert routes[2] > 200  # routes that carry both activations and gradients
+    assert local_phases[0] > 100 < local_phases[1]
+
+
+def random_table(rng: random.Random, p: int, v: int, m: int, fused: bool) -> Table:
+    """Return a valid table in which every device runs a random subset of its possible actions in each clock."""
+    stages = np.array(rng.sample(range(p * v), p * v)).reshape(p, v)
+    last = p * v - 1
+    device_of = [StageDevices(stages).device(stage, 0) for stage in range(last + 1)]
+    kinds = (F, BW) if fused else (F, B, W)
+    todo = [(kind, k, stage) for kind in kinds for k in range(m) for stage in range(p * v)]
+    made: dict[tuple[int, int, int], int] = {}
+    rows: list[tuple[int, ...]] = []
+    for clock in itertools.count():
+        if not todo:
+            break
+        busy: set[tuple[int, int]] = set()  # device, phase
+        sent: set[tuple[int, int]] = set()  # device, offset
+        for device, phase in itertools.product(range(p), range(3)):
+            mine = [a for a in todo if device_of[a[2]] == device and ACTION_KINDS[a[0]].phase == phase]
+            rng.shuffle(mine)
+            for kind, k, stage in mine:
+                shares = kind == W or (phase == 1 and stage == last)  # may share the clock of its F or B
+                needed = action_inputs(kind, k, stage, p * v)
+                is_ready = all(made.get(key, clock) < clock + (shares and made.get(key) == clock) for key in needed)
+                to = stage + {F: 1, W: 0}.get(kind, -1)
+                offset = (device_of[to] - device) % p if 0 <= to <= last else 0
+                if (
+                    not is_ready
+                    or (device, phase) in busy
+                    or (offset and (device, offset) in sent)
+                    or rng.random() < 0.3
+                ):
+                    continue
+                busy.add((device, phase))
+                sent.add((device, offset))
+                made[phase, k, stage] = clock
+                chunk = stages[device].tolist().index(stage)
+                rows.append((clock, device, kind, k, chunk, stage, 0, 0))
+                todo.remove((kind, k, stage))
+    return with_slots(Table(p, v, m, np.array(rows, ACTION)))
+
+
+def test_one_f_one_b_by_hand() -> None:
+    """The table is 0: F0 F1 --- BW0 --- BW1 and 1: --- F0 BW0 F1 BW1 ---, on two devices with two microbatches."""
+    table = make("1f1b", 2, 2)
+    lowered = lower_table(table)
+    assert table.num_clocks == 6
+    assert [route[:] for route in lowered.shape.clocks[0].routes] == [
+        (1, (0, 1), (0, 1))
+    ]  # on two devices, both directions have offset 1
+    assert dict(lowered.shape.num_slots) == {"activations": 1, "gradients": 1, (0, 1): 2}
+    forward, backward = lowered.arrays.actions
+    assert forward.microbatch.tolist() == [[0, 1, -1, -1, -1, -1], [-1, 0, -1, 1, -1, -1]]
+    assert backward.microbatch.tolist() == [[-1, -1, -1, 0, -1, 1], [-1, -1, 0, -1, 1, -1]]
+    assert forward.inbox.tolist() == [[-1] * 6, [-1, 0, -1, 0, -1, -1]]
+    assert backward.inbox.tolist() == [[-1, -1, -1, 0, -1, 0], [-1] * 6]
+    assert backward.stash[0, 1].tolist() == [[-1, -1, -1, 0, -1, 1], [-1, -1, 0, -1, 0, -1]]
+    (arrival,) = lowered.arrays.arrivals
+    assert arrival.activations.tolist() == [[-1] * 6, [0, 0, -1, -1, -1, -1]]
+    assert arrival.gradients.tolist() == [[-1, -1, 0, -1, 0, -1], [-1] * 6]

@@ -1,0 +1,301 @@
+"""Every rule is tested with tables that break it, and with a second, independent validator on random tables."""
+
+import itertools
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, forward_only
+from jaxpar.strategies.pipeline.tables.table import ACTION, ACTION_KINDS, BW, B, F, Table, W, loop_stages, with_slots
+from jaxpar.strategies.pipeline.tables.validate import (
+    TableError,
+    check_table,
+    peak_handed,
+    peak_in_flight,
+    peak_stashed,
+)
+from tests.strategies.pipeline.named_tables import make
+
+
+def find(table: Table, device: int, kind: int, microbatch: int, chunk: int = 0) -> int:
+    """Return the row number of an action."""
+    rows = table.actions[["device", "kind", "microbatch", "chunk"]].tolist()
+    return rows.index((device, kind, microbatch, chunk))
+
+
+def changed(table: Table, *row: int, **fields: int) -> Table:
+    """Return the table with fields of one row changed and the rows sorted again."""
+    actions = table.actions.copy()
+    for field, value in fields.items():
+        actions[field][find(table, *row)] = value
+    return table._replace(actions=ordered(actions))
+
+
+def dropped(table: Table, *row: int) -> Table:
+    return table._replace(actions=np.delete(table.actions, find(table, *row)))
+
+
+def ordered(actions: np.ndarray) -> np.ndarray:
+    in_clock = np.array([kind.phase for kind in ACTION_KINDS])[np.clip(actions["kind"], 0, 4)]
+    return actions[np.lexsort((in_clock, actions["device"], actions["clock"]))]
+
+
+F1B, H1, V = make("1f1b", 3, 4), make("zb_h1", 3, 4), make("zb_v", 2, 3)
+EAGER, SPLIT = make("eager_1f1b", 3, 4), make("zb_h1", 1, 2)
+NOWHERE = Table(1, 1, 1, np.zeros(0, ACTION))
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (NOWHERE, "the table has no actions; it must have at least one"),
+        # ranges and order
+        (changed(F1B, 1, F, 0, device=3), "clock 1, device 3: device is 3; it must be at least 0 and less than 3"),
+        (changed(F1B, 1, F, 0, kind=5), "clock 1, device 1: kind is 5; it must be at least 0 and less than 5"),
+        (changed(F1B, 0, F, 3, microbatch=4), "clock 6, device 0: microbatch is 4; .* less than 4"),
+        (changed(F1B, 1, F, 0, chunk=1), "clock 1, device 1: chunk is 1; .* less than 1"),
+        (changed(F1B, 1, F, 0, stage=-1), "clock 1, device 1: stage is -1; .* less than 3"),
+        (changed(F1B, 1, F, 0, version=-1), "clock 1, device 1: version is -1; it must be at least 0"),
+        (changed(F1B, 0, F, 0, clock=-1), "clock -1, device 0: clock is -1; it must be at least 0"),
+        (
+            F1B._replace(actions=F1B.actions[[0, 2, 1, *range(3, 24)]]),
+            "clock 1, device 0: rows must be sorted by clock, device and order within the clock .*",
+        ),
+        # stages
+        (
+            changed(F1B, 1, F, 0, device=2),
+            "clock 2, device 1: stage 1 is also on device 2; a stage must be on one device",
+        ),
+        (
+            changed(V, 0, F, 1, chunk=1),
+            "clock 1, device 0: chunk 1 is stage 0; a chunk must be one stage, and a stage must be one chunk",
+        ),
+        (changed(V, 1, F, 1, stage=2), "clock 3, device 1: chunk 0 is stage 2; a chunk .*"),
+        # no repetition, and one action per phase in a clock
+        (
+            changed(F1B, 0, F, 1, clock=0),
+            "clock 0, device 0: F of microbatch 1, stage 0 and F of microbatch 0, stage 0 are in one clock; "
+            "there must be at most one action per phase",
+        ),
+        (
+            changed(H1, 2, B, 1, kind=BW, clock=3),
+            "clock 3, device 2: BW of microbatch 1, stage 2 and B of microbatch 0, stage 2 are in one clock; .*",
+        ),
+        (
+            changed(F1B, 0, F, 1, microbatch=0),
+            "clock 1, device 0: F of microbatch 0, stage 0 repeats F of microbatch 0, stage 0 at clock 0; "
+            "it must run once",
+        ),
+        (
+            changed(H1, 2, B, 0, kind=BW),
+            "clock 8, device 2: W of microbatch 0, stage 2 repeats a part of BW of microbatch 0, stage 2 at clock 3; "
+            "there must be either BW, or B and W",
+        ),
+        # inputs
+        (
+            changed(F1B, 1, F, 0, clock=0),
+            "clock 0, device 1: F of microbatch 0, stage 1 needs the result of F of microbatch 0, stage 0, "
+            "which runs at clock 0; it must run earlier",
+        ),
+        (
+            changed(F1B, 1, BW, 0, clock=3),
+            "clock 3, device 1: BW of microbatch 0, stage 1 needs the result of BW of microbatch 0, stage 2, "
+            "which runs at clock 3; it must run earlier",
+        ),
+        (
+            changed(EAGER, 2, F, 3, clock=6),
+            "clock 5, device 2: BW of microbatch 3, stage 2 needs the result of F of microbatch 3, stage 2, "
+            "which runs at clock 6; it must run no later",
+        ),
+        (
+            changed(H1, 0, W, 0, clock=4),
+            "clock 4, device 0: W of microbatch 0, stage 0 needs the result of B .* at clock 5; it must run no later",
+        ),
+        # completeness
+        (
+            dropped(F1B, 0, F, 2),
+            "clock 5, device 1: F of microbatch 2, stage 1 needs the result of F of microbatch 2, stage 0, "
+            "which the table lacks; it must run earlier",
+        ),
+        (
+            dropped(H1, 1, B, 3),
+            r"clock 12, device 0: B of microbatch 3, stage 0 needs .* B or BW of .* 3, stage 1, .* must run earlier",
+        ),
+        (
+            dropped(F1B, 0, BW, 1),
+            "clock 1, device 0: F of microbatch 1, stage 0 has no backward; it must have BW, or B and W",
+        ),
+        (dropped(H1, 1, W, 2), "clock 9, device 1: B of microbatch 2, stage 1 has no W; it must have one"),
+        (
+            F1B._replace(num_microbatches=5),
+            "clock 11, device 0: the table ends without F of microbatch 4, stage 0; it must have it",
+        ),
+        (
+            F1B._replace(num_devices=4),
+            "clock 3, device 2: BW of microbatch 0, stage 2 needs .* B or BW of .* 0, stage 3, .* must run earlier",
+        ),
+        # slots
+        (
+            changed(F1B, 0, F, 1, slot=0),
+            "clock 1, device 0: F of microbatch 1, stage 0 writes slot 0 of the stash of F, which .*; it must be free",
+        ),
+        (
+            changed(F1B, 0, BW, 1, slot=2),
+            "clock 7, device 0: BW of microbatch 1, stage 0 has slot 2; it must have the slot of its F, 1",
+        ),
+        (
+            changed(H1, 2, W, 1, slot=0),
+            "clock 5, device 2: B of microbatch 1, stage 2 writes slot 0 of the stash of B, which .*; it must be free",
+        ),
+    ],
+)
+def test_a_broken_rule_is_named_with_its_clock_and_device(table: Table, message: str) -> None:
+    with pytest.raises(TableError, match=f"^{message}$"):
+        check_table(table)
+
+
+def test_one_transfer_a_clock_over_a_distance() -> None:
+    """On two devices, F and BW both send to the other device."""
+    table = make("interleaved_1f1b", 2, 2, 2)
+    late = changed(table, 0, F, 1, 1, clock=find_clock(table, 0, BW, 0, 1))
+    with pytest.raises(
+        TableError,
+        match=r"^clock 4, device 0: F .* and BW .* send to device 1; there must be at most one transfer per clock$",
+    ):
+        check_table(late)
+
+
+def find_clock(table: Table, *row: int) -> int:
+    return int(table.actions["clock"][find(table, *row)])
+
+
+def refusal(table: Table) -> str | None:
+    """Return the error of `check_table`; None if the table is valid."""
+    try:
+        check_table(table)
+    except TableError as error:
+        return str(error)
+    return None
+
+
+def is_valid(table: Table) -> bool:
+    """Check the rules with an independent implementation, one rule at a time over the whole table."""
+    p, v, m, actions, *_ = table
+    rows = actions.tolist()
+    last = p * v - 1
+    where = {(d, c): s for _, d, _, _, c, s, _, _ in rows}
+    at = {(kind, k, s): clock for clock, _, kind, k, _, s, _, _ in rows}
+    device_of = {s: d for _, d, _, _, _, s, _, _ in rows}
+    if len(set(where.values())) != len(where) or any(where[d, c] != s for _, d, _, _, c, s, _, _ in rows):
+        return False
+    if len(at) < len(rows):
+        return False
+    backward = {(k, s): at.get((B, k, s), at.get((BW, k, s), np.inf)) for k in range(m) for s in range(last + 1)}
+    for k, s in itertools.product(range(m), range(last + 1)):
+        kinds = [kind for kind in (F, B, W, BW) if (kind, k, s) in at]
+        if kinds not in ([F, B, W], [F, BW]):
+            return False
+        if s and at[F, k, s] <= at.get((F, k, s - 1), np.inf):
+            return False
+        if s < last and backward[k, s] <= max(backward[k, s + 1], at[F, k, s]):
+            return False
+        if s == last and backward[k, s] < at[F, k, s]:
+            return False
+        if at.get((W, k, s), np.inf) < backward[k, s]:
+            return False
+    transfers = [
+        (clock, d, (device_of[to] - d) % p)
+        for clock, d, kind, _, _, s, _, _ in rows
+        if kind != W and 0 <= (to := s + (1 if kind == F else -1)) <= last and device_of[to] != d
+    ]
+    busy = [(clock, d, ACTION_KINDS[kind].phase) for clock, d, kind, *_ in rows]
+    if len(set(transfers)) < len(transfers) or len(set(busy)) < len(busy):
+        return False
+    slot = {(kind, k, s): x for _, _, kind, k, _, s, _, x in rows}
+    uses: list[tuple[int, int, float, float]] = []  # stash and device, slot, start, end in fractional clocks
+    for kind, k, s in at:
+        if kind == F:
+            end = B if (B, k, s) in at else BW
+            if slot[F, k, s] != slot[end, k, s]:
+                return False
+            uses.append((device_of[s], slot[F, k, s], at[F, k, s], backward[k, s] + 0.5))
+        if kind == W:
+            uses.append((device_of[s] + p, slot[W, k, s], backward[k, s] + 0.5, at[W, k, s] + 0.75))
+    return not any(a[:2] == b[:2] and a[2] < b[3] and b[2] < a[3] for a, b in itertools.combinations(uses, 2))
+
+
+def test_random_changes_are_refused_exactly_where_a_rule_is_broken() -> None:
+    rng = random.Random(0)
+    tables = [F1B, H1, V, EAGER, SPLIT, make("interleaved_1f1b", 2, 4, 2), make("gpipe", 2, 3)]
+    verdicts: Counter[bool] = Counter()
+    for _ in range(4000):
+        table = rng.choice(tables)
+        actions = table.actions.copy()
+        for _ in range(rng.choice((1, 1, 2))):
+            a, b = rng.randrange(len(actions)), rng.randrange(len(actions))
+            change = rng.randrange(6)
+            if change == 0:  # move
+                actions["clock"][a] = max(0, actions["clock"][a] + rng.choice((-2, -1, 1, 2, 30)))
+            elif change == 1:  # swap
+                actions["clock"][[a, b]] = actions["clock"][[b, a]]
+            elif change == 2:
+                actions = np.delete(actions, a)
+            elif change == 3:  # duplicate, in the same clock or later
+                actions = np.append(actions, actions[a])
+                actions["clock"][-1] += rng.randrange(3)
+            elif change == 4:
+                field = rng.choice(("device", "stage", "chunk", "microbatch", "kind"))
+                actions[field][a] = actions[field][b]
+            else:
+                actions["slot"][a] = rng.randrange(3)
+        damaged = table._replace(actions=ordered(actions))
+        error = refusal(damaged)
+        assert error is None or (error.startswith("clock ") and ", device " in error)
+        verdict = error is None
+        assert verdict == is_valid(damaged), damaged.actions
+        verdicts[verdict] += 1
+    assert min(verdicts.values()) > 100, verdicts
+
+
+def test_within_a_clock() -> None:
+    """The backward of the last stage may share the clock of its F, and W that of its B. No other action may."""
+    rows = [(0, 0, F, 0), (0, 0, B, 0), (0, 0, W, 0)]
+    actions = np.zeros(3, ACTION)
+    for i, values in enumerate(rows):
+        for field, value in zip(("clock", "device", "kind", "microbatch"), values, strict=True):
+            actions[field][i] = value
+    check_table(with_slots(Table(1, 1, 1, actions)))
+    turn = make("zb_v", 1, 1)  # stages 0 and 1 on one device: results are available in the next clock
+    with pytest.raises(
+        TableError, match="clock 0, device 0: F of microbatch 0, stage 1 and F of microbatch 0, stage 0"
+    ):
+        check_table(changed(turn, 0, F, 0, 1, clock=0))
+    with pytest.raises(
+        TableError, match=r"clock 1, device 0: B .* stage 0 and B of microbatch 0, stage 1 are in one clock"
+    ):
+        check_table(changed(changed(turn, 0, B, 0, 1, clock=1), 0, B, 0, 0, clock=1))
+
+
+def test_a_forward_pass_alone_is_complete() -> None:
+    table = forward_only(2, 3, loop_stages(2, 1))
+    check_table(table)
+    with pytest.raises(TableError, match="clock 3, device 1: the table ends without F of microbatch 1, stage 1"):
+        check_table(dropped(table, 1, F, 1))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_peaks_against_a_count_at_every_action(name: str) -> None:
+    table = make(name, 4, 8)
+    for peak, starts, ends in ((peak_in_flight, [F], [B, BW]), (peak_handed, [B], [W]), (peak_stashed, [F], [W, BW])):
+        for d, most in enumerate(peak(table).tolist()):
+            kinds = table.actions["kind"][table.actions["device"] == d].tolist()
+            counts = [
+                sum(kinds[: i + 1].count(kind) for kind in starts) - sum(kinds[: i + 1].count(kind) for kind in ends)
+                for i in range(len(kinds))
+            ]
+            assert most == max(counts)
+    assert peak_stashed(table, 0).tolist() == peak_in_flight(table).tolist()
+    light = peak_stashed(make("zb_h2", 4, 8), 0.25)  # device 3: 1 in flight, and up to 7 that wait for W
+    assert light.tolist() == [7, 5 + 0.25 * 2, 3 + 0.25 * 4, 1 + 0.25 * 6]

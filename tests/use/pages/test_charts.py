@@ -1,0 +1,114 @@
+"""Charts: a point is where the ticks of the axes put it, and a timeline has a box for each action."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+
+from jaxpar.strategies.pipeline.tables.simulate import Span
+from jaxpar.strategies.pipeline.tables.table import BW, F, U
+from jaxpar.use.pages.charts import Series, line_chart, thinned, ticks, timeline_chart
+
+
+def svg(chart: str) -> ElementTree.Element:
+    return ElementTree.fromstring(chart[chart.index("<svg") : chart.index("</svg>") + len("</svg>")])
+
+
+def places(path: ElementTree.Element) -> list[tuple[float, float]]:
+    """Return the points of a curve in the units of the picture."""
+    points = [point.split() for point in path.attrib["d"].removeprefix("M").split(" L")]
+    return [(float(x), float(y)) for x, y in points]
+
+
+def test_points_are_where_the_ticks_put_them() -> None:
+    rng = np.random.default_rng(0)
+    points = [(20.0 * step, float(value)) for step, value in enumerate(rng.normal(2, 0.7, 40), start=1)]
+    picture = svg(line_chart("Loss", [Series("train", points)]))
+    axes: dict[str, list[tuple[float, float]]] = {"end": [], "middle": []}
+    for text in picture.iter("text"):
+        if re.fullmatch(r"-?[\d,.]+", text.text or ""):
+            # A label of the y axis is centered on its line, 4 units above the base line of the text.
+            place = float(text.attrib["y"]) - 4 if text.attrib["text-anchor"] == "end" else float(text.attrib["x"])
+            axes[text.attrib["text-anchor"]].append((place, float((text.text or "").replace(",", ""))))
+    (y_slope, y_start), (x_slope, x_start) = (
+        np.polyfit([at for at, _ in axes[name]], [value for _, value in axes[name]], 1) for name in axes
+    )
+    [path] = picture.iter("path")
+    read = [(x_start + x_slope * x, y_start + y_slope * y) for x, y in places(path)]
+    np.testing.assert_allclose(read, points, atol=0.02)
+
+
+def test_the_legend_has_the_last_values_and_escapes_names() -> None:
+    chart = line_chart("<t>", [Series('<b>&"', [(1, 0.25), (2, 0.125)], is_marked=True), Series("none", [])])
+    assert '&lt;b&gt;&amp;&quot; <data value="0.125">0.125</data>' in chart
+    assert "&lt;b&gt;&amp;&quot;, step 1: 0.25</title>" in chart
+    assert "none" not in chart.replace("list-style", "")
+    assert line_chart("t", [Series("none", [])]) == ""
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (-3, 7, [-2, 0, 2, 4, 6]), (1190, 1210, [1190, 1195, 1200, 1205, 1210])],
+)
+def test_ticks(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == expected
+
+
+@pytest.mark.parametrize("points", [[(3, 0.0)], [(1, 5.0), (2, 5.0)], [(0, -1e-9), (1, 1e9)]])
+def test_curves_without_an_extent(points: list[tuple[float, float]]) -> None:
+    for path in svg(line_chart("t", [Series("a", points)])).iter("path"):
+        for x, y in places(path):
+            assert 0 <= x <= 440
+            assert 0 <= y <= 250
+
+
+def test_a_long_curve_keeps_its_extremes() -> None:
+    points = [(float(x), 0.0) for x in range(100_000)]
+    points[12_345], points[77_777] = (12_345.0, -3.0), (77_777.0, 8.0)
+    drawn = thinned(points)
+    assert len(drawn) <= 802
+    assert {points[12_345], points[77_777], points[-1]} <= set(drawn)
+    assert list(drawn) == sorted(drawn)
+
+
+def test_a_timeline_has_a_box_for_each_action() -> None:
+    spans = [Span(0, F, 0, 0, 0, 1), Span(1, F, 0, 0, 1, 2), Span(1, BW, 0, 0, 2, 4), Span(0, BW, 0, 0, 4, 6)]
+    picture = svg(timeline_chart("<1f1b>", [*spans, Span(0, U, 0, 0, 6, 6)]))
+    boxes = {
+        path.attrib["style"].partition(";")[0]: re.findall(r"M([\d.]+) (\d+)h([\d.]+)v", path.attrib["d"])
+        for path in picture.iter("path")
+    }
+    unit = float(boxes["fill:#56b4e9"][0][2])
+    read = sorted(
+        (int(y) // 20, round((float(x) - 30) / unit, 2), round(float(width) / unit, 2))
+        for of_kind in boxes.values()
+        for x, y, width in of_kind
+    )
+    assert read == [(0, 0, 1), (0, 4, 2), (1, 1, 1), (1, 2, 2)]
+    assert picture.attrib["aria-label"] == "<1f1b>"
+
+
+def test_curves_keep_their_colors_and_the_seventh_is_dashed() -> None:
+    series = [Series(f"run {number}", [(1, 0.25), (2, 0.125)] if number else []) for number in range(8)]
+    chart = line_chart("Loss", series)
+    styles = [path.attrib["style"] for path in svg(chart).iter("path")]
+    assert styles == [
+        *(f"stroke:var(--c{number})" for number in range(1, 6)),  # run 0 has no curve here, and has in other charts
+        *(f"stroke:var(--c{number});stroke-dasharray:5 3" for number in range(2)),
+    ]
+    keys = re.findall(r'class="(key[a-z ]*)" style="color:var\(--c(\d)\)"></span>run (\d)', chart)
+    assert keys == [("key dashed" if number > 5 else "key", str(number % 6), str(number)) for number in range(1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("gap", "width"),
+    [
+        (1, 100),  # each of 3 actions is 20 wide, and so is each of 2 gaps
+        (98, 1200),  # longer gaps: the width of a page
+    ],
+)
+def test_the_width_of_a_timeline(gap: int, width: int) -> None:
+    spans = [Span(0, F, number, 0, number * (1 + gap), number * (1 + gap) + 1) for number in range(3)]
+    picture = svg(timeline_chart("measured", spans))
+    assert float(picture.attrib["width"]) == pytest.approx(30 + width, abs=1.5)
