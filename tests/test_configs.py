@@ -9,6 +9,7 @@ import pytest
 
 from jaxpar import cluster, models, strategies, tasks
 from jaxpar import config as configs
+from jaxpar.choose.stages import until_chosen
 from jaxpar.core import optimizer, state, step
 from jaxpar.data import DataInfo, check_data
 
@@ -23,7 +24,7 @@ def test_config(name: str) -> None:
     config.model.init_from = ""  # the pretrained weights are not available in tests
     models.check_model(config, cluster.find_cluster())
     optimizer.check_optimizer(config)
-    strategies.decide(config, cluster.find_cluster())
+    strategies.decide(until_chosen(config, cluster.find_cluster()), cluster.find_cluster())
     is_image = config.data.source in NEEDS_FILES
     if not is_image:
         check_data(config, tasks.find_task(config).labels)

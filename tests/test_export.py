@@ -1,4 +1,4 @@
-"""Tests reading checkpoints without jaxpar: with the programs of the docs, and from the files of scripts/export."""
+"""Tests reading checkpoints without jaxpar: with the programs of the docs, and from the files of `jaxpar export`."""
 
 import ast
 import errno

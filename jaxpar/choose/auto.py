@@ -210,8 +210,10 @@ def _with_stages(config: ConfigDict, workdir: Path, cluster: Cluster) -> Chosen:
     """
     early = settled_stages(config, cluster)
     if early is not None:
+        chosen = _with_choice(config, early.settings, early.reasons)
+        build.check_run(chosen, workdir, cluster)  # a mistake ends the run before anything is printed
         print(f"chosen    {early.reasons[0]}", flush=True)
-        return Chosen(_with_choice(config, early.settings, early.reasons))
+        return Chosen(chosen)
     stand_in = until_chosen(config, cluster, build.check_inputs(config, cluster))
     build.check_run(stand_in, workdir, cluster)
     with _locked(workdir), build.unless_refused(workdir, "tokenizer.json"), build.unless_refused(workdir, PROFILE):

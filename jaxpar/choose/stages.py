@@ -107,12 +107,19 @@ def until_chosen(config: ConfigDict, cluster: Cluster, model: Model | None = Non
       UserError: no division of the layers is possible, whatever their times are.
     """
     keys, stand_in = open_keys(config), dict[str, Any]()
+    _check_chunks(config)
     if "pipeline.partition" in keys:
         first = next(_divisions(config, cluster, len(model.layers) if model else UNKNOWN_LAYERS, ()))
         stand_in |= {"pipeline.partition": "uniform", "pipeline.replicas": _replicas_text(first.replicas)}
     stand_in |= {"pipeline.schedule": UNTIL_CHOSEN} if "pipeline.schedule" in keys else {}
     stand_in |= {"pipeline.executor": LOCKSTEP} if "pipeline.executor" in keys else {}
     return with_values(config, stand_in)
+
+
+def _check_chunks(config: ConfigDict) -> None:
+    number = config.pipeline.num_chunks
+    if "pipeline.schedule" in open_keys(config) and number > 1:
+        raise UserError(f"config.pipeline.num_chunks is {number}; it must be 1 for schedule {AUTO}")
 
 
 def choose_stages(
@@ -383,6 +390,7 @@ def settled_stages(config: ConfigDict, cluster: Cluster) -> StageChoice | None:
     """Return the choice if it does not depend on the problem; None otherwise."""
     if open_keys(config) != ["pipeline.schedule"] or not shares_cores(config, cluster):
         return None
+    _check_chunks(config)
     return StageChoice({"pipeline.schedule": UNTIL_CHOSEN}, (f"schedule {UNTIL_CHOSEN}: {SHARED_CORES}",))
 
 

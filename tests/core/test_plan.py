@@ -35,7 +35,7 @@ CASES = {
     "offload": ["strategy=data_parallel", "exchange=zero2", "exchange_options.offload=True"],
     "1f1b": [*PIPELINE, "pipeline.schedule=1f1b", "pipeline.num_microbatches=8"],
     "zb_h1 onebit": [*PIPELINE, "pipeline.schedule=zb_h1", "pipeline.num_microbatches=8", "exchange=byteps_onebit"],
-    "muon": [*PIPELINE, "optimizer.name=muon", "pipeline.num_microbatches=8"],
+    "muon": [*PIPELINE, "optimizer.name=muon", "pipeline.schedule=1f1b", "pipeline.num_microbatches=8"],
     "async": ["strategy=async_data_parallel", "asynchronous.num_workers=32"],
     "diloco": ["strategy=async_data_parallel", "asynchronous.num_workers=64", "asynchronous.policy=diloco"],
     "live": ["strategy=async_data_parallel", "asynchronous.num_workers=32", "asynchronous.mode=live"],
@@ -180,7 +180,12 @@ def test_an_exchange_that_does_not_support_the_shapes() -> None:
     )
     config.exchange_options.rank = 7
     assert not isinstance(strategies.possible(config, problem, there), str)
-    stages = ("--config.strategy=pipeline", "--config.mesh.stage=2", "--config.mesh.data=1")
+    stages = (
+        "--config.strategy=pipeline",
+        "--config.mesh.stage=2",
+        "--config.mesh.data=1",
+        "--config.pipeline.schedule=1f1b",
+    )
     for onebit in (replicas, stages):  # a device of the pipeline packs its smaller arrays into one
         config = make_config(task, *onebit, "--config.exchange=byteps_onebit")
         assert re.fullmatch(

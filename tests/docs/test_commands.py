@@ -17,6 +17,7 @@ from jaxpar import cluster, commands
 from jaxpar import config as configs
 from jaxpar.choose.candidates import with_settings
 from jaxpar.choose.planner import AUTO_STRATEGY
+from jaxpar.choose.stages import until_chosen
 from jaxpar.commands import train
 from jaxpar.core import mesh
 from jaxpar.errors import exit_code
@@ -167,6 +168,8 @@ def test_values_are_accepted(command: str, tmp_path: Path, monkeypatch: pytest.M
     use_cpus(monkeypatch, config.mesh.virtual_cpu_devices or 1)
     if config.strategy == AUTO_STRATEGY:  # chooses a strategy for this config, which must be valid for any
         config = with_settings(config, {"strategy": "single", "mesh.data": 1})
+    if config.strategy == "pipeline":
+        config = until_chosen(config, cluster.find_cluster())
     build.check_run(config, tmp_path / "run")
     unused.check_unused_keys(config, overridden(words))
 

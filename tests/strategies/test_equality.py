@@ -26,7 +26,7 @@ VARIANTS = {
     "data_parallel, 2 devices": ["--config.mesh.data=2"],
     "data_parallel, 8 devices": ["--config.mesh.data=8"],
     "data_parallel, 4 devices, 2 microbatches": ["--config.mesh.data=4", "--config.optimizer.accumulation_steps=2"],
-    "pipeline, 1f1b, 2 stages": ["--config.mesh.stage=2", "--config.mesh.data=1"],
+    "pipeline, 1f1b, 2 stages": ["--config.mesh.stage=2", "--config.mesh.data=1", "--config.pipeline.schedule=1f1b"],
     "pipeline, zb_h1, 2 stages, 2 replicas": [
         "--config.mesh.stage=2",
         "--config.mesh.data=2",

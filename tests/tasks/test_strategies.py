@@ -26,7 +26,10 @@ VARIANTS = {
     "data_parallel": ["--config.mesh.data=2"],
     "data_parallel, shard_map": ["--config.mesh.data=2", "--config.data_parallel.implementation=shard_map"],
     "data_parallel, pmap": ["--config.mesh.data=2", "--config.data_parallel.implementation=pmap"],
-    "pipeline": ["--config.mesh.stage=2", "--config.mesh.data=1", "--config.pipeline.num_microbatches=4"],
+    "pipeline": [
+        *("--config.mesh.stage=2", "--config.mesh.data=1"),
+        *("--config.pipeline.num_microbatches=4", "--config.pipeline.schedule=1f1b"),
+    ],
     "async_data_parallel": ["--config.mesh.data=2", "--config.asynchronous.policy=sync"],
     "swarm": ["--config.mesh.data=1", "--config.swarm.num_microbatches=4"],
 }
