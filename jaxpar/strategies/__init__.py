@@ -32,6 +32,6 @@ _LAZY = (
 
 def __getattr__(name: str) -> Any:
     """Import a function of registry.py on first use."""
-    if name not in _LAZY:
+    if name not in ("STRATEGIES", "Strategy", *_FUNCTIONS):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("jaxpar.strategies.registry"), name)

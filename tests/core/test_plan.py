@@ -47,9 +47,10 @@ PROGRAM = """
 import json, sys
 import jax
 import numpy as np
-from jaxpar import cluster, config, models, optimizer, strategies, tasks
-from jaxpar.data import DataInfo
+from jaxpar import cluster, config, models, strategies, tasks
+from jaxpar.core import optimizer
 from jaxpar.core.step import Problem
+from jaxpar.data import DataInfo
 
 NUM_STEPS, ROWS, LENGTH = 10, 1024, 16
 target = cluster.named_cluster("H100", {num_devices}, num_processes={num_devices} // 8)
