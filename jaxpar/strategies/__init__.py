@@ -17,17 +17,7 @@ if TYPE_CHECKING:
     from jaxpar.strategies.registry import possible as possible
     from jaxpar.strategies.strategy import Strategy as Strategy
 
-_LAZY = (
-    "STRATEGIES",
-    "Strategy",
-    "build",
-    "check_other_sections",
-    "decide",
-    "in_flight_bytes",
-    "make",
-    "plan",
-    "possible",
-)
+_FUNCTIONS = ("build", "check_other_sections", "decide", "in_flight_bytes", "make", "plan", "possible")
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from jaxpar.errors import UserError
 
 COUNT = """
 import pathlib, sys
-from jaxpar import cluster, config, mesh
+from jaxpar import cluster, config; from jaxpar.core import mesh
 made = config.default_config()
 config.override(made, sys.argv[2:])
 mesh.prepare_jax(made, pathlib.Path(sys.argv[1]))
