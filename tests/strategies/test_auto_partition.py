@@ -10,7 +10,8 @@ import pytest
 from jaxpar import cluster, strategies
 from jaxpar.choose import pipedream
 from jaxpar.choose.costs.profile import LayerProfile, write_profile
-from jaxpar.choose.stages import check_unset, choose_stages, until_chosen, with_stages
+from jaxpar.choose.partition import check_unset
+from jaxpar.choose.stages import choose_stages, until_chosen, with_stages
 from jaxpar.core.plan import Plan
 from jaxpar.errors import UserError
 from jaxpar.mesh import STAGE
