@@ -28,11 +28,13 @@ from jaxpar.choose.candidates import (
     gpu_space,
     load_problem,
     with_settings,
+    with_values,
 )
 from jaxpar.choose.costs.layer_programs import LayerPrograms
 from jaxpar.choose.costs.profile import LayerProfile, read_profile, write_profile
+from jaxpar.choose.partition import check_unset
 from jaxpar.choose.planner import AUTO_STRATEGY, fastest
-from jaxpar.choose.stages import check_unset, choose_stages, open_keys, settled_stages, until_chosen, with_values
+from jaxpar.choose.stages import choose_stages, open_keys, settled_stages, until_chosen
 from jaxpar.cluster import Cluster
 from jaxpar.cluster.gpus import gpu_kinds, kind_of_device
 from jaxpar.cluster.target import Target

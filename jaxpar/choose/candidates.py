@@ -144,6 +144,13 @@ def with_settings(config: ConfigDict, settings: Settings) -> ConfigDict:
     return changed
 
 
+def with_values(config: ConfigDict, settings: Settings) -> ConfigDict:
+    """Return a copy of a config with other values of some keys."""
+    changed = config.copy_and_resolve_references()
+    changed.update_from_flattened_dict(dict(settings))
+    return changed
+
+
 def plan_of(space: Space, settings: Settings) -> Plan[Any] | str:
     """Return the plan of some settings, or the reason why there is none."""
     return strategies.possible(with_settings(space.config, settings), space.problem, space.machine.cluster)

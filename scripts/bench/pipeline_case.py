@@ -1,6 +1,8 @@
 """Cases for the pipeline benchmarks: a training step with its config, batch, pipeline plan and compiled program."""
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +12,7 @@ from ml_collections import ConfigDict
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import strategies, tasks
+from jaxpar.choose.stages import until_chosen, with_stages
 from jaxpar.core import mesh as meshes
 from jaxpar.core import step as steps
 from jaxpar.core.step import Problem
@@ -95,9 +98,12 @@ class Maker(NamedTuple):
         model = [] if is_image else [f"--config.model.{key}={value}" for key, value in MODEL.items()]
         configs.override(config, ["--config.task=causal_lm", *model, *self.overrides, *overrides])
         configs.override(config, [f"--config.batch_size={m * self.num_examples}"])
-        strategies.decide(config, clusters.find_cluster())
+        strategies.decide(until_chosen(config, clusters.find_cluster()), clusters.find_cluster())
         info, batch = random_data(config)
-        return Case(config, batch, make_problem(config, info, batch), is_masked)
+        problem = make_problem(config, info, batch)
+        folder = Path(tempfile.mkdtemp())  # of a table that is searched, which is read when the step is built
+        config = with_stages(config, problem, clusters.find_cluster(), folder)
+        return Case(config, batch, problem, is_masked)
 
 
 def random_data(config: ConfigDict) -> tuple[DataInfo, dict[str, np.ndarray]]:

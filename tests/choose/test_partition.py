@@ -10,7 +10,8 @@ import pytest
 from jaxpar import cluster, strategies
 from jaxpar.choose import pipedream
 from jaxpar.choose.costs.profile import LayerProfile, write_profile
-from jaxpar.choose.stages import check_unset, choose_stages, until_chosen, with_stages
+from jaxpar.choose.partition import check_unset
+from jaxpar.choose.stages import choose_stages, until_chosen, with_stages
 from jaxpar.core.mesh import STAGE
 from jaxpar.core.plan import Plan
 from jaxpar.errors import UserError
@@ -243,3 +244,12 @@ def test_mistakes(profile: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             checked_plan(*overrides)
+
+
+@pytest.mark.parametrize("key", ["partition", "schedule", "executor"])
+def test_strategies_refuse_what_nobody_has_chosen(key: str) -> None:
+    config = make_config(TASK, *settings("", "1f1b"))
+    config.pipeline.partition = "flops"
+    config.pipeline[key] = "auto"
+    with pytest.raises(UserError, match=rf"^config\.pipeline\.{key} is 'auto'; it must be replaced"):
+        strategies.decide(config, cluster.find_cluster())

@@ -77,7 +77,7 @@ class DrainingServer(uvicorn.Server):
         self.server_state.default_headers = closing
         connections: set[Any] = self.server_state.connections
         for cycle in (one.cycle for one in connections if one.cycle is not None):
-            cycle.default_headers = closing  # of the answer that it has not begun
+            cycle.default_headers = closing  # of the answer that it has not started
         idle = 0
         while idle < GRACE and not self.force_exit:
             if self._listening.fileno() >= 0 and self._accept_all():
