@@ -5,19 +5,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxpar.config import load_config as load_config
+    from jaxpar.inspect.candidates import plan as plan
     from jaxpar.inspect.certificate_report import certify as certify
-    from jaxpar.inspect.planning import plan as plan
     from jaxpar.training import train as train
-    from jaxpar.use.inference.loaded import load as load
-    from jaxpar.use.inference.loaded import predict as predict
+    from jaxpar.use.inference.api import load as load
+    from jaxpar.use.inference.api import predict as predict
 
 # name -> module. They are imported on first use, because `import jaxpar` must not import JAX.
 LAZY = {
     "certify": "jaxpar.inspect.certificate_report",
-    "load": "jaxpar.use.inference.loaded",
+    "load": "jaxpar.use.inference.api",
     "load_config": "jaxpar.config",
-    "plan": "jaxpar.inspect.planning",
-    "predict": "jaxpar.use.inference.loaded",
+    "plan": "jaxpar.inspect.candidates",
+    "predict": "jaxpar.use.inference.api",
     "train": "jaxpar.training",
 }
 

@@ -29,7 +29,7 @@ from jaxpar.run.callbacks import Callback, Callbacks, EarlyStopping, Measurement
 from jaxpar.run.evaluate import evaluate_split, load_batches
 from jaxpar.run.meter import build_meter
 from jaxpar.run.metrics import Progress
-from jaxpar.run.start import Past, open_ledger, save_info, start, tidy
+from jaxpar.run.restore import Past, open_ledger, save_info, start, tidy
 from jaxpar.run.unused import check_unused_keys
 from jaxpar.use.pages.run_page import write_report
 
@@ -223,7 +223,7 @@ class Loop:
             self._meter.read()  # raises if the step failed, before anything is logged or saved
         measured: dict[str, dict[str, float]] = {}
         if "log" in due:
-            results = self._meter.metrics(self._clock()) | {"learning_rate": float(run.schedule(step - 1))}
+            results = self._meter.metrics(self._clock()) | {"learning_rate": float(run.learning_rate(step - 1))}
             self._log.write(step, "train", results)
             bar.log(step, results, ["loss", run.problem.task.curve], run.problem.task.rate_unit)
             measured["train"] = results

@@ -21,14 +21,13 @@ import pytest
 from jaxpar import cluster, files, strategies
 from jaxpar import config as configs
 from jaxpar.checkpoint.ledger import Ledger
-from jaxpar.choose.candidates import Candidate, UnrankedCandidate, state_ratios
-from jaxpar.choose.unranked import predicted
+from jaxpar.choose.asynchronous import predicted
+from jaxpar.choose.candidates import AsyncCandidate, Candidate, state_ratios
 from jaxpar.commands import compare_strategies as command
 from jaxpar.compare import runs
 from jaxpar.compare import strategies as compare
 from jaxpar.compare.pictures import MOST_LINES, draw_pictures, svg
-from jaxpar.compare.runs import configured, run_logged
-from jaxpar.compare.table import (
+from jaxpar.compare.report import (
     StrategyOutcome,
     TableColumn,
     comparison_columns,
@@ -38,9 +37,10 @@ from jaxpar.compare.table import (
     markdown,
     time_columns,
 )
+from jaxpar.compare.runs import configured, run_logged
 from jaxpar.core.plan import DelayedUpdates, StageDelay
 from jaxpar.errors import UserError
-from jaxpar.inspect.planning import make_space
+from jaxpar.inspect.candidates import make_space
 from jaxpar.use.pages.recorded import read_verdict
 from tests.checkpoint.test_private import VALUES
 from tests.html_pages import check_alone
@@ -485,7 +485,7 @@ def seconds_of(tmp_path: Path, on: cluster.Cluster, *more: str) -> float:
     config = configured("configs/default.py", [*overrides(tmp_path), *more])
     space = make_space(config, on)
     one = predicted(space, config, state_ratios(space.problem))
-    assert isinstance(one, Candidate | UnrankedCandidate)
+    assert isinstance(one, Candidate | AsyncCandidate)
     return one.costs.seconds if isinstance(one, Candidate) else one.seconds
 
 

@@ -46,7 +46,7 @@ def test_config(name: str) -> None:
         "weights": jax.ShapeDtypeStruct(labels, jnp.float32),
         "index": jax.ShapeDtypeStruct((rows,), jnp.int32),
     }
-    rule = optimizer.make_optimizer(config, optimizer.build_schedule(config, 100))
+    rule = optimizer.make_optimizer(config, optimizer.build_learning_rate(config, 100))
     problem = step.Problem(
         models.build(config, info, cluster.find_cluster()), rule, 1, batch, 100, tasks.find_task(config)
     )

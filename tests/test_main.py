@@ -21,8 +21,9 @@ import jax
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxpar import checkpoint, memory, training
+from jaxpar import checkpoint, training
 from jaxpar import config as configs
+from jaxpar import host_memory as memory
 from jaxpar.commands import train
 from jaxpar.errors import TrainingError, UserError
 from tests.runs import small_arguments

@@ -28,7 +28,7 @@ from jaxpar.launch.signals import Interrupt
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build, metrics
 from jaxpar.run.build import Run
-from jaxpar.run.start import start
+from jaxpar.run.restore import start
 from jaxpar.training import Loop, Stopped
 from tests.runs import change_info
 from tests.selection import slow_except

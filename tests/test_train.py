@@ -16,7 +16,7 @@ from jaxpar import checkpoint, data, models, training
 from jaxpar.cluster import find_cluster
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.run import metrics, report
-from jaxpar.run.starts import read_starts
+from jaxpar.run.history import read_starts
 from tests.html_pages import check_alone
 from tests.runs import small_config, write_csv
 from tests.selection import slow

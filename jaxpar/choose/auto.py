@@ -45,7 +45,7 @@ from jaxpar.launch import processes
 from jaxpar.run import build
 from jaxpar.strategies import STRATEGIES
 from jaxpar.strategies.pipeline.executor.partition import AUTO
-from jaxpar.strategies.pipeline.executor.programs import REMATS
+from jaxpar.strategies.pipeline.executor.stage_programs import REMATS
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES
 
 CHOSEN_FOR_STAGES = ("pipeline.partition", "pipeline.replicas")  # keys that no candidate has from the config
@@ -126,7 +126,7 @@ def _with_strategy(config: ConfigDict, workdir: Path, cluster: Cluster, target: 
 
 
 def _fastest_settings(
-    config: ConfigDict, loaded: build.Loaded, cluster: Cluster, target: Target | None, hosts: int
+    config: ConfigDict, loaded: build.Parts, cluster: Cluster, target: Target | None, hosts: int
 ) -> dict[str, Any]:
     space = _space(config, loaded, cluster, target, hosts)
     best = fastest(space, cluster)
@@ -178,7 +178,7 @@ def settings_before(config: ConfigDict, workdir: Path, planned_for: str) -> Sett
     return {**{key: saved[key] for key in keys}, "chosen": saved.get("chosen", "")}
 
 
-def _space(config: ConfigDict, loaded: build.Loaded, cluster: Cluster, target: Target | None, hosts: int) -> Space:
+def _space(config: ConfigDict, loaded: build.Parts, cluster: Cluster, target: Target | None, hosts: int) -> Space:
     """Return the space of candidates. hosts: machines of this run."""
     kept = kept_settings(config)
     if target:
@@ -235,7 +235,7 @@ def _with_choice(config: ConfigDict, settings: Settings, reasons: Sequence[str])
 
 
 def _stage_settings(
-    config: ConfigDict, workdir: Path, loaded: build.Loaded, cluster: Cluster, size: int
+    config: ConfigDict, workdir: Path, loaded: build.Parts, cluster: Cluster, size: int
 ) -> dict[str, Any]:
     """Return the settings, the reasons and the advice. size: examples of a microbatch."""
     measured, profile = {}, list[LayerProfile]()
@@ -250,7 +250,7 @@ def _stage_settings(
     return {**choice._asdict(), "settings": {**choice.settings, **measured}}
 
 
-def measure_layers(config: ConfigDict, loaded: build.Loaded, size: int, repeats: int) -> list[LayerProfile]:
+def measure_layers(config: ConfigDict, loaded: build.Parts, size: int, repeats: int) -> list[LayerProfile]:
     """Return the profile of the layers on the first device, for a microbatch of `size` examples of full length."""
     microbatch = {name: x[:size] for name, x in loaded.batches.longest().items()}
     programs = LayerPrograms(loaded.problem, microbatch, remat=config.pipeline.remat)

@@ -69,7 +69,7 @@ class Candidate(NamedTuple):
     waits: bool = False
 
 
-class UnrankedCandidate(NamedTuple):
+class AsyncCandidate(NamedTuple):
     """A way to train that is not compared with others, and its predicted rate.
 
     Attributes:
@@ -195,7 +195,7 @@ def options_of(space: Space, exchange: str, num_replicas: int) -> dict[str, Any]
 # ---- spaces ---------------------------------------------------------------------------------------------------------
 
 
-def load_problem(config: ConfigDict, cluster: Cluster, workdir: Path) -> build.Loaded:
+def load_problem(config: ConfigDict, cluster: Cluster, workdir: Path) -> build.Parts:
     """Read the data and build the model of a config, whatever its strategy. Raises UserError for its mistakes."""
     options = {f"{OPTIONS}{name}": None for name in config.exchange_options}
     single = with_settings(config, {"strategy": "single", "mesh.data": 1, **options})
@@ -216,7 +216,7 @@ def gpu_space(config: ConfigDict, problem: Problem, cluster: Cluster, usable_byt
     return Space(config, problem, TracedLayers(problem, cluster), GpuMachine(cluster), usable_bytes, kept)
 
 
-def cpu_space(config: ConfigDict, loaded: build.Loaded, cluster: Cluster, kept: Settings) -> Space:
+def cpu_space(config: ConfigDict, loaded: build.Parts, cluster: Cluster, kept: Settings) -> Space:
     """Return the space for CPU devices, after measuring what layers and links cost on those of this process.
 
     Links to other processes are assumed to be as fast as those inside this one.

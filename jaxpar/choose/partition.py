@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from jaxpar.choose.candidates import Settings, with_values
 from jaxpar.choose.costs.profile import LayerProfile
-from jaxpar.choose.partitions import (
+from jaxpar.choose.partition_search import (
     Partition,
     PartitionSearch,
     TableCosts,

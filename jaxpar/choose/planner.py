@@ -48,7 +48,7 @@ def _all(space: Space) -> Iterator[Candidate]:
 
 
 def candidate_of_plan(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:
-    """Return the candidate of a plan of single, data_parallel or pipeline. For others, see unranked.py."""
+    """Return the candidate of a plan of single, data_parallel or pipeline. For others, see asynchronous.py."""
     assert plan.strategy in ("single", "data_parallel", "pipeline"), plan.strategy
     find = candidate_of_pipeline if plan.strategy == "pipeline" else candidate_of_replicas
     found, used = find(space, config, plan), math.prod(plan.axes.values())

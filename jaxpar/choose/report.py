@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxpar.choose.candidates import DEFAULTS_OF_CHOICES, Candidate, Settings, Space, UnrankedCandidate
+from jaxpar.choose.candidates import DEFAULTS_OF_CHOICES, AsyncCandidate, Candidate, Settings, Space
 from jaxpar.cluster.target import what_jax_takes
 from jaxpar.config import config_folder
 from jaxpar.errors import format_bytes
@@ -89,7 +89,7 @@ def rows(candidates: Sequence[Candidate], workload: StepWork) -> list[str]:
     return lines
 
 
-def unranked_json(candidate: UnrankedCandidate, workload: StepWork) -> dict[str, Any]:
+def unranked_json(candidate: AsyncCandidate, workload: StepWork) -> dict[str, Any]:
     """Return a candidate that is not ranked as JSON values."""
     seconds = candidate.seconds
     return {
@@ -108,7 +108,7 @@ def unranked_json(candidate: UnrankedCandidate, workload: StepWork) -> dict[str,
     }
 
 
-def unranked_rows(candidates: Sequence[UnrankedCandidate], workload: StepWork) -> list[str]:
+def unranked_rows(candidates: Sequence[AsyncCandidate], workload: StepWork) -> list[str]:
     """Return the lines of the table of candidates that are not ranked. What a device sends is that of the busiest."""
     heading = f"{'':3}{'step':>10} {'examples/s':>12} {'staleness: mean':>16} {'max':>4} {'sends':>9} {'memory':>10}"
     return [

@@ -1,9 +1,9 @@
 """Chooses the cuts, the schedule and the executor of a pipeline, where config.pipeline has `auto`.
 
-The cuts and the replicas of the stages follow from the times of the layers in a profile (partitions.py). Schedules and
-executors are compared by the same predicted time of a step that the planner ranks by, and by the memory that the plan
-of a schedule states. The candidates are the named schedules with a fused backward pass and, unless stages have
-replicas, tables that a search finds, with a fused backward pass and with separate B and W.
+The cuts and the replicas of the stages follow from the times of the layers in a profile (partition_search.py).
+Schedules and executors are compared by the same predicted time of a step that the planner ranks by, and by the memory
+that the plan of a schedule states. The candidates are the named schedules with a fused backward pass and, unless stages
+have replicas, tables that a search finds, with a fused backward pass and with separate B and W.
 
 The CPU devices of a process share its processors, so a device that waits leaves them to the others. A clock then takes
 the time of all its actions, every schedule takes as long as its work, and separate B and W gain nothing. What executors

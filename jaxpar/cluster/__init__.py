@@ -12,8 +12,8 @@ import jax
 
 from jaxpar.cluster.gpus import LINKS, PEAK_DTYPES, GpuKind, find_gpu, kind_of_device
 from jaxpar.errors import UserError
+from jaxpar.host_memory import host_bytes
 from jaxpar.measure.flops import peak_flops
-from jaxpar.memory import host_bytes
 
 RATE_NAMES = (*PEAK_DTYPES, "attention", "memory", *LINKS)  # matrix products by dtype, attention kernels, memory, links
 

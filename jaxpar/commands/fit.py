@@ -31,7 +31,7 @@ from jaxpar.errors import format_bytes
 from jaxpar.inspect import fit
 from jaxpar.inspect.fit import Fit, Sizes, Tried
 from jaxpar.run import build
-from jaxpar.strategies.pipeline.executor.programs import REMATS
+from jaxpar.strategies.pipeline.executor.stage_programs import REMATS
 
 
 def main(argv: Sequence[str]) -> int:

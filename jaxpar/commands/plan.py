@@ -30,15 +30,15 @@ from collections.abc import Sequence
 
 from jaxpar import models
 from jaxpar.choose import report
+from jaxpar.choose.asynchronous import async_candidates, predicted
 from jaxpar.choose.candidates import ranked, state_ratios
 from jaxpar.choose.planner import AUTO_STRATEGY
-from jaxpar.choose.unranked import predicted, unranked
 from jaxpar.cluster.target import HERE, find_target
 from jaxpar.command_line import check_new_file, integer, output_path, writing
 from jaxpar.commands.config_flags import ConfigParser, load_checked
 from jaxpar.errors import UserError, format_bytes
 from jaxpar.files import write_text
-from jaxpar.inspect.planning import (
+from jaxpar.inspect.candidates import (
     check_strategy_name,
     cluster_of,
     describe_plans,
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> None:
     found = ranked(corrected.get(id(one), one) for one in found)
     work = report.work_of(space)
     ratios = state_ratios(space.problem)
-    others = unranked(space, ratios)
+    others = async_candidates(space, ratios)
     if arguments.json:
         listed = [report.as_json(one, work) for one in found]
         listed += [report.unranked_json(one, work) for one in others if not isinstance(one, str)]

@@ -25,10 +25,10 @@ from jaxpar.data.corpus import text_columns
 from jaxpar.data.rows import INPUT_READERS
 from jaxpar.errors import UserError, format_count, printable
 from jaxpar.use.inference import inputs, outputs
+from jaxpar.use.inference.api import InferenceModel
 from jaxpar.use.inference.inputs import STDIN
-from jaxpar.use.inference.loaded import LoadedModel
+from jaxpar.use.inference.load import Trained, load_trained, prepare
 from jaxpar.use.inference.predictor import Predictor
-from jaxpar.use.inference.trained import Trained, load_trained, prepare
 
 
 def _log(line: str) -> None:
@@ -78,7 +78,7 @@ def predict_file(predictor: Predictor, path: Path, output: Path | None, top_k: i
 
 def _ask(trained: Trained, top_k: int) -> None:
     """Read texts in the terminal, and print the prediction for each one, until the end of the input."""
-    model, columns = LoadedModel(trained), text_columns(trained.config)
+    model, columns = InferenceModel(trained), text_columns(trained.config)
     is_words = trained.task.labels is data.Labels.TAGS
     _log("Ctrl-D ends")
     for texts in prompts(columns):

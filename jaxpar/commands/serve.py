@@ -22,8 +22,8 @@ from absl import logging
 
 from jaxpar.command_line import Parser, integer, number
 from jaxpar.errors import UserError
-from jaxpar.use.inference.loaded import LoadedModel
-from jaxpar.use.inference.trained import load_trained, prepare
+from jaxpar.use.inference.api import InferenceModel
+from jaxpar.use.inference.load import load_trained, prepare
 
 LARGEST_PORT = 65535
 
@@ -117,7 +117,7 @@ def serve(
 
     prepare(workdir)
     trained = load_trained(workdir, step, log=_log)
-    service = Service(LoadedModel(trained), Limits(**limits))
+    service = Service(InferenceModel(trained), Limits(**limits))
     with bind(host, port) as bound:
         _log(f"model     step {trained.step:,} of {workdir}")
         begin = time.perf_counter()

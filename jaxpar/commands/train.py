@@ -52,10 +52,10 @@ from jaxpar.errors import (
     unwritten_output,
 )
 from jaxpar.files import disk_error
+from jaxpar.host_memory import memory_error
 from jaxpar.launch.launcher import end_with_launcher
 from jaxpar.launch.place import FLAGS, command_of, find_place
 from jaxpar.launch.signals import Ending, Interrupt, StoppedEarly
-from jaxpar.memory import memory_error
 
 CLOSED_OUTPUT = "the reader of the output has closed it, and the run ended; the existing checkpoints are intact"
 
@@ -230,10 +230,7 @@ def resume_command(argv: Sequence[str]) -> str:
 
 def changes_to_try(config: ConfigDict) -> list[str]:
     """Return flags for runs to compare with a run of `config`. Each of them, added alone, is possible."""
-    from jaxpar import (
-        cluster,
-        strategies,  # late, as above
-    )
+    from jaxpar import cluster, strategies
 
     flags, found = [], cluster.find_cluster()
     other = config.copy_and_resolve_references()

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
-from jaxpar.compare.table import EMULATED, REFERENCE, StrategyOutcome
+from jaxpar.compare.report import EMULATED, REFERENCE, StrategyOutcome
 from jaxpar.errors import format_bytes
 
 # Colors of Okabe and Ito, "Color Universal Design", 2008, by value of config.strategy. All are visible on white and on

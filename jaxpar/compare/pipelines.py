@@ -16,8 +16,8 @@ from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.cluster import Cluster, Link
 from jaxpar.cluster.gpus import gpu_kinds
 from jaxpar.compare.pictures import PolicyCurve, save_policy_curves
+from jaxpar.compare.report import markdown_table
 from jaxpar.compare.runs import configured, finish_run
-from jaxpar.compare.table import markdown_table
 from jaxpar.core import mesh
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.errors import UserError, format_bytes

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import config as configs
 from jaxpar import files, strategies
-from jaxpar.compare.table import REFERENCE, StrategyOutcome
+from jaxpar.compare.report import REFERENCE, StrategyOutcome
 from jaxpar.core.plan import Plan
 from jaxpar.errors import FAILED, UserError
 from jaxpar.launch.launcher import LAUNCHER, MAX_FORWARDED, POLL_SECONDS, start_process
@@ -133,7 +133,7 @@ def read_result(workdir: Path) -> dict[str, Any]:
     return result
 
 
-def read_outcome(config: ConfigDict, plan: Plan[Any], workdir: Path, loaded: build.Loaded) -> StrategyOutcome:
+def read_outcome(config: ConfigDict, plan: Plan[Any], workdir: Path, loaded: build.Parts) -> StrategyOutcome:
     """Return the outcome of a finished run."""
     result, task = read_result(workdir), loaded.problem.task
     stashed = max(plan.device_bytes) - plan.state_bytes  # activations that the plan of a pipeline counts
@@ -178,6 +178,6 @@ def find_guarantee(plan: Plan[Any]) -> str:
     return f"differs: {plan.differs}" if plan.differs else f"equal to {REFERENCE}"
 
 
-def find_score(loaded: build.Loaded) -> Score:
+def find_score(loaded: build.Parts) -> Score:
     """Return the metric of the task on the test split, or the training loss if there is no test split."""
     return loaded.problem.task.score if loaded.dataset.test else UNTESTED

@@ -19,10 +19,20 @@ from ml_collections import ConfigDict
 from jaxpar import cluster as clusters
 from jaxpar import files, models, strategies
 from jaxpar.checkpoint import ledger
+from jaxpar.choose.asynchronous import predicted as predicted_for
 from jaxpar.choose.candidates import Candidate, Space, StateRatios, state_ratios
-from jaxpar.choose.unranked import predicted as predicted_for
 from jaxpar.cluster import Cluster
 from jaxpar.compare.pictures import draw_pictures, svg
+from jaxpar.compare.report import (
+    REFERENCE,
+    StrategyOutcome,
+    comparison_columns,
+    csv_text,
+    format_step_seconds,
+    html_page,
+    markdown,
+    time_columns,
+)
 from jaxpar.compare.runs import (
     changed_settings,
     check_settings,
@@ -34,20 +44,10 @@ from jaxpar.compare.runs import (
     run_logged,
     run_seconds,
 )
-from jaxpar.compare.table import (
-    REFERENCE,
-    StrategyOutcome,
-    comparison_columns,
-    csv_text,
-    format_step_seconds,
-    html_page,
-    markdown,
-    time_columns,
-)
 from jaxpar.core import mesh
 from jaxpar.core.plan import Plan
 from jaxpar.errors import UserError, format_count
-from jaxpar.inspect.planning import make_space
+from jaxpar.inspect.candidates import make_space
 from jaxpar.launch.launcher import format_exit, forwarded
 from jaxpar.launch.place import command_of
 from jaxpar.run import build, metrics
@@ -229,7 +229,7 @@ def stage_numbers(space: Space) -> list[int]:
     return [number for number in range(min(n, num_layers), 1, -1) if n % number == 0] or [n]
 
 
-def load(config: ConfigDict, cluster: Cluster) -> build.Loaded:
+def load(config: ConfigDict, cluster: Cluster) -> build.Parts:
     """Read the data and build the model, which all strategies have in common. Raises UserError for their mistakes."""
     with tempfile.TemporaryDirectory() as folder:
         build.check_run(config, Path(folder), cluster)
@@ -237,7 +237,7 @@ def load(config: ConfigDict, cluster: Cluster) -> build.Loaded:
 
 
 def train_all(
-    planned: Mapping[str, Planned], config: str, workdir: Path, loaded: build.Loaded
+    planned: Mapping[str, Planned], config: str, workdir: Path, loaded: build.Parts
 ) -> dict[str, StrategyOutcome]:
     """Train all strategies, one after another, and return the outcomes. Raises KeyboardInterrupt after a signal."""
     commands = {
@@ -275,7 +275,7 @@ def train_all(
 
 
 def train_strategy(
-    command: list[str], config: ConfigDict, plan: Plan[Any], workdir: Path, signals: list[int], loaded: build.Loaded
+    command: list[str], config: ConfigDict, plan: Plan[Any], workdir: Path, signals: list[int], loaded: build.Parts
 ) -> StrategyOutcome:
     """Return the outcome of a strategy, and train_strategy it with the command if it is not finished."""
     if not is_finished(workdir):
@@ -314,7 +314,7 @@ def write(
     planned: Mapping[str, Planned],
     config_name: str,
     workdir: Path,
-    loaded: build.Loaded,
+    loaded: build.Parts,
     machine: str,
     predicted: Mapping[str, Prediction],
     cluster: str,

@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxpar import files, tasks
 from jaxpar.compare.pictures import PolicyCurve, save_policy_curves
+from jaxpar.compare.report import markdown_table
 from jaxpar.compare.runs import UNTESTED, configured, finish_run
-from jaxpar.compare.table import markdown_table
 from jaxpar.errors import TrainingError
 from jaxpar.run import metrics
 from jaxpar.strategies.asynchronous import table

@@ -1,4 +1,4 @@
-"""Builds the optax optimizer and the learning-rate schedule from the config."""
+"""Builds the optax optimizer and the learning rate from the config."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,43 +9,43 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from jaxpar.core.addresses import layer_name
+from jaxpar.core.leaf_paths import layer_name
 from jaxpar.errors import UserError, check_choice
 
-LearningRateSchedule = Callable[[Any], Any]  # step -> learning rate
+LearningRate = Callable[[Any], Any]  # step -> learning rate
 TINY, HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 INPUT_LAYERS = ("embed", "stem")  # names of layers that map the input to the first hidden state
 
 
-def _adamw(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransformation:
-    return optax.adamw(schedule, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=decayed)
+def _adamw(o: ConfigDict, learning_rate: LearningRate) -> optax.GradientTransformation:
+    return optax.adamw(learning_rate, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=decayed)
 
 
-def _lamb(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransformation:
-    return optax.lamb(schedule, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=decayed)
+def _lamb(o: ConfigDict, learning_rate: LearningRate) -> optax.GradientTransformation:
+    return optax.lamb(learning_rate, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=decayed)
 
 
-def _sgd(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransformation:
+def _sgd(o: ConfigDict, learning_rate: LearningRate) -> optax.GradientTransformation:
     decay = optax.add_decayed_weights(o.weight_decay, mask=decayed)
-    return optax.chain(decay, optax.sgd(schedule, o.momentum or None))
+    return optax.chain(decay, optax.sgd(learning_rate, o.momentum or None))
 
 
-def _adafactor(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransformation:
+def _adafactor(o: ConfigDict, learning_rate: LearningRate) -> optax.GradientTransformation:
     # The weight decay of optax.adafactor is not used: it is applied after the learning rate and so is not scaled by it.
     return optax.chain(
         optax.adafactor(None),
         optax.scale(-1.0),  # adafactor returns a descent direction; the next two transformations expect a gradient
         optax.add_decayed_weights(o.weight_decay, mask=decayed),
-        optax.scale_by_learning_rate(schedule),
+        optax.scale_by_learning_rate(learning_rate),
     )
 
 
-def _lion(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransformation:
-    return optax.lion(schedule, o.b1, o.b2, weight_decay=o.weight_decay, mask=decayed)
+def _lion(o: ConfigDict, learning_rate: LearningRate) -> optax.GradientTransformation:
+    return optax.lion(learning_rate, o.b1, o.b2, weight_decay=o.weight_decay, mask=decayed)
 
 
-def _muon(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransformation:
+def _muon(o: ConfigDict, learning_rate: LearningRate) -> optax.GradientTransformation:
     """Build Muon for the kernels of hidden layers, with AdamW for all other parameters.
 
     Muon is from Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. Its updates are scaled
@@ -53,14 +53,14 @@ def _muon(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransf
     Training", 2025, section 2.2).
     """
     muon = optax.contrib.muon(
-        schedule,
+        learning_rate,
         beta=o.momentum,
         weight_decay=o.weight_decay,
         weight_decay_mask=decayed,
         muon_weight_dimension_numbers=_as_matrices,
         consistent_rms=0.2,
     )
-    return optax.partition({"muon": muon, "adamw": _adamw(o, schedule)}, _by_muon_or_adamw)
+    return optax.partition({"muon": muon, "adamw": _adamw(o, learning_rate)}, _by_muon_or_adamw)
 
 
 def _as_matrices(kernels: Any) -> Any:
@@ -95,7 +95,7 @@ class OptimizerKind(NamedTuple):
     """An optimizer and its properties that exchanges and mitigations depend on.
 
     Attributes:
-      make: (config.optimizer, learning-rate schedule) -> the optimizer.
+      make: (config.optimizer, learning rate) -> the optimizer.
       elementwise: whether each element of an update depends only on the gradient and state of that element, so that
         arrays can be sharded. Other optimizers need whole arrays: norms (lamb), rows and columns (adafactor) or
         matrices (muon).
@@ -105,7 +105,7 @@ class OptimizerKind(NamedTuple):
       is_adamw: whether the update is AdamW's, so that exchanges of momentum can compute it themselves.
     """
 
-    make: Callable[[ConfigDict, LearningRateSchedule], optax.GradientTransformation]
+    make: Callable[[ConfigDict, LearningRate], optax.GradientTransformation]
     elementwise: bool
     momentum: tuple[str, ...]
     adaptive: bool
@@ -165,8 +165,8 @@ def check_kernels(config: ConfigDict, params: Any) -> None:
         )
 
 
-def build_schedule(config: ConfigDict, num_steps: int) -> LearningRateSchedule:
-    """Build the learning-rate schedule: linear warm-up from 0, then config.optimizer.schedule until num_steps."""
+def build_learning_rate(config: ConfigDict, num_steps: int) -> LearningRate:
+    """Build the learning rate: linear warm-up from 0, then config.optimizer.schedule until num_steps."""
     o = config.optimizer
     warmup_steps = int(o.warmup * num_steps)
     rest = max(num_steps - warmup_steps, 1)
@@ -180,13 +180,13 @@ def build_schedule(config: ConfigDict, num_steps: int) -> LearningRateSchedule:
     return optax.join_schedules([optax.linear_schedule(0.0, o.lr, warmup_steps), after], [warmup_steps])
 
 
-def make_optimizer(config: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(config: ConfigDict, learning_rate: LearningRate) -> optax.GradientTransformationExtraArgs:
     """Build the optimizer, preceded by clipping to the global norm unless config.optimizer.clip_norm is 0.
 
     Its update(grads, state, params, grad_norm=) computes the update of each array from that array alone. A device that
     holds only some layers therefore computes the same updates as a device that holds all layers.
     """
-    transform = optax.with_extra_args_support(OPTIMIZERS[config.optimizer.name].make(config.optimizer, schedule))
+    transform = optax.with_extra_args_support(OPTIMIZERS[config.optimizer.name].make(config.optimizer, learning_rate))
     if config.optimizer.clip_norm == 0:
         return transform
     return optax.chain(clip_by_norm(config.optimizer.clip_norm), transform)

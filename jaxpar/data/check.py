@@ -8,7 +8,7 @@ from jaxpar.data import files, images, rows, synthetic, text
 from jaxpar.data.class_weights import check_class_weights
 from jaxpar.data.examples import Labels
 from jaxpar.errors import UserError, check_choice
-from jaxpar.memory import check_host_memory
+from jaxpar.host_memory import check_host_memory
 
 TABLES = tuple(name for name in rows.READERS if name != "text")
 SOURCES = ("wordnet", *rows.READERS, *images.IMAGE_READERS, "synthetic")

@@ -42,7 +42,7 @@ def momentum_exchange(axis: Axis, rule: Rule, lossy: Reducer, *, bucket_bytes: i
       warmup: the share of the steps until v is frozen.
     """
     assert rule.adamw is not None
-    schedule, b1, b2, eps, weight_decay, mask = rule.adamw
+    learning_rate, b1, b2, eps, weight_decay, mask = rule.adamw
     exact, momentum = (in_layer_order(fused(one, bucket_bytes), rule.layers) for one in (psum(axis), lossy))
     optimizer = optax.with_extra_args_support(rule.optimizer)
     warmup_steps = max(1, round(warmup * rule.num_steps))  # without a warm-up, v would stay zero
@@ -62,7 +62,7 @@ def momentum_exchange(axis: Axis, rule: Rule, lossy: Reducer, *, bucket_bytes: i
         local = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, adam.mu, grads)
         mean, lossy_state = momentum.mean(local, state.private["lossy"])
         after, direction = frozen_adam(adam, mean, b1=b1, b2=b2, eps=eps)
-        rate = schedule(_only(state.optimizer, optax.ScaleByScheduleState).count)
+        rate = learning_rate(_only(state.optimizer, optax.ScaleByScheduleState).count)
         updates = jax.tree.map(
             lambda d, p, is_decayed: -rate * (d + weight_decay * p * is_decayed), direction, params, mask(params)
         )

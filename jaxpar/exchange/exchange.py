@@ -34,9 +34,9 @@ class AllReduce(NamedTuple):
 
 
 class AdamW(NamedTuple):
-    """The arguments of optax.adamw. schedule: step -> learning rate."""
+    """The arguments of optax.adamw. learning_rate: step -> learning rate."""
 
-    schedule: optax.Schedule
+    learning_rate: optax.Schedule
     b1: float
     b2: float
     eps: float

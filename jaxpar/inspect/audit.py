@@ -20,7 +20,7 @@ from jaxpar.run.build import StrategyState
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.asynchronous.programs import Server
 from jaxpar.strategies.pipeline.executor.continuous_state import BUFFERS, WorkInFlight
-from jaxpar.strategies.pipeline.executor.programs import StageInputs
+from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs
 from jaxpar.strategies.pipeline.executor.state import PackedState
 from jaxpar.strategies.strategy import CompiledProgram
 from jaxpar.tasks import Task

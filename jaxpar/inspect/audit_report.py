@@ -18,7 +18,7 @@ from jaxpar.core.step import Problem
 from jaxpar.errors import format_bytes, is_refused
 from jaxpar.inspect import audit, findings
 from jaxpar.inspect.buffers import buffers_at_peak
-from jaxpar.inspect.schedule import ProgramSchedule, schedule_of
+from jaxpar.inspect.overlap import ProgramSummary, summarize
 from jaxpar.inspect.step_time import NOTHING, StepTime, check_step, predict, predict_program, short_source
 from jaxpar.measure.flops import forward_flops
 from jaxpar.measure.kernels import ATTENTION
@@ -82,15 +82,15 @@ def model_flops(problem: Problem) -> float:
 def _described(
     programs: Sequence[CompiledProgram], devices: Sequence[Any], problem: Problem, config: Any, cluster: Cluster
 ) -> dict[str, Any]:
-    """Return the schedules of the programs, and the findings. Without the rates of the GPUs, no time is known.
+    """Return the summaries of the programs, and the findings. Without the rates of the GPUs, no time is known.
 
     A step of several programs has no findings, because it is unknown how often, and at what times, each of them runs.
     """
-    schedules = [schedule_of(program) for program in programs]
+    summaries = [summarize(program) for program in programs]
     can_predict = not is_refused(check_rates, cluster)
     times = [predict_program(program, cluster) if can_predict else NOTHING for program in programs]
     rows: list[dict[str, Any]] = [
-        describe_program(schedule, time) for schedule, time in zip(schedules, times, strict=True)
+        describe_program(summary, time) for summary, time in zip(summaries, times, strict=True)
     ]
     for row, program in zip(rows, programs, strict=True):
         row["devices"] = sorted(devices.index(device) for device in audit.devices_of(program))
@@ -98,17 +98,17 @@ def _described(
         return {"programs": rows, "findings": None}
     flops = model_flops(problem)
     found = findings.find(
-        schedules, times, cluster, findings.expectations(config, cluster), dtype=config.model.dtype, model_flops=flops
+        summaries, times, cluster, findings.expectations(config, cluster), dtype=config.model.dtype, model_flops=flops
     )
     return {"programs": rows, "model_flops": flops, "findings": [one._asdict() for one in found]}
 
 
-def describe_program(schedule: ProgramSchedule, time: StepTime) -> dict[str, Any]:
-    """Return the schedule of a program with the predicted seconds of its collectives; None if `time` lacks them."""
-    row: dict[str, Any] = schedule._asdict() | {"flops": schedule.flops}
-    row["products"] = [product._asdict() for product in schedule.products]
+def describe_program(summary: ProgramSummary, time: StepTime) -> dict[str, Any]:
+    """Return the summary of a program with the predicted seconds of its collectives; None if `time` lacks them."""
+    row: dict[str, Any] = summary._asdict() | {"flops": summary.flops}
+    row["products"] = [product._asdict() for product in summary.products]
     row["collectives"] = []
-    for one in schedule.collectives:
+    for one in summary.collectives:
         seconds, exposed = time.collectives.get(one.name, (None, None))
         row["collectives"].append(one._asdict() | {"seconds": seconds, "exposed_seconds": exposed})
     return row
@@ -200,7 +200,7 @@ def format_buffers(buffers: list[dict[str, Any]]) -> list[str]:
 
 
 def format_programs(programs: list[dict[str, Any]]) -> list[str]:
-    """Return the schedules of programs as lines. Several have titles, and equal ones are printed once."""
+    """Return the summaries of programs as lines. Several have titles, and equal ones are printed once."""
     devices: dict[int, list[int]] = {}  # index of the first of equal programs -> devices of all of them
     unlike = [{key: value for key, value in program.items() if key != "devices"} for program in programs]
     for program, contents in zip(programs, unlike, strict=True):
@@ -223,7 +223,7 @@ def format_programs(programs: list[dict[str, Any]]) -> list[str]:
 
 
 def format_program(program: dict[str, Any], how_often: str = "per step") -> list[str]:
-    """Return the schedule of a program as lines. how_often: title of the numbers of collectives."""
+    """Return the summary of a program as lines. how_often: title of the numbers of collectives."""
     lines = [
         f"{'collective':18} {'dtype':9} {'bytes':>14} {how_often:>8}  kernels, matrix products meanwhile  ms, exposed"
     ]

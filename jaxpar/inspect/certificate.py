@@ -36,7 +36,7 @@ from jaxpar.inspect.errors import Error, Leaves, compare, compare_change, worst
 from jaxpar.inspect.reference import HostBatch, Reference, Runs, Snapshot
 from jaxpar.run.build import Run, StrategyState
 from jaxpar.run.metrics import format_clock
-from jaxpar.run.start import start
+from jaxpar.run.restore import start
 from jaxpar.tasks import Sums, mean_loss
 
 # Relative errors. The tolerance of the gradient is larger, because a gradient can be a small sum of thousands of large

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.core import state as states
-from jaxpar.core.addresses import Address, addresses
+from jaxpar.core.leaf_paths import LeafPath, leaf_paths
 from jaxpar.core.plan import DelayedUpdates, StageDelay
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem
@@ -43,7 +43,7 @@ from jaxpar.inspect.certificate import Comparison, Measured, announced, batches,
 from jaxpar.inspect.errors import Leaves
 from jaxpar.inspect.reference import HostBatch, Reference, Runs, Snapshot
 from jaxpar.models import Params
-from jaxpar.run.start import start
+from jaxpar.run.restore import start
 from jaxpar.tasks import Sums, add_up
 
 
@@ -77,7 +77,7 @@ def masked(batch: HostBatch, microbatches: Sequence[int], num_microbatches: int)
     return {**batch, "weights": weights}
 
 
-def compose(trees: Mapping[str | None, Canonical], within: Sequence[Address]) -> Canonical:
+def compose(trees: Mapping[str | None, Canonical], within: Sequence[LeafPath]) -> Canonical:
     """Return a tree with the leaves of each layer from another tree.
 
     Args:
@@ -86,10 +86,10 @@ def compose(trees: Mapping[str | None, Canonical], within: Sequence[Address]) ->
     """
     leaves = {layer: jax.tree.leaves(tree) for layer, tree in trees.items()}
     structure = jax.tree.structure(trees[None])
-    return jax.tree.unflatten(structure, [leaves[address.layer][i] for i, address in enumerate(within)])
+    return jax.tree.unflatten(structure, [leaves[path.layer][i] for i, path in enumerate(within)])
 
 
-def state_addresses(problem: Problem) -> list[Address]:
+def state_paths(problem: Problem) -> list[LeafPath]:
     """Return where each leaf of the canonical state is."""
     like = states.abstract_state(problem.model, problem.optimizer)
 
@@ -97,7 +97,7 @@ def state_addresses(problem: Problem) -> list[Address]:
         step, key = (jnp.zeros(x.shape, x.dtype) for x in (like.step, like.key))
         return states.to_canonical(State(step, key, params, problem.optimizer.init(params)))
 
-    return addresses(init, problem.model.shapes)
+    return leaf_paths(init, problem.model.shapes)
 
 
 class Versions:
@@ -109,7 +109,7 @@ class Versions:
     """
 
     def __init__(self, problem: Problem, stages: Sequence[StageDelay]):
-        self._addresses = state_addresses(problem)
+        self._paths = state_paths(problem)
         self._delays: dict[str | None, int] = {layer: of.updated_after for of in stages for layer in of.layers}
         self._delays[None] = stages[0].updated_after  # these leaves are taken from the first device
         self.num, self.delay, self._num_states = 0, max(self._delays.values()), 0
@@ -123,7 +123,7 @@ class Versions:
         if self._num_states <= self.delay:
             return
         trees = {layer: self._states[after - self.delay - 1] for layer, after in self._delays.items()}
-        composed = compose(trees, self._addresses)
+        composed = compose(trees, self._paths)
         self._kept.append({**composed, "step": composed["step"] - self._delays[None]})
         self.num += 1
 

@@ -1,6 +1,6 @@
 """Lists what makes a step on GPUs slower than it should be, and what of it is normal for the strategy.
 
-A finding is a pattern in the schedule of the compiled program. EXPECTED has the patterns that a strategy has by design,
+A finding is a pattern in the compiled program. EXPECTED has the patterns that a strategy has by design,
 each with the reason; all others are defects, of jaxpar or of a config.
 """
 
@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from jaxpar.choose.costs.rates import memory_seconds
 from jaxpar.cluster import Cluster
 from jaxpar.errors import format_bytes
-from jaxpar.inspect.schedule import ProgramSchedule, ScheduledCollective
+from jaxpar.inspect.overlap import OverlappedCollective, ProgramSummary
 from jaxpar.inspect.step_time import StepTime
 
 Kind = Literal["float32", "copies", "exposed in a loop", "exposed", "synchronization", "recomputation"]
@@ -56,7 +56,7 @@ class Finding(NamedTuple):
 
 
 def find(
-    schedules: Sequence[ProgramSchedule],
+    summaries: Sequence[ProgramSummary],
     times: Sequence[StepTime],
     cluster: Cluster,
     expected: Mapping[Kind, str],
@@ -67,7 +67,7 @@ def find(
     """Return the findings of a step.
 
     Args:
-      schedules: the schedules of its programs.
+      summaries: the summaries of its programs.
       times: their predicted times.
       cluster: the GPUs.
       expected: the result of `expectations`.
@@ -75,11 +75,11 @@ def find(
       model_flops: FLOPs of both passes of the model for the global batch, without recomputation.
     """
     found = [
-        *_float32_products(schedules, dtype),
-        *_copies(schedules, times, cluster),
-        *_exposed(schedules, times),
-        *_synchronizations(schedules),
-        *_recomputation(schedules, model_flops),
+        *_float32_products(summaries, dtype),
+        *_copies(summaries, times, cluster),
+        *_exposed(summaries, times),
+        *_synchronizations(summaries),
+        *_recomputation(summaries, model_flops),
     ]
     return [one._replace(reason=expected.get(one.kind, "")) for one in found]
 
@@ -96,10 +96,10 @@ def expectations(config: ConfigDict, cluster: Cluster) -> Mapping[Kind, str]:
     return expected
 
 
-def _float32_products(schedules: Sequence[ProgramSchedule], dtype: str) -> list[Finding]:
+def _float32_products(summaries: Sequence[ProgramSummary], dtype: str) -> list[Finding]:
     """Find products in float32 of a model in another dtype, by source."""
-    products = [product for schedule in schedules for product in schedule.products]
-    total = sum(schedule.flops for schedule in schedules)
+    products = [product for summary in summaries for product in summary.products]
+    total = sum(summary.flops for summary in summaries)
     flops: dict[str, float] = {}
     for product in products:
         if product.dtype == "float32" != dtype:
@@ -111,9 +111,9 @@ def _float32_products(schedules: Sequence[ProgramSchedule], dtype: str) -> list[
     ]
 
 
-def _copies(schedules: Sequence[ProgramSchedule], times: Sequence[StepTime], cluster: Cluster) -> list[Finding]:
+def _copies(summaries: Sequence[ProgramSummary], times: Sequence[StepTime], cluster: Cluster) -> list[Finding]:
     """Find copies that take a part of the step, each byte being read and written. All, if the rate is unknown."""
-    number, nbytes = (sum(getattr(one, name) for one in schedules) for name in ("copies", "copied_bytes"))
+    number, nbytes = (sum(getattr(one, name) for one in summaries) for name in ("copies", "copied_bytes"))
     took = ""
     if cluster.memory_bandwidth:
         seconds = memory_seconds(cluster, 2 * nbytes)
@@ -124,14 +124,14 @@ def _copies(schedules: Sequence[ProgramSchedule], times: Sequence[StepTime], clu
     return [Finding("copies", text)] if number else []
 
 
-def _exposed(schedules: Sequence[ProgramSchedule], times: Sequence[StepTime]) -> list[Finding]:
+def _exposed(summaries: Sequence[ProgramSummary], times: Sequence[StepTime]) -> list[Finding]:
     """Find collectives for which the GPU waits most of their time, by kind, inside and outside of loops.
 
     What counts is the time of all of one kind: a step can wait for many small ones.
     """
-    groups: dict[tuple[Kind, str], list[tuple[ScheduledCollective, float]]] = {}
-    for schedule, time in zip(schedules, times, strict=True):
-        for one in schedule.collectives:
+    groups: dict[tuple[Kind, str], list[tuple[OverlappedCollective, float]]] = {}
+    for summary, time in zip(summaries, times, strict=True):
+        for one in summary.collectives:
             seconds, exposed = time.collectives.get(one.name, (0.0, 0.0))
             if exposed > EXPOSED_SHARE * seconds:
                 kind: Kind = "exposed in a loop" if one.per_step > 1 else "exposed"
@@ -147,8 +147,8 @@ def _exposed(schedules: Sequence[ProgramSchedule], times: Sequence[StepTime]) ->
     return found
 
 
-def _synchronizations(schedules: Sequence[ProgramSchedule]) -> list[Finding]:
-    number = sum(schedule.synchronizations for schedule in schedules)
+def _synchronizations(summaries: Sequence[ProgramSummary]) -> list[Finding]:
+    number = sum(summary.synchronizations for summary in summaries)
     return [Finding("synchronization", f"the host waits for the GPU {format_times(number)}")] if number else []
 
 
@@ -162,8 +162,8 @@ def _counted(number: float, noun: str, nouns: str = "") -> str:
     return f"{number:,.0f} {noun if round(number) == 1 else nouns or noun + 's'}"
 
 
-def _recomputation(schedules: Sequence[ProgramSchedule], model_flops: float) -> list[Finding]:
-    flops = sum(schedule.num_devices * schedule.flops for schedule in schedules)
+def _recomputation(summaries: Sequence[ProgramSummary], model_flops: float) -> list[Finding]:
+    flops = sum(summary.num_devices * summary.flops for summary in summaries)
     if flops <= (1 + RECOMPUTED_SHARE) * model_flops:
         return []
     return [

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from jaxpar import models, strategies
 from jaxpar.core import state as states
 from jaxpar.core import step as steps
-from jaxpar.core.addresses import Address, addresses
+from jaxpar.core.leaf_paths import LeafPath, leaf_paths
 from jaxpar.core.state import Canonical
 from jaxpar.core.step import Metrics, Problem
 from jaxpar.inspect.errors import Leaves
@@ -63,24 +63,24 @@ class Snapshot(NamedTuple):
     counters: Leaves
 
 
-def split_by_layer(tree: Tree, within: Sequence[Address]) -> tuple[dict[str, Leaves], dict[str, np.ndarray]]:
+def split_by_layer(tree: Tree, within: Sequence[LeafPath]) -> tuple[dict[str, Leaves], dict[str, np.ndarray]]:
     """Return the leaves of each layer by path, and the leaves of no layer. within: where each leaf of the tree is."""
     layers: dict[str, dict[str, np.ndarray]] = {}
     of_no_layer: dict[str, np.ndarray] = {}
-    for address, leaf in zip(within, jax.tree.leaves(tree), strict=True):
-        leaves = of_no_layer if address.layer is None else layers.setdefault(address.layer, {})
-        leaves[address.path] = leaf
+    for path, leaf in zip(within, jax.tree.leaves(tree), strict=True):
+        leaves = of_no_layer if path.layer is None else layers.setdefault(path.layer, {})
+        leaves[path.path] = leaf
     return dict(layers), of_no_layer
 
 
-def moment_addresses(problem: Problem) -> list[Address]:
+def moment_paths(problem: Problem) -> list[LeafPath]:
     """Return where each leaf of the canonical optimizer state is, for a problem whose optimizer records gradients."""
 
     def init(params: Params) -> Canonical:
         _, moments, _ = problem.optimizer.init(params)
         return dict(serialization.to_state_dict(moments))
 
-    return addresses(init, problem.model.shapes)
+    return leaf_paths(init, problem.model.shapes)
 
 
 class Reference:
@@ -90,7 +90,7 @@ class Reference:
         """run: a run of strategy `single` whose optimizer records gradients."""
         self.strategy, problem = run.strategy, run.problem
         self._like = states.abstract_state(problem.model, problem.optimizer)
-        self._params, self._moments = addresses(lambda params: params, problem.model.shapes), moment_addresses(problem)
+        self._params, self._moments = leaf_paths(lambda params: params, problem.model.shapes), moment_paths(problem)
         self._update = jax.jit(functools.partial(steps.update, problem))
         self._gradients = jax.jit(functools.partial(steps.gradients, problem))
 

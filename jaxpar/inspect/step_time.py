@@ -1,7 +1,7 @@
-"""Predicts the time of a step that is compiled for GPUs, by a roofline over the schedule of the program.
+"""Predicts the time of a step that is compiled for GPUs, by a roofline over the instructions of the program.
 
 A kernel takes as long as its FLOPs or its bytes do at the rates of the GPU, whichever is longer, and the time to launch
-it. Kernels run one after the other, in the order of the schedule. A collective takes the time of a ring algorithm on
+it. Kernels run one after the other, in the order of the program. A collective takes the time of a ring algorithm on
 the slowest link that it crosses. If it is asynchronous, it runs at the same time as the kernels between its start and
 its end; the time that the GPU then still waits is exposed. Collectives run one after the other. In a pipeline, each
 clock takes as long as the actions of its slowest device. That the host waits for a value of the GPU costs nothing.
@@ -24,7 +24,7 @@ from jaxpar.core.ring import RING_COLLECTIVES, sent_of_operand
 from jaxpar.errors import UserError
 from jaxpar.inspect import enqueued
 from jaxpar.inspect.audit import groups_of, pairs_of
-from jaxpar.inspect.schedule import is_kernel
+from jaxpar.inspect.overlap import is_kernel
 from jaxpar.measure.hlo import DTYPE_NAMES, HloProgram, Instruction, by_scope
 from jaxpar.measure.kernels import ATTENTION, call_target, is_product, kernel_bytes, product_flops
 from jaxpar.strategies import exchanges
@@ -179,7 +179,7 @@ class _Roofline:
         return self._of_computation(self._program.entry)
 
     def _walk(self, computation: str, chosen: Mapping[str, StepTime] = {}) -> StepTime:
-        """Follow the schedule of a computation: what its device does, and what its links do meanwhile.
+        """Follow the instructions of a computation: what its device does, and what its links do meanwhile.
 
         chosen: the times of some of its instructions, by name.
         """

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
 from jaxpar.errors import FAILED, HANGS, USER_ERROR, UserError, format_bytes, is_failure
+from jaxpar.host_memory import host_bytes
 from jaxpar.launch.place import BIND, COMMAND, FLAGS, command_of, free_port
 from jaxpar.launch.signals import SIGNALS
-from jaxpar.memory import host_bytes
 
 LAUNCHER = "JAXPAR_LAUNCHER"  # environment variable with the launcher's process id
 PR_SET_PDEATHSIG = 1  # linux/prctl.h

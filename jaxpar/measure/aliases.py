@@ -1,4 +1,4 @@
-"""Finds which instructions of a scheduled program mention the same array in memory.
+"""Finds which instructions of a compiled program mention the same array in memory.
 
 Examples are the state of a loop, outside and inside its body; an array and its bitcast; and an array before and after
 an update in place. XLA copies an array beforehand where sharing its memory would be wrong, so what may be the same
@@ -26,21 +26,21 @@ class HloPlace(NamedTuple):
 
 
 class Aliases:
-    """The arrays of a scheduled program. Each is represented by one of the places that mention it.
+    """The arrays of a compiled program. Each is represented by one of the places that mention it.
 
     Attributes:
       program: the program.
-      schedule: (computation, instruction) in the order in which they run, those of a loop once.
-      loops: times (indices in the schedule) of the first and last instruction of each loop.
+      order: (computation, instruction) in the order in which they run, those of a loop once.
+      loops: times (indices in the order) of the first and last instruction of each loop.
     """
 
     def __init__(self, program: HloProgram):
         self.program = program
-        self.schedule: list[tuple[str, str]] = []
+        self.order: list[tuple[str, str]] = []
         self.loops: list[tuple[int, int]] = []
         self._parents: dict[HloPlace, HloPlace] = {}  # a forest: the places of one array form a tree
         self._append(program.entry)
-        for computation, name in self.schedule:
+        for computation, name in self.order:
             self._join(computation, name)
 
     def find(self, place: HloPlace) -> HloPlace:
@@ -77,19 +77,19 @@ class Aliases:
         yield from self._root(entry)
         for parameter in self._parameters(entry):
             yield from parameter
-        for computation, name in self.schedule:
+        for computation, name in self.order:
             if self.instruction(computation, name).operation == "constant":
                 yield from self.results(computation, name)
 
     def _append(self, computation: str) -> None:
-        """Append the instructions of a computation to the schedule, each after those that it runs."""
+        """Append the instructions of a computation to the order, each after those that it runs."""
         for name, instruction in self.program.computations[computation].items():
-            start = len(self.schedule)
+            start = len(self.order)
             for called in _flow(instruction):
                 self._append(called)
             if instruction.operation == "while":
-                self.loops.append((start, len(self.schedule)))
-            self.schedule.append((computation, name))
+                self.loops.append((start, len(self.order)))
+            self.order.append((computation, name))
 
     def _parameters(self, computation: str) -> list[list[HloPlace]]:
         """Return the places of the arrays in each parameter of a computation."""

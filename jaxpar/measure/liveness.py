@@ -70,7 +70,7 @@ def live_at_peak(program: HloProgram) -> list[LiveArray]:
 class _Lifetimes:
     """The times in which each array of a program is needed, and what writes to it.
 
-    Times are indices in the schedule. As in `Aliases`, an array is represented by a place. It can have several
+    Times are indices in the order. As in `Aliases`, an array is represented by a place. It can have several
     lifetimes: its memory is free from the last instruction that reads its contents until something else is written.
     """
 
@@ -79,7 +79,7 @@ class _Lifetimes:
         self.type_of = self._aliases.type_of
         self._permanent = set(map(self._aliases.find, self._aliases.arguments_and_results()))
         self._lifetimes: dict[HloPlace, list[list[int]]] = {}  # array -> [first, last] of each, in order
-        steps = list(enumerate(self._aliases.schedule))
+        steps = list(enumerate(self._aliases.order))
         for time, (computation, name) in steps:
             self._use(time, computation, name)
         for time, (computation, name) in steps:

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from jaxpar.errors import UserError
 from jaxpar.models.options import AttentionKernel
-from jaxpar.tasks.products import float32_einsum
+from jaxpar.tasks.einsum import float32_einsum
 
 
 def attend(

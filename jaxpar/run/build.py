@@ -19,9 +19,9 @@ from jaxpar.core import optimizer, state
 from jaxpar.core.plan import Decision, Plan
 from jaxpar.core.step import Problem, abstract
 from jaxpar.errors import UserError, format_bytes, format_count
+from jaxpar.host_memory import check_host_memory
 from jaxpar.launch import processes, watchdog
 from jaxpar.measure.phases import Phases
-from jaxpar.memory import check_host_memory
 from jaxpar.models import Params, hf
 from jaxpar.models.model import Model
 from jaxpar.run import resume
@@ -52,7 +52,7 @@ class Run(NamedTuple):
     pretrained: Params | None  # arrays that the checkpoint lacks are abstract leaves
     cluster: Cluster
     strategy: Strategy[Any]
-    schedule: optimizer.LearningRateSchedule
+    learning_rate: optimizer.LearningRate
     num_steps: int
     phases: Phases
 
@@ -69,14 +69,14 @@ class Checked(NamedTuple):
     decision: Decision[Any]
 
 
-class Loaded(NamedTuple):
+class Parts(NamedTuple):
     """The parts of a run that do not depend on its strategy."""
 
     dataset: data.Dataset
     batches: data.Batches
     problem: Problem
     pretrained: Params | None
-    schedule: optimizer.LearningRateSchedule
+    learning_rate: optimizer.LearningRate
     num_steps: int
 
 
@@ -150,12 +150,14 @@ def make_run(
     cluster = checked.cluster if checked else clusters.find_cluster()
     decision = checked.decision if checked else strategies.decide(config, cluster)
     with unless_refused(workdir, "tokenizer.json"):
-        dataset, batches, problem, pretrained, schedule, num_steps = load_parts(config, workdir, cluster, dataset)
+        dataset, batches, problem, pretrained, learning_rate, num_steps = load_parts(config, workdir, cluster, dataset)
         plan = strategies.plan(config, problem, cluster, decision)
         strategy = strategies.build(plan, problem, clusters.devices())
         check_space(config, workdir, problem)
         check_batches(config, dataset, strategy, num_steps)
-    return Run(config, workdir, dataset, batches, problem, pretrained, cluster, strategy, schedule, num_steps, phases)
+    return Run(
+        config, workdir, dataset, batches, problem, pretrained, cluster, strategy, learning_rate, num_steps, phases
+    )
 
 
 @contextlib.contextmanager
@@ -169,7 +171,7 @@ def unless_refused(workdir: Path, name: str) -> Iterator[None]:
         raise
 
 
-def load_parts(config: ConfigDict, workdir: Path, cluster: Cluster, dataset: data.Dataset | None = None) -> Loaded:
+def load_parts(config: ConfigDict, workdir: Path, cluster: Cluster, dataset: data.Dataset | None = None) -> Parts:
     """Read the data, and build the model and the optimizer. dataset: the data, if it was read before."""
     task = tasks.find_task(config)
     if dataset is None:
@@ -192,15 +194,15 @@ def load_parts(config: ConfigDict, workdir: Path, cluster: Cluster, dataset: dat
         )
     if config.profile[1] > num_steps:
         raise UserError(f"config.profile is {config.profile}; it must be at most {num_steps}, the last step of the run")
-    schedule = optimizer.build_schedule(config, num_steps)
+    learning_rate = optimizer.build_learning_rate(config, num_steps)
     model = models.build(config, dataset.info, cluster)
     pretrained = None
     if config.model.init_from and not checkpoint.steps(workdir / "checkpoints"):
         pretrained = hf.load_params(model, model.shapes, Path(config.model.init_from).expanduser(), dataset.info)
     longest = abstract(batches.longest())
     accumulation = config.optimizer.accumulation_steps
-    problem = Problem(model, optimizer.make_optimizer(config, schedule), accumulation, longest, num_steps, task)
-    return Loaded(dataset, batches, problem, pretrained, schedule, num_steps)
+    problem = Problem(model, optimizer.make_optimizer(config, learning_rate), accumulation, longest, num_steps, task)
+    return Parts(dataset, batches, problem, pretrained, learning_rate, num_steps)
 
 
 def contains_run(workdir: Path) -> bool:

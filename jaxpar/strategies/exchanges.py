@@ -144,7 +144,7 @@ def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int)
     check_compressed(config, shapes)
     o, adamw = config.optimizer, None
     if OPTIMIZERS[o.name].is_adamw:
-        schedule = optimizer.build_schedule(config, num_steps)
+        schedule = optimizer.build_learning_rate(config, num_steps)
         adamw = AdamW(schedule, o.b1, o.b2, o.eps, o.weight_decay, optimizer.decayed)
     layers = [layer.name for layer in problem.model.layers]
     rule = Rule(problem.optimizer, shapes, adamw, layers, o.clip_norm, num_steps)

@@ -1,4 +1,4 @@
-"""Places states and batches on the devices of a mesh according to the layouts of a plan. Strategies share this code."""
+"""Puts states and batches on the devices of a mesh according to the layouts of a plan. Strategies share this code."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

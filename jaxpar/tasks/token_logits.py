@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpar.tasks.products import float32_einsum
+from jaxpar.tasks.einsum import float32_einsum
 
 CHUNK_BYTES = 2**28  # logits of at most this size are whole
 MOST_CHUNKS = 32  # with more, a matrix product would be too small

@@ -36,7 +36,7 @@ from jaxpar.core import mesh
 from jaxpar.errors import exit_code
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
-from jaxpar.run.start import Past, save_info
+from jaxpar.run.restore import Past, save_info
 
 RESULTS = ("faults", "save")
 STEPS, EVERY = 400, 10

@@ -26,8 +26,8 @@ from jaxpar.data import DataInfo
 from jaxpar.errors import exit_code
 from jaxpar.measure.timing import seconds_in_turn
 from jaxpar.use.inference.generate import Generator, Request
+from jaxpar.use.inference.load import Trained
 from jaxpar.use.inference.sampling import Sampling
-from jaxpar.use.inference.trained import Trained
 
 WORDS, MORE = 5000, 33  # tokens of the vocabulary, and of a long continuation
 

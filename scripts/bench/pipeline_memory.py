@@ -11,7 +11,7 @@ from jaxpar.core import step as steps
 from jaxpar.core.state import State
 from jaxpar.strategies.pipeline.executor.engine import PipelineEngine
 from jaxpar.strategies.pipeline.executor.packing import Packed
-from jaxpar.strategies.pipeline.executor.programs import StageInputs
+from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs
 from jaxpar.strategies.pipeline.lockstep import STASH_IN_PLACE
 from scripts.bench.pipeline_case import FAST, Case, Parts, nbytes, temporary_bytes
 

@@ -144,7 +144,7 @@ def make_problem(config: Any, case: Case, cluster: Cluster) -> Problem:
     else:
         shapes |= {"mask": (np.bool_, text), "labels": (np.int32, of_text), "weights": (np.float32, of_text)}
     batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (dtype, shape) in shapes.items()}
-    made = optimizer.make_optimizer(config, optimizer.build_schedule(config, STEPS))
+    made = optimizer.make_optimizer(config, optimizer.build_learning_rate(config, STEPS))
     model, task = models.build(config, info, cluster), tasks.find_task(config)
     return Problem(model, made, config.optimizer.accumulation_steps, batch, STEPS, task)
 

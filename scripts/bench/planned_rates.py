@@ -20,8 +20,8 @@ import numpy as np
 
 from jaxpar import cluster as clusters
 from jaxpar import strategies
-from jaxpar.choose.candidates import Candidate, UnrankedCandidate, state_ratios
-from jaxpar.choose.unranked import predicted
+from jaxpar.choose.asynchronous import predicted
+from jaxpar.choose.candidates import AsyncCandidate, Candidate, state_ratios
 from jaxpar.command_line import Parser, integer
 from jaxpar.errors import exit_code
 from jaxpar.strategies import Strategy
@@ -66,7 +66,7 @@ def main() -> None:
 def compare(model: str, rounds: int, only: str) -> list[float]:
     """Predict and measure the configs, print both, and return the relative errors of the times."""
     on_machine = measure_model(model, *MODELS[model], rounds)
-    candidates: dict[str, Candidate | UnrankedCandidate] = {}
+    candidates: dict[str, Candidate | AsyncCandidate] = {}
     running: dict[str, Running] = {}
     ratios = state_ratios(on_machine.space(("strategy=single",)).problem)
     for name, more in CONFIGS.items():
@@ -85,14 +85,13 @@ def compare(model: str, rounds: int, only: str) -> list[float]:
                 seconds[name].append(measured)
     measured_s = {name: statistics.median(values) for name, values in seconds.items()}
     predicted_s = {
-        name: one.seconds if isinstance(one, UnrankedCandidate) else one.costs.seconds
-        for name, one in candidates.items()
+        name: one.seconds if isinstance(one, AsyncCandidate) else one.costs.seconds for name, one in candidates.items()
     }
     for name, run in running.items():
         one, of_run = candidates[name], run.mean_staleness()
         times = f"predicted {predicted_s[name] * 1e3:7.1f} ms / measured {measured_s[name] * 1e3:7.1f} ms"
         ratio = f"{predicted_s[name] / measured_s[name]:.3f}"
-        if of_run is not None and isinstance(one, UnrankedCandidate):
+        if of_run is not None and isinstance(one, AsyncCandidate):
             ratio += f"; staleness {one.mean_staleness:.2f} / {of_run:.2f}"
         print(f"{model:14} {name:38} {times} = {ratio}", flush=True)
     return [abs(predicted_s[name] / measured_s[name] - 1) for name in running]

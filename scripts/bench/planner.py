@@ -25,7 +25,7 @@ from jaxpar.command_line import Parser, integer
 from jaxpar.core import mesh
 from jaxpar.data import DataInfo
 from jaxpar.errors import exit_code
-from jaxpar.memory import host_bytes
+from jaxpar.host_memory import host_bytes
 from scripts.bench.steps import make_problem, race
 
 DEVICES = 4

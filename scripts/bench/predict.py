@@ -25,8 +25,8 @@ from jaxpar.data.rows import Columns, read_files
 from jaxpar.errors import exit_code
 from jaxpar.measure.timing import seconds_in_turn
 from jaxpar.use.inference import inputs, outputs
+from jaxpar.use.inference.load import load_trained
 from jaxpar.use.inference.predictor import Predictor
-from jaxpar.use.inference.trained import load_trained
 
 
 def write_rows(path: Path, number: int) -> None:

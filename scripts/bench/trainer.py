@@ -22,7 +22,7 @@ from jaxpar.errors import exit_code
 from jaxpar.launch.signals import Interrupt
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build, metrics
-from jaxpar.run.start import Past
+from jaxpar.run.restore import Past
 from jaxpar.training import Loop
 from scripts.bench.steps import arguments_of
 

@@ -53,7 +53,7 @@ def make_problem(config: Any, cluster: Cluster, *, words: int = WORDS, length: i
     dtypes: dict[str, Any] = {"inputs": np.int32, "labels": np.int32, "weights": np.float32}
     batch = {name: jax.ShapeDtypeStruct((config.batch_size, length), dtype) for name, dtype in dtypes.items()}
     batch["index"] = jax.ShapeDtypeStruct((config.batch_size,), np.int32)
-    made = optimizer.make_optimizer(config, optimizer.build_schedule(config, NUM_STEPS))
+    made = optimizer.make_optimizer(config, optimizer.build_learning_rate(config, NUM_STEPS))
     model, task = models.build(config, info, cluster), tasks.find_task(config)
     return Problem(model, made, config.optimizer.accumulation_steps, batch, NUM_STEPS, task)
 

@@ -56,7 +56,7 @@ from jaxpar.core.state import nbytes
 from jaxpar.core.step import Problem
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
-from jaxpar.inspect import planning
+from jaxpar.inspect import candidates as planning
 from jaxpar.strategies.pipeline.tables.periodic import periodic_table
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table
 from jaxpar.strategies.pipeline.tables.simulate import Times, lockstep, simulate_table, steady_bubble_rate
@@ -279,7 +279,7 @@ def small_problem(config: ConfigDict, cluster: Cluster) -> Problem:
         "index": (np.int32, (256,)),
     }
     batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (dtype, shape) in dtypes.items()}
-    adamw = optimizer.make_optimizer(config, optimizer.build_schedule(config, 100))
+    adamw = optimizer.make_optimizer(config, optimizer.build_learning_rate(config, 100))
     return Problem(models.build(config, info, cluster), adamw, 1, batch, 100, tasks.find_task(config))
 
 

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from jaxpar import cluster, models
 from jaxpar.config import default_config, override
 from jaxpar.core import optimizer
-from jaxpar.core.addresses import addresses
+from jaxpar.core.leaf_paths import leaf_paths
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
 
@@ -36,17 +36,18 @@ def config_with(**values: object) -> ConfigDict:
     ],
 )
 def test_schedule(name: str, after: Callable[[float], float]) -> None:
-    schedule = optimizer.build_schedule(config_with(schedule=name, lr=2.0, warmup=0.1, final_lr=0.2), num_steps=200)
+    config = config_with(schedule=name, lr=2.0, warmup=0.1, final_lr=0.2)
+    learning_rate = optimizer.build_learning_rate(config, num_steps=200)
     for step in (0, 5, 10, 20, 21, 110, 199):
         expected = 2.0 * (step / 20 if step < 20 else after((step - 20) / 180))
-        assert float(schedule(step)) == pytest.approx(expected, rel=1e-5), step
+        assert float(learning_rate(step)) == pytest.approx(expected, rel=1e-5), step
 
 
 @pytest.mark.parametrize("name", optimizer.OPTIMIZERS)
 def test_decay_is_on_matrices_only(name: str) -> None:
     """With a gradient of zero, only weight decay moves a parameter."""
     config = config_with(name=name, lr=0.1, weight_decay=0.5, schedule="constant", warmup=0)
-    transform = optimizer.make_optimizer(config, optimizer.build_schedule(config, 10))
+    transform = optimizer.make_optimizer(config, optimizer.build_learning_rate(config, 10))
     params = {"block": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2), "scale": jnp.ones((2, 2))}}
     updates, _ = transform.update(jax.tree.map(jnp.zeros_like, params), transform.init(params), params)
     # The decay is scaled by the learning rate. LAMB scales each update to the norm of the weights.
@@ -59,7 +60,7 @@ def test_decay_is_on_matrices_only(name: str) -> None:
 def test_adamw_with_clipping_equals_numpy() -> None:
     """Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2."""
     config = config_with(lr=0.1, weight_decay=0.2, clip_norm=0.5, schedule="constant", warmup=0)
-    transform = optimizer.make_optimizer(config, optimizer.build_schedule(config, 10))
+    transform = optimizer.make_optimizer(config, optimizer.build_learning_rate(config, 10))
     rng = np.random.default_rng(0)
     w = rng.normal(size=(3, 2))
     params = {"layer": {"kernel": jnp.asarray(w, jnp.float32)}}
@@ -82,7 +83,7 @@ def test_muon_equals_numpy() -> None:
     """
     values = {"lr": 0.1, "weight_decay": 0.2, "clip_norm": 0.0, "momentum": 0.8, "schedule": "constant", "warmup": 0}
     config, adamw = config_with(name="muon", **values), config_with(name="adamw", **values)
-    transform, other = (optimizer.make_optimizer(c, optimizer.build_schedule(c, 10)) for c in (config, adamw))
+    transform, other = (optimizer.make_optimizer(c, optimizer.build_learning_rate(c, 10)) for c in (config, adamw))
     rng = np.random.default_rng(0)
     hidden = {"linear": (3, 5), "wide": (3, 2, 2, 20), "tall": (3, 3, 2, 4)}
     shapes: dict[str, Any] = {name: {"kernel": shape, "bias": shape[-1:]} for name, shape in hidden.items()}
@@ -119,7 +120,7 @@ def test_muon_equals_numpy() -> None:
 def test_muon_updates_hidden_kernels_alone(model: str) -> None:
     """AdamW updates embeddings, input and output layers, biases and gains (Jordan et al., 2024).
 
-    The same holds for the marked layer names that `addresses` uses for pipelines.
+    The same holds for the marked layer names that `leaf_paths` uses for pipelines.
     """
     config = default_config()
     info = DataInfo("image", (32, 32, 3), 5, tuple("abcde"), 0, 0)
@@ -128,8 +129,8 @@ def test_muon_updates_hidden_kernels_alone(model: str) -> None:
     config.model.name, config.optimizer.name = model, "muon"
     config.model.size = "18" if model == "resnet" else "tiny"
     shapes = models.build(config, info, cluster.named_cluster("cpu", 1)).shapes
-    transform = optimizer.make_optimizer(config, optimizer.build_schedule(config, 10))
-    found = {address for address in addresses(transform.init, shapes) if "['muon']" in address.path}
+    transform = optimizer.make_optimizer(config, optimizer.build_learning_rate(config, 10))
+    found = {leaf for leaf in leaf_paths(transform.init, shapes) if "['muon']" in leaf.path}
     layers = [layer for layer in shapes if layer.startswith("block_")]
     block = ["['linear']"] if model == "mlp" else [*ATTENTION, "['mlp']['up']", "['mlp']['down']"]
     expected = {(layer, f"{kernel}['kernel']") for layer in layers for kernel in block}
@@ -137,8 +138,8 @@ def test_muon_updates_hidden_kernels_alone(model: str) -> None:
     if model == "resnet":
         expected = {(layer, f"['convs'][{i}]['kernel']") for layer in layers for i in (0, 1)}
         expected |= {(f"block_{i}", "['projection']['kernel']") for i in (2, 4, 6)}
-    moments = [address for address in found if ".mu[]" in address.path]
-    assert {(address.layer, address.path.split("[]")[1]) for address in moments} == expected
+    moments = [leaf for leaf in found if ".mu[]" in leaf.path]
+    assert {(leaf.layer, leaf.path.split("[]")[1]) for leaf in moments} == expected
 
 
 @pytest.mark.parametrize(
@@ -177,6 +178,6 @@ def test_an_infinite_norm_clips_nothing_as_0_does() -> None:
     for clip_norm in (0.0, math.inf):
         config = config_with(name="sgd", clip_norm=clip_norm)
         optimizer.check_optimizer(config)
-        transform = optimizer.make_optimizer(config, optimizer.build_schedule(config, 10))
+        transform = optimizer.make_optimizer(config, optimizer.build_learning_rate(config, 10))
         updates.append(transform.update(grads, transform.init(grads), grads)[0])
     assert jax.tree.all(jax.tree.map(jnp.array_equal, *updates))

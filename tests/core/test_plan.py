@@ -69,7 +69,7 @@ for name, overrides in json.loads(sys.argv[1]).items():
     config.override(c, [f"--config.{{override}}" for override in given])
     one_process = c.strategy in ("single", "async_data_parallel", "swarm") or c.exchange == "dp" or "pmap" in name
     on = cluster.named_cluster("H100", {num_devices}) if one_process else target
-    rule = optimizer.make_optimizer(c, optimizer.build_schedule(c, NUM_STEPS))
+    rule = optimizer.make_optimizer(c, optimizer.build_learning_rate(c, NUM_STEPS))
     task = tasks.find_task(c)
     problem = Problem(models.build(c, info, on), rule, c.optimizer.accumulation_steps, batch, NUM_STEPS, task)
     plan = strategies.plan(c, problem, on)

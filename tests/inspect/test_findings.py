@@ -11,9 +11,9 @@ from jaxpar.config import default_config
 from jaxpar.inspect import findings
 from jaxpar.inspect.audit_report import describe_program, format_findings, format_program, format_programs
 from jaxpar.inspect.findings import Finding, Kind
-from jaxpar.inspect.schedule import schedule_of
+from jaxpar.inspect.overlap import summarize
 from jaxpar.inspect.step_time import NOTHING, predict
-from tests.inspect.test_schedule import TEXT, program
+from tests.inspect.test_overlap import TEXT, program
 from tests.inspect.test_step_time import cluster
 
 GROUPS = ", replica_groups=[1,8]<=[8]"
@@ -31,7 +31,7 @@ def find(text: str, dtype: str = "bfloat16", flops: float = PRODUCTS / 1.2, **ex
     compiled, gpus = program(text), cluster(num_processes=1)
     reasons: Mapping[Any, str] = expected
     return findings.find(
-        [schedule_of(compiled)], [predict([compiled], gpus)], gpus, reasons, dtype=dtype, model_flops=flops
+        [summarize(compiled)], [predict([compiled], gpus)], gpus, reasons, dtype=dtype, model_flops=flops
     )
 
 
@@ -92,14 +92,14 @@ def test_expectations() -> None:
 
 def test_format_program() -> None:
     compiled, gpus = program(ALL), cluster(num_processes=1)
-    text = "\n".join(format_program(describe_program(schedule_of(compiled), predict([compiled], gpus))))
+    text = "\n".join(format_program(describe_program(summarize(compiled), predict([compiled], gpus))))
     [reduced] = [line.split() for line in text.splitlines() if line.startswith("all-reduce") and " 5.00 " in line]
     assert reduced[1:6] == ["float32", "4,194,304", "5.00", "0", "0"]
     assert float(reduced[6]) == float(reduced[7]) > 0  # ms in five iterations, all exposed
     assert "matrix products: 15 of bfloat16, 1 of float32; attention kernels: none" in text
     assert "    of float32: jit(step)/branch" in text
     assert text.endswith("copies of 1 MiB or more in loops: 10 (41.9 MB); the host waits for the GPU: once")
-    unknown = format_program(describe_program(schedule_of(compiled), NOTHING))
+    unknown = format_program(describe_program(summarize(compiled), NOTHING))
     assert all(line.split()[-1] == "0" for line in unknown if line.startswith("all-reduce"))  # without times
 
 
@@ -115,7 +115,7 @@ def test_many_small_collectives() -> None:
         compiled = program(f"{before}{sends}{kernel.format(size)}}}\n")
         gpus = cluster(num_processes=1)
         return findings.find(
-            [schedule_of(compiled)], [predict([compiled], gpus)], gpus, {}, dtype="float32", model_flops=1
+            [summarize(compiled)], [predict([compiled], gpus)], gpus, {}, dtype="float32", model_flops=1
         )
 
     assert of(1000) == [Finding("exposed", "the GPU waits 0.032 ms for 4 collective-permutes")]
@@ -125,7 +125,7 @@ def test_many_small_collectives() -> None:
 def test_copies_without_a_known_rate() -> None:
     """On GPUs of an unknown kind, all copies in loops are findings, without a time."""
     gpus = cluster(num_processes=1, memory_bandwidth=None)
-    found = findings.find([schedule_of(program(ALL))], [NOTHING], gpus, {}, dtype="float32", model_flops=PRODUCTS)
+    found = findings.find([summarize(program(ALL))], [NOTHING], gpus, {}, dtype="float32", model_flops=PRODUCTS)
     assert [one.text for one in found if one.kind == "copies"] == [
         "10 copies of large arrays in loops, of 41.9 MB",
     ]
@@ -133,7 +133,7 @@ def test_copies_without_a_known_rate() -> None:
 
 def test_several_programs() -> None:
     """Equal programs are printed once. Without knowing when each one runs, there are no totals."""
-    row = describe_program(schedule_of(program(ALL)), NOTHING)
+    row = describe_program(summarize(program(ALL)), NOTHING)
     assert row["name"] == "jit_step"
     other, alone = row | {"name": "jit_update"}, [line for line in format_programs([row | {"devices": [0, 1]}]) if line]
     assert alone == format_program(row)

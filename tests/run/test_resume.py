@@ -19,7 +19,7 @@ from jaxpar.errors import UserError
 from jaxpar.files import FILES, FOLDERS
 from jaxpar.run import evaluate, resume
 from jaxpar.run.build import Run
-from jaxpar.run.start import check_continued, saved_private_key
+from jaxpar.run.restore import check_continued, saved_private_key
 from jaxpar.run.workdir import check_paths
 from tests.runs import small_arguments, small_config
 from tests.selection import slow

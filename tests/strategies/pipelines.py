@@ -146,7 +146,7 @@ def make_problem(config: ConfigDict, task: Task) -> Problem:
         strategies.decide(until_chosen(config, cluster.find_cluster()), cluster.find_cluster())
         info = info if task.task == "classification" else info._replace(num_classes=0)
         model = models.build(config, info, cluster.find_cluster())
-    rule = optimizer.make_optimizer(config, optimizer.build_schedule(config, NUM_STEPS))
+    rule = optimizer.make_optimizer(config, optimizer.build_learning_rate(config, NUM_STEPS))
     return Problem(
         model,
         rule,

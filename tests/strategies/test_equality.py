@@ -84,7 +84,7 @@ def outcome(variant: str, optimizer_name: str) -> Outcome:
     override(config, [f"--config.optimizer.lr={LEARNING_RATES[optimizer_name]}", *VARIANTS[variant]])
     override(config, [f"--config.batch_size={BATCH}", f"--config.data.max_length={LENGTH}"])
     strategies.decide(config, cluster.find_cluster())
-    schedule = optimizer.build_schedule(config, NUM_STEPS)
+    schedule = optimizer.build_learning_rate(config, NUM_STEPS)
     problem = Problem(
         models.build(config, INFO, cluster.find_cluster()),
         optimizer.make_optimizer(config, schedule),

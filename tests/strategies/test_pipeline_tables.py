@@ -13,7 +13,7 @@ from jaxpar.strategies.pipeline import lockstep
 from jaxpar.strategies.pipeline.details import PipelineDetails
 from jaxpar.strategies.pipeline.executor import engine
 from jaxpar.strategies.pipeline.executor.lowering import lower_table
-from jaxpar.strategies.pipeline.executor.programs import StagePrograms
+from jaxpar.strategies.pipeline.executor.stage_programs import StagePrograms
 from jaxpar.strategies.pipeline.schedules import configured_table
 from jaxpar.strategies.pipeline.tables.schedule import make_table
 from jaxpar.strategies.pipeline.tables.simulate import Times

@@ -22,16 +22,16 @@ from jaxpar.inspect import audit
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.swarm import live_options
 from jaxpar.strategies.swarm import run as run_module
+from jaxpar.strategies.swarm.availability import JOIN, LEAVE, PeerEvent, SwarmPeer
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
 from jaxpar.strategies.swarm.executor import EmulatedStep, SwarmExecutor
 from jaxpar.strategies.swarm.failures import RandomTrace, events_before
-from jaxpar.strategies.swarm.ledger import BACKWARD_PASS, COUNTED, FORWARD_PASS, LOST, REPEATED
-from jaxpar.strategies.swarm.programs import SwarmPrograms
+from jaxpar.strategies.swarm.progress import BACKWARD_PASS, COUNTED, FORWARD_PASS, LOST, REPEATED
 from jaxpar.strategies.swarm.record import FAILURE, RECEIVE, SwarmAction, SwarmRun
 from jaxpar.strategies.swarm.run import run_swarm
 from jaxpar.strategies.swarm.scenario import RunActions, read_scenario
+from jaxpar.strategies.swarm.stage_passes import SwarmPrograms
 from jaxpar.strategies.swarm.strategy import SwarmDetails
-from jaxpar.strategies.swarm.trace import JOIN, LEAVE, PeerEvent, SwarmPeer
 from jaxpar.tasks.classification import TASK
 from tests.strategies.pipelines import (
     NUM_MICROBATCHES,

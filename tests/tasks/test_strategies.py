@@ -64,7 +64,7 @@ def outcome(task: str, variant: str) -> tuple[list[Any], Any, dict[str, np.ndarr
     override(config, [f"--config.task={task}", f"--config.strategy={variant.split(',')[0]}"])
     override(config, ["--config.data.target_columns=('a','b')", f"--config.batch_size={BATCH}"])
     override(config, VARIANTS.get(variant, []))
-    rule = optimizer.make_optimizer(config, optimizer.build_schedule(config, NUM_STEPS))
+    rule = optimizer.make_optimizer(config, optimizer.build_learning_rate(config, NUM_STEPS))
     batch = abstract(make_batch(task, 0))
     problem = Problem(
         models.build(config, INFO[task], find_cluster()), rule, 1, batch, NUM_STEPS, tasks.find_task(config)

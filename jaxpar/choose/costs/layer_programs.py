@@ -12,7 +12,7 @@ from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.core.state import nbytes
 from jaxpar.core.step import Problem, abstract
 from jaxpar.measure.timing import seconds_in_turn
-from jaxpar.strategies.pipeline.executor.programs import StageInputs, StageProgram, StagePrograms, trace_stage
+from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs, StageProgram, StagePrograms, trace_stage
 from jaxpar.strategies.pipeline.executor.stages import Stages
 from jaxpar.strategies.pipeline.tables.table import loop_stages
 

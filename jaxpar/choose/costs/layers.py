@@ -21,7 +21,7 @@ from jaxpar.layout import Fetch
 from jaxpar.measure.operations import PASS, Operation, operations
 from jaxpar.measure.residuals import Residuals, residuals
 from jaxpar.models.model import Model
-from jaxpar.strategies.pipeline.executor.programs import StageProgram
+from jaxpar.strategies.pipeline.executor.stage_programs import StageProgram
 from jaxpar.tasks import Task
 
 KINDS_OF_REMAT = ("none", "dots", "full")

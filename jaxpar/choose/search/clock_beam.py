@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.choose.search.fill import SearchProblem
+from jaxpar.choose.search.insert_w import SearchProblem
 from jaxpar.strategies.pipeline.tables.table import ACTION, BW, B, F, Table, W, with_slots
 
 SETS = np.array(list(itertools.product((0, 1), repeat=3)))  # the sets of F, B and W: [set, F or B or W]

@@ -6,7 +6,7 @@ table in lockstep, unlike the schedules that search.py finds for devices that wa
 """
 
 from jaxpar.choose.search.clock_beam import ClockBeam, SearchEstimate, sets_of_actions, table_of_sets
-from jaxpar.choose.search.fill import SearchProblem
+from jaxpar.choose.search.insert_w import SearchProblem
 from jaxpar.choose.search.search import SearchResult, filled, make_search_problem, named_schedules
 from jaxpar.strategies.pipeline.tables.simulate import Time, Times, lockstep
 from jaxpar.strategies.pipeline.tables.table import BW, Action, B, F, Table, W, loop_stages, place_actions, with_slots

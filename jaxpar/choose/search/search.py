@@ -7,7 +7,7 @@
 3. Improve it: move actions on a critical path ahead of actions that they do not depend on.
 
 The reference is the automatic scheduler of Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 3. Its rules
-for W are among the rules in fill.py.
+for W are among the rules in insert_w.py.
 """
 
 import itertools
@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.choose.search.fill import RULES, Filling, Orders, SearchProblem, Skeleton
-from jaxpar.choose.search.improve import improve
+from jaxpar.choose.search.insert_w import RULES, Orders, SearchProblem, Skeleton, WeightGradients
+from jaxpar.choose.search.local_search import improve
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle
 from jaxpar.strategies.pipeline.tables.simulate import Time, Times, simulate_table
 from jaxpar.strategies.pipeline.tables.table import Action, B, F, Table, W, loop_stages, place_actions, v_stages
@@ -113,12 +113,12 @@ def named_schedules(problem: SearchProblem) -> Iterator[SearchResult]:
 
 def filled(problem: SearchProblem) -> SearchResult:
     """Return the result of steps 1 and 2: the best of all skeletons, each filled with W by every rule."""
-    best: Filling | None = None
+    best: WeightGradients | None = None
     for skeleton in _skeletons(problem):
         for rule in RULES:
-            filling = Filling(problem, skeleton, rule)
-            if filling.run() and (best is None or filling.costs() < best.costs()):
-                best = filling
+            found = WeightGradients(problem, skeleton, rule)
+            if found.run() and (best is None or found.costs() < best.costs()):
+                best = found
     assert best is not None, "one microbatch at a time fits any limit"
     stages = best.skeleton.stages
     return SearchResult(

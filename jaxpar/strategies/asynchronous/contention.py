@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.strategies.asynchronous.places import Places
+from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers
 from jaxpar.strategies.asynchronous.simulate import TableColumns, WorkerTimes, make_update_table
 from jaxpar.strategies.asynchronous.table import UpdateTable
 
@@ -51,7 +51,7 @@ class _Turn(NamedTuple):
 
 
 def simulate_contention(
-    places: Places,
+    numbers: DeviceNumbers,
     times: ServerTimes,
     num_gradients: int,
     *,
@@ -61,34 +61,36 @@ def simulate_contention(
     """Return the first rows of the table of async, or of ssp if `bound` is finite.
 
     Args:
-      places: devices of the workers and the server.
+      numbers: devices of the workers and the server.
       times: the times of a gradient.
       num_gradients: number of rows.
       bound: how many iterations a worker may be ahead of the slowest.
       crowding: how many times as long everything takes if this many things happen at the same time.
     """
-    run = _Contention(places, times, bound, crowding)
+    run = _Contention(numbers, times, bound, crowding)
     while len(run.rows) < num_gradients:
         run.advance()
     worker, read, start, finish = map(np.array, zip(*run.rows, strict=True))
     columns: TableColumns = worker, read, np.arange(len(run.rows)), start, finish
-    return make_update_table(places.num_workers, num_gradients, columns)
+    return make_update_table(numbers.num_workers, num_gradients, columns)
 
 
 class _Contention:
     """Event simulation. All that happens progresses at the same rate, so `work` orders it by the work done so far."""
 
-    def __init__(self, places: Places, times: ServerTimes, bound: float, crowding: Callable[[int], float]) -> None:
-        self.places, self.times, self.bound, self.crowding = places, times, bound, crowding
+    def __init__(
+        self, numbers: DeviceNumbers, times: ServerTimes, bound: float, crowding: Callable[[int], float]
+    ) -> None:
+        self.numbers, self.times, self.bound, self.crowding = numbers, times, bound, crowding
         self.rows: list[tuple[int, int, float, float]] = []  # worker, read, start, finish
         self.now, self.done_work = 0.0, 0.0  # seconds, and seconds of an uncrowded machine
         self.work: list[tuple[float, int, str]] = []  # heap of: done_work at its end, worker, what it occupies
         self.waits: list[tuple[float, int]] = []  # heap of: time of its end, worker
         self.queues: dict[str, deque[tuple[int, float]]] = {}  # of all that is occupied: worker, seconds
-        self.completed = [0] * places.num_workers
+        self.completed = [0] * numbers.num_workers
         self.ahead: list[int] = []  # workers that the bound stops
-        self.turns = [self.gradients(worker) for worker in range(places.num_workers)]
-        for worker in range(places.num_workers):
+        self.turns = [self.gradients(worker) for worker in range(numbers.num_workers)]
+        for worker in range(numbers.num_workers):
             self.proceed(worker)
 
     def advance(self) -> None:
@@ -130,8 +132,8 @@ class _Contention:
 
     def gradients(self, worker: int) -> Iterator[_Turn]:
         """Yield the turns of a worker, and add a row for each gradient."""
-        times, device = self.times, self.places.of_worker(worker)
-        is_remote = device != self.places.server
+        times, device = self.times, self.numbers.of_worker(worker)
+        is_remote = device != self.numbers.server
         while True:
             version, start = len(self.rows), self.now
             if is_remote:
@@ -141,7 +143,7 @@ class _Contention:
             yield _Turn((times.slowdowns[worker] - 1) * (self.now - computing))
             if is_remote:
                 yield _Turn(times.push, IN)
-            yield _Turn(times.update, f"device {self.places.server}")
+            yield _Turn(times.update, f"device {self.numbers.server}")
             self.rows.append((worker, version, start, self.now))
             self.completed[worker] += 1
             self.ahead.append(worker)

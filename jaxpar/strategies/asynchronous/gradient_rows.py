@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.strategies.asynchronous.places import Places
+from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers
 from jaxpar.strategies.asynchronous.table import UpdateTable
 
 
@@ -72,29 +72,29 @@ def batches_in_flight(table: UpdateTable, step: int) -> int:
     return step - int(late.min()) // table.num_workers if len(late) else 0
 
 
-def last_uses(table: UpdateTable, places: Places) -> dict[tuple[int, int], int]:
+def last_uses(table: UpdateTable, numbers: DeviceNumbers) -> dict[tuple[int, int], int]:
     """Return {(version, device number): the last update that applies a gradient of that version from that device}."""
-    devices = np.take(places.of_workers, table.worker)
+    devices = np.take(numbers.of_workers, table.worker)
     uses = zip(table.read.tolist(), devices.tolist(), table.update.tolist(), strict=True)
     return {(read, device): update for read, device, update in uses}
 
 
-def history_peaks(table: UpdateTable, places: Places) -> list[int]:
+def history_peaks(table: UpdateTable, numbers: DeviceNumbers) -> list[int]:
     """Return for each device the peak number of older versions stashed there."""
-    change = np.zeros((places.num_devices, table.num_updates + 2), int)
-    for (version, device), last in last_uses(table, places).items():
+    change = np.zeros((numbers.num_devices, table.num_updates + 2), int)
+    for (version, device), last in last_uses(table, numbers).items():
         if last > version:
             change[device, version + 1] += 1
             change[device, last + 1] -= 1
     return [int(peak) for peak in change.cumsum(axis=1).max(axis=1)]
 
 
-def averaging_peaks(table: UpdateTable, places: Places) -> list[int]:
+def averaging_peaks(table: UpdateTable, numbers: DeviceNumbers) -> list[int]:
     """Return for each device the peak number of averagings of model_average that its workers have not applied yet."""
     ends = np.flatnonzero(np.diff(table.update, append=-1))  # the rows after which an averaging begins
     num_rows = len(table.update)
-    change = np.zeros((places.num_devices, num_rows + 2), int)
-    for worker, device in enumerate(places.of_workers):
+    change = np.zeros((numbers.num_devices, num_rows + 2), int)
+    for worker, device in enumerate(numbers.of_workers):
         rows = np.append(np.flatnonzero(table.worker == worker), num_rows + 1)  # the end: never applied
         taken = rows[np.searchsorted(table.read[rows[:-1]], np.arange(len(ends)), side="right")]
         np.add.at(change[device], ends + 1, 1)

@@ -20,20 +20,20 @@ from jaxpar import layout
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.state import State
 from jaxpar.layout import Layout, Tree
+from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers
 from jaxpar.strategies.asynchronous.gradient_rows import averaging_peaks, history_peaks, is_grouped
 from jaxpar.strategies.asynchronous.mitigations import Mitigations
-from jaxpar.strategies.asynchronous.places import Places
 from jaxpar.strategies.asynchronous.table import UpdateTable
 
 
-def layouts_on_server(like: State, places: Places) -> dict[str, Layout]:
+def layouts_on_server(like: State, numbers: DeviceNumbers) -> dict[str, Layout]:
     """Return the layouts of the canonical state on the server's device, from which a run starts. like: abstract."""
-    axes = _axes(places)
-    return {part: layout.on_one(axes, tree, DATA, places.server) for part, tree in like._asdict().items()}
+    axes = _axes(numbers)
+    return {part: layout.on_one(axes, tree, DATA, numbers.server) for part, tree in like._asdict().items()}
 
 
 def server_layouts(
-    like: State, mitigations: Mitigations, updates: UpdateTable | None, places: Places
+    like: State, mitigations: Mitigations, updates: UpdateTable | None, numbers: DeviceNumbers
 ) -> dict[str, Layout]:
     """Return the layouts of workers and a server.
 
@@ -41,19 +41,19 @@ def server_layouts(
       like: the state, abstract.
       mitigations: against staleness.
       updates: the table; None: workers are live, and each may have read a different version.
-      places: device numbers of workers and server.
+      numbers: device numbers of workers and server.
     """
-    axes = _axes(places)
-    on_server = partial(layout.on_one, axes, axis=DATA, number=places.server)
-    others = [device for device in range(places.num_devices) if device != places.server]
+    axes = _axes(numbers)
+    on_server = partial(layout.on_one, axes, axis=DATA, number=numbers.server)
+    others = [device for device in range(numbers.num_devices) if device != numbers.server]
     if updates is None:
-        history = [places.of_workers.count(device) for device in range(axes[DATA])]
-        history[places.server] = places.num_workers
+        history = [numbers.of_workers.count(device) for device in range(axes[DATA])]
+        history[numbers.server] = numbers.num_workers
     else:
-        history = history_peaks(updates, places)
+        history = history_peaks(updates, numbers)
     has_waiting = updates is not None and is_grouped(updates)
     return {
-        **layouts_on_server(like, places),
+        **layouts_on_server(like, numbers),
         "copies": layout.on_some(axes, like.params, DATA, others),
         "history": _at_their_most(axes, like.params, history),
         "waiting": on_server(like.params if has_waiting else ()),
@@ -65,7 +65,7 @@ def local_layouts(
     like: State,
     mitigations: Mitigations,
     updates: UpdateTable,
-    places: Places,
+    numbers: DeviceNumbers,
     *,
     outer: optax.GradientTransformation | None,
     waits: bool,
@@ -76,18 +76,18 @@ def local_layouts(
       like: the state, abstract.
       mitigations: against staleness.
       updates: the table.
-      places: device numbers of the workers and of the state that they share.
+      numbers: device numbers of the workers and of the state that they share.
       outer: the outer optimizer of diloco; None for other policies.
       waits: whether workers wait for each other when they synchronize: true for all policies except model_average.
     """
-    axes = _axes(places)
-    on_server = partial(layout.on_one, axes, axis=DATA, number=places.server)
+    axes = _axes(numbers)
+    on_server = partial(layout.on_one, axes, axis=DATA, number=numbers.server)
 
     def by_worker(tree: Tree) -> Layout:
-        return layout.join(tuple(layout.on_one(axes, tree, DATA, device) for device in places.of_workers))
+        return layout.join(tuple(layout.on_one(axes, tree, DATA, device) for device in numbers.of_workers))
 
     outer_state = () if outer is None else (like.params, jax.eval_shape(outer.init, like.params))
-    averages = [] if waits else averaging_peaks(updates, places)
+    averages = [] if waits else averaging_peaks(updates, numbers)
     return {
         "step": on_server(like.step),
         "key": on_server(like.key),
@@ -99,9 +99,9 @@ def local_layouts(
     }
 
 
-def _axes(places: Places) -> dict[str, int]:
+def _axes(numbers: DeviceNumbers) -> dict[str, int]:
     """Return the mesh axes over the workers' devices, and the server's device if it is a separate one."""
-    return {DATA: max(places.num_devices, places.server + 1), STAGE: 1}
+    return {DATA: max(numbers.num_devices, numbers.server + 1), STAGE: 1}
 
 
 def _at_their_most(axes: dict[str, int], like: Tree, counts: Sequence[int]) -> Layout:

@@ -26,9 +26,9 @@ from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem
 from jaxpar.layout import Tree
 from jaxpar.models.model import Params
+from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers
 from jaxpar.strategies.asynchronous.gradient_rows import rows_by_step
 from jaxpar.strategies.asynchronous.mitigations import Mitigations
-from jaxpar.strategies.asynchronous.places import Places
 from jaxpar.strategies.asynchronous.programs import (
     FIRST_STEP,
     Arrival,
@@ -73,7 +73,7 @@ class LocalEngine:
         problem: Problem,
         mitigations: Mitigations,
         table: UpdateTable,
-        places: Places,
+        numbers: DeviceNumbers,
         devices: Sequence[jax.Device],
         *,
         outer: optax.GradientTransformation | None = None,
@@ -84,8 +84,8 @@ class LocalEngine:
         outer: the outer optimizer of diloco; waits: whether workers wait for each other when they synchronize.
         """
         self._num_workers, self._waits, self._outer = table.num_workers, waits, outer
-        self._table, self._rows, self._worker_devices = table, rows_by_step(table), devices
-        self._devices = [devices[number] for number in places.of_workers]
+        self._table, self._rows, self._device_numbers = table, rows_by_step(table), devices
+        self._devices = [devices[number] for number in numbers.of_workers]
         self._programs = Programs(problem, mitigations, table.num_workers)
         self._mean = jax.jit(lambda trees: jax.tree.map(lambda *leaves: _mean(leaves), *trees))
         self._total = jax.jit(add_up_totals)
@@ -161,7 +161,7 @@ class LocalEngine:
 
     def lower(self, like: State) -> list[jax.stages.Lowered]:
         """See `UpdateEngine`. Weights are updated on every device."""
-        return self._programs.lower(like, self._worker_devices, self._worker_devices, is_grouped=False)
+        return self._programs.lower(like, self._device_numbers, self._device_numbers, is_grouped=False)
 
     def _average(
         self, number: int, params: Sequence[Params], averages: Mapping[tuple[int, int], Params]

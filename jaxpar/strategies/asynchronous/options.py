@@ -318,12 +318,12 @@ def build_mitigations(config: ConfigDict, problem: Problem, updates: UpdateTable
 
 
 def _corrected(config: ConfigDict, num_steps: int, mean_staleness: float) -> optax.GradientTransformationExtraArgs:
-    schedule = optimizer.build_schedule(config, num_steps)
+    learning_rate = optimizer.build_learning_rate(config, num_steps)
 
     def with_momenta(**momenta: float) -> optax.GradientTransformationExtraArgs:
         copy = config.copy_and_resolve_references()
         copy.optimizer.update(momenta)
-        return optimizer.make_optimizer(copy, schedule)
+        return optimizer.make_optimizer(copy, learning_rate)
 
     momenta = {key: config.optimizer[key] for key in optimizer.OPTIMIZERS[config.optimizer.name].momentum}
     return mitigations.corrected_momentum(with_momenta, momenta, mean_staleness)

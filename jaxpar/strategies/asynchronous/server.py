@@ -15,8 +15,8 @@ from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem
 from jaxpar.layout import Tree
 from jaxpar.models.model import Params
+from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers
 from jaxpar.strategies.asynchronous.mitigations import Mitigations
-from jaxpar.strategies.asynchronous.places import Places
 from jaxpar.strategies.asynchronous.programs import Arrival, Programs, Server, leaves, with_leaves
 from jaxpar.strategies.asynchronous.table import UpdateTable
 from jaxpar.strategies.asynchronous.transport import BeginTransport, Delivery, InFlight, Transport, Workers
@@ -48,19 +48,19 @@ class ServerEngine:
         self,
         problem: Problem,
         mitigations: Mitigations,
-        places: Places,
+        numbers: DeviceNumbers,
         devices: Sequence[jax.Device],
         at: jax.Device,
         begin: BeginTransport,
         *,
         is_grouped: bool,
     ):
-        """Take places and devices of the workers, and `at`, the server's device, which may be one of them.
+        """Take numbers and devices of the workers, and `at`, the server's device, which may be one of them.
 
         is_grouped: whether an update has several gradients.
         """
-        self._problem, self._places, self._devices, self._at, self._begin = problem, places, devices, at, begin
-        self._programs, self._is_grouped = Programs(problem, mitigations, places.num_workers), is_grouped
+        self._problem, self._numbers, self._devices, self._at, self._begin = problem, numbers, devices, at, begin
+        self._programs, self._is_grouped = Programs(problem, mitigations, numbers.num_workers), is_grouped
         self._run: ServerRun | None = None
 
     def start(self, state: State, private: Canonical | None = None) -> ServerRun:
@@ -70,7 +70,7 @@ class ServerEngine:
             self._run = None  # before the new run takes memory
         optimizer = jax.device_put(state.optimizer, self._at, may_alias=False)  # steps donate this copy
         server = self._programs.server(state.params, optimizer, self._at, is_grouped=self._is_grouped)
-        workers = Workers(self._programs, self._places, self._devices, self._at, state.key)
+        workers = Workers(self._programs, self._numbers, self._devices, self._at, state.key)
         run = ServerRun(int(state.step), state.key, state.params, server, self._begin(workers, state))
         if private is not None:
             weights, waiting, mitigations = with_leaves(_arrays(run), private)

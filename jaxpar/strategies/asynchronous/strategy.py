@@ -35,13 +35,13 @@ from jaxpar.layout import Layout
 from jaxpar.models.model import Model
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.asynchronous import options, table
+from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers
 from jaxpar.strategies.asynchronous.engine import UpdateEngine
 from jaxpar.strategies.asynchronous.gradient_rows import batches_in_flight, is_grouped, needs_earlier_batches
 from jaxpar.strategies.asynchronous.layouts import layouts_on_server, local_layouts, server_layouts
 from jaxpar.strategies.asynchronous.local import LocalEngine
 from jaxpar.strategies.asynchronous.mitigations import Mitigations
 from jaxpar.strategies.asynchronous.options import UpdateSource
-from jaxpar.strategies.asynchronous.places import Places
 from jaxpar.strategies.asynchronous.server import ServerEngine
 from jaxpar.strategies.asynchronous.table import UpdateTable, staleness_summary
 from jaxpar.strategies.asynchronous.threads import Threads
@@ -80,14 +80,14 @@ class AsyncDetails:
       updates: the update table; None for a live run.
       mitigations: mitigations of staleness.
       optimizer: the optimizer of the problem, possibly modified by a mitigation.
-      places: the devices of the workers and the server.
+      numbers: the devices of the workers and the server.
     """
 
     config: ConfigDict
     updates: UpdateTable | None
     mitigations: Mitigations
     optimizer: optax.GradientTransformationExtraArgs
-    places: Places
+    numbers: DeviceNumbers
 
 
 def plan(
@@ -101,18 +101,18 @@ def plan(
     is_live = config.asynchronous.mode == "live"
     updates = None if is_live else options.build_table(config, decision.source, shapes.num_steps)
     has_device = meshes.sizes(config, cluster)[DATA] > num_devices and not is_local(config)
-    places = Places(num_workers, num_devices, server=num_devices if has_device else 0)
+    numbers = DeviceNumbers(num_workers, num_devices, server=num_devices if has_device else 0)
     problem, mitigations = options.build_mitigations(config, shapes, updates)
     like = states.abstract_state(problem.model, problem.optimizer)
-    layouts = plan_layouts(config, like, mitigations, updates, places)
-    sent = trees_sent(updates, mitigations, places, local=is_local(config))
+    layouts = plan_layouts(config, like, mitigations, updates, numbers)
+    sent = trees_sent(updates, mitigations, numbers, local=is_local(config))
     nbytes_sent, messages = round(sent * nbytes(like.params)), sent * len(jax.tree.leaves(like.params))
     return Plan(
         "async_data_parallel",
         decision,
         summarize_updates(config, updates, has_device),
         layouts,
-        AsyncDetails(config.copy_and_resolve_references(), updates, mitigations, problem.optimizer, places),
+        AsyncDetails(config.copy_and_resolve_references(), updates, mitigations, problem.optimizer, numbers),
         state_memory(layouts),
         (Traffic("copy", "float32", DATA, nbytes_sent, messages),) if sent else (),
         private_key=async_private_key(config, updates),
@@ -124,13 +124,13 @@ def plan(
 
 
 def plan_layouts(
-    config: ConfigDict, like: State, mitigations: Mitigations, updates: UpdateTable | None, places: Places
+    config: ConfigDict, like: State, mitigations: Mitigations, updates: UpdateTable | None, numbers: DeviceNumbers
 ) -> dict[str, Layout]:
     """Return the layouts of the arrays. like: shapes of the state; updates: None if live."""
     if updates is None or not is_local(config):
-        return server_layouts(like, mitigations, updates, places)
+        return server_layouts(like, mitigations, updates, numbers)
     outer, waits = outer_optimizer(config), workers_wait(config)
-    return local_layouts(like, mitigations, updates, places, outer=outer, waits=waits)
+    return local_layouts(like, mitigations, updates, numbers, outer=outer, waits=waits)
 
 
 def async_private_key(config: ConfigDict, updates: UpdateTable | None) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Devi
     config, updates = details.config, details.updates
     problem = problem._replace(optimizer=details.optimizer)
     like = states.abstract_state(problem.model, problem.optimizer)
-    initial = layouts_on_server(like, details.places)
+    initial = layouts_on_server(like, details.numbers)
     placed = PlacedState(problem, initial, meshes.make_mesh(initial["key"].axes, devices))
     [at] = placed.shardings.key.device_set
     mesh = meshes.make_mesh(plan.axes, devices)
@@ -203,20 +203,20 @@ def build_engine(
     details: AsyncDetails, problem: Problem, devices: Sequence[jax.Device], at: jax.Device
 ) -> UpdateEngine[Any]:
     """Build the engine that runs the table, or records one. devices: of the workers; at: device of the server."""
-    config, updates, mitigations, places = details.config, details.updates, details.mitigations, details.places
+    config, updates, mitigations, numbers = details.config, details.updates, details.mitigations, details.numbers
     if updates is not None and is_local(config):
         outer, waits = outer_optimizer(config), workers_wait(config)
-        return LocalEngine(problem, mitigations, updates, places, devices, outer=outer, waits=waits)
+        return LocalEngine(problem, mitigations, updates, numbers, devices, outer=outer, waits=waits)
     begin: BeginTransport
     if updates is None:
         bound = options.policy_settings(config).get("bound", math.inf)
         begin = partial(Threads, bound=bound, slowdown=config.asynchronous.delays.slowdown)
     else:
-        begin = Emulation(updates, places).begin
+        begin = Emulation(updates, numbers).begin
     return ServerEngine(
         problem,
         mitigations,
-        places,
+        numbers,
         devices,
         at,
         begin,

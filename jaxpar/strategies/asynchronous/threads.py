@@ -15,8 +15,8 @@ import jax
 
 from jaxpar.core.state import State
 from jaxpar.models.model import Params
-from jaxpar.strategies.asynchronous.live_schedule import Assignment
 from jaxpar.strategies.asynchronous.programs import Chunk
+from jaxpar.strategies.asynchronous.shard_queue import Assignment
 from jaxpar.strategies.asynchronous.transport import Delivery, LiveTransport, SentGradient, Workers
 
 
@@ -28,7 +28,7 @@ class Answer(NamedTuple):
 
 
 class Threads(LiveTransport):
-    """A `Transport`. Only the server's thread accesses the schedule; workers receive assignments and return results."""
+    """A `Transport`. Only the server's thread accesses the queue; workers receive assignments and return results."""
 
     def __init__(self, workers: Workers, state: State, *, bound: float, slowdown: float):
         """Start no threads yet.
@@ -54,15 +54,15 @@ class Threads(LiveTransport):
             if self._is_closed:
                 raise RuntimeError("this live run is over, because another one has started")
             self._start()
-            self._schedule.give_out(chunks)
+            self._shards.give_out(chunks)
         while True:
             if self._answers.empty():  # otherwise newer weights are about to be published
                 self._assign()
-                if self._schedule.is_over(drain=drain):
+                if self._shards.is_over(drain=drain):
                     return
             assignment, sent = self._receive()
-            yield Delivery(self._schedule.arrived(assignment), *sent)
-            self._schedule.applied(assignment)
+            yield Delivery(self._shards.arrived(assignment), *sent)
+            self._shards.applied(assignment)
 
     def close(self) -> None:
         """End the threads."""
@@ -78,7 +78,7 @@ class Threads(LiveTransport):
                 thread.start()
 
     def _assign(self) -> None:
-        while (assignment := self._schedule.assign()) is not None:
+        while (assignment := self._shards.assign()) is not None:
             self._assignments[assignment.worker].put((assignment, self._params))
 
     def _receive(self) -> tuple[Assignment, SentGradient]:

@@ -2,28 +2,28 @@
 
 import numpy as np
 
+from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers
 from jaxpar.strategies.asynchronous.mitigations import Mitigations
-from jaxpar.strategies.asynchronous.places import Places
 from jaxpar.strategies.asynchronous.table import UpdateTable
 
 
-def trees_sent(updates: UpdateTable | None, mitigations: Mitigations, places: Places, *, local: bool) -> float:
+def trees_sent(updates: UpdateTable | None, mitigations: Mitigations, numbers: DeviceNumbers, *, local: bool) -> float:
     """Return the number of trees as large as the parameters that are sent between devices in a step.
 
     Args:
       updates: update table of the run; None: workers are live.
       mitigations: against staleness.
-      places: device numbers of workers and server.
+      numbers: device numbers of workers and server.
       local: whether workers have local weights, which they send to each other, instead of gradients.
     """
     if updates is None:
-        return places.num_remote * (3 if mitigations.needs_read else 2)
+        return numbers.num_remote * (3 if mitigations.needs_read else 2)
     num_steps = int(updates.step[-1]) + 1
     if local:
-        return 2 * places.num_remote * updates.num_updates / num_steps
+        return 2 * numbers.num_remote * updates.num_updates / num_steps
     # Each version of the weights is sent to a device once. A gradient is sent together with the weights that it was
     # computed from if a mitigation needs them.
-    worker_places = np.take(places.of_workers, updates.worker)
-    reads = np.stack([updates.read, worker_places])[:, worker_places != places.server]
+    worker_devices = np.take(numbers.of_workers, updates.worker)
+    reads = np.stack([updates.read, worker_devices])[:, worker_devices != numbers.server]
     gradients = reads.shape[1] * (2 if mitigations.needs_read else 1)
     return (np.unique(reads, axis=1).shape[1] + gradients) / num_steps

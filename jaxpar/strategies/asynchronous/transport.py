@@ -18,10 +18,10 @@ import numpy as np
 
 from jaxpar.core.state import Canonical, State
 from jaxpar.models.model import Params
+from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers
 from jaxpar.strategies.asynchronous.gradient_rows import GradientRow
-from jaxpar.strategies.asynchronous.live_schedule import LiveSchedule
-from jaxpar.strategies.asynchronous.places import Places
 from jaxpar.strategies.asynchronous.programs import Chunk, Programs
+from jaxpar.strategies.asynchronous.shard_queue import ShardQueue
 from jaxpar.strategies.asynchronous.table import UpdateTable
 from jaxpar.tasks import Sums
 
@@ -61,14 +61,14 @@ class Workers(NamedTuple):
 
     Attributes:
       programs: programs of the run.
-      places: device numbers of workers and server.
+      numbers: device numbers of workers and server.
       devices: devices of the workers, by device number.
       server: the server's device, which may be one of them.
       key: key of the run, as in State.
     """
 
     programs: Programs
-    places: Places
+    numbers: DeviceNumbers
     devices: Sequence[jax.Device]
     server: jax.Device
     key: jax.Array
@@ -76,11 +76,11 @@ class Workers(NamedTuple):
     @property
     def number(self) -> int:
         """Number of workers."""
-        return self.places.num_workers
+        return self.numbers.num_workers
 
     def device_of(self, worker: int) -> jax.Device:
         """Return a worker's device."""
-        return self.devices[self.places.of_worker(worker)]
+        return self.devices[self.numbers.of_worker(worker)]
 
     def compute(self, worker: int, read: Params, chunk: Chunk) -> tuple[Params, Sums]:
         """Return a shard's gradient and the sums over its examples. `read` and results are on the worker's device."""
@@ -129,12 +129,12 @@ class Transport(Protocol):
 
 
 class LiveTransport:
-    """Base of transports whose workers compete: it holds the weights to read, the schedule and its record."""
+    """Base of transports whose workers compete: it holds the weights to read, the queue and its record."""
 
     def __init__(self, workers: Workers, state: State, *, bound: float):
         """bound: iterations that a worker may be ahead of the slowest."""
         self._workers, self._params = workers, state.params
-        self._schedule = LiveSchedule(workers.number, int(state.step), bound)
+        self._shards = ShardQueue(workers.number, int(state.step), bound)
 
     def publish(self, params: Params) -> None:
         """Take the weights for the next assignment."""
@@ -142,15 +142,15 @@ class LiveTransport:
 
     def in_flight(self) -> InFlight:
         """Return the record. The run has been drained, so no worker holds weights."""
-        return InFlight({}, self._schedule.record())
+        return InFlight({}, self._shards.record())
 
     def restore(self, in_flight: InFlight) -> None:
         """Continue from a restored record."""
-        self._schedule.restore(in_flight.record)
+        self._shards.restore(in_flight.record)
 
     def table(self) -> UpdateTable | None:
         """Return the table of updates; None if there are none."""
-        return self._schedule.table()
+        return self._shards.table()
 
 
 BeginTransport = Callable[[Workers, State], Transport]  # starts from a canonical state

@@ -1,6 +1,6 @@
 """The transport of emulated runs, which delivers the gradients of a table in its order, without waiting.
 
-The order of events has been decided in virtual time (simulate.py) or recorded (live_schedule.py). A gradient is
+The order of events has been decided in virtual time (simulate.py) or recorded (shard_queue.py). A gradient is
 computed when its row is next, from the version of the weights given in the row. Each device stashes the
 older versions that its workers still need. The host does not wait for programs, so that devices compute concurrently
 if the table allows it.
@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxpar.core.state import Canonical, State
 from jaxpar.models.model import Params
+from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers
 from jaxpar.strategies.asynchronous.gradient_rows import last_uses, rows_by_step
-from jaxpar.strategies.asynchronous.places import Places
 from jaxpar.strategies.asynchronous.programs import FIRST_STEP, Chunk
 from jaxpar.strategies.asynchronous.table import UpdateTable, since
 from jaxpar.strategies.asynchronous.transport import Delivery, InFlight, Workers
@@ -25,8 +25,8 @@ WEIGHT = "weight of the batch"  # in the record, next to the examples of a shard
 class Emulation:
     """An update table, and how long each device needs each version of the weights. `begin` begins a run."""
 
-    def __init__(self, table: UpdateTable, places: Places):
-        self.table, self.rows, self.last_uses = table, rows_by_step(table), last_uses(table, places)
+    def __init__(self, table: UpdateTable, numbers: DeviceNumbers):
+        self.table, self.rows, self.last_uses = table, rows_by_step(table), last_uses(table, numbers)
         self.keepers: dict[int, list[int]] = {}  # version -> devices that need it after the next one is published
         for (version, device), last in self.last_uses.items():
             if last > version:
@@ -60,7 +60,7 @@ class VirtualTime:
             return
         self._chunks.update(chunks)
         for row in self._emulation.rows[self._step]:
-            place = self._workers.places.of_worker(row.worker)
+            place = self._workers.numbers.of_worker(row.worker)
             if row.read == row.update and place not in self._copies:
                 self._copies[place] = self._put(self._params, place)
             read = self._copies[place] if row.read == row.update else self.history[row.read, place]

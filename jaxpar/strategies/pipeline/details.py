@@ -9,7 +9,7 @@ from jaxpar.layout import Layout
 from jaxpar.strategies.pipeline.executor.continuous_state import ContinuousState
 from jaxpar.strategies.pipeline.executor.engine import PipelineEngine
 from jaxpar.strategies.pipeline.executor.lowering import LoweredTable
-from jaxpar.strategies.pipeline.executor.programs import StagePrograms
+from jaxpar.strategies.pipeline.executor.stage_programs import StagePrograms
 from jaxpar.strategies.pipeline.executor.stages import Stages
 from jaxpar.strategies.pipeline.executor.state import StagedState
 from jaxpar.strategies.pipeline.tables.table import Table

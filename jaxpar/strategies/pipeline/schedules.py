@@ -11,7 +11,7 @@ from jaxpar.core.plan import StageDelay
 from jaxpar.errors import UserError, check_choice
 from jaxpar.files import path_state
 from jaxpar.strategies.pipeline.executor.partition import AUTO
-from jaxpar.strategies.pipeline.executor.programs import REMATS
+from jaxpar.strategies.pipeline.executor.stage_programs import REMATS
 from jaxpar.strategies.pipeline.tables.periodic import (
     CONTINUOUS,
     continuous_obstacle,

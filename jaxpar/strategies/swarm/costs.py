@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxpar.core.ring import RING_PASSES, ring_sends
+from jaxpar.strategies.swarm.availability import SwarmPeer
 from jaxpar.strategies.swarm.membership import Swarm
-from jaxpar.strategies.swarm.trace import SwarmPeer
 
 
 class Workload(NamedTuple):

@@ -1,8 +1,8 @@
 """The state machine of a swarm: which peer computes which pass, and what follows if peers fail, join and move.
 
 A global batch of m microbatches passes through the S stages, forward and back. Gradients accumulate on the peers until
-each microbatch is counted exactly once in each stage (ledger.py). Then the peers of each stage average their gradients
-and take the optimizer step.
+each microbatch is counted exactly once in each stage (progress.py). Then the peers of each stage average their
+gradients and take the optimizer step.
 
 The engine decides by pure functions (routing.py, membership.py, rebalancing.py). A transport carries out what it
 decides, and reports what happens, so that all swarms share their decisions:
@@ -30,8 +30,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxpar.strategies.swarm import routing
-from jaxpar.strategies.swarm.ledger import GradientLedger, next_phase
 from jaxpar.strategies.swarm.membership import ABSENT, Move, Swarm, neediest, placed, refills, removed
+from jaxpar.strategies.swarm.progress import BatchProgress, next_phase
 from jaxpar.strategies.swarm.rebalancing import REBALANCING_RULES, LoadMeter
 from jaxpar.strategies.swarm.record import AssignedPass, RunRecord
 
@@ -41,14 +41,14 @@ class GlobalBatch:
     """A global batch without its update.
 
     Attributes:
-      ledger: its ledger.
+      progress: which peers hold and have accumulated what.
       waiting: the microbatches that have not started.
       finished: the microbatches that have passed through all stages and back.
       averaging: what the transport has returned for its averaging; None if there is none, or if it is void because a
         peer has failed since.
     """
 
-    ledger: GradientLedger
+    progress: BatchProgress
     waiting: deque[int]
     finished: set[int] = field(default_factory=set)
     averaging: Any = None
@@ -114,8 +114,8 @@ class SwarmEngine:
 
     def begin(self, step: int, num_microbatches: int, in_flight: int = 0) -> None:
         """Begin a batch. in_flight: number of its microbatches that are in the stages at a time; 0: all."""
-        ledger = GradientLedger(self.num_stages, num_microbatches)
-        self.batches[step] = GlobalBatch(ledger, deque(range(num_microbatches)))
+        progress = BatchProgress(self.num_stages, num_microbatches)
+        self.batches[step] = GlobalBatch(progress, deque(range(num_microbatches)))
         for _ in range(in_flight or num_microbatches):
             self._admit(step)
 
@@ -129,7 +129,7 @@ class SwarmEngine:
     def average(self) -> None:
         """Begin the averaging of the oldest batch if it is complete."""
         for step, batch in itertools.islice(self.batches.items(), 1):
-            if batch.averaging is None and batch.ledger.is_complete:
+            if batch.averaging is None and batch.progress.is_complete:
                 batch.averaging = self._transport.average(step)
 
     def end(self, step: int) -> None:
@@ -146,7 +146,7 @@ class SwarmEngine:
         step, microbatch = key
         self._parked.discard(key)
         batch = self.batches[step]
-        found = next_phase(batch.ledger.progress(microbatch), self.num_stages)
+        found = next_phase(batch.progress.of(microbatch), self.num_stages)
         if found is None:
             if microbatch not in batch.finished:
                 batch.finished.add(microbatch)
@@ -175,7 +175,7 @@ class SwarmEngine:
             one = heapq.heappop(inbox)[-1]
             if not self.is_active(one):
                 continue  # another peer computes it
-            if all(self.batches[one.step].ledger.holders(one.microbatch, one.phase, one.stage).values()):
+            if all(self.batches[one.step].progress.holders(one.microbatch, one.phase, one.stage).values()):
                 one.is_started = True
                 self._transport.start(one)
             else:  # what it reads was lost meanwhile
@@ -194,7 +194,7 @@ class SwarmEngine:
 
         is_typical: whether its time predicts that of later passes of its peer.
         """
-        outcome = self.batches[one.step].ledger.finish(one.microbatch, one.phase, one.stage, one.peer, one.row)
+        outcome = self.batches[one.step].progress.finish(one.microbatch, one.phase, one.stage, one.peer, one.row)
         seconds = self.record.end_pass(one, now, outcome)
         if is_typical:
             work = self._work[one.phase][one.stage]
@@ -246,7 +246,7 @@ class SwarmEngine:
         self._inboxes.pop(peer, None)
         lost: list[tuple[int, int]] = []
         for step, batch in self.batches.items():
-            gradients = batch.ledger.lose(peer)
+            gradients = batch.progress.lose(peer)
             if gradients:
                 batch.averaging = None
             for microbatch, row in gradients:
@@ -260,7 +260,7 @@ class SwarmEngine:
         """Return whether a pass depends on a peer that has failed."""
         if gone in one.sources.values():
             return True
-        return one.is_repeat and one.stage not in self.batches[one.step].ledger.progress(one.microbatch).counted
+        return one.is_repeat and one.stage not in self.batches[one.step].progress.of(one.microbatch).counted
 
     def refill(self) -> None:
         """Move a peer to each stage that has lost its last one."""

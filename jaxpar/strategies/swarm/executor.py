@@ -28,11 +28,11 @@ from jaxpar.core.state import State
 from jaxpar.core.step import Metrics
 from jaxpar.layout import Tree
 from jaxpar.models.model import Params
-from jaxpar.strategies.pipeline.executor.programs import StageInputs
+from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs
 from jaxpar.strategies.pipeline.executor.stages import Stages
-from jaxpar.strategies.swarm.ledger import FORWARD_PASS, OUTPUT_GRADIENT, STAGE_INPUT
-from jaxpar.strategies.swarm.programs import SwarmPrograms, by_layer, microbatches_of, split_params, stage_params
+from jaxpar.strategies.swarm.progress import FORWARD_PASS, OUTPUT_GRADIENT, STAGE_INPUT
 from jaxpar.strategies.swarm.record import FAILURE, RECEIVE, SwarmAction
+from jaxpar.strategies.swarm.stage_passes import SwarmPrograms, by_layer, microbatches_of, split_params, stage_params
 from jaxpar.tasks import Sums
 
 

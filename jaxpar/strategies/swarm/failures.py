@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxpar.strategies.swarm.trace import JOIN, LEAVE, PeerEvent, present_at_start
+from jaxpar.strategies.swarm.availability import JOIN, LEAVE, PeerEvent, present_at_start
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxpar.strategies.swarm.availability import LEAVE, SwarmPeer
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
 from jaxpar.strategies.swarm.failures import Trace, events_before
 from jaxpar.strategies.swarm.membership import ABSENT, Move, Swarm, capacities, optimal_throughput
 from jaxpar.strategies.swarm.run import VirtualPeers
-from jaxpar.strategies.swarm.trace import LEAVE, SwarmPeer
 
 
 class FluidRun(NamedTuple):

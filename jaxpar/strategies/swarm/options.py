@@ -13,13 +13,13 @@ from jaxpar.strategies.pipeline.executor.partition import layer_flops, stage_bou
 from jaxpar.strategies.pipeline.executor.stages import Stages
 from jaxpar.strategies.pipeline.tables.table import loop_stages
 from jaxpar.strategies.swarm import live_options
+from jaxpar.strategies.swarm.availability import SwarmPeer, find_peers, read_swarm_trace
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
 from jaxpar.strategies.swarm.failures import RandomTrace, Trace
 from jaxpar.strategies.swarm.messages import MESSAGE_COMPRESSORS, MessageFormat
 from jaxpar.strategies.swarm.rebalancing import REBALANCING_RULES
 from jaxpar.strategies.swarm.record import SwarmRun
 from jaxpar.strategies.swarm.scenario import SwarmScenario
-from jaxpar.strategies.swarm.trace import SwarmPeer, find_peers, read_swarm_trace
 
 SWARM_MODES = ("emulated", "live")
 BACKWARD_WORK = 3.0  # of a backward pass, in forward passes: two products for each one, and the forward pass again

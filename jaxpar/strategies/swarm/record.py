@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.strategies.swarm.ledger import BACKWARD_PASS, FORWARD_PASS, LOST
 from jaxpar.strategies.swarm.membership import Move
+from jaxpar.strategies.swarm.progress import BACKWARD_PASS, FORWARD_PASS, LOST
 from jaxpar.strategies.swarm.table import ROUTING_COLUMNS, RoutingTable, ServiceTable, make_routing_table
 
 RECEIVE_INPUT, RECEIVE_GRADIENT, FAILURE = 2, 3, 4  # kinds of actions, besides FORWARD_PASS and BACKWARD_PASS

@@ -12,15 +12,7 @@ from jaxpar.command_line import missing, writing
 from jaxpar.errors import UserError
 from jaxpar.strategies.pipeline.tables.schedule import make_table
 from jaxpar.strategies.pipeline.tables.simulate import Times, simulate_table
-from jaxpar.strategies.swarm.costs import SwarmSettings, TransformerLayer, Workload, device_utilization
-from jaxpar.strategies.swarm.failures import RandomTrace, events_before
-from jaxpar.strategies.swarm.fluid import FluidRun, run_fluid
-from jaxpar.strategies.swarm.rebalancing import REBALANCING_RULES
-from jaxpar.strategies.swarm.record import SwarmRun
-from jaxpar.strategies.swarm.run import run_swarm
-from jaxpar.strategies.swarm.scenario import read_scenario
-from jaxpar.strategies.swarm.table import OUTCOME_NAMES, check_routing
-from jaxpar.strategies.swarm.trace import (
+from jaxpar.strategies.swarm.availability import (
     LEAVE,
     MAX_EVENTS,
     PeerEvent,
@@ -30,6 +22,14 @@ from jaxpar.strategies.swarm.trace import (
     read_swarm_trace,
     write_trace,
 )
+from jaxpar.strategies.swarm.costs import SwarmSettings, TransformerLayer, Workload, device_utilization
+from jaxpar.strategies.swarm.failures import RandomTrace, events_before
+from jaxpar.strategies.swarm.fluid import FluidRun, run_fluid
+from jaxpar.strategies.swarm.rebalancing import REBALANCING_RULES
+from jaxpar.strategies.swarm.record import SwarmRun
+from jaxpar.strategies.swarm.run import run_swarm
+from jaxpar.strategies.swarm.scenario import read_scenario
+from jaxpar.strategies.swarm.table import OUTCOME_NAMES, check_routing
 
 HOUR = 3600.0
 PERIODS = (300.0, 60.0)

@@ -23,13 +23,13 @@ import math
 from collections.abc import Callable, Sequence
 
 from jaxpar.errors import UserError
+from jaxpar.strategies.swarm.availability import JOIN, PeerEvent, SwarmPeer
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload, averaging_seconds, download_seconds, message_seconds
 from jaxpar.strategies.swarm.engine import SwarmEngine
 from jaxpar.strategies.swarm.failures import RandomTrace, Trace, first_present
-from jaxpar.strategies.swarm.ledger import COUNTED, LOST
 from jaxpar.strategies.swarm.membership import ABSENT, Move, make_swarm
+from jaxpar.strategies.swarm.progress import COUNTED, LOST
 from jaxpar.strategies.swarm.record import FAILURE, RECEIVE, AssignedPass, SwarmAction, SwarmRun
-from jaxpar.strategies.swarm.trace import JOIN, PeerEvent, SwarmPeer
 
 MOST_EVENTS = 300_000  # of a step, and 10 more per event of a list; more mean that failures prevent the step
 
@@ -150,10 +150,10 @@ class VirtualPeers:
 
     def average(self, step: int) -> list[list[int]]:
         """Return the peers of each stage that have accumulated gradients of it, or serve it and need the update."""
-        ledger, groups = self.engine.batches[step].ledger, []
+        progress, groups = self.engine.batches[step].progress, []
         for stage in range(self.engine.num_stages):
             serving = {peer for peer, at in enumerate(self.serving) if at == stage}
-            groups.append(sorted(ledger.contributors(stage) | serving))
+            groups.append(sorted(progress.contributors(stage) | serving))
         times = (
             averaging_seconds([self.peers[peer] for peer in group], self.workload.gradient_bytes) for group in groups
         )
@@ -175,7 +175,7 @@ class VirtualPeers:
 
     def send(self, one: AssignedPass) -> None:
         """Send a peer what a pass reads and it does not hold, from the peers with the most bandwidth."""
-        holders = self.engine.batches[one.step].ledger.holders(one.microbatch, one.phase, one.stage)
+        holders = self.engine.batches[one.step].progress.holders(one.microbatch, one.phase, one.stage)
         one.sources = {
             value: min(of_value, key=lambda peer: (-self.peers[peer].bandwidth, peer))
             for value, of_value in holders.items()
@@ -189,7 +189,7 @@ class VirtualPeers:
         """Let a peer hold what it was sent for a pass."""
         if not self.engine.is_active(one):
             return
-        holders = self.engine.batches[one.step].ledger.holders(one.microbatch, one.phase, one.stage)
+        holders = self.engine.batches[one.step].progress.holders(one.microbatch, one.phase, one.stage)
         for value, of_value in holders.items():
             of_value.add(one.peer)
             if value in one.sources:

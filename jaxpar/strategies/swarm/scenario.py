@@ -1,7 +1,8 @@
 """Scenarios: all that a simulated run depends on. A run replays exactly from the file of its scenario.
 
 The file is JSON: an object with the fields of SwarmScenario. Peers and trace are lists of rows with the values of their
-CSV files (trace.py), as text. A random trace is an object with the attributes of RandomTrace, where null is infinity.
+CSV files (availability.py), as text. A random trace is an object with the attributes of RandomTrace, where null is
+infinity.
 """
 
 import dataclasses
@@ -13,12 +14,12 @@ from typing import Any, NamedTuple
 
 from jaxpar.errors import UserError
 from jaxpar.files import json_text, open_text, parse_json, path_error, write_text
+from jaxpar.strategies.swarm.availability import PEER_COLUMNS, TRACE_COLUMNS, SwarmPeer, parse_events, parse_peers
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
 from jaxpar.strategies.swarm.failures import RandomTrace, Trace
 from jaxpar.strategies.swarm.rebalancing import REBALANCING_RULES
 from jaxpar.strategies.swarm.record import SwarmAction, SwarmRun
 from jaxpar.strategies.swarm.run import run_swarm
-from jaxpar.strategies.swarm.trace import PEER_COLUMNS, TRACE_COLUMNS, SwarmPeer, parse_events, parse_peers
 
 
 class SwarmScenario(NamedTuple):

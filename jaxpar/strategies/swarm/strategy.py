@@ -37,18 +37,18 @@ from jaxpar.strategies.placement import PlacedState, batch_placer, on_all
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.strategies.swarm import live_options, options
 from jaxpar.strategies.swarm import live_plan as live_swarm
+from jaxpar.strategies.swarm.availability import LEAVE
 from jaxpar.strategies.swarm.executor import SwarmExecutor, SwarmState
 from jaxpar.strategies.swarm.failures import events_before
 from jaxpar.strategies.swarm.fluid import run_fluid
-from jaxpar.strategies.swarm.ledger import LOST, REPEATED
 from jaxpar.strategies.swarm.live_options import LiveDetails
 from jaxpar.strategies.swarm.messages import MESSAGE_COMPRESSORS, MessageFormat
 from jaxpar.strategies.swarm.options import StageSizes, SwarmSource
-from jaxpar.strategies.swarm.programs import SwarmPrograms
+from jaxpar.strategies.swarm.progress import LOST, REPEATED
 from jaxpar.strategies.swarm.record import SwarmRun, devices_of_stages, num_messages
 from jaxpar.strategies.swarm.scenario import RunActions, SwarmScenario, write_scenario
+from jaxpar.strategies.swarm.stage_passes import SwarmPrograms
 from jaxpar.strategies.swarm.table import write_routing
-from jaxpar.strategies.swarm.trace import LEAVE
 from jaxpar.tasks import Sums
 
 

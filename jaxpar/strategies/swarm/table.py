@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.files import write_text
-from jaxpar.strategies.swarm.ledger import BACKWARD_PASS, COUNTED, FORWARD_PASS, LOST
+from jaxpar.strategies.swarm.progress import BACKWARD_PASS, COUNTED, FORWARD_PASS, LOST
 
 ROUTING_HEAD = ("num_stages", "num_microbatches", "delay")
 PHASE_NAMES = ("F", "B")

@@ -23,8 +23,8 @@ from jaxpar.models import Params
 from jaxpar.models.attention import Memory, Stored, empty
 from jaxpar.models.gpt import resolve
 from jaxpar.use.inference.inputs import check_unicode
+from jaxpar.use.inference.load import Trained
 from jaxpar.use.inference.sampling import Sampling, Samplings, choose_tokens, stack_samplings
-from jaxpar.use.inference.trained import Trained
 
 # Lengths are padded to these numbers of positions times a power of two, so that few programs are compiled.
 SMALLEST_PROMPT, SMALLEST_TEXT = 64, 256

@@ -21,7 +21,7 @@ from jaxpar.data.files import DECOMPRESSORS
 from jaxpar.data.rows import INPUT_READERS, Columns, TextRow, read_files
 from jaxpar.errors import UserError
 from jaxpar.files import path_error
-from jaxpar.use.inference.trained import Trained
+from jaxpar.use.inference.load import Trained
 
 STDIN = Path("/dev/stdin")
 FIRST_WINDOW = 4  # batches of the first window

@@ -20,7 +20,7 @@ from jaxpar.errors import UserError
 from jaxpar.models import Batch, Params
 from jaxpar.strategies.placement import batch_placer, by_replica, on_all
 from jaxpar.tasks import Prediction, Sums, add_up
-from jaxpar.use.inference.trained import Trained
+from jaxpar.use.inference.load import Trained
 
 BATCHES_AHEAD = 2  # batches in flight, enough to keep the devices from waiting for the host
 Item = TypeVar("Item")

@@ -11,8 +11,8 @@ from jaxpar.choose.planner import AUTO_STRATEGY
 from jaxpar.errors import UserError, format_count
 from jaxpar.run import resume
 from jaxpar.run.build import Result
+from jaxpar.run.history import Start, read_starts
 from jaxpar.run.metrics import MetricsRow, read_metrics
-from jaxpar.run.starts import Start, read_starts
 from jaxpar.tasks import Task
 
 CERTIFICATE = "certificate.json"

@@ -27,8 +27,8 @@ from starlette.routing import Route
 
 from jaxpar.errors import UserError
 from jaxpar.tasks import Prediction
+from jaxpar.use.inference.api import InferenceModel, Text
 from jaxpar.use.inference.generate import Completion, Generator
-from jaxpar.use.inference.loaded import LoadedModel, Text
 from jaxpar.use.inference.sampling import Sampling
 from jaxpar.use.serve.batching import Batcher, Latencies, QueueFull
 from jaxpar.use.serve.body import Limits, check_keys, read_object, take_flag, take_number
@@ -43,7 +43,7 @@ Endpoint = Callable[[Mapping[str, Any]], Coroutine[Any, Any, Response]]
 class Service:
     """A model, the queues in front of it, and the routes."""
 
-    def __init__(self, model: LoadedModel, limits: Limits):
+    def __init__(self, model: InferenceModel, limits: Limits):
         """Prepare the service. Raises UserError if the model does not read texts."""
         self._model, self._limits, self._trained = model, limits, model.trained
         if self._trained.info.kind != "text" or self._trained.tokenizer is None:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from jaxpar.choose import partitions
+from jaxpar.choose import partition_search as partitions
 from jaxpar.choose.costs.profile import LayerProfile
-from jaxpar.choose.partitions import (
+from jaxpar.choose.partition_search import (
     PartitionSearch,
     TableCosts,
     continuous_candidates,

@@ -9,12 +9,12 @@ import pytest
 
 from jaxpar.strategies.asynchronous.contention import ServerTimes, simulate_contention
 from jaxpar.strategies.asynchronous.delays import Delays, compute_times
-from jaxpar.strategies.asynchronous.places import Places
+from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers
 from jaxpar.strategies.asynchronous.simulate import simulate
 from jaxpar.strategies.asynchronous.table import UpdateTable, validate
 
 N, NUM_GRADIENTS = 4, 480
-APART = Places(N, N, server=N)  # all workers are on other devices than the server
+APART = DeviceNumbers(N, N, server=N)  # all workers are on other devices than the server
 RANDOM = Delays("lognormal", spread=0.7, slowdown=3.0)
 
 
@@ -26,11 +26,11 @@ def equal_times(
 
 def simulated(
     times: ServerTimes,
-    places: Places = APART,
+    numbers: DeviceNumbers = APART,
     bound: float = math.inf,
     crowding: Callable[[int], float] = lambda _: 1.0,
 ) -> UpdateTable:
-    table = simulate_contention(places, times, NUM_GRADIENTS, bound=bound, crowding=crowding)
+    table = simulate_contention(numbers, times, NUM_GRADIENTS, bound=bound, crowding=crowding)
     validate(table)
     return table
 
@@ -63,14 +63,14 @@ def test_the_bound_0_is_lockstep() -> None:
 
 @pytest.mark.parametrize("number", [1, 3, 8])
 def test_equal_workers_with_free_links(number: int) -> None:
-    table = simulated(equal_times(number, 0.5), Places(number, number, server=number))
+    table = simulated(equal_times(number, 0.5), DeviceNumbers(number, number, server=number))
     assert period(table) == pytest.approx(0.5 / number)
 
 
 def test_a_worker_alone_does_one_thing_after_the_other() -> None:
     times = equal_times(1, 0.5, pull=0.25, push=0.125, update=1.0)
-    assert period(simulated(times, Places(1, 1, server=1))) == pytest.approx(1.875)
-    assert period(simulated(times, Places(1, 1, server=0))) == pytest.approx(1.5)  # nothing is sent
+    assert period(simulated(times, DeviceNumbers(1, 1, server=1))) == pytest.approx(1.875)
+    assert period(simulated(times, DeviceNumbers(1, 1, server=0))) == pytest.approx(1.5)  # nothing is sent
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_a_saturated_server_gives_its_rate(pull: float, push: float, update: flo
 
 
 def test_workers_of_a_device_take_turns() -> None:
-    assert period(simulated(equal_times(N, 0.5), Places(N, 2, server=2))) == pytest.approx(0.5 / 2)
+    assert period(simulated(equal_times(N, 0.5), DeviceNumbers(N, 2, server=2))) == pytest.approx(0.5 / 2)
     # The device of the server computes the gradients of one worker, and the updates of all.
-    on_device = simulated(equal_times(N, 0.5, update=0.1), Places(N, N, server=0))
+    on_device = simulated(equal_times(N, 0.5, update=0.1), DeviceNumbers(N, N, server=0))
     assert period(on_device) == pytest.approx((0.5 + N * 0.1) / N)
 
 
@@ -101,12 +101,12 @@ def test_cores_are_shared() -> None:
 
 def test_a_slow_worker_leaves_the_cores_to_others() -> None:
     """One core is enough for two workers, one of which waits for 3 times as long as it has computed."""
-    places, times = Places(2, 2, server=2), equal_times(2, 1.0)
-    table = simulated(times._replace(slowdowns=(1.0, 4.0)), places, crowding=float)
+    numbers, times = DeviceNumbers(2, 2, server=2), equal_times(2, 1.0)
+    table = simulated(times._replace(slowdowns=(1.0, 4.0)), numbers, crowding=float)
     counts = np.bincount(table.worker)
     busy = counts.sum() / table.finish[-1]
     assert busy == pytest.approx(1.0, rel=0.01)  # the core is never idle
     assert 4 < counts[0] / counts[1] < 8
-    fast = simulated(times._replace(slowdowns=(1.0, 4.0)), places)
+    fast = simulated(times._replace(slowdowns=(1.0, 4.0)), numbers)
     assert period(fast) == pytest.approx(1 / (1 + 1 / 4), rel=0.02)
     assert fast.staleness.max() == 4

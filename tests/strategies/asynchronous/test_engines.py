@@ -12,9 +12,9 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxpar.strategies.asynchronous import options
+from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers
 from jaxpar.strategies.asynchronous.gradient_rows import history_peaks
 from jaxpar.strategies.asynchronous.mitigations import corrected_momentum, momentum_left, staleness_aware
-from jaxpar.strategies.asynchronous.places import Places
 from jaxpar.strategies.asynchronous.table import UpdateTable
 from tests.strategies.asynchronous import reference
 from tests.strategies.asynchronous.reference import Rule, Weights
@@ -218,7 +218,7 @@ def test_versions_that_are_stashed(settings: tuple[str, ...], devices: int) -> N
     """The peaks equal a count row by row: the versions that later gradients on the device were computed from."""
     config = make_config(TASKS["sgd"], *asynchronous(*settings, *RANDOM, devices=devices, workers=6))
     table = table_of(config, 30)
-    for device, expected in enumerate(history_peaks(table, Places(6, devices, server=0))):
+    for device, expected in enumerate(history_peaks(table, DeviceNumbers(6, devices, server=0))):
         mine = table.worker % devices == device
         peak = 0
         for version in range(1, table.num_updates + 1):
@@ -242,7 +242,7 @@ def test_only_versions_that_are_needed_are_there() -> None:
         }
         assert state.transport.history.keys() == needed
         peaks.append(max(sum(place == device for _, place in needed) for device in range(2)))
-    most = history_peaks(table, Places(table.num_workers, 2, server=0))
+    most = history_peaks(table, DeviceNumbers(table.num_workers, 2, server=0))
     assert max(peaks) <= max(most)
     size = sum(leaf.size * 4 for leaf in jax.tree.leaves(state.params))
     assert [parts["history"] for parts in strategy.plan.memory] == [number * size for number in most]

@@ -13,11 +13,11 @@ import pytest
 from jaxpar import cluster
 from jaxpar.core.state import State
 from jaxpar.strategies.asynchronous import options
+from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers
 from jaxpar.strategies.asynchronous.engine import UpdateEngine
-from jaxpar.strategies.asynchronous.live_schedule import Assignment, LiveSchedule
-from jaxpar.strategies.asynchronous.places import Places
 from jaxpar.strategies.asynchronous.programs import Chunk
 from jaxpar.strategies.asynchronous.server import ServerEngine
+from jaxpar.strategies.asynchronous.shard_queue import Assignment, ShardQueue
 from jaxpar.strategies.asynchronous.table import validate
 from jaxpar.strategies.asynchronous.transport import (
     BeginTransport,
@@ -53,17 +53,17 @@ class Queue(LiveTransport):
 
     def deliver(self, chunks: Mapping[int, Chunk], *, drain: bool) -> Iterator[Delivery]:
         if chunks:
-            self._schedule.give_out(chunks)
+            self._shards.give_out(chunks)
         while True:
-            while (assignment := self._schedule.assign()) is not None:
+            while (assignment := self._shards.assign()) is not None:
                 read = jax.device_put(self._params, self._workers.device_of(assignment.worker))
                 made = self._workers.compute(assignment.worker, read, assignment.chunk)
                 self._queue.append((assignment, self._workers.send(made, self._params)))
-            if self._schedule.is_over(drain=drain):
+            if self._shards.is_over(drain=drain):
                 return
             assignment, sent = self._queue.popleft()
-            yield Delivery(self._schedule.arrived(assignment), *sent)
-            self._schedule.applied(assignment)
+            yield Delivery(self._shards.arrived(assignment), *sent)
+            self._shards.applied(assignment)
 
     def close(self) -> None:
         assert not self._queue
@@ -74,8 +74,8 @@ def make_engine(begin: BeginTransport, *mitigations: str, num_devices: int = 2) 
     overrides = (*PLAIN, *RULES["momentum"][1], *asynchronous("mode=live", *mitigations, workers=WORKERS))
     config, devices = make_config(TASK, *overrides), cluster.devices()[:num_devices]
     problem, made = options.build_mitigations(config, make_problem(config, TASK), None)
-    places = Places(WORKERS, num_devices, server=0)
-    engine = ServerEngine(problem, made, places, devices, devices[0], begin, is_grouped=False)
+    numbers = DeviceNumbers(WORKERS, num_devices, server=0)
+    engine = ServerEngine(problem, made, numbers, devices, devices[0], begin, is_grouped=False)
     tree = start(TASK, *PLAIN, *RULES["momentum"][1])
     params = jax.device_put(tree["params"], devices[0])
     state = State(jnp.int32(0), jnp.asarray(tree["key"]), params, problem.optimizer.init(params))
@@ -107,7 +107,7 @@ def test_a_third_transport(strength: float | None) -> None:
     mitigations = () if strength is None else (dc_asgd,)
     expected = reference.to_server(table, begun, BATCHES, RULES["momentum"][2], RATES, mitigations=mitigations)
     assert_close(end, expected, begun)
-    again, state = make_engine(Emulation(table, Places(WORKERS, 1, server=0)).begin, *settings, num_devices=1)
+    again, state = make_engine(Emulation(table, DeviceNumbers(WORKERS, 1, server=0)).begin, *settings, num_devices=1)
     run = again.start(state)
     train(again, run)
     for path, x in named(again.params(run)).items():
@@ -151,7 +151,7 @@ def test_late_gradients_count_in_the_step_that_they_end() -> None:
     for step, chunk in zip(table.step, table.chunk, strict=True):
         weights[step] += BATCHES[chunk // WORKERS]["weights"][chunk % WORKERS :: WORKERS].sum()
     np.testing.assert_allclose([float(metrics.sums.weight) for metrics in counted], weights, rtol=1e-6)
-    again, state = make_engine(Emulation(table, Places(WORKERS, 1, server=0)).begin, num_devices=1)
+    again, state = make_engine(Emulation(table, DeviceNumbers(WORKERS, 1, server=0)).begin, num_devices=1)
     run = again.start(state)
     for step, expected in enumerate(counted):
         run, metrics = again.step(run, make_batch(TASK, step))
@@ -171,7 +171,7 @@ def chunks(first: int, last: int) -> dict[int, Chunk]:
 
 def test_the_schedule_of_live_workers() -> None:
     """Workers and chunks are first come, first served. With a bound, workers that are too far ahead must wait."""
-    schedule = LiveSchedule(2, 0, bound=1)
+    schedule = ShardQueue(2, 0, bound=1)
     assert schedule.assign() is None
     assert schedule.is_over(drain=True)
     schedule.give_out(chunks(0, 2))
@@ -202,7 +202,7 @@ def test_the_schedule_of_live_workers() -> None:
     assert table is not None
     assert table.step.tolist() == [0, 1, 1]
     assert table.update.tolist() == [0, 1, 2]
-    other = LiveSchedule(2, 2, bound=1)
+    other = ShardQueue(2, 2, bound=1)
     other.restore(schedule.record())
     resumed = other.table()
     assert resumed is not None

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxpar.strategies.swarm.availability import PeerEvent, SwarmPeer
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
 from jaxpar.strategies.swarm.failures import RandomTrace, events_before
 from jaxpar.strategies.swarm.scenario import SwarmScenario, write_scenario
-from jaxpar.strategies.swarm.trace import PeerEvent, SwarmPeer
 
 Scenario = tuple[list[SwarmPeer], Workload, list[PeerEvent], SwarmSettings]
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from jaxpar.strategies.swarm.availability import JOIN, LEAVE, PeerEvent, SwarmPeer
 from jaxpar.strategies.swarm.fluid import run_fluid
 from jaxpar.strategies.swarm.membership import Move
-from jaxpar.strategies.swarm.trace import JOIN, LEAVE, PeerEvent, SwarmPeer
 
 
 def test_a_hand_count() -> None:

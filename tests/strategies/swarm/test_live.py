@@ -15,11 +15,11 @@ import pytest
 
 from jaxpar.errors import TrainingError
 from jaxpar.strategies import Strategy
-from jaxpar.strategies.swarm.ledger import BACKWARD_PASS, FORWARD_PASS, LOST, OUTPUT_GRADIENT, STAGE_INPUT
 from jaxpar.strategies.swarm.live import cluster, events
 from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent
 from jaxpar.strategies.swarm.live.tickets import PeerSettings
 from jaxpar.strategies.swarm.live.trainer import LiveTrainer
+from jaxpar.strategies.swarm.progress import BACKWARD_PASS, FORWARD_PASS, LOST, OUTPUT_GRADIENT, STAGE_INPUT
 from jaxpar.strategies.swarm.table import check_routing
 from tests.selection import slow
 from tests.strategies.pipelines import (
@@ -156,7 +156,7 @@ def test_kills_in_every_phase_change_nothing() -> None:
         step = run.trainer.num_steps
         if len(run.killed) == step < len(moments) and moments[step](event):
             batch: Any = run.trainer.members.batch
-            run.kill(max(batch.ledger.contributors(0)) if event.peer < 0 else event.peer)
+            run.kill(max(batch.progress.contributors(0)) if event.peer < 0 else event.peer)
 
     run.react = kill
     run.check()

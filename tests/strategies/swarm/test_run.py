@@ -10,15 +10,16 @@ import pytest
 from hypothesis import given, strategies
 
 from jaxpar.errors import UserError
+from jaxpar.strategies.swarm.availability import JOIN, LEAVE, PeerEvent, SwarmPeer
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
 from jaxpar.strategies.swarm.fluid import run_fluid
-from jaxpar.strategies.swarm.ledger import (
+from jaxpar.strategies.swarm.progress import (
     BACKWARD_PASS,
     COUNTED,
     FORWARD_PASS,
     LOST,
     REPEATED,
-    GradientLedger,
+    BatchProgress,
     PassProgress,
     next_phase,
 )
@@ -26,7 +27,6 @@ from jaxpar.strategies.swarm.record import SwarmRun
 from jaxpar.strategies.swarm.run import run_swarm
 from jaxpar.strategies.swarm.scenario import read_scenario
 from jaxpar.strategies.swarm.table import RoutingTable, check_routing, write_routing
-from jaxpar.strategies.swarm.trace import JOIN, LEAVE, PeerEvent, SwarmPeer
 from tests.strategies.swarm.scenarios import Scenario, make_scenario, replayable
 
 SEEDS = range(25)
@@ -229,26 +229,26 @@ def test_the_next_pass(progress: PassProgress, found: tuple[int, int] | None) ->
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_ledger_ends_whatever_is_lost(seed: int) -> None:
+def test_progress_completes_whatever_is_lost(seed: int) -> None:
     """Passes of random peers, any of which can fail after any pass: in the end every gradient is counted."""
     rng = np.random.default_rng(seed)
-    num_stages, ledger = int(rng.integers(1, 6)), GradientLedger(int(rng.integers(1, 6)), 1)
-    ledger = GradientLedger(num_stages, 1)
-    held: dict[tuple[int, int], int] = {}  # row of each counted gradient, kept here without the ledger
+    num_stages = int(rng.integers(1, 6))
+    progress = BatchProgress(num_stages, 1)
+    held: dict[tuple[int, int], int] = {}  # row of each counted gradient, kept here without BatchProgress
     for row in range(10_000):
-        found = next_phase(ledger.progress(0), num_stages)
+        found = next_phase(progress.of(0), num_stages)
         if found is None:
             break
         peer = int(rng.integers(4))
-        assert all(ledger.holders(0, *found).values())  # all inputs are available
-        if ledger.finish(0, *found, peer, row) == COUNTED and found[0] == BACKWARD_PASS:
+        assert all(progress.holders(0, *found).values())  # all inputs are available
+        if progress.finish(0, *found, peer, row) == COUNTED and found[0] == BACKWARD_PASS:
             held[found[1], peer] = row
         if rng.random() < 0.3:
             failed = int(rng.integers(4))
             gone = {key: one for key, one in held.items() if key[1] == failed}
-            assert sorted(one for _, one in ledger.lose(failed)) == sorted(gone.values())
+            assert sorted(one for _, one in progress.lose(failed)) == sorted(gone.values())
             held = {key: one for key, one in held.items() if key not in gone}
-    assert ledger.is_complete
+    assert progress.is_complete
     assert sorted(stage for stage, _ in held) == list(range(num_stages))
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from jaxpar.commands import swarm_simulate
 from jaxpar.strategies.swarm import reports
+from jaxpar.strategies.swarm.availability import LEAVE, PeerEvent, SwarmPeer, read_swarm_trace
 from jaxpar.strategies.swarm.costs import SwarmSettings, TransformerLayer, Workload, device_utilization
-from jaxpar.strategies.swarm.ledger import COUNTED, LOST, REPEATED
+from jaxpar.strategies.swarm.progress import COUNTED, LOST, REPEATED
 from jaxpar.strategies.swarm.scenario import SwarmScenario, write_scenario
-from jaxpar.strategies.swarm.trace import LEAVE, PeerEvent, SwarmPeer, read_swarm_trace
 from tests.runs import script_error
 from tests.strategies.swarm.scenarios import make_scenario
 

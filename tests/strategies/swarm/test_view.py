@@ -13,9 +13,9 @@ from rich.console import Console
 
 from jaxpar.commands import swarm
 from jaxpar.errors import UserError
-from jaxpar.strategies.swarm.ledger import BACKWARD_PASS, FORWARD_PASS
 from jaxpar.strategies.swarm.live.events import EventKind, LinePrinter, LiveEvent, notable
 from jaxpar.strategies.swarm.live.view import Screen, SwarmView
+from jaxpar.strategies.swarm.progress import BACKWARD_PASS, FORWARD_PASS
 
 ROOT = Path(__file__).parents[3]
 HISTORY = [

@@ -24,8 +24,8 @@ from jaxpar.core import mesh
 from jaxpar.data.rows import TextRow
 from jaxpar.errors import UserError
 from jaxpar.use.inference import inputs, outputs
+from jaxpar.use.inference.load import load_trained
 from jaxpar.use.inference.predictor import Predictor
-from jaxpar.use.inference.trained import load_trained
 from tests.runs import run_script
 from tests.use.inference.conftest import TrainedRun, records
 

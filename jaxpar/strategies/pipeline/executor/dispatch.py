@@ -30,7 +30,7 @@ from jaxpar.strategies.pipeline.executor.columns import (
     without_leading,
 )
 from jaxpar.strategies.pipeline.executor.enqueue import DEVICES, Compiler, Host, Program, program_on
-from jaxpar.strategies.pipeline.executor.programs import StageInputs, StagePrograms
+from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs, StagePrograms
 from jaxpar.strategies.pipeline.executor.stages import Stages
 from jaxpar.strategies.pipeline.tables.table import ACTION_KINDS, StageDevices, Table, U, receiver
 from jaxpar.tasks import Sums

@@ -38,7 +38,7 @@ from jaxpar.strategies.pipeline.executor.columns import (
 from jaxpar.strategies.pipeline.executor.dispatch import DispatchedAction, StageDispatcher, StepInputs, Work, no_work
 from jaxpar.strategies.pipeline.executor.dispatch_update import DispatchedState, StageUpdates, kept_if, over_replicas
 from jaxpar.strategies.pipeline.executor.enqueue import Host, Program, program_on
-from jaxpar.strategies.pipeline.executor.programs import StagePrograms
+from jaxpar.strategies.pipeline.executor.stage_programs import StagePrograms
 from jaxpar.strategies.pipeline.executor.state import StagedState
 from jaxpar.strategies.pipeline.tables.table import StageDevices
 from jaxpar.tasks import Sums

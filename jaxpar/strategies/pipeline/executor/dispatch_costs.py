@@ -18,7 +18,7 @@ from jaxpar.exchange.exchange import AllReduce
 from jaxpar.layout import Holders, Layout, LeafLayout, Tree
 from jaxpar.strategies.pipeline.executor.dispatch import DispatchedAction
 from jaxpar.strategies.pipeline.executor.dispatch_update import DispatchedState, private_layout
-from jaxpar.strategies.pipeline.executor.programs import StagePrograms
+from jaxpar.strategies.pipeline.executor.stage_programs import StagePrograms
 from jaxpar.strategies.pipeline.executor.stages import Stages
 from jaxpar.strategies.pipeline.executor.state import StagedState
 from jaxpar.strategies.pipeline.tables.periodic import num_in_flight

@@ -58,7 +58,7 @@ from jaxpar.models.model import Batch
 from jaxpar.strategies.pipeline.executor.branches import clock_scope, delivery_scope, phase_scope, possible_programs
 from jaxpar.strategies.pipeline.executor.lowering import INBOXES, NONE, Actions, ClockShape, TableArrays, TableShape
 from jaxpar.strategies.pipeline.executor.packing import Packed, Packing
-from jaxpar.strategies.pipeline.executor.programs import StageInputs, StagePrograms
+from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs, StagePrograms
 from jaxpar.strategies.pipeline.executor.state import PackedState, StagedState, StageUpdate
 from jaxpar.strategies.pipeline.executor.timeline import ActionNumbers, Timeline
 from jaxpar.tasks import Sums

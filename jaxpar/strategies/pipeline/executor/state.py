@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxpar import layout
 from jaxpar.core import state as states
 from jaxpar.core import step as steps
-from jaxpar.core.addresses import Address, addresses
+from jaxpar.core.leaf_paths import LeafPath, leaf_paths
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem
@@ -62,16 +62,16 @@ class StagedTree:
         held = [stages.select(shapes, device) for device in stages.examples]
         self.packing = Packing([jax.eval_shape(function, params) for params in held])
         self.packed = layout.per_replica(axes, tuple(self.packing.shapes), STAGE)
-        number = {address: i for i, address in enumerate(addresses(function, shapes))}
+        number = {leaf: i for i, leaf in enumerate(leaf_paths(function, shapes))}
         # By device: the numbers of the canonical leaves that it holds, in the order of the local tree.
         self._numbers: list[list[int]] = []
-        of_kinds = [addresses(function, params) for params in held]
+        of_kinds = [leaf_paths(function, params) for params in held]
         for device, kind in enumerate(stages.kinds):
             names = stages.local_names(device)
-            self._numbers.append([number[_of_device(address, names)] for address in of_kinds[kind]])
+            self._numbers.append([number[_of_device(leaf, names)] for leaf in of_kinds[kind]])
         self._kinds, self._structure = stages.kinds, jax.tree.structure(like)
         self._num_leaves = len(number)
-        holders = self._find_holders([address.layer for address in number], stages)
+        holders = self._find_holders([leaf.layer for leaf in number], stages)
         leaves = [
             LeafLayout(leaf.shape, leaf.dtype, holders=of_leaf)
             for leaf, of_leaf in zip(jax.tree.leaves(like), holders, strict=True)
@@ -134,12 +134,12 @@ class StagedTree:
         return jax.tree.unflatten(self._structure, leaves)
 
 
-def _of_device(address: Address, names: Mapping[str, str]) -> Address:
-    """Translate an address on the representative device of a kind.
+def _of_device(path: LeafPath, names: Mapping[str, str]) -> LeafPath:
+    """Translate the path of a leaf on the representative device of a kind.
 
     names: a device's layer names, keyed by those of the representative device.
     """
-    return address if address.layer is None else address._replace(layer=names[address.layer])
+    return path if path.layer is None else path._replace(layer=names[path.layer])
 
 
 class StagedState:

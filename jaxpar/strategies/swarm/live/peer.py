@@ -25,8 +25,7 @@ from jaxpar.core import state as states
 from jaxpar.core import step as steps
 from jaxpar.core.state import Canonical, State
 from jaxpar.models.model import Params
-from jaxpar.strategies.pipeline.executor.programs import StageInputs, StageOutputs
-from jaxpar.strategies.swarm.ledger import BACKWARD_PASS, OUTPUT_GRADIENT, STAGE_INPUT
+from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs, StageOutputs
 from jaxpar.strategies.swarm.live.tickets import (
     STALE,
     SUPERSEDED,
@@ -40,7 +39,8 @@ from jaxpar.strategies.swarm.live.tickets import (
     Ticket,
     find_fault,
 )
-from jaxpar.strategies.swarm.programs import SwarmPrograms, by_layer, stage_params
+from jaxpar.strategies.swarm.progress import BACKWARD_PASS, OUTPUT_GRADIENT, STAGE_INPUT
+from jaxpar.strategies.swarm.stage_passes import SwarmPrograms, by_layer, stage_params
 
 
 @dataclass

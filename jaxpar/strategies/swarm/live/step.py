@@ -13,19 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxpar.strategies.swarm.ledger import (
-    BACKWARD_PASS,
-    FORWARD_PASS,
-    LOST,
-    OUTPUT_GRADIENT,
-    STAGE_INPUT,
-    GradientLedger,
-)
 from jaxpar.strategies.swarm.live.calls import LOAD, Call
 from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent, emit
 from jaxpar.strategies.swarm.live.members import HOSTILE, SUSPECTED, Members
 from jaxpar.strategies.swarm.live.peer import shard_sizes
 from jaxpar.strategies.swarm.live.tickets import MALFORMED, NONFINITE_VALUES, Arrays, PeerAnswer, StepShapes, find_fault
+from jaxpar.strategies.swarm.progress import (
+    BACKWARD_PASS,
+    FORWARD_PASS,
+    LOST,
+    OUTPUT_GRADIENT,
+    STAGE_INPUT,
+    BatchProgress,
+)
 from jaxpar.strategies.swarm.record import AssignedPass
 
 STORE = -1  # holder of messages: the object stores, which hold them even if the peer that sent them fails
@@ -102,9 +102,9 @@ class LiveStep:
         self.engine.end(self.number)
 
     @property
-    def ledger(self) -> GradientLedger:
-        """The ledger of the batch."""
-        return self.engine.batches[self.number].ledger
+    def progress(self) -> BatchProgress:
+        """The progress of the batch."""
+        return self.engine.batches[self.number].progress
 
     @property
     def averaging(self) -> "Averaging | None":
@@ -122,10 +122,10 @@ class LiveStep:
     def start(self, one: AssignedPass) -> None:
         """Send a pass to its peer."""
         is_backward = one.phase == BACKWARD_PASS
-        values = self.ledger.holders(one.microbatch, one.phase, one.stage)
+        values = self.progress.holders(one.microbatch, one.phase, one.stage)
         reads = {value: self.messages[value, one.stage, one.microbatch] for value in values}
         inputs = [reads[value].reference if value in reads else None for value in (STAGE_INPUT, OUTPUT_GRADIENT)]
-        one.is_repeat = is_backward and one.stage in self.ledger.progress(one.microbatch).counted
+        one.is_repeat = is_backward and one.stage in self.progress.of(one.microbatch).counted
         program = (one.peer, one.phase, one.stage, self.shapes.key)
         is_first = program not in self._compiled
         call = self.members.call(
@@ -222,7 +222,7 @@ class LiveStep:
 
     def _holders(self, value: Value) -> set[int]:
         kind, stage, microbatch = value
-        return self.ledger.holders(microbatch, BACKWARD_PASS, stage)[kind]
+        return self.progress.holders(microbatch, BACKWARD_PASS, stage)[kind]
 
     def _forget(self, value: Value) -> None:
         """Remove a message, so that it is computed again."""
@@ -278,7 +278,7 @@ class Averaging:
     def __init__(self, step: LiveStep) -> None:
         """Ask the contributors of all stages for their shards."""
         self._step, self._calls = step, list[Call]()
-        self.contributors = [sorted(step.ledger.contributors(stage)) for stage in range(step.engine.num_stages)]
+        self.contributors = [sorted(step.progress.contributors(stage)) for stage in range(step.engine.num_stages)]
         self._shards: list[dict[int, list[Any]]] = [{} for _ in self.contributors]
         self.totals: list[list[Any]] = [[None] * len(peers) for peers in self.contributors]
         emit(LiveEvent(EventKind.AVERAGING))

@@ -30,10 +30,9 @@ from jaxpar.core import step as steps
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem
 from jaxpar.models.model import Params
-from jaxpar.strategies.pipeline.executor.programs import StagePrograms
+from jaxpar.strategies.pipeline.executor.stage_programs import StagePrograms
 from jaxpar.strategies.pipeline.executor.stages import sum_over_stages
 from jaxpar.strategies.swarm.executor import SwarmState
-from jaxpar.strategies.swarm.ledger import FORWARD_PASS, LOST, OUTPUT_GRADIENT, REPEATED, STAGE_INPUT
 from jaxpar.strategies.swarm.live import cluster
 from jaxpar.strategies.swarm.live.events import EventKind, LinePrinter, LiveEvent, PeerStatus, emit, listeners
 from jaxpar.strategies.swarm.live.members import SUSPECTED, Members, StateSource
@@ -41,7 +40,8 @@ from jaxpar.strategies.swarm.live.peer import shard_sizes, unflatten_arrays
 from jaxpar.strategies.swarm.live.step import Averaging, Diverged, LiveStep
 from jaxpar.strategies.swarm.live.tickets import StepShapes, SwarmSpec, find_fault
 from jaxpar.strategies.swarm.live_options import LiveDetails
-from jaxpar.strategies.swarm.programs import SwarmPrograms, microbatches_of
+from jaxpar.strategies.swarm.progress import FORWARD_PASS, LOST, OUTPUT_GRADIENT, REPEATED, STAGE_INPUT
+from jaxpar.strategies.swarm.stage_passes import SwarmPrograms, microbatches_of
 from jaxpar.strategies.swarm.table import RoutingTable, write_routing
 from jaxpar.tasks import Sums, mean_loss
 

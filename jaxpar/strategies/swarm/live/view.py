@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxpar.errors import format_count
-from jaxpar.strategies.swarm.ledger import BACKWARD_PASS
 from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent, PeerStatus, notable
+from jaxpar.strategies.swarm.progress import BACKWARD_PASS
 
 REDRAW_SECONDS = 0.1
 RATE_SECONDS = 10.0  # throughput is that of the last seconds

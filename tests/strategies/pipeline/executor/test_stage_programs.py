@@ -13,14 +13,14 @@ import pytest
 
 from jaxpar.core.step import abstract
 from jaxpar.models import Model, Params, build
-from jaxpar.strategies.pipeline.executor.programs import StageInputs, StageOutputs, StagePrograms
+from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs, StageOutputs, StagePrograms
 from jaxpar.strategies.pipeline.executor.stages import Stages
 from jaxpar.strategies.pipeline.tables.table import loop_stages, v_stages
 from jaxpar.tasks.language_models import CAUSAL_LM
 from tests.models.small import CPU, fast_jit, info_of, make_params, small_config
 from tests.selection import slow
 from tests.strategies.pipeline.cuts import readable
-from tests.strategies.pipeline.executor.test_programs import GPT, B, T, V, by_hand, make_rows
+from tests.strategies.pipeline.executor.test_phases import GPT, B, T, V, by_hand, make_rows
 
 KEY, WEIGHT = jax.random.key(5), jnp.float32(9.5)
 BOUNDS = (0, 2, 3, 4, 6)  # stages: embed and a block; a block; a block; a block and head, tied to embed

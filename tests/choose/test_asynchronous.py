@@ -12,17 +12,17 @@ from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import strategies
 from jaxpar.choose import report
-from jaxpar.choose.candidates import Candidate, Space, UnrankedCandidate, state_ratios
+from jaxpar.choose.asynchronous import async_candidates, linked, predicted
+from jaxpar.choose.candidates import AsyncCandidate, Candidate, Space, state_ratios
 from jaxpar.choose.costs.layers import LayerMemory, Layers
 from jaxpar.choose.costs.machine import CpuMachine, GpuMachine, Machine
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.rates import EFFICIENCY
-from jaxpar.choose.unranked import linked, predicted, unranked
 from jaxpar.cluster import Cluster
 from jaxpar.core.state import nbytes
-from jaxpar.inspect import planning
+from jaxpar.inspect import candidates as planning
 from jaxpar.measure.residuals import Residuals
-from jaxpar.strategies.swarm.trace import SwarmPeer
+from jaxpar.strategies.swarm.availability import SwarmPeer
 from tests.choose.test_planner import small_problem
 
 BATCH, EXAMPLE_SECONDS = 240, 1e-3  # of a layer: a third of it forward
@@ -66,15 +66,15 @@ def make_space(cluster: Cluster = FREE, machine: Machine | None = None) -> Space
     return Space(config, problem, layers, machine or GpuMachine(replace(cluster, memory_bandwidth=math.inf)), 1e9)
 
 
-def predict(space: Space, *settings: str) -> Candidate | UnrankedCandidate | str:
+def predict(space: Space, *settings: str) -> Candidate | AsyncCandidate | str:
     config = copy.deepcopy(space.config)
     configs.override(config, [f"--config.{value}" for value in settings])
     return predicted(space, config, state_ratios(space.problem))
 
 
-def rate_of(space: Space, *settings: str) -> UnrankedCandidate:
+def rate_of(space: Space, *settings: str) -> AsyncCandidate:
     found = predict(space, *settings)
-    assert isinstance(found, UnrankedCandidate), found
+    assert isinstance(found, AsyncCandidate), found
     return found
 
 
@@ -208,7 +208,7 @@ def test_reasons(free: Space, settings: tuple[str, ...], reason: str) -> None:
 
 def test_the_second_table(free: Space) -> None:
     """The table has the user's own config, too, and the reason why others are not possible."""
-    others = unranked(free, state_ratios(free.problem))
+    others = async_candidates(free, state_ratios(free.problem))
     assert [one if isinstance(one, str) else one.name for one in others] == [
         "async, 4 workers",
         "ssp with bound 3, 4 workers",

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from jaxpar import checkpoint
 from jaxpar.errors import UserError
-from jaxpar.use.inference.trained import load_trained
+from jaxpar.use.inference.load import load_trained
 
 
 def losses(workdir: Path) -> dict[int, float]:

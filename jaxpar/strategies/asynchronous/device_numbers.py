@@ -7,7 +7,7 @@ on the next one.
 from typing import NamedTuple
 
 
-class Places(NamedTuple):
+class DeviceNumbers(NamedTuple):
     """Device numbers of workers and server.
 
     Attributes:

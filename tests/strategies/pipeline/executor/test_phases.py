@@ -15,8 +15,8 @@ import pytest
 from jaxpar.core.step import abstract
 from jaxpar.models import Model, build
 from jaxpar.models.model import Batch
-from jaxpar.strategies.pipeline.executor.programs import StageInputs, StageProgram, input_origins, trace_stage
 from jaxpar.strategies.pipeline.executor.split_backward import Origin
+from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs, StageProgram, input_origins, trace_stage
 from jaxpar.strategies.pipeline.executor.stages import Stages
 from jaxpar.strategies.pipeline.tables.table import loop_stages
 from jaxpar.tasks.language_models import CAUSAL_LM

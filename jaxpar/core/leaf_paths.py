@@ -7,7 +7,7 @@ import jax
 from jax.tree_util import DictKey, keystr
 
 
-class Address(NamedTuple):
+class LeafPath(NamedTuple):
     """The position of a leaf in a tree that contains parameters or arrays derived from them.
 
     Attributes:
@@ -22,8 +22,8 @@ class Address(NamedTuple):
 MARK = "\0"  # prefix of layer names: no optimizer key starts with it, and it does not change how layers sort
 
 
-def addresses(function: Callable[[Any], Any], params: Mapping[str, Any]) -> list[Address]:
-    """Return the addresses of the leaves of function(params), in tree order.
+def leaf_paths(function: Callable[[Any], Any], params: Mapping[str, Any]) -> list[LeafPath]:
+    """Return the paths of the leaves of function(params), in tree order.
 
     The layer keys are marked before the function is traced. An optimizer can therefore store parameters anywhere in
     its state, and can have dicts with other keys, such as the labels of `optax.partition`.
@@ -34,16 +34,16 @@ def addresses(function: Callable[[Any], Any], params: Mapping[str, Any]) -> list
     """
     marked = {MARK + name: tree for name, tree in params.items()}
     made = jax.eval_shape(function, marked)
-    return [_address(path) for path, _ in jax.tree_util.tree_leaves_with_path(made)]
+    return [_leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(made)]
 
 
 def layer_name(key: str) -> str:
-    """Return the layer name for a key of the parameters, with or without the mark that `addresses` adds."""
+    """Return the layer name for a key of the parameters, with or without the mark that `leaf_paths` adds."""
     return key.removeprefix(MARK)
 
 
-def _address(path: Sequence[Any]) -> Address:
+def _leaf_path(path: Sequence[Any]) -> LeafPath:
     for place, part in enumerate(path):
         if isinstance(part, DictKey) and str(part.key).startswith(MARK):
-            return Address(layer_name(part.key), f"{keystr(tuple(path[:place]))}[]{keystr(tuple(path[place + 1 :]))}")
-    return Address(None, keystr(tuple(path)))
+            return LeafPath(layer_name(part.key), f"{keystr(tuple(path[:place]))}[]{keystr(tuple(path[place + 1 :]))}")
+    return LeafPath(None, keystr(tuple(path)))

@@ -1,4 +1,4 @@
-"""Ledger of a global batch: which peers hold which values, and whose accumulator contains which microbatch.
+"""Progress of a global batch: which peers hold which values, and whose accumulator contains which microbatch.
 
 The gradient of stage s for a microbatch is computed in its backward pass in s, from the weights, the input of the stage
 (an activation) and the gradient of its output. The weights of the step are on every peer of the stage, and outside the
@@ -53,8 +53,8 @@ def next_phase(progress: PassProgress, num_stages: int) -> tuple[int, int] | Non
     return phase, stage
 
 
-class GradientLedger:
-    """Mutable ledger of one global batch."""
+class BatchProgress:
+    """Which peer holds and has accumulated what, for every microbatch of a global batch; mutable."""
 
     def __init__(self, num_stages: int, num_microbatches: int) -> None:
         self.num_stages = num_stages
@@ -69,7 +69,7 @@ class GradientLedger:
         """Whether the gradients of all microbatches in all stages are in an accumulator."""
         return all(len(counted) == self.num_stages for counted in self._counted)
 
-    def progress(self, microbatch: int) -> PassProgress:
+    def of(self, microbatch: int) -> PassProgress:
         """Return the snapshot of a microbatch."""
         return PassProgress(
             frozenset(stage for stage, holders in enumerate(self._inputs[microbatch]) if holders),

@@ -15,10 +15,10 @@ from jaxpar import data, strategies
 from jaxpar.choose import planner, report
 from jaxpar.choose.auto import check_kept, kept_settings
 from jaxpar.choose.candidates import (
+    AsyncCandidate,
     Candidate,
     Settings,
     Space,
-    UnrankedCandidate,
     cpu_space,
     gpu_space,
     load_problem,
@@ -88,7 +88,7 @@ def measured_space(config: ConfigDict, save: Path | None = None) -> Space:
     return gpu_space(config, loaded.problem, measured, cluster.memory_bytes, settings)
 
 
-def load(config: ConfigDict, cluster: Cluster) -> build.Loaded:
+def load(config: ConfigDict, cluster: Cluster) -> build.Parts:
     """Read the data and build the model of a config, whatever its strategy. Raises UserError for its mistakes."""
     with tempfile.TemporaryDirectory() as folder:
         return load_problem(config, cluster, Path(folder))
@@ -136,8 +136,8 @@ def describe_plans(
     space: Space,
     found: Sequence[Candidate],
     work: report.StepWork,
-    own: Candidate | UnrankedCandidate | str | None,
-    others: Sequence[UnrankedCandidate | str],
+    own: Candidate | AsyncCandidate | str | None,
+    others: Sequence[AsyncCandidate | str],
     seconds: float,
 ) -> str:
     """Return the table of the best candidates, and why they are, and that of the strategies that are not ranked.
@@ -161,7 +161,7 @@ def describe_plans(
         *(report.explain(one, best, work) for one in each[:3]),
     ]
     possible = [one for one in others if not isinstance(one, str)]
-    if isinstance(own, UnrankedCandidate):
+    if isinstance(own, AsyncCandidate):
         lines.append("Your config is in the last row of the second table.")
         possible.append(own._replace(name=f"your config: {own.name}"))
     elif own is not None:

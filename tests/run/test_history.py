@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.errors import UserError
-from jaxpar.run.starts import Start, read_starts
+from jaxpar.run.history import Start, read_starts
 from tests.use.pages.recorded_runs import STARTS, write_run
 
 

@@ -1,4 +1,4 @@
-"""The schedule of a live run: the assignment of shards to workers, and the record. It uses no devices and no threads.
+"""The queue of a live run: the assignment of shards to workers, and the record. It uses no devices and no threads.
 
 The next shard goes to the worker that has been idle longest, and a worker reads the newest weights. No worker waits for
 others, unless a bound limits how far it can run ahead of the slowest (ssp).
@@ -35,7 +35,7 @@ class Assignment(NamedTuple):
     start: float
 
 
-class LiveSchedule:
+class ShardQueue:
     """The server's view of live workers. Each gradient makes an update, so the newest version is the number of rows."""
 
     def __init__(self, num_workers: int, step: int, bound: float):

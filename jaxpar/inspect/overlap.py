@@ -1,4 +1,4 @@
-"""Describes the schedule of a step that is compiled for GPUs: what its collectives overlap with, and what else it runs.
+"""Summarizes a step that is compiled for GPUs: what its collectives overlap with, and what else it runs.
 
 XLA starts an asynchronous collective with one instruction and waits for it with another. What lies between the two runs
 at the same time. If that is nothing, the collective is exposed: the GPU waits for it.
@@ -21,7 +21,7 @@ COPIES = ("copy", "copy-start")
 NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all")
 
 
-class ScheduledCollective(NamedTuple):
+class OverlappedCollective(NamedTuple):
     """A collective of a step.
 
     Attributes:
@@ -63,8 +63,8 @@ class MatrixProduct(NamedTuple):
     source: str
 
 
-class ProgramSchedule(NamedTuple):
-    """The schedule of a program. All numbers are for one run on one device.
+class ProgramSummary(NamedTuple):
+    """What a program runs. All numbers are for one run on one device.
 
     Attributes:
       name: the name of the program, such as jit_step.
@@ -80,7 +80,7 @@ class ProgramSchedule(NamedTuple):
 
     name: str
     num_devices: int
-    collectives: list[ScheduledCollective]
+    collectives: list[OverlappedCollective]
     products: list[MatrixProduct]
     copies: float
     copied_bytes: float
@@ -93,8 +93,8 @@ class ProgramSchedule(NamedTuple):
         return sum(product.per_step * product.flops for product in self.products)
 
 
-def schedule_of(compiled: CompiledProgram) -> ProgramSchedule:
-    """Return the schedule of a program.
+def summarize(compiled: CompiledProgram) -> ProgramSummary:
+    """Return what a program runs.
 
     Raises:
       ValueError: it is unknown how often a loop or a branch runs.
@@ -103,7 +103,7 @@ def schedule_of(compiled: CompiledProgram) -> ProgramSchedule:
     assert text is not None
     program = HloProgram(text)
     runs = _runs(program, by_scope(compiled.frequencies))
-    collectives: list[ScheduledCollective] = []
+    collectives: list[OverlappedCollective] = []
     products: list[MatrixProduct] = []
     copies = copied_bytes = kernels = synchronizations = 0.0
     for computation, times in runs.items():
@@ -113,7 +113,7 @@ def schedule_of(compiled: CompiledProgram) -> ProgramSchedule:
                 if sum(math.prod(array.dims) for array in operands) > SMALL:
                     nbytes, dtype = sum(array.nbytes for array in operands), _dtype(operands)
                     meanwhile, source = _until_done(program, computation, place), instruction.source
-                    collectives.append(ScheduledCollective(kind, dtype, nbytes, times, *meanwhile, source, name))
+                    collectives.append(OverlappedCollective(kind, dtype, nbytes, times, *meanwhile, source, name))
                 continue
             if instruction.operation in FLOW:
                 synchronizations += times * _synchronizations(program, instruction, by_scope(compiled.frequencies))
@@ -125,7 +125,7 @@ def schedule_of(compiled: CompiledProgram) -> ProgramSchedule:
                     copies, copied_bytes = copies + times, copied_bytes + times * nbytes
             kernels += times * is_kernel(instruction)
     numbers = (copies, copied_bytes, kernels, synchronizations)
-    return ProgramSchedule(program.name, program.num_devices, collectives, products, *numbers)
+    return ProgramSummary(program.name, program.num_devices, collectives, products, *numbers)
 
 
 def _runs(program: HloProgram, frequency: Frequency) -> Mapping[str, float]:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxpar.choose.search.fill import SearchProblem
+from jaxpar.choose.search.insert_w import SearchProblem
 from jaxpar.strategies.pipeline.tables.simulate import ActionGraph, Time, action_graph, end_times
 from jaxpar.strategies.pipeline.tables.table import BW, Action, B, Table, W, place_actions
 

@@ -11,7 +11,7 @@ from jaxpar import checkpoint
 from jaxpar.core.plan import format_private_key
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
-from jaxpar.run.start import Past, save_info, start
+from jaxpar.run.restore import Past, save_info, start
 from tests.runs import small_config
 
 

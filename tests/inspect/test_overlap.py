@@ -1,11 +1,11 @@
-"""The schedule of a program, from text as XLA writes it for GPUs. tests/cluster/test_target.py compiles for GPUs."""
+"""The summary of a program, from text as XLA writes it for GPUs. tests/cluster/test_target.py compiles for GPUs."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from jaxpar.inspect.schedule import MatrixProduct, ScheduledCollective, schedule_of
+from jaxpar.inspect.overlap import MatrixProduct, OverlappedCollective, summarize
 from jaxpar.strategies.strategy import CompiledProgram
 
 META = 'metadata={op_name="jit(step)/%s"}'
@@ -77,10 +77,10 @@ def program(text: str = TEXT, **frequencies: Any) -> Any:
 
 
 def test_schedule() -> None:
-    found = schedule_of(program())
+    found = summarize(program())
     assert found.collectives == [
-        ScheduledCollective("all-gather", "uint16", 1024, 5.0, 2, 2, "jit(step)/gather", "all-gather-start"),
-        ScheduledCollective("all-reduce", "float32", 2**22, 5.0, 0, 0, "jit(step)/reduce", "all-reduce-start"),
+        OverlappedCollective("all-gather", "uint16", 1024, 5.0, 2, 2, "jit(step)/gather", "all-gather-start"),
+        OverlappedCollective("all-reduce", "float32", 2**22, 5.0, 0, 0, "jit(step)/reduce", "all-reduce-start"),
     ]
     assert sorted(found.products) == [
         MatrixProduct("bfloat16", 5.0, 1024.0, "", "jit(step)/fused"),
@@ -97,10 +97,10 @@ def test_schedule() -> None:
     assert found.synchronizations == 1  # the conditional
     # Of the loop, the host now also asks before each iteration, and at the end.
     text = TEXT.replace('"known_trip_count"', '"other"')
-    assert schedule_of(program(text, loop=(5.0,))).synchronizations == 1 + 6
+    assert summarize(program(text, loop=(5.0,))).synchronizations == 1 + 6
 
 
 def test_a_collective_without_an_end() -> None:
     text = TEXT.replace("all-gather-done(%all-gather-start)", "all-gather-done(%other)")
     with pytest.raises(ValueError, match="all-gather-start has no end"):
-        schedule_of(program(text))
+        summarize(program(text))

@@ -15,10 +15,10 @@ from jaxpar.core import step as steps
 from jaxpar.core.state import State
 from jaxpar.core.step import Metrics, Problem
 from jaxpar.models.model import Batch, Params
-from jaxpar.strategies.pipeline.executor.programs import StageInputs, StageOutputs, StagePrograms
+from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs, StageOutputs, StagePrograms
 from jaxpar.strategies.pipeline.executor.stages import Stages, sum_over_stages
-from jaxpar.strategies.swarm.ledger import BACKWARD_PASS, FORWARD_PASS
 from jaxpar.strategies.swarm.messages import MessageFormat
+from jaxpar.strategies.swarm.progress import BACKWARD_PASS, FORWARD_PASS
 from jaxpar.tasks import Sums
 
 

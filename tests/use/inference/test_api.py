@@ -14,10 +14,11 @@ from tokenizers import Tokenizer
 import jaxpar
 from jaxpar import checkpoint
 from jaxpar.errors import UserError
-from jaxpar.use.inference import inputs, loaded
-from jaxpar.use.inference.loaded import LoadedModel
+from jaxpar.use.inference import api as loaded
+from jaxpar.use.inference import inputs
+from jaxpar.use.inference.api import InferenceModel
+from jaxpar.use.inference.load import Trained, load_trained
 from jaxpar.use.inference.predictor import Predictor
-from jaxpar.use.inference.trained import Trained, load_trained
 from tests.use.inference.conftest import TrainedRun, records
 
 EXAMPLES = records(40, seed=2)
@@ -158,7 +159,7 @@ def test_metrics_of_a_file_with_few_classes(classifier: Path, tmp_path: Path) ->
 def test_images(trained_run: TrainedRun) -> None:
     trained = load_trained(trained_run("image"))
     images = np.random.default_rng(0).integers(0, 256, (21, *trained.info.input_shape), np.uint8)
-    found: list[Any] = LoadedModel(trained).predict(images)
+    found: list[Any] = InferenceModel(trained).predict(images)
     params = jax.device_get(trained.params)
     logits = np.asarray(jax.jit(trained.model.apply)(params, {"inputs": jnp.asarray(images)}), np.float64)
     assert [one["class"] for one in found] == [trained.info.class_names[best] for best in logits.argmax(-1)]

@@ -53,7 +53,7 @@ class Skeleton(NamedTuple):
     orders: Orders
 
 
-class Filling:
+class WeightGradients:
     """A skeleton that is filled with W by one of RULES."""
 
     def __init__(self, problem: SearchProblem, skeleton: Skeleton, rule: str):

@@ -19,7 +19,7 @@ from jaxpar.errors import UserError, format_count
 from jaxpar.launch import processes
 from jaxpar.run import resume
 from jaxpar.run.build import Run, StrategyState
-from jaxpar.run.starts import record_start
+from jaxpar.run.history import record_start
 
 # Policy, workers and mitigations in earlier private keys, such as `live async of 4 workers with dc_asgd`.
 WORKERS = re.compile(r"(?:live )?(\w+) of (\d+) workers(?: with (.+))?")

@@ -19,14 +19,14 @@ from jaxpar.errors import UserError
 from jaxpar.tasks import Prediction
 from jaxpar.use.inference import inputs
 from jaxpar.use.inference.generate import Completion, Generator
+from jaxpar.use.inference.load import Trained, load_trained
 from jaxpar.use.inference.predictor import Predictor
 from jaxpar.use.inference.sampling import Sampling
-from jaxpar.use.inference.trained import Trained, load_trained
 
 Text = str | Sequence[str]  # a text; a pair of texts; or a list of words
 
 
-class LoadedModel:
+class InferenceModel:
     """A trained model, on the devices at hand.
 
     Attributes:
@@ -178,9 +178,9 @@ def _rows(texts: Sequence[Text]) -> list[tuple[str, ...]]:
     return [(one,) if isinstance(one, str) else tuple(one) for one in texts]
 
 
-def load(workdir: str | Path, step: int | None = None, devices: Sequence[jax.Device] | None = None) -> LoadedModel:
+def load(workdir: str | Path, step: int | None = None, devices: Sequence[jax.Device] | None = None) -> InferenceModel:
     """Load the trained model of the run in `workdir`. See `load_trained`."""
-    return LoadedModel(load_trained(workdir, step, devices))
+    return InferenceModel(load_trained(workdir, step, devices))
 
 
 def predict(workdir: str | Path, examples: Sequence[Text] | np.ndarray, *, top_k: int = 1) -> list[Prediction]:

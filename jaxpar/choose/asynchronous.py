@@ -19,7 +19,15 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import strategies
-from jaxpar.choose.candidates import OPTIONS, Candidate, Settings, Space, StateRatios, UnrankedCandidate, with_settings
+from jaxpar.choose.candidates import (
+    OPTIONS,
+    AsyncCandidate,
+    Candidate,
+    Settings,
+    Space,
+    StateRatios,
+    with_settings,
+)
 from jaxpar.choose.costs.memory import StateBytes
 from jaxpar.choose.costs.step import StepCosts, UpdateBytes
 from jaxpar.choose.planner import candidate_of_plan
@@ -35,11 +43,11 @@ from jaxpar.strategies.asynchronous.delays import compute_times, mean_compute_ti
 from jaxpar.strategies.asynchronous.layouts import server_layouts
 from jaxpar.strategies.asynchronous.table import UpdateTable
 from jaxpar.strategies.swarm import options as swarms
+from jaxpar.strategies.swarm.availability import SwarmPeer
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
 from jaxpar.strategies.swarm.options import StageSizes
 from jaxpar.strategies.swarm.record import RECEIVE, RECEIVE_INPUT, SwarmRun
 from jaxpar.strategies.swarm.run import run_swarm
-from jaxpar.strategies.swarm.trace import SwarmPeer
 
 NUM_STEPS, WARM_UP = 120, 20  # simulated steps of workers, and those of them that do not count
 SWARM_STEPS, SWARM_WARM_UP = 12, 4  # the same of a swarm
@@ -47,7 +55,7 @@ CROWDED_ROUNDS = 4  # simulations of a swarm that shares cores, each with the nu
 UNRANKED = ("async_data_parallel", "swarm")
 
 
-def unranked(space: Space, ratios: StateRatios) -> list[UnrankedCandidate | str]:
+def async_candidates(space: Space, ratios: StateRatios) -> list[AsyncCandidate | str]:
     """Return async, ssp and swarm on all devices, with the other settings of the config, or why one is not possible."""
     n, cluster = space.num_devices, space.machine.cluster
     if cluster.platform != "cpu" and not cluster.send_rates:
@@ -79,7 +87,7 @@ def _without_others(policy: str) -> Settings:
     return {f"asynchronous.{key}": None for key in others - set(updates.POLICY_SETTINGS.get(policy, {}))}
 
 
-def predicted(space: Space, config: ConfigDict, ratios: StateRatios) -> Candidate | UnrankedCandidate | str:
+def predicted(space: Space, config: ConfigDict, ratios: StateRatios) -> Candidate | AsyncCandidate | str:
     """Return the prediction for a config, or the reason why there is none.
 
     Args:
@@ -107,36 +115,34 @@ def crowding(space: Space, number: int) -> float:
 # ---- workers and a server -------------------------------------------------------------------------------------------
 
 
-def workers_candidate(
-    space: Space, config: ConfigDict, plan: Plan[Any], ratios: StateRatios
-) -> UnrankedCandidate | str:
+def workers_candidate(space: Space, config: ConfigDict, plan: Plan[Any], ratios: StateRatios) -> AsyncCandidate | str:
     """Return the prediction for workers that send gradients to a server, or the reason why there is none.
 
     plan: of config.strategy async_data_parallel.
     """
-    policy, places = config.asynchronous.policy, plan.details.places
+    policy, numbers = config.asynchronous.policy, plan.details.numbers
     if policy not in updates.LIVE_POLICIES:
         return f"config.asynchronous.policy is {policy!r}; only {' and '.join(updates.LIVE_POLICIES)} are predicted"
     bound = updates.policy_settings(config).get("bound", math.inf)
-    costs = gradient_costs(space, config, places.num_workers, ratios)
+    costs = gradient_costs(space, config, numbers.num_workers, ratios)
     table = simulate_contention(
-        places,
+        numbers,
         server_times(space, config, plan, costs),
-        NUM_STEPS * places.num_workers,
+        NUM_STEPS * numbers.num_workers,
         bound=bound,
         crowding=cache(partial(crowding, space)),
     )
     counted = table.step >= WARM_UP
     sent, params = [0.0] * len(plan.memory), float(nbytes(space.problem.model.shapes))
     for worker in table.worker[counted].tolist():
-        device = places.of_worker(worker)
-        if device != places.server:
-            sent[places.server] += params / (NUM_STEPS - WARM_UP)  # the weights
+        device = numbers.of_worker(worker)
+        if device != numbers.server:
+            sent[numbers.server] += params / (NUM_STEPS - WARM_UP)  # the weights
             sent[device] += params / (NUM_STEPS - WARM_UP)  # the gradient
     with_bound = f" with bound {bound}" if policy == "ssp" else ""
     held = device_bytes(space, plan, table, costs)
-    return UnrankedCandidate(
-        f"{policy}{with_bound}, {format_count(places.num_workers, 'worker')}",
+    return AsyncCandidate(
+        f"{policy}{with_bound}, {format_count(numbers.num_workers, 'worker')}",
         {},
         step_seconds(table, WARM_UP),
         float(table.staleness[counted].mean()),
@@ -171,7 +177,7 @@ def gradient_costs(space: Space, config: ConfigDict, num_workers: int, ratios: S
 def server_times(space: Space, config: ConfigDict, plan: Plan[Any], costs: StepCosts) -> ServerTimes:
     """Return the times of workers and server. The delays of the config are relative to the time of a gradient."""
     source: Any = plan.decision.source
-    delays, workers = source.delays, plan.details.places.num_workers
+    delays, workers = source.delays, plan.details.numbers.num_workers
     unit = (costs.seconds - costs.update) / mean_compute_time(delays)
     draws = compute_times(delays._replace(slowdown=1.0), workers, config.seed)
     arrays = jax.tree.leaves(space.problem.model.shapes)
@@ -193,8 +199,8 @@ def device_bytes(space: Space, plan: Plan[Any], table: UpdateTable, costs: StepC
     """Return the bytes of each device: the state of the table's run, and a gradient, computed by it or that arrives."""
     details, params = plan.details, nbytes(space.problem.model.shapes)
     like = abstract_state(space.problem.model, details.optimizer)
-    memory = state_memory(server_layouts(like, details.mitigations, table, details.places))
-    computing = set(details.places.of_workers)
+    memory = state_memory(server_layouts(like, details.mitigations, table, details.numbers))
+    computing = set(details.numbers.of_workers)
     return tuple(
         sum(parts.values()) + (costs.nbytes if device in computing else params) for device, parts in enumerate(memory)
     )
@@ -203,7 +209,7 @@ def device_bytes(space: Space, plan: Plan[Any], table: UpdateTable, costs: StepC
 # ---- swarm ----------------------------------------------------------------------------------------------------------
 
 
-def swarm_candidate(space: Space, config: ConfigDict, plan: Plan[Any], ratios: StateRatios) -> UnrankedCandidate | str:
+def swarm_candidate(space: Space, config: ConfigDict, plan: Plan[Any], ratios: StateRatios) -> AsyncCandidate | str:
     """Return the prediction for a swarm with a peer on each device, or the reason why there is none."""
     s = config.swarm
     source: Any = plan.decision.source
@@ -232,7 +238,7 @@ def swarm_candidate(space: Space, config: ConfigDict, plan: Plan[Any], ratios: S
         space, config, stages.bounds, [copies * gradient for gradient in sizes.gradients], run, len(peers)
     )
     changes = ", delayed" * s.delayed + f", {s.compress} messages" * (s.compress != "none")
-    return UnrankedCandidate(
+    return AsyncCandidate(
         f"swarm, {format_count(len(peers), 'peer')} in {format_count(stages.num_stages, 'stage')}{changes}",
         {},
         float(seconds) + update,
