@@ -120,8 +120,6 @@ def _with_strategy(config: ConfigDict, workdir: Path, cluster: Cluster, target: 
         print(f"chosen    {settings['chosen']}", flush=True)
     else:
         print("chosen    the same strategy as before, for the same devices", flush=True)
-    if settings["strategy"] == "pipeline":
-        mesh.partition_by_gspmd()
     return with_settings(config, {**settings, "planned_for": planned_for})
 
 

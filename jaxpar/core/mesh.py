@@ -41,8 +41,7 @@ def prepare_jax(config: ConfigDict, cache: Path) -> None:
     for name, value in settings.items():
         if name.upper() not in os.environ:
             jax.config.update(name, value)
-    if config.strategy == "pipeline":
-        partition_by_gspmd()
+    partition_by_gspmd()
     count = config.mesh.virtual_cpu_devices
     if not 0 <= count <= MAX_VIRTUAL_DEVICES:
         raise UserError(f"config.mesh.virtual_cpu_devices is {count}; it must be between 0 and {MAX_VIRTUAL_DEVICES}")
@@ -64,13 +63,13 @@ def prepare_jax(config: ConfigDict, cache: Path) -> None:
 
 
 def partition_by_gspmd() -> None:
-    """Partition programs by GSPMD, because Shardy in JAX 0.11.2 crashes the process on pipeline programs."""
+    """Partition programs by GSPMD, because Shardy in JAX 0.11.2 crashes the process on some programs with stages."""
     if jax.__version_info__ >= (0, 11):
         jax.config.update("jax_use_shardy_partitioner", False)
 
 
 def check_partitioner() -> None:
-    """Raise RuntimeError if a pipeline program would be partitioned by Shardy in JAX 0.11."""
+    """Raise RuntimeError if programs would be partitioned by Shardy in JAX 0.11, in a process without `prepare_jax`."""
     is_shardy = jax.config.jax_use_shardy_partitioner  # type: ignore[attr-defined]
     if jax.__version_info__ >= (0, 11) and is_shardy:
         raise RuntimeError(

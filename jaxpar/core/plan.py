@@ -5,15 +5,13 @@ compiling. `strategies.build` builds the strategy from a plan and real devices. 
 certificate all read the same plan.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from jaxpar.cluster import Cluster
 from jaxpar.core.ring import ring_sends
-from jaxpar.errors import UserError, format_bytes, format_count
-from jaxpar.layout import SHARDED, Layout
+from jaxpar.errors import format_count
+from jaxpar.layout import Layout
 
 Source = TypeVar("Source", covariant=True)
 Details = TypeVar("Details", covariant=True)
@@ -215,56 +213,6 @@ def state_memory(layouts: Mapping[str, Layout]) -> tuple[dict[str, int], ...]:
             if nbytes and purpose:
                 on_device[purpose] = on_device.get(purpose, 0) + nbytes
     return memory
-
-
-def check_memory(plan: Plan[object], cluster: Cluster) -> None:
-    """Raise UserError for a plan that needs more memory than there is. Accept any plan if the memory is unknown.
-
-    A GPU has its own memory. The CPU devices of a process share the memory of its machine, which also holds what other
-    devices keep on the host. Other processes may be on other machines, so what they need is not counted.
-    """
-    if cluster.memory_bytes is None:
-        return
-    shared = cluster.platform == "cpu"
-    size = -(-cluster.num_devices // cluster.num_processes) if shared else 1
-    groups = [range(first, min(first + size, plan.num_devices)) for first in range(0, plan.num_devices, size)]
-    totals = [_sum_parts(plan, group, on_host=shared) for group in groups]
-    parts = max(totals, key=lambda total: sum(total.values()))
-    needed, devices = sum(parts.values()), groups[totals.index(parts)]
-    if needed <= cluster.memory_bytes:
-        return
-    where = f"device {devices[0]}" if len(devices) == 1 else f"devices {devices[0]} to {devices[-1]}"
-    owner = "this machine" if shared else cluster.device_kind
-    listed = ", ".join(f"{part} {format_bytes(n)}" for part, n in parts.items() if n)
-    raise UserError(
-        f"config.strategy is {plan.strategy!r}, which needs {format_bytes(needed)} on {where} ({listed}); it must fit "
-        f"in {format_bytes(cluster.memory_bytes)}, the memory of {owner}; " + _relief(plan, parts, shared)
-    )
-
-
-def _sum_parts(plan: Plan[object], devices: Iterable[int], *, on_host: bool) -> Counter[str]:
-    """Return the bytes that the devices hold together, by purpose."""
-    total: Counter[str] = Counter()
-    for device in devices:
-        total.update({part: n for part, n in plan.memory[device].items() if on_host or not part.endswith(ON_HOST)})
-    return total
-
-
-def _relief(plan: Plan[object], parts: Mapping[str, int], shared: bool) -> str:
-    """Return advice on how to reduce the memory of devices that hold these parts, and that may share one memory."""
-    if sum(parts.get(part, 0) for part in ACTIVATION_PARTS) > sum(parts.values()) / 2:
-        return (
-            "try a higher config.pipeline.num_microbatches, config.pipeline.remat='full' or a lower config.batch_size"
-        )
-    ways = ["a smaller config.model"]
-    if not shared:
-        ways.insert(0, "more stages (config.strategy='pipeline', config.mesh.stage)")
-    elif plan.num_replicas > 1:
-        ways.insert(0, "fewer replicas (config.mesh.data)")
-    is_whole = plan.layouts["params"].kind != SHARDED and not any(part in parts for part in ACTIVATION_PARTS)
-    if is_whole and not (shared and plan.num_replicas == 1):
-        ways.insert(0, "a sharded state (config.strategy='data_parallel', config.exchange='zero3')")
-    return "try " + " or ".join(ways)
 
 
 def format_private_key(key: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.core.optimizer import at_step
-from jaxpar.core.state import State, nbytes
+from jaxpar.core.state import State
 from jaxpar.layout import Fetch
 from jaxpar.models.model import Batch, Model, Params
 from jaxpar.tasks import Sums, Task, mean_loss
@@ -79,25 +79,6 @@ def gradients(
         return jax.tree.map(jnp.add, total, microbatch_gradients(examples)), None
 
     return jax.lax.scan(add, zeros, stacked)[0]
-
-
-def saved_bytes(problem: Problem, num_shares: int) -> int:
-    """Return the bytes that the forward pass saves for the backward pass, for one of `num_shares` equal batch shards.
-
-    Counted on the traced model, without the parameters. XLA needs additional temporary arrays to compute a layer.
-    """
-
-    def saved(state_key: jax.Array, params: Params, shard: Batch) -> Any:
-        keys_B = example_keys(dropout_key(state_key, jnp.zeros((), jnp.int32)), shard)
-        return jax.vjp(lambda p: problem.task.sums(problem.model.outputs(p, shard, keys_B), shard).loss, params)[1]
-
-    state_key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-    share = abstract_share(problem.batch, num_shares)
-    traced, saved_shapes = jax.make_jaxpr(saved, return_shape=True)(state_key, problem.model.shapes, share)
-    inputs = {id(variable) for variable in (*traced.jaxpr.invars, *traced.jaxpr.constvars)}
-    # A dict, because some arrays are saved twice.
-    arrays = dict(zip(map(id, traced.jaxpr.outvars), jax.tree.leaves(saved_shapes), strict=True))
-    return nbytes([x for variable, x in arrays.items() if variable not in inputs])
 
 
 def batch_weight(batch: Batch) -> jax.Array:

@@ -64,7 +64,7 @@ class MatrixProduct(NamedTuple):
 
 
 class ProgramSummary(NamedTuple):
-    """What a program runs. All numbers are for one run on one device.
+    """The collectives, products and copies of a program. All numbers are for one run on one device.
 
     Attributes:
       name: the name of the program, such as jit_step.

@@ -14,15 +14,16 @@ from ml_collections import ConfigDict
 from jaxpar import cluster as clusters
 from jaxpar.cluster import Cluster
 from jaxpar.core.optimizer import check_kernels, check_optimizer
-from jaxpar.core.plan import ACTIVATION_PARTS, Decision, Plan, check_memory
-from jaxpar.core.state import nbytes
-from jaxpar.core.step import Problem, saved_bytes
+from jaxpar.core.plan import Decision, Plan
+from jaxpar.core.step import Problem
 from jaxpar.errors import UserError, check_choice
 from jaxpar.models.model import Model
 from jaxpar.strategies import data_parallel
 from jaxpar.strategies.asynchronous import strategy as async_data_parallel
 from jaxpar.strategies.asynchronous.options import decide_updates
 from jaxpar.strategies.data_parallel import single
+from jaxpar.strategies.memory import check_memory
+from jaxpar.strategies.memory import in_flight_bytes as in_flight_bytes
 from jaxpar.strategies.pipeline import schedules
 from jaxpar.strategies.pipeline import strategy as pipeline
 from jaxpar.strategies.pipeline.executor.partition import AUTO, METHODS
@@ -127,22 +128,6 @@ def possible(config: ConfigDict, shapes: Problem, cluster: Cluster) -> Plan[Any]
         return plan(config, shapes, cluster)
     except UserError as error:
         return str(error)
-
-
-def in_flight_bytes(plan: Plan[Any], shapes: Problem) -> dict[str, int]:
-    """Return an estimate of the bytes that a step needs on a device in addition to plan.memory, by purpose.
-
-    Gradients have the size of the parameters on the device; ZeRO, which accumulates shards of them, needs less.
-    Activations are the values that the forward pass of a microbatch saves, according to the traced model; a microbatch
-    is the smallest part of a batch that the batch divisor allows, of one worker or all stages of a swarm. The stashes
-    of a pipeline are part of plan.memory instead, and so are its gradients if it never drains. XLA may store less, or
-    temporarily more, so these estimates never cause a plan to be refused.
-    """
-    memory = plan.memory[0]
-    if any(part in memory for part in ACTIVATION_PARTS):
-        return {} if "gradients" in memory else {"gradients": memory["parameters"]}
-    saved = saved_bytes(shapes, plan.decision.batch_divisor)
-    return {"gradients": nbytes(shapes.model.shapes), "activations": saved}
 
 
 def build(plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[Any]:

@@ -17,11 +17,12 @@ from flax import nnx
 from jaxpar import cluster, layout, strategies
 from jaxpar.cluster import Link
 from jaxpar.config import default_config
-from jaxpar.core.plan import ON_HOST, Decision, Plan, Traffic, check_memory, state_memory
+from jaxpar.core.plan import ON_HOST, Decision, Plan, Traffic, state_memory
 from jaxpar.core.state import nbytes
 from jaxpar.errors import UserError
 from jaxpar.exchange import EXCHANGES
 from jaxpar.models import Model
+from jaxpar.strategies.memory import check_memory
 
 ROOT = Path(__file__).parents[2]
 NUM_DEVICES = 64

@@ -54,7 +54,7 @@ def next_phase(progress: PassProgress, num_stages: int) -> tuple[int, int] | Non
 
 
 class BatchProgress:
-    """Which peer holds and has accumulated what, for every microbatch of a global batch; mutable."""
+    """Mutable record of what each peer holds and has accumulated, for every microbatch of a global batch."""
 
     def __init__(self, num_stages: int, num_microbatches: int) -> None:
         self.num_stages = num_stages
