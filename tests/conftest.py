@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from jaxpar.core import mesh
-from jaxpar.measure.source_lines import present_lines
+from jaxpar.measure.hlo import present_lines
 from tests import raise_sites
 
 NUM_DEVICES = 8

@@ -4,8 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from jaxpar.choose.search.lockstep_bound import lockstep_bound
-from jaxpar.choose.search.lockstep_search import search_lockstep
+from jaxpar.choose.search.lockstep_search import lockstep_bound, search_lockstep
 from jaxpar.choose.search.search import SearchResult, search
 from jaxpar.command_line import Parser, integer, missing, number, output_path, writing
 from jaxpar.errors import UserError

@@ -21,9 +21,9 @@ from jaxpar.inspect.buffers import buffers_at_peak
 from jaxpar.inspect.overlap import ProgramSummary, summarize
 from jaxpar.inspect.step_time import NOTHING, StepTime, check_step, predict, predict_program, short_source
 from jaxpar.measure.flops import forward_flops
+from jaxpar.measure.hlo import present_lines
 from jaxpar.measure.kernels import ATTENTION
 from jaxpar.measure.phases import Phases
-from jaxpar.measure.source_lines import present_lines
 from jaxpar.run import build
 from jaxpar.strategies.strategy import CompiledProgram
 

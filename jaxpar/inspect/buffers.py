@@ -4,9 +4,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jaxpar.measure.hlo import DTYPE_NAMES, HloArray, HloProgram, Instruction
+from jaxpar.measure.hlo import DTYPE_NAMES, HloArray, HloProgram, Instruction, SourceLines
 from jaxpar.measure.liveness import live_at_peak
-from jaxpar.measure.source_lines import SourceLines
 from jaxpar.strategies.strategy import CompiledProgram
 
 

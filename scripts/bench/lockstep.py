@@ -11,8 +11,7 @@ import itertools
 import sys
 import time
 
-from jaxpar.choose.search.lockstep_bound import lockstep_bound
-from jaxpar.choose.search.lockstep_search import search_lockstep
+from jaxpar.choose.search.lockstep_search import lockstep_bound, search_lockstep
 from jaxpar.command_line import Parser, integer
 from jaxpar.errors import exit_code
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle

@@ -21,7 +21,7 @@ from jaxpar.choose.costs.rates import EFFICIENCY
 from jaxpar.cluster import Cluster
 from jaxpar.core.state import nbytes
 from jaxpar.inspect import candidates as planning
-from jaxpar.measure.residuals import Residuals
+from jaxpar.measure.operations import Residuals
 from jaxpar.strategies.swarm.availability import SwarmPeer
 from tests.choose.test_planner import small_problem
 

@@ -8,7 +8,7 @@ import pytest
 from jaxpar.choose.costs.layers import LayerMemory, Layers
 from jaxpar.choose.costs.memory import StateBytes, replica_bytes
 from jaxpar.choose.costs.profile import LayerProfile
-from jaxpar.measure.residuals import Residuals
+from jaxpar.measure.operations import Residuals
 from jaxpar.models.model import LayerRun
 
 WEIGHTS, SAVED, NARROWED = (60.0, 8.0, 8.0, 20.0), (1.0, 5.0, 5.0, 2.0), (0.0, 4.0, 4.0, 10.0)

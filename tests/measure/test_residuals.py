@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.measure.residuals import Residuals, residuals
+from jaxpar.measure.operations import Residuals, residuals
 
 N, D, H, V = 6, 5, 7, 64
 X = jax.ShapeDtypeStruct((N, D), jnp.float32)

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpar
-from jaxpar.measure.hlo import HloProgram, Instruction
-from jaxpar.measure.source_lines import SourceLine, SourceLines
+from jaxpar.measure.hlo import HloProgram, Instruction, SourceLine, SourceLines
 
 LAYERS = Path(jaxpar.__file__).parent / "models" / "layers.py"
 # Frame 3 (flax) is called by frame 2 (a layer), which is called by frame 1 (a script); frame 4 is flax's alone.

@@ -20,7 +20,7 @@ from jaxpar.files import FILES, FOLDERS
 from jaxpar.run import evaluate, resume
 from jaxpar.run.build import Run
 from jaxpar.run.restore import check_continued, saved_private_key
-from jaxpar.run.workdir import check_paths
+from jaxpar.run.resume import check_paths
 from tests.runs import small_arguments, small_config
 from tests.selection import slow
 from tests.strategies.pipelines import relative_error

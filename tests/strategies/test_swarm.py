@@ -22,10 +22,9 @@ from jaxpar.inspect import audit
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.swarm import live_options
 from jaxpar.strategies.swarm import run as run_module
-from jaxpar.strategies.swarm.availability import JOIN, LEAVE, PeerEvent, SwarmPeer
+from jaxpar.strategies.swarm.availability import JOIN, LEAVE, PeerEvent, RandomTrace, SwarmPeer, events_before
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
 from jaxpar.strategies.swarm.executor import EmulatedStep, SwarmExecutor
-from jaxpar.strategies.swarm.failures import RandomTrace, events_before
 from jaxpar.strategies.swarm.progress import BACKWARD_PASS, COUNTED, FORWARD_PASS, LOST, REPEATED
 from jaxpar.strategies.swarm.record import FAILURE, RECEIVE, SwarmAction, SwarmRun
 from jaxpar.strategies.swarm.run import run_swarm

@@ -18,8 +18,7 @@ from jaxpar.cluster import Cluster
 from jaxpar.core.state import nbytes
 from jaxpar.core.step import Problem, abstract
 from jaxpar.layout import Fetch
-from jaxpar.measure.operations import PASS, Operation, operations
-from jaxpar.measure.residuals import Residuals, residuals
+from jaxpar.measure.operations import PASS, Operation, Residuals, operations, residuals
 from jaxpar.models.model import Model
 from jaxpar.strategies.pipeline.executor.stage_programs import StageProgram
 from jaxpar.tasks import Task

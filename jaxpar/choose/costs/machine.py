@@ -34,7 +34,7 @@ class Machine(Protocol):
 
     @property
     def update_repeats(self) -> float:
-        """Bytes that an update moves / those that are counted (updates.py)."""
+        """Bytes that an update moves / those that are counted (step.py)."""
 
     @property
     def clock_seconds(self) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxpar.choose.costs.layers import Layers, LayerWork
 from jaxpar.choose.costs.profile import LayerProfile
-from jaxpar.measure.residuals import Residuals
+from jaxpar.measure.operations import Residuals
 from jaxpar.models.model import Model
 from jaxpar.strategies.pipeline.tables.table import Table, W
 from jaxpar.strategies.pipeline.tables.validate import peak_handed, peak_in_flight, peak_stashed

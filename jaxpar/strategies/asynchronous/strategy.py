@@ -35,7 +35,7 @@ from jaxpar.layout import Layout
 from jaxpar.models.model import Model
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.asynchronous import options, table
-from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers
+from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers, trees_sent
 from jaxpar.strategies.asynchronous.engine import UpdateEngine
 from jaxpar.strategies.asynchronous.gradient_rows import batches_in_flight, is_grouped, needs_earlier_batches
 from jaxpar.strategies.asynchronous.layouts import layouts_on_server, local_layouts, server_layouts
@@ -45,7 +45,6 @@ from jaxpar.strategies.asynchronous.options import UpdateSource
 from jaxpar.strategies.asynchronous.server import ServerEngine
 from jaxpar.strategies.asynchronous.table import UpdateTable, staleness_summary
 from jaxpar.strategies.asynchronous.threads import Threads
-from jaxpar.strategies.asynchronous.traffic import trees_sent
 from jaxpar.strategies.asynchronous.transport import BeginTransport
 from jaxpar.strategies.asynchronous.virtual_time import Emulation
 from jaxpar.strategies.placement import PlacedState, batch_placer, on_all

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.strategies.swarm.availability import LEAVE, SwarmPeer
+from jaxpar.strategies.swarm.availability import LEAVE, SwarmPeer, Trace, events_before
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
-from jaxpar.strategies.swarm.failures import Trace, events_before
 from jaxpar.strategies.swarm.membership import ABSENT, Move, Swarm, capacities, optimal_throughput
 from jaxpar.strategies.swarm.run import VirtualPeers
 

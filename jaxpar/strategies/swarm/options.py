@@ -13,9 +13,8 @@ from jaxpar.strategies.pipeline.executor.partition import layer_flops, stage_bou
 from jaxpar.strategies.pipeline.executor.stages import Stages
 from jaxpar.strategies.pipeline.tables.table import loop_stages
 from jaxpar.strategies.swarm import live_options
-from jaxpar.strategies.swarm.availability import SwarmPeer, find_peers, read_swarm_trace
+from jaxpar.strategies.swarm.availability import RandomTrace, SwarmPeer, Trace, find_peers, read_swarm_trace
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
-from jaxpar.strategies.swarm.failures import RandomTrace, Trace
 from jaxpar.strategies.swarm.messages import MESSAGE_COMPRESSORS, MessageFormat
 from jaxpar.strategies.swarm.rebalancing import REBALANCING_RULES
 from jaxpar.strategies.swarm.record import SwarmRun

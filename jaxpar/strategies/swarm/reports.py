@@ -16,14 +16,15 @@ from jaxpar.strategies.swarm.availability import (
     LEAVE,
     MAX_EVENTS,
     PeerEvent,
+    RandomTrace,
     SwarmPeer,
+    events_before,
     find_peers,
     present_at_start,
     read_swarm_trace,
     write_trace,
 )
 from jaxpar.strategies.swarm.costs import SwarmSettings, TransformerLayer, Workload, device_utilization
-from jaxpar.strategies.swarm.failures import RandomTrace, events_before
 from jaxpar.strategies.swarm.fluid import FluidRun, run_fluid
 from jaxpar.strategies.swarm.rebalancing import REBALANCING_RULES
 from jaxpar.strategies.swarm.record import SwarmRun

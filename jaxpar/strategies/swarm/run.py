@@ -23,10 +23,9 @@ import math
 from collections.abc import Callable, Sequence
 
 from jaxpar.errors import UserError
-from jaxpar.strategies.swarm.availability import JOIN, PeerEvent, SwarmPeer
+from jaxpar.strategies.swarm.availability import JOIN, PeerEvent, RandomTrace, SwarmPeer, Trace, first_present
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload, averaging_seconds, download_seconds, message_seconds
 from jaxpar.strategies.swarm.engine import SwarmEngine
-from jaxpar.strategies.swarm.failures import RandomTrace, Trace, first_present
 from jaxpar.strategies.swarm.membership import ABSENT, Move, make_swarm
 from jaxpar.strategies.swarm.progress import COUNTED, LOST
 from jaxpar.strategies.swarm.record import FAILURE, RECEIVE, AssignedPass, SwarmAction, SwarmRun

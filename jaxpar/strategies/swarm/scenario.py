@@ -14,9 +14,16 @@ from typing import Any, NamedTuple
 
 from jaxpar.errors import UserError
 from jaxpar.files import json_text, open_text, parse_json, path_error, write_text
-from jaxpar.strategies.swarm.availability import PEER_COLUMNS, TRACE_COLUMNS, SwarmPeer, parse_events, parse_peers
+from jaxpar.strategies.swarm.availability import (
+    PEER_COLUMNS,
+    TRACE_COLUMNS,
+    RandomTrace,
+    SwarmPeer,
+    Trace,
+    parse_events,
+    parse_peers,
+)
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
-from jaxpar.strategies.swarm.failures import RandomTrace, Trace
 from jaxpar.strategies.swarm.rebalancing import REBALANCING_RULES
 from jaxpar.strategies.swarm.record import SwarmAction, SwarmRun
 from jaxpar.strategies.swarm.run import run_swarm

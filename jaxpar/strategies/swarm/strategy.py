@@ -37,9 +37,8 @@ from jaxpar.strategies.placement import PlacedState, batch_placer, on_all
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.strategies.swarm import live_options, options
 from jaxpar.strategies.swarm import live_plan as live_swarm
-from jaxpar.strategies.swarm.availability import LEAVE
+from jaxpar.strategies.swarm.availability import LEAVE, events_before
 from jaxpar.strategies.swarm.executor import SwarmExecutor, SwarmState
-from jaxpar.strategies.swarm.failures import events_before
 from jaxpar.strategies.swarm.fluid import run_fluid
 from jaxpar.strategies.swarm.live_options import LiveDetails
 from jaxpar.strategies.swarm.messages import MESSAGE_COMPRESSORS, MessageFormat

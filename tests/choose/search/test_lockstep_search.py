@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from jaxpar.choose.search.lockstep_bound import lockstep_bound
-from jaxpar.choose.search.lockstep_search import search_fused, search_lockstep
+from jaxpar.choose.search.lockstep_search import lockstep_bound, search_fused, search_lockstep
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, schedule_obstacle
 from jaxpar.strategies.pipeline.tables.simulate import Times, lockstep
 from jaxpar.strategies.pipeline.tables.table import BW, B, F, Table, W, loop_stages, v_stages

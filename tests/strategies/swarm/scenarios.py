@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar.strategies.swarm.availability import PeerEvent, SwarmPeer
+from jaxpar.strategies.swarm.availability import PeerEvent, RandomTrace, SwarmPeer, events_before
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
-from jaxpar.strategies.swarm.failures import RandomTrace, events_before
 from jaxpar.strategies.swarm.scenario import SwarmScenario, write_scenario
 
 Scenario = tuple[list[SwarmPeer], Workload, list[PeerEvent], SwarmSettings]

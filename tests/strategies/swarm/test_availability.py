@@ -12,13 +12,14 @@ from jaxpar.strategies.swarm.availability import (
     JOIN,
     LEAVE,
     PeerEvent,
+    RandomTrace,
     SwarmPeer,
+    events_before,
     present_at_start,
     read_peers,
     read_swarm_trace,
     write_trace,
 )
-from jaxpar.strategies.swarm.failures import RandomTrace, events_before
 
 PEERS = [SwarmPeer("a", 1.0, 2e6, 0.01), SwarmPeer("b", 0.5, math.inf, 0.0), SwarmPeer("c", 2.0, 1e6, 0.1)]
 TRACE = [PeerEvent(0.1, 0, LEAVE), PeerEvent(2.5, 2, JOIN), PeerEvent(2.5, 0, JOIN)]

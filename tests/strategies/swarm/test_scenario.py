@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxpar.errors import UserError
-from jaxpar.strategies.swarm.failures import RandomTrace, events_before
+from jaxpar.strategies.swarm.availability import RandomTrace, events_before
 from jaxpar.strategies.swarm.run import run_swarm
 from jaxpar.strategies.swarm.scenario import RunActions, SwarmScenario, read_scenario, write_scenario
 from tests.strategies.swarm.scenarios import make_scenario

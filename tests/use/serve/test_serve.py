@@ -14,7 +14,7 @@ import jaxpar
 from jaxpar.commands.serve import bind
 from jaxpar.errors import UserError
 from jaxpar.use.serve.app import Service as App
-from jaxpar.use.serve.body import Limits
+from jaxpar.use.serve.guard import Limits
 from tests.use.inference.conftest import TrainedRun
 from tests.use.inference.conftest import classifier as classifier
 from tests.use.inference.conftest import trained_run as trained_run

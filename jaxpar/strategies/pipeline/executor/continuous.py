@@ -24,11 +24,16 @@ from jaxpar.core.step import Metrics
 from jaxpar.exchange.clip import clipped
 from jaxpar.exchange.reduce import psum_small
 from jaxpar.models.model import Batch
-from jaxpar.strategies.pipeline.executor.continuous_state import BUFFERS, ContinuousState, WorkInFlight
+from jaxpar.strategies.pipeline.executor.continuous_state import (
+    BUFFERS,
+    ContinuousState,
+    WorkInFlight,
+    arrays_at_step,
+    version_slot,
+)
 from jaxpar.strategies.pipeline.executor.engine import Carry, StepBatches, make_engine
 from jaxpar.strategies.pipeline.executor.lowering import NONE, TableArrays, TableShape
 from jaxpar.strategies.pipeline.executor.packing import Packed
-from jaxpar.strategies.pipeline.executor.rings import arrays_at_step, version_slot
 from jaxpar.strategies.pipeline.executor.state import PackedState, StagedState, StageUpdate
 from jaxpar.strategies.pipeline.executor.timeline import ActionNumbers, Timeline
 from jaxpar.strategies.pipeline.tables.table import ACTION_KINDS, U

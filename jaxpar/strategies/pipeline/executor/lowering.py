@@ -9,7 +9,7 @@ the slots given in the table.
 
 The values of a periodic table (jaxpar/strategies/pipeline/tables/periodic.py) outlive the step that writes them, so a
 buffer is used as a ring: a microbatch has the slot of its number among those of the device, modulo the number of slots.
-The arrays hold the slots of the first step; rings.py converts them to those of any other step.
+The arrays hold the slots of the first step; continuous_state.py converts them to those of any other step.
 """
 
 from collections import defaultdict
