@@ -109,7 +109,10 @@ CORRECT = {
 
 
 SLOW = ["sharding, bert", "zero3, bert", "1f1b, bert", "bfloat16", "pipedream, bert", "pipedream_vertical_sync"]
-SLOW += ["pipedream, bfloat16", "doubled norm", "lost work"]
+SLOW += ["pipedream, bfloat16", "doubled norm", "lost work", "ddp, gpt", "zero1"]
+SLOW += ["pipedream, 4 stages, 3 microbatches, clipped", "bagua_bytegrad compresses gradients lossily"]
+SLOW += ["bagua_decentralized has different weights on each replica", "horovod sends gradients in bfloat16"]
+SLOW += ["async of 4 workers with corrected_momentum computes gradients of stale weights"]
 
 
 @pytest.mark.parametrize("name", slow_except(CORRECT.keys() - SLOW, CORRECT))
@@ -375,7 +378,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], list[
     "dropped microbatch": (dropped_microbatch, [*MLP, *PIPELINE], ["loss", *GRADIENTS]),
     "dropped by all": (dropped_by_all, [*MLP, "optimizer.accumulation_steps=2"], ["loss", *GRADIENTS]),
     "doubled psum": (doubled_psum, [*MLP, *SHARD_MAP], ["gradient norm", *GRADIENTS]),
-    "key of replica": (key_of_replica, [*BERT, *SHARD_MAP], ["loss", *GRADIENTS]),
+    "key of replica": (key_of_replica, [*MLP, *SHARD_MAP], ["loss", *GRADIENTS]),
     "key of pipeline": (key_of_pipeline, [*MLP, *PIPELINE], ["loss", *GRADIENTS]),
     "scaled layer": (scaled_layer, [*MLP, *SHARD_MAP], ["gradient norm", "gradient of block_1"]),
     "counted padding": (counted_padding, [*MLP, *SHARD_MAP], ["loss", *GRADIENTS]),
@@ -467,7 +470,7 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("words", DIFFERENT)
+@pytest.mark.parametrize("words", slow_except(DIFFERENT.keys() - SLOW, DIFFERENT))
 def test_strategies_that_differ_have_no_tolerance(words: str, certify: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """The exit code is 0 without a tolerance, and the certificate contains the errors, which are large."""
     code, found = certify(*MLP, *DIFFERENT[words], num_steps=4)
@@ -669,8 +672,6 @@ def test_a_mistake_is_reported_in_one_line(
     assert not (tmp_path / "certificate.json").exists()
 
 
-def test_a_nonfinite_step_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = [*small_arguments(tmp_path), "--config.optimizer.lr=1e38", f"--output={tmp_path}/c.json"]
-    arguments = ["--config=configs/default.py", "--num_steps=3", *overrides]
-    assert exit_code(lambda: command.main(arguments)) == 1
+def test_a_nonfinite_step_cannot_be_compared(certify: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(lambda: certify(*MLP, "optimizer.lr=1e38")) == 1
     assert "is not finite, so it cannot be compared" in capsys.readouterr().err
