@@ -8,10 +8,11 @@ layers.
 Array dims: B examples, T positions, D features.
 """
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -383,6 +384,19 @@ def _fresh(make: Callable[[nnx.Rngs], nnx.Module], key: jax.Array) -> LayerParam
 
 def _abstract(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[GraphDef, LayerParams]:
     """Return the structure and the parameter shapes of a layer, without allocating its arrays."""
+    if isinstance(make, partial) and not make.keywords:
+        with contextlib.suppress(TypeError):  # an argument that cannot be hashed
+            return _abstract_of(make.func, make.args)
+    return _trace_shapes(make)
+
+
+@lru_cache(maxsize=64)
+def _abstract_of(function: Callable[..., nnx.Module], arguments: tuple[Any, ...]) -> tuple[GraphDef, LayerParams]:
+    """Return the same for a function and its arguments. A run, and a plan of many, builds equal layers many times."""
+    return _trace_shapes(partial(function, *arguments))
+
+
+def _trace_shapes(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[GraphDef, LayerParams]:
     graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), nnx.to_pure_dict(state))
     return graphdef, shapes
