@@ -1,6 +1,7 @@
 """Every sentence of the project that people read: documents, docstrings, comments and messages."""
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -55,14 +56,12 @@ def others() -> list[Path]:
     return sorted([*scripts, *(ROOT / name for name in ("pyproject.toml", "mkdocs.yml", "CITATION.cff"))])
 
 
-def passages() -> Iterator[Passage]:
-    """Yield all texts of the repository that people read."""
-    for path in documents():
-        yield from of_document(path)
-    for path in code():
-        yield from of_code(path)
-    for path in others():
-        yield Passage(str(path.relative_to(ROOT)), 1, "file", path.read_text())
+@functools.cache
+def passages() -> list[Passage]:
+    """Return all texts of the repository that people read."""
+    found = [one for path in documents() for one in of_document(path)]
+    found += [one for path in code() for one in of_code(path)]
+    return [*found, *(Passage(str(path.relative_to(ROOT)), 1, "file", path.read_text()) for path in others())]
 
 
 def of_document(path: Path) -> Iterator[Passage]:
@@ -95,11 +94,10 @@ def strings(tree: ast.AST) -> list[Text]:
     ]
 
 
-def docstrings(tree: ast.Module) -> list[Text]:
-    """Return the docstrings in a file."""
-    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return [
-        strings(node.body[0])[0]
-        for node in ast.walk(tree)
-        if isinstance(node, owners) and ast.get_docstring(node) is not None
-    ]
+def docstrings(tree: ast.AST) -> list[Text]:
+    """Return the docstrings in a file, or in a statement of it."""
+    found = []
+    if isinstance(tree, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        found = strings(tree.body[0])[:1] if ast.get_docstring(tree) is not None else []
+    inside = (node for node in ast.iter_child_nodes(tree) if isinstance(node, ast.stmt))
+    return [*found, *(one for node in inside for one in docstrings(node))]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.docs.prose import ROOT, code, docstrings, passages
+from tests.docs.prose import ROOT, code, passages
 
 # A pattern, and what to write instead.
 WORDS = {
@@ -108,10 +108,9 @@ def test_every_exception_is_needed() -> None:
 
 def test_docstrings_begin_with_a_statement() -> None:
     fragments = [
-        f"{path.relative_to(ROOT)}:{node.line}: {node.value.strip().splitlines()[0]}"
-        for path in code()
-        for node in docstrings(ast.parse(path.read_text()))
-        if is_fragment(node.value.strip().splitlines()[0])
+        f"{one.file}:{one.line}: {first}"
+        for one in passages()
+        if one.kind == "docstring" and is_fragment(first := one.text.strip().splitlines()[0])
     ]
     assert not fragments, f"{len(fragments)} docstrings:\n" + "\n".join(fragments)
 
@@ -122,13 +121,15 @@ def is_fragment(line: str) -> bool:
     return first in FRAGMENTS or (first in PREPOSITIONS and "," not in line)
 
 
+@functools.cache
 def errors() -> list[tuple[str, str]]:
     """Return the place of each UserError with a literal message, and the message with {} for its values."""
     found = []
     for path in code():
-        if path.is_relative_to(ROOT / "tests"):
+        source = path.read_text()
+        if path.is_relative_to(ROOT / "tests") or "UserError(" not in source:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "UserError" and node.args:
                 text = literal(node.args[0])
                 if text is not None:
