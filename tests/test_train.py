@@ -19,7 +19,7 @@ from jaxpar.run import metrics, report
 from jaxpar.run.history import read_starts
 from tests.html_pages import check_alone
 from tests.runs import small_config, write_csv
-from tests.selection import slow
+from tests.selection import slow, slow_except
 
 
 def final_params(workdir: Path) -> dict[str, np.ndarray]:
@@ -253,7 +253,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", slow_except(["masked_lm", "token_classification", "mlp"], OTHERS))
 def test_other_models_and_tasks(name: str, tmp_path: Path) -> None:
     arguments = ["--config.data.source=synthetic", "--config.data.train=", "--config.data.synthetic_examples=400"]
     config = small_config(tmp_path, *arguments, "--config.num_steps=3", *OTHERS[name])

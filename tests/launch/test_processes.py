@@ -364,7 +364,7 @@ def test_from_two_processes_to_one_and_back(folder: Path, tmp_path: Path, alone:
     assert_close(workdir, alone("data_parallel"))
 
 
-@pytest.mark.parametrize("name", ["data_parallel", "dispatched stages without a flush"])
+@pytest.mark.parametrize("name", ["data_parallel", slow("dispatched stages without a flush")])
 def test_a_killed_process_restarts_the_run(
     name: str, folder: Path, tmp_path: Path, alone: Callable[[str], Path]
 ) -> None:

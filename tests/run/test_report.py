@@ -14,6 +14,7 @@ from jaxpar import config as configs
 from jaxpar.cluster import find_cluster
 from jaxpar.errors import TrainingError
 from tests.checkpoint.test_private import config
+from tests.selection import slow_except
 
 STRATEGIES = {
     "zero3": ("--config.exchange=zero3",),
@@ -26,7 +27,7 @@ STRATEGIES = {
 WORSE = "--config.num_steps=40", "--config.eval.every_steps=5", "--config.optimizer.lr=0.5"  # the best is not the last
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", slow_except(["pipedream"], STRATEGIES))
 def test_the_best_checkpoint_is_tested_too(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The results are those of its parameters on one device."""
     result = training.train(config(*WORSE, *STRATEGIES[name]), tmp_path)
@@ -117,6 +118,7 @@ def test_a_small_file_is_advised_on_and_then_learned(tmp_path: Path, capsys: pyt
     (tmp_path / "rows.csv").write_text("\n".join(["text,label", *rows]))
     source = "--config.data.source=csv", f"--config.data.train={tmp_path}/rows.csv", "--config.model.name=bert"
     settings = config(*source, "--config.batch_size=256", "--config.num_epochs=1", "--config.num_steps=0")
+    settings.model.num_layers, settings.model.hidden_size, settings.model.mlp_size = 1, 32, 64
     settings.optimizer.lr = 0.0  # so that it learns nothing for sure
     result = training.train(settings, tmp_path / "short")
     assert result["test_accuracy"] <= result["test_majority_accuracy"]

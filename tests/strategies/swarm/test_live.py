@@ -225,6 +225,7 @@ def test_many_random_kills_change_nothing() -> None:
     check_routing(run.trainer.routing_table())
 
 
+@pytest.mark.slow
 def test_any_other_strategy_resumes() -> None:
     """A checkpoint of a live swarm is canonical: one device continues it, and the other way round."""
     run, single = LiveRun(MLP, *live()), shared(MLP)

@@ -30,8 +30,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "causal_lm": (*TABLE, "task=causal_lm", "model.name=gpt", "model.mlp_size=32", "data.vocab_size=300"),
     "image": (
         *("num_steps=2", "mesh.data=1", "data.source=synthetic", "data.train=", "data.synthetic_examples=64"),
-        *("model.name=resnet", "model.size=18", "model.hidden_size=32"),
-        *(f"model.{key}=None" for key in ("num_layers", "num_heads", "mlp_size")),
+        *("model.name=vit", "model.patch_size=16"),
     ),
 }
 

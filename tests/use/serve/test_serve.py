@@ -15,6 +15,7 @@ from jaxpar.commands.serve import bind
 from jaxpar.errors import UserError
 from jaxpar.use.serve.app import Service as App
 from jaxpar.use.serve.guard import Limits
+from tests.selection import slow_except
 from tests.use.inference.conftest import TrainedRun
 from tests.use.inference.conftest import classifier as classifier
 from tests.use.inference.conftest import trained_run as trained_run
@@ -140,7 +141,10 @@ def test_continuations_do_not_depend_on_other_requests(trained_run: TrainedRun) 
     assert stop(service) == (0, f"stopped   after {2 * len(requests) + 1} answers")
 
 
-@pytest.mark.parametrize("task", ["classification", "causal_lm", "masked_lm", "token_classification", "pairs"])
+@pytest.mark.parametrize(
+    "task",
+    slow_except(["causal_lm", "pairs"], ["classification", "causal_lm", "masked_lm", "token_classification", "pairs"]),
+)
 def test_the_first_requests_do_not_compile(task: str, trained_run: TrainedRun) -> None:
     compiled: list[str] = []
     model = jaxpar.load(trained_run(task))
