@@ -37,15 +37,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")
 
 
-@pytest.fixture(autouse=True)
-def _trace_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def load(config: ConfigDict, *args: Any) -> Any:
     """Make one problem, whose layers are traced once, of all configs with an equal model and data."""
+    parts = config.model.to_json(), config.data.to_json(), config.optimizer.to_json(), config.num_steps
+    key = str((parts, config.batch_size, config.eval.batch_size))
+    return PROBLEMS[key] if key in PROBLEMS else PROBLEMS.setdefault(key, load_problem(config, *args))
 
-    def load(config: ConfigDict, *args: Any) -> Any:
-        parts = config.model.to_json(), config.data.to_json(), config.optimizer.to_json(), config.num_steps
-        key = str((parts, config.batch_size, config.eval.batch_size))
-        return PROBLEMS[key] if key in PROBLEMS else PROBLEMS.setdefault(key, load_problem(config, *args))
 
+@pytest.fixture(autouse=True)
+def _load_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "load_problem", load)
 
 
@@ -70,7 +70,7 @@ def test_other_strategies_are_unchanged(tmp_path: Path) -> None:
 def test_the_fastest_that_fits_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The search of the planner has no faster candidate that fits, in a memory that does not hold all of them."""
     config = auto_config()
-    loaded = auto.load_problem(config, H100, tmp_path)
+    loaded = load(config, H100, tmp_path)
     found = planner.candidates(gpu_space(config, loaded.problem, clusters.named_cluster("h100", 4), 80e9, {}))
     least, most = (f(one.costs.nbytes for one in found) for f in (min, max))
     target = absent(4, (least + most) / 2)
@@ -257,7 +257,7 @@ def test_pipelines_of_shared_cores_are_last(tmp_path: Path) -> None:
     """Two devices whose cores are fast for one device: a pipeline of one microbatch would be the fastest."""
     cluster = replace(clusters.named_cluster("cpu", 2), memory_bytes=1e12)
     config = auto_config("--config.mesh.virtual_cpu_devices=0")
-    problem = auto.load_problem(config, cluster, tmp_path).problem
+    problem = load(config, cluster, tmp_path).problem
     none = {kind: {2: (0.0, 0.0)} for kind in ("all-reduce", "reduce-scatter", "all-gather", "collective-permute")}
     machine = CpuMachine(cluster, {1: 1.0, 2: 3.0}, {1: 0.0, 2: 0.0}, none, 0.0, {1: 0.0, 2: 0.0})
     space = Space(config, problem, TracedLayers(problem, clusters.named_cluster("h100", 2)), machine, 1e12)

@@ -382,6 +382,9 @@ def test_the_fastest_that_fits_is_first(space: Space, found: list[Candidate]) ->
     assert all(one.costs.nbytes <= space.usable_bytes for one in fitting)
     assert all(one.costs.nbytes > space.usable_bytes for one in found if not one.fits)
     assert found[0] == min(fitting, key=lambda one: one.costs.seconds)
+    # Replicas accumulate as few microbatches as fit, or the most.
+    steps = {(one.fits, one.settings.get("optimizer.accumulation_steps")) for one in found}
+    assert steps == {(True, 1), (False, 8), (True, None), (False, None)}
     names = {one.name for one in found}
     assert {"ddp", "zero1", "zero2", "zero3", "1f1b, 4 stages x 2 replicas", "zb_h1, 8 stages"} <= names
     assert not {"onebit_adam", "bagua_bytegrad"} & names  # they do not equal training on one device

@@ -46,7 +46,6 @@ from tests.strategies.pipelines import (
 )
 from tests.strategies.test_pipeline import assert_equal
 
-TASK = Task("gpt", "causal_lm", "sgd", layers=2)
 DEEP = Task("bert", "classification", "sgd", layers=4)
 MLP = Task("mlp", "classification", "sgd", layers=6)
 SPLIT = ("zb_h1", "zb_h2")
@@ -114,14 +113,14 @@ def test_the_default_equals_single() -> None:
     """The overrides do not name a schedule."""
     assert default_config().pipeline.schedule == "auto"
     overrides = [text for text in auto(2) if "schedule" not in text]
-    assert_equal(outcome(TASK, *overrides), outcome(TASK))
+    assert_equal(outcome(MLP, *overrides), outcome(MLP))
 
 
 def test_a_split_schedule_continues_a_run_of_1f1b() -> None:
     """A checkpoint of 1f1b after 5 steps continues with separate B and W, and trains like a single device."""
-    single = outcome(TASK)
-    before = advance(shared(TASK, *pipeline("1f1b", 2)), TASK, start(TASK), last=5)
-    after = advance(build_split(TASK, *auto(2)), TASK, before.tree, first=5)
+    single = outcome(MLP)
+    before = advance(shared(MLP, *pipeline("1f1b", 2)), MLP, start(MLP), last=5)
+    after = advance(build_split(MLP, *auto(2)), MLP, before.tree, first=5)
     assert_equal(
         after._replace(
             losses=before.losses + after.losses, norms=before.norms + after.norms, gradients=before.gradients
@@ -280,7 +279,11 @@ def test_the_bytes_of_stashes_count() -> None:
     assert more == pytest.approx(2 * handed, rel=0.2)  # and both read some gradients that one pass reads once
 
 
-@pytest.mark.parametrize("there", [cluster.named_cluster("cpu", 3), gpus(3), gpus(3, 80e9), gpus(3, 1e6)], ids=["cpu", "unknown memory", "80 GB", "1 MB"])
+@pytest.mark.parametrize(
+    "there",
+    [cluster.named_cluster("cpu", 3), gpus(3), gpus(3, 80e9), gpus(3, 1e6)],
+    ids=["cpu", "unknown memory", "80 GB", "1 MB"],
+)
 def test_replicated_stages(there: Cluster) -> None:
     """Stages can have replicas with the default, on all devices and with too little memory for any schedule."""
     plan = plan_for(there, DEEP, *auto(3, "--config.pipeline.replicas=2,1"))
@@ -290,9 +293,7 @@ def test_replicated_stages(there: Cluster) -> None:
     assert not has_split_backward(plan)
 
 
-@pytest.mark.parametrize(
-    ("num_microbatches", "more"), [(1, ()), (1, ("remat=full",)), (2, ()), (2, ("replicas=1,1",))]
-)
+@pytest.mark.parametrize(("num_microbatches", "more"), [(1, ()), (1, ("remat=full",)), (2, ()), (2, ("replicas=1,1",))])
 def test_few_microbatches(num_microbatches: int, more: tuple[str, ...]) -> None:
     more = tuple(f"--config.pipeline.{one}" for one in more)
     plan = plan_for(gpus(2), MLP, *auto(2, f"--config.pipeline.num_microbatches={num_microbatches}", *more))
