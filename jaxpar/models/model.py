@@ -110,6 +110,7 @@ class Model:
         self.layers = tuple(Layer(name, *abstract[id(make)], times.get(name, 1)) for name, make in self._makers.items())
         self.runs = tuple(self._find_runs())
         self._read_dtypes: dict[Any, Tree] = {}  # of layers for inputs of these shapes
+        self._inputs: dict[Any, list[Activations]] = {}  # of all layers for batches of these shapes
 
     def unrolled(self) -> "Model":
         """Return the same model, computed without a scan."""
@@ -223,15 +224,20 @@ class Model:
 
     def inputs(self, batch: Batch) -> list[Activations]:
         """Return the shapes and dtypes of the input of each layer for an abstract batch, as `jax.ShapeDtypeStruct`s."""
-        xs: list[Activations] = [jax.eval_shape(lambda x: x, batch["inputs"])]
+        key = tuple(sorted((name, x.shape, str(x.dtype)) for name, x in batch.items()))
+        if key not in self._inputs:
+            self._inputs[key] = list(self._trace_inputs(batch))
+        return list(self._inputs[key])
+
+    def _trace_inputs(self, batch: Batch) -> Iterator[Activations]:
+        x, before = jax.eval_shape(lambda x: x, batch["inputs"]), None
+        yield x
         shapes, starts = self.shapes, {run.start for run in self.runs}
         for index in range(len(self.layers) - 1):
-            if index not in starts and xs[-1] == xs[-2]:  # an equal layer with an equal input has an equal output
-                xs.append(xs[-1])
-                continue
-            apply = partial(self.apply_layers, keys_B=None, start=index, stop=index + 1)
-            xs.append(jax.eval_shape(apply, shapes, xs[-1], dict(batch)))
-        return xs
+            if index in starts or x != before:  # otherwise an equal layer with an equal input has an equal output
+                apply = partial(self.apply_layers, keys_B=None, start=index, stop=index + 1)
+                x, before = jax.eval_shape(apply, shapes, x, dict(batch)), x
+            yield x
 
     def read_shapes(self, batch: Batch) -> Params:
         """Return the shapes of the arrays that each layer uses, with the dtypes in which it reads them in training.

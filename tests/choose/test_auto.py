@@ -20,12 +20,16 @@ from jaxpar.choose.costs.step import StepCosts
 from jaxpar.cluster.target import Target
 from jaxpar.commands import plan as command
 from jaxpar.errors import UserError
+from tests.choose.test_planner import PERCEPTRON
 from tests.launch.test_processes import finished, launch
-from tests.runs import refused, run_script, small_arguments, small_config
+from tests.runs import refused, run_script
 from tests.selection import slow_except
 
 H100 = clusters.named_cluster("h100", 8)
-UNSET = "--config.mesh.data=-1"
+
+
+AUTO = ("--config.strategy=auto", "--config.batch_size=24")
+PROBLEMS: dict[str, Any] = {}
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +37,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")
 
 
-def auto_config(folder: Path, *overrides: str) -> ConfigDict:
-    return small_config(folder, UNSET, "--config.strategy=auto", *overrides)
+def load(config: ConfigDict, *args: Any) -> Any:
+    """Make one problem, whose layers are traced once, of all configs with an equal model and data."""
+    parts = config.model.to_json(), config.data.to_json(), config.optimizer.to_json(), config.num_steps
+    key = str((parts, config.batch_size, config.eval.batch_size))
+    return PROBLEMS[key] if key in PROBLEMS else PROBLEMS.setdefault(key, load_problem(config, *args))
+
+
+@pytest.fixture(autouse=True)
+def _load_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "load_problem", load)
+
+
+def auto_config(*overrides: str) -> ConfigDict:
+    """Return the config of a perceptron on generated vectors."""
+    config = configs.default_config()
+    configs.override(config, [*PERCEPTRON[1:], *AUTO, *overrides])
+    return config
 
 
 def absent(number: int, memory_bytes: float = 80e9) -> Target:
@@ -43,15 +62,15 @@ def absent(number: int, memory_bytes: float = 80e9) -> Target:
     return Target(cluster, [], memory_bytes, memory_bytes)
 
 
-def test_other_strategies_are_unchanged(folder: Path, tmp_path: Path) -> None:
-    config = small_config(folder)
+def test_other_strategies_are_unchanged(tmp_path: Path) -> None:
+    config = auto_config("--config.strategy=data_parallel", "--config.mesh.data=2")
     assert choose(config, tmp_path) == Chosen(config)
 
 
-def test_the_fastest_that_fits_is_chosen(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_fastest_that_fits_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The search of the planner has no faster candidate that fits, in a memory that does not hold all of them."""
-    config = auto_config(folder, "--config.model.num_layers=4")
-    loaded = load_problem(config, H100, tmp_path)
+    config = auto_config()
+    loaded = load(config, H100, tmp_path)
     found = planner.candidates(gpu_space(config, loaded.problem, clusters.named_cluster("h100", 4), 80e9, {}))
     least, most = (f(one.costs.nbytes for one in found) for f in (min, max))
     target = absent(4, (least + most) / 2)
@@ -83,8 +102,8 @@ FEW = ("replicas, stages and microbatches", "remat and accumulation")
 
 
 @pytest.mark.parametrize("name", slow_except(FEW, KEPT))
-def test_settings_of_the_user_are_kept(name: str, folder: Path, tmp_path: Path) -> None:
-    config = auto_config(folder, "--config.model.num_layers=4", *(f"--config.{setting}" for setting in KEPT[name]))
+def test_settings_of_the_user_are_kept(name: str, tmp_path: Path) -> None:
+    config = auto_config(*(f"--config.{setting}" for setting in KEPT[name]))
     resolved = choose(config, tmp_path, absent(4)).config
     own, flat = configs.keys(config), configs.keys(resolved)
     for setting in KEPT[name]:
@@ -98,10 +117,9 @@ def test_settings_of_the_user_are_kept(name: str, folder: Path, tmp_path: Path) 
 
 
 def test_the_script_compares_the_same_candidates(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = [*small_arguments(folder), UNSET, "--config.strategy=auto", "--config.pipeline.schedule=gpipe"]
-    arguments = ("--config=configs/default.py", "--cluster=h100:2", *settings)
+    arguments = (*PERCEPTRON, "--cluster=h100:2", "--config.strategy=auto", "--config.pipeline.schedule=gpipe")
     assert run_script(monkeypatch, command, *arguments) == 0
     printed = capsys.readouterr().out
     assert re.search(r"^ 1 .*  gpipe, 2 stages", printed, re.MULTILINE)
@@ -126,7 +144,7 @@ REFUSED: dict[str, tuple[list[str], float, str]] = {
         "config.mesh.stage is 2 and config.exchange is 'zero3'; together they must allow a strategy on 4 devices that",
     ),
     "a batch that cannot be divided": (
-        ["batch_size=23"],
+        ["batch_size=23", "model.num_layers=1"],
         80e9,
         "config.batch_size is 23; on 4 devices it must be a multiple of replicas x",
     ),
@@ -152,9 +170,9 @@ REFUSED: dict[str, tuple[list[str], float, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals(name: str, folder: Path, tmp_path: Path) -> None:
+def test_refusals(name: str, tmp_path: Path) -> None:
     settings, memory_bytes, message = REFUSED[name]
-    config = auto_config(folder, *(f"--config.{setting}" for setting in settings))
+    config = auto_config(*(f"--config.{setting}" for setting in settings))
     with pytest.raises(UserError, match="^" + re.escape(message)) as error:
         choose(config, tmp_path / "run", absent(4, memory_bytes))
     assert not (tmp_path / "run").exists()
@@ -182,18 +200,18 @@ def test_the_rates_of_present_gpus() -> None:
 
 
 def test_present_gpus_are_planned_with_the_memory_that_jax_takes(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    present = replace(H100, memory_bandwidth=None, send_rates={}, memory_bytes=1e4, num_processes=8)
+    present = replace(H100, memory_bandwidth=None, send_rates={}, memory_bytes=5e3, num_processes=8)
     monkeypatch.setattr(clusters, "find_cluster", lambda: present)
-    with pytest.raises(UserError, match=r"but nothing fits: .* it must fit in 10 kB"):
-        choose(auto_config(folder), tmp_path)
+    with pytest.raises(UserError, match=r"but nothing fits: .* it must fit in 5 kB"):
+        choose(auto_config(), tmp_path)
     present = replace(present, memory_bytes=60e9)
-    assert choose(auto_config(folder), tmp_path).config.planned_for.endswith("HBM3, 8 processes")
+    assert choose(auto_config(), tmp_path).config.planned_for.endswith("HBM3, 8 processes")
 
 
 def test_a_run_keeps_its_choice(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run resumes with the strategy that it chose, and on other devices with another choice and the same result."""
     numbers = []
@@ -203,8 +221,8 @@ def test_a_run_keeps_its_choice(
         return gpu_space(config, loaded.problem, clusters.named_cluster("h100", cluster.num_devices), 1e9, kept)
 
     monkeypatch.setattr(auto, "cpu_space", assumed)
-    config = auto_config(folder, "--config.num_steps=4", "--config.optimizer.schedule=constant")
-    config.optimizer.warmup = 0.0
+    steps = ("--config.optimizer.schedule=constant", "--config.optimizer.warmup=0.0", "--config.log.curves=False")
+    config = auto_config("--config.num_steps=4", "--config.log.tensorboard=False", *steps)
     workdir = tmp_path / "run"
     first = training.train(config, workdir)
     saved = configs.read_config(workdir)
@@ -220,8 +238,7 @@ def test_a_run_keeps_its_choice(
     last = training.train(config, workdir)
     assert numbers == [8, 8]
     assert "changed   config.optimizer.accumulation_steps: 1 -> 3" in capsys.readouterr().out
-    single = small_config(folder, "--config.strategy=single", "--config.mesh.data=1", "--config.num_steps=8")
-    single.optimizer.schedule, single.optimizer.warmup = "constant", 0.0
+    single = auto_config("--config.strategy=single", "--config.mesh.data=1", "--config.num_steps=8", *steps)
     alone = training.train(single, tmp_path / "single")
     assert last["test_loss"] == pytest.approx(alone["test_loss"], rel=1e-5)
 
@@ -236,11 +253,11 @@ def test_devices_that_share_cores_do_not_wait() -> None:
     assert ranked([large, waiting])[0] == waiting  # if the user wants stages
 
 
-def test_pipelines_of_shared_cores_are_last(folder: Path, tmp_path: Path) -> None:
+def test_pipelines_of_shared_cores_are_last(tmp_path: Path) -> None:
     """Two devices whose cores are fast for one device: a pipeline of one microbatch would be the fastest."""
     cluster = replace(clusters.named_cluster("cpu", 2), memory_bytes=1e12)
-    config = auto_config(folder, "--config.mesh.virtual_cpu_devices=0")
-    problem = load_problem(config, cluster, tmp_path).problem
+    config = auto_config("--config.mesh.virtual_cpu_devices=0")
+    problem = load(config, cluster, tmp_path).problem
     none = {kind: {2: (0.0, 0.0)} for kind in ("all-reduce", "reduce-scatter", "all-gather", "collective-permute")}
     machine = CpuMachine(cluster, {1: 1.0, 2: 3.0}, {1: 0.0, 2: 0.0}, none, 0.0, {1: 0.0, 2: 0.0})
     space = Space(config, problem, TracedLayers(problem, clusters.named_cluster("h100", 2)), machine, 1e12)
@@ -254,7 +271,7 @@ def test_pipelines_of_shared_cores_are_last(folder: Path, tmp_path: Path) -> Non
 def test_processes_take_the_choice_of_the_first(folder: Path, tmp_path: Path) -> None:
     """Each process has two of the four devices, which only the first one measures."""
     workdir = tmp_path / "run"
-    lines, _ = finished(launch(folder, workdir, "data_parallel", "--config.strategy=auto", UNSET))
+    lines, _ = finished(launch(folder, workdir, "data_parallel", "--config.strategy=auto", "--config.mesh.data=-1"))
     assert sum("chosen" in line for line in lines) == 2
     saved = configs.read_config(workdir)
     assert saved.mesh.data * saved.mesh.stage == 4

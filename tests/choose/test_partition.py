@@ -17,7 +17,7 @@ from jaxpar.core.plan import Plan
 from jaxpar.errors import UserError
 from tests.strategies.pipelines import Task, make, make_config, make_problem, outcome, plan_on, relative_error
 
-TASK = Task("bert", "classification", layers=4)
+TASK = Task("mlp", "classification", "sgd", layers=4)
 LAYERS = ("embed", "block_0", "block_1", "block_2", "block_3", "head")
 
 

@@ -11,6 +11,7 @@ traced optimizer.
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from jaxpar.core.state import State, abstract_state
 from jaxpar.core.step import Metrics, Problem
 from jaxpar.exchange.exchange import DistributedState
 from jaxpar.measure.operations import operations
+from jaxpar.models.model import Model
 from jaxpar.strategies.pipeline.executor.enqueue import ENQUEUE_SECONDS
 from jaxpar.strategies.pipeline.schedules import LOCKSTEP
 from jaxpar.strategies.pipeline.tables.periodic import num_in_flight, unroll
@@ -43,6 +45,8 @@ SCAN_OF_STASH, SCAN_OF_WEIGHTS = 6.5, 16.0
 # The same for the parameters that zero3 packs into vectors, which it sends, and unpacks: from compiled GPTs of 1 and 7
 # billion parameters. Its stacks are those of the shards.
 GATHER_PASSES = 4.0
+# Bytes of updates that have been traced, by model: by the optimizer, and the exchange and the axes of its replicas.
+_MOVED: WeakKeyDictionary[Model, dict[Any, float]] = WeakKeyDictionary()
 
 
 class StepCosts(NamedTuple):
@@ -253,6 +257,13 @@ def sending_clocks(table: Table) -> int:
 
 def update_bytes(problem: Problem) -> float:
     """Return the bytes that the update of the whole state moves on one device."""
+    found = _MOVED.setdefault(problem.model, {})
+    if problem.optimizer not in found:
+        found[problem.optimizer] = _update_bytes(problem)
+    return found[problem.optimizer]
+
+
+def _update_bytes(problem: Problem) -> float:
     state = abstract_state(problem.model, problem.optimizer)
 
     def update(state: State, grads: Any) -> State:
@@ -266,6 +277,13 @@ def exchange_bytes(problem: Problem, plan: Plan[Any]) -> float:
 
     plan: a plan of data parallelism with an exchange.
     """
+    found, key = _MOVED.setdefault(problem.model, {}), (problem.optimizer, plan.exchange, *plan.axes.items())
+    if key not in found:
+        found[key] = _exchange_bytes(problem, plan)
+    return found[key]
+
+
+def _exchange_bytes(problem: Problem, plan: Plan[Any]) -> float:
     exchange, layouts = plan.details.exchange, plan.layouts
     mesh = AbstractMesh(tuple(plan.axes.values()), tuple(plan.axes), axis_types=(AxisType.Auto,) * len(plan.axes))
     params, optimizer, private = (layouts[name].local_shapes for name in ("params", "optimizer", "private"))

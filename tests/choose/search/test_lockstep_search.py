@@ -83,14 +83,14 @@ def checked_cost(table: Table, times: Times, communication: float, limit: float)
     return float(lockstep(table, times, communication))
 
 
-@pytest.mark.parametrize("p", [2, 3, 4, slow(8)])
+@pytest.mark.parametrize("p", [2, slow(3), 4, slow(8)])
 def test_never_worse_than_a_named_schedule_that_fits(p: int) -> None:
     """With the memory of zb_h2 and at least 2p microbatches, it is close to the bound: within 2.5% for equal stages.
 
     For unequal stages, it is within 9%. The optimum of test_equals_the_optimum_of_small_cases is up to 6% above it.
     """
     better = []
-    for m, times in itertools.product((p, 2 * p, 4 * p), [*RATIOS[:3], unequal(p)]):
+    for m, times in itertools.product((p, 3 * p), [*RATIOS[:3], unequal(p)]):
         share = 1.09 if isinstance(times[0], list) else 1.025
         named = [
             make(name, p, m, 1)
@@ -173,8 +173,8 @@ def test_little_memory(times: tuple[float, float, float]) -> None:
 
     A block of L microbatches takes (L + p - 1) (F + B + W).
     """
-    p, m, costs = 8, 32, []
-    for limit in range(1, 9):
+    p, m, costs = 5, 15, []
+    for limit in range(1, 6):
         found = search_lockstep(Times(*times), 0, limit, p, m, width=4)
         check_table(found.table)
         assert peak_stashed(found.table).max() <= limit

@@ -90,13 +90,13 @@ def test_best_of_all_orders(p: int, m: int) -> None:
 )
 def test_never_worse_than_a_named_schedule_that_fits(v: int, share: float) -> None:
     better = []
-    for (p, m), times, communication in itertools.product([(2, 4), (4, 8), (4, 6)], TIMES, (0, 0.5)):
+    for (p, m), times, communication in itertools.product([(2, 4), (4, 6)], TIMES[1::2], (0, 0.5)):
         named = {
             name: make(name, p, m, v)
             for name in SCHEDULES
             if schedule_obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v) is None
         }
-        for limit in (1, p / 2, p, 1.5 * p, 2 * p - 1, m):
+        for limit in (1, 1.5 * p / 2, p, 2 * p - 1):
             result = search(Times(*times), communication, limit, p, m, v, evaluations=100)
             check_table(result.table)
             assert peak_stashed(result.table).max() <= limit * v
@@ -114,7 +114,7 @@ def test_never_worse_than_a_named_schedule_that_fits(v: int, share: float) -> No
 PUBLISHED = [
     (8, 24, (18.522, 18.086, 9.337), 0.601, 0.1585, 0.0433, (2304, 24)),
     (8, 24, (29.718, 29.444, 19.927), 0.527, 0.1323, 0.0029, (4096, 32)),
-    (16, 48, (11.347, 11.248, 8.132), 0.377, 0.1397, 0.0066, (5120, 40)),
+    slow((16, 48, (11.347, 11.248, 8.132), 0.377, 0.1397, 0.0066, (5120, 40))),
 ]
 
 

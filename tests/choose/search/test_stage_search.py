@@ -105,7 +105,7 @@ def random_layers(rng: random.Random, num: int) -> list[LayerProfile]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(100))
 def test_equals_brute_force(seed: int) -> None:
     rng = random.Random(seed)
     if seed % 3:

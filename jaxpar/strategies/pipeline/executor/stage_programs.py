@@ -5,6 +5,7 @@ mesh, axis name or schedule. The engine (engine.py) runs the phases as branches 
 callers can run them one at a time.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -12,6 +13,7 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from jaxpar.core.step import example_keys
 from jaxpar.models.model import Activations, Batch, Model, Params
@@ -24,8 +26,8 @@ REMATS = ("full", "none", "dots")
 NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
-# Stages that have been traced, by model.
-_TRACED: WeakKeyDictionary[Model, dict[Any, "StageProgram"]] = WeakKeyDictionary()
+# Stages that have been traced, and their programs, by model.
+_TRACED: WeakKeyDictionary[Model, dict[Any, Any]] = WeakKeyDictionary()
 
 
 class StageInputs(NamedTuple):
@@ -204,21 +206,39 @@ def trace_stage(stages: Stages, stage: int, inputs: StageInputs, *, num_phases: 
     )
     leaves, structure = jax.tree.flatten(inputs)
     avals = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-    key = (stage, *computation[1:], avals, structure, num_phases, remat)
-    traced = _TRACED.setdefault(stages.model, {})
-    if key not in traced:
-        with jax.sharding.use_abstract_mesh(NO_MESH):
-            traced[key] = _trace(stage, computation, inputs, num_phases=num_phases, remat=remat)
-    return traced[key]
+    # No stage needs dX of stage 0, so its whole backward pass would be W. To balance B and W, its B computes dX of its
+    # second layer instead.
+    is_bumped = num_phases == 3 and computation.is_first and stages.bounds[1] - stages.bounds[0] > 1
+    key = (stage, *computation[1:], avals, structure, is_bumped, remat)
+    found = _TRACED.setdefault(stages.model, {})
+    with jax.sharding.use_abstract_mesh(NO_MESH):
+        if key not in found:
+            found[key] = _trace(computation, inputs, is_bumped=is_bumped, remat=remat)
+        if (*key, num_phases) not in found:
+            found[*key, num_phases] = _cut(stage, *found[key], num_phases=num_phases)
+    program: StageProgram = found[*key, num_phases]
+    return program
 
 
-def _trace(stage: int, computation: "_Stage", inputs: StageInputs, *, num_phases: int, remat: str) -> StageProgram:
+def _trace(
+    computation: "_Stage", inputs: StageInputs, *, is_bumped: bool, remat: str
+) -> tuple[StageInputs, core.ClosedJaxpr, list[StageOutputs]]:
+    """Return the inputs with dy, the trace of all phases, and the shapes of the outputs of F, B and W."""
     y = None
     if not computation.is_last:
         y = jax.eval_shape(lambda inputs: computation.forward(inputs, inputs.params, inputs.x, None)[0], inputs)
     inputs = inputs._replace(dy=y)
-    phases = partial(computation.phases, num_phases=num_phases, remat=remat)
-    closed, outputs = jax.make_jaxpr(phases, return_shape=True)(inputs)
+    phases = partial(computation.phases, is_bumped=is_bumped, remat=remat)
+    return inputs, *jax.make_jaxpr(phases, return_shape=True)(inputs)
+
+
+def _cut(
+    stage: int, inputs: StageInputs, closed: core.ClosedJaxpr, outputs: Sequence[StageOutputs], *, num_phases: int
+) -> StageProgram:
+    """Return the program of a trace, with B and W separate if it has three phases."""
+    if num_phases == 2:
+        forward, backward, weight = outputs
+        outputs = forward, backward._replace(dparams=weight.dparams)
     num_outputs = [len(jax.tree.leaves(of_phase)) for of_phase in outputs]
     pieces = cut_phases(flatten(closed, remat=num_phases == 3), num_outputs, input_origins(inputs))
     return StageProgram(stage, inputs, tuple(outputs), pieces)
@@ -287,15 +307,13 @@ class _Stage(NamedTuple):
         sums = sums_of(y, inputs.microbatch)
         return mean_loss(sums.loss, inputs.weight), sums
 
-    def phases(self, inputs: StageInputs, *, num_phases: int, remat: str) -> list[StageOutputs]:
-        """Return the outputs of each phase."""
+    def phases(self, inputs: StageInputs, *, is_bumped: bool, remat: str) -> list[StageOutputs]:
+        """Return the outputs of F, B and W. is_bumped: B computes dX of the second layer."""
         forward = partial(self.forward, inputs)
         if self.is_evaluation:
             return [self._outputs(*forward(inputs.params, inputs.x, None))]
-        bump, (start, stop) = None, self.span
-        if num_phases == 3 and self.is_first and stop - start > 1:
-            # No stage needs dX of stage 0, so its whole backward pass would be W. To balance B and W, its B computes dX
-            # of its second layer instead.
+        bump, (start, _) = None, self.span
+        if is_bumped:
             first = partial(self.layers, inputs, inputs.params, inputs.microbatch["inputs"], start, start + 1)
             bump = jax.tree.map(_zeros_of_float, jax.eval_shape(first))
         function = forward if remat in ("none", "full") else jax.checkpoint(forward, policy=REMAT_POLICIES[remat])
@@ -305,10 +323,7 @@ class _Stage(NamedTuple):
             y, sums = forward(inputs.params, inputs.x, None)
         dparams, dx, dbump = pullback(dy)
         dx = dbump if self.is_first else dx
-        outputs = self._outputs(y, sums)
-        if num_phases == 2:
-            return [outputs, StageOutputs(dx=dx, dparams=dparams)]
-        return [outputs, StageOutputs(dx=dx), StageOutputs(dparams=dparams)]
+        return [self._outputs(y, sums), StageOutputs(dx=dx), StageOutputs(dparams=dparams)]
 
     def _outputs(self, y: Activations, sums: Sums | None) -> StageOutputs:
         return StageOutputs(sums=sums) if self.is_last else StageOutputs(y=y)
