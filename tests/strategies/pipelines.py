@@ -24,7 +24,7 @@ from jaxpar.core.plan import Plan
 from jaxpar.core.state import Canonical
 from jaxpar.core.step import Problem, abstract
 from jaxpar.data import DataInfo
-from jaxpar.models import resnet
+from jaxpar.models import Model, resnet
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.pipeline.details import PipelineDetails
 from jaxpar.strategies.pipeline.executor.state import StagedState
@@ -137,6 +137,17 @@ def pipeline(schedule: str, stages: int, *overrides: str, replicas: int = 1, rem
     )
 
 
+_models: dict[Any, Model] = {}
+
+
+def build_model(config: ConfigDict, info: DataInfo) -> Model:
+    """Build a model once per process, so that all strategies that train it share the traces of its layers."""
+    key = (config.task, str(config.model), info, str(resnet.BLOCKS))
+    if key not in _models:
+        _models[key] = models.build(config, info, cluster.find_cluster())
+    return _models[key]
+
+
 def make_problem(config: ConfigDict, task: Task) -> Problem:
     """Check a config of `make_config`, and return its problem."""
     info = IMAGE if task.model in OF_IMAGES else TEXT
@@ -145,7 +156,7 @@ def make_problem(config: ConfigDict, task: Task) -> Problem:
             patch.setitem(resnet.BLOCKS, "18", RESNET_BLOCKS[task.layers])
         strategies.decide(until_chosen(config, cluster.find_cluster()), cluster.find_cluster())
         info = info if task.task == "classification" else info._replace(num_classes=0)
-        model = models.build(config, info, cluster.find_cluster())
+        model = build_model(config, info)
     rule = optimizer.make_optimizer(config, optimizer.build_learning_rate(config, NUM_STEPS))
     return Problem(
         model,
