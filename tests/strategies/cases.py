@@ -25,6 +25,7 @@ DATA = "strategy=data_parallel mesh.data=4"
 TWICE = "optimizer.accumulation_steps=2"
 STAGES = "strategy=pipeline pipeline.num_microbatches=4 pipeline.remat=none"
 TWO, FOUR = f"{STAGES} mesh.stage=2", f"{STAGES} mesh.stage=4"
+EQUAL = "mix_0,mix_2,head"  # the two stages in the middle share a program
 DISPATCH = "pipeline.executor=dispatch"
 ASYNC = "strategy=async_data_parallel asynchronous.mitigations= mesh.data=2"
 ONEBIT = "exchange=byteps_onebit exchange_options.min_compress_bytes=0"
@@ -55,7 +56,7 @@ EXACT = {
     "1f1b, byteps": f"{TWO} mesh.data=2 pipeline.schedule=1f1b exchange=byteps",
     "eager_1f1b": f"{FOUR} pipeline.schedule=eager_1f1b pipeline.partition=mix_0,mix_1,head",
     "interleaved_1f1b": f"{TWO} mesh.data=2 pipeline.schedule=interleaved_1f1b pipeline.remat=full",
-    "zb_h1": f"{FOUR} pipeline.schedule=zb_h1 pipeline.partition=parameters",
+    "zb_h1": f"{FOUR} pipeline.schedule=zb_h1 pipeline.partition={EQUAL}",
     "zb_h2": f"{TWO} mesh.data=2 pipeline.schedule=zb_h2 pipeline.remat=dots",
     "zb_v": f"{TWO} mesh.data=2 pipeline.schedule=zb_v",
     "zb_v, remat": f"{STAGES} mesh.stage=3 pipeline.schedule=zb_v pipeline.partition=uniform pipeline.remat=full",
@@ -63,7 +64,7 @@ EXACT = {
     "dispatched 1f1b": f"{TWO} mesh.data=2 pipeline.schedule=1f1b {DISPATCH}",
     "dispatched zb_v": f"{TWO} pipeline.schedule=zb_v pipeline.remat=full {DISPATCH}",
     "dispatched interleaved_1f1b": f"{TWO} pipeline.schedule=interleaved_1f1b {DISPATCH}",
-    "dispatched zb_h1": f"{FOUR} pipeline.schedule=zb_h1 pipeline.remat=dots {DISPATCH}",
+    "dispatched zb_h1": f"{FOUR} pipeline.schedule=zb_h1 pipeline.partition={EQUAL} pipeline.remat=dots {DISPATCH}",
     "dispatched 1f1b, 2,1 devices": f"{STAGES} mesh.stage=3 mesh.data=2 pipeline.schedule=1f1b pipeline.replicas=2,1"
     f" {DISPATCH}",
     "dispatched 1f1b, 1,3 devices": f"{FOUR} pipeline.schedule=1f1b pipeline.replicas=1,3 {DISPATCH}",

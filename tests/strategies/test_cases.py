@@ -17,7 +17,7 @@ from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES
 from tests.strategies import cases
 from tests.strategies.cases import CASES, EXACT, LOSSY, NUM_STEPS, STALE, Trained, batch, single
 from tests.strategies.layouts import assert_state_is_where_plan_says
-from tests.strategies.pipelines import assert_bitwise_equal, assert_survives, filled, named, relative_error
+from tests.strategies.pipelines import assert_bitwise_equal, assert_survives, filled, make, named, relative_error
 
 # The kinds of layout of parameters and optimizer state of replicas.
 KINDS = {
@@ -120,6 +120,13 @@ def test_arrays_are_where_the_plan_says(name: str, trained: Trained) -> None:
     if strategy.plan.strategy in REPLICAS:
         expected = KINDS.get(name, (REPLICATED, REPLICATED))
         assert (layouts["params"].kind, layouts["optimizer"].kind) == expected
+
+
+def test_arrays_of_live_workers_are_where_the_plan_says() -> None:
+    settings = f"{cases.ASYNC} mesh.data=4 asynchronous.policy=async asynchronous.num_workers=4 asynchronous.mode=live"
+    strategy = make(cases.TASK, *(f"--config.{setting}" for setting in (f"batch_size={cases.SIZE}", *settings.split())))
+    state, _ = strategy.step(strategy.from_canonical(cases.start()), strategy.place(batch(0)))
+    assert_state_is_where_plan_says(strategy, state)
 
 
 COMPILED = (
