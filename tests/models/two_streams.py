@@ -1,8 +1,9 @@
 """A model whose layers return two arrays of different shapes, and in bfloat16 of different dtypes.
 
-It is used like a user-defined model: config.model.name is the name of this module.
+It is used like a user-defined model: config.model.name is the name of this module. A language model of it has tied
+embeddings.
 
-Dims: B examples, T positions, D features, S features of the summary, C classes.
+Dims: B examples, T positions, D features, S features of the summary, C classes, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from ml_collections import ConfigDict
 
 from jaxpar.data import DataInfo
 from jaxpar.models import Context, Model
+from jaxpar.models.layers import TIED_HEAD
+from jaxpar.tasks.token_logits import TokenLogits
 
 FEATURES, SUMMARY = 16, 6
 
@@ -71,14 +74,25 @@ class Head(nnx.Module):
         return self.classify(jnp.concatenate(both, axis=-1))
 
 
+class TiedHead(nnx.Module):
+    """Layer that computes logits [B, T, V] from both streams, with the array of the embedding."""
+
+    def __init__(self, vocab_size: int, rngs: nnx.Rngs):
+        self.widen = nnx.Linear(SUMMARY, FEATURES, rngs=rngs)
+        self.tokens = nnx.Param(jax.random.normal(rngs.params(), (vocab_size, FEATURES)))
+
+    def __call__(self, x: Streams, context: Context) -> TokenLogits:
+        wide_BD = self.widen(x.summary["mean"].astype(jnp.float32))
+        return TokenLogits(x.tokens_BTD + wide_BD[:, None], self.tokens[...])
+
+
 def build(config: ConfigDict, info: DataInfo) -> Model:
     """Build the layers embed, mix_0 to mix_(num_layers - 1), head."""
     mix = partial(Mix, config.model.dropout)
     embed = partial(Embed, info.vocab_size, config.model.dtype)
     mixes = {f"mix_{i}": mix for i in range(config.model.num_layers)}
-    makers: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
-        "embed": embed,
-        **mixes,
-        "head": partial(Head, info.num_outputs),
-    }
-    return Model(makers, scan=config.model.scan_layers, remat=config.model.remat)
+    is_tied = config.task == "causal_lm"
+    head = partial(TiedHead, info.vocab_size) if is_tied else partial(Head, info.num_outputs)
+    makers: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {"embed": embed, **mixes, "head": head}
+    ties = TIED_HEAD if is_tied else ()
+    return Model(makers, ties=ties, scan=config.model.scan_layers, remat=config.model.remat)

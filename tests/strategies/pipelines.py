@@ -6,7 +6,7 @@ Dims: B examples, T positions.
 import contextlib
 import functools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from jaxpar.core.plan import Plan
 from jaxpar.core.state import Canonical
 from jaxpar.core.step import Problem, abstract
 from jaxpar.data import DataInfo
-from jaxpar.models import resnet
+from jaxpar.models import Model, resnet
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.pipeline.details import PipelineDetails
 from jaxpar.strategies.pipeline.executor.state import StagedState
@@ -137,15 +137,28 @@ def pipeline(schedule: str, stages: int, *overrides: str, replicas: int = 1, rem
     )
 
 
-def make_problem(config: ConfigDict, task: Task) -> Problem:
-    """Check a config of `make_config`, and return its problem."""
+_models: dict[Any, Model] = {}
+
+
+def build_once(config: ConfigDict, info: DataInfo, there: cluster.Cluster) -> Model:
+    """Build a model once per process, so that the strategies that train it share the traces of its layers."""
+    key = (config.task, str(config.model), info)
+    if config.model.name == "resnet":  # tests change its blocks
+        return models.build(config, info, there)
+    if key not in _models:
+        _models[key] = models.build(config, info, there)
+    return _models[key]
+
+
+def make_problem(config: ConfigDict, task: Task, build: Callable[..., Model] = models.build) -> Problem:
+    """Check a config of `make_config`, and return its problem. build: builds the model."""
     info = IMAGE if task.model in OF_IMAGES else TEXT
     with pytest.MonkeyPatch.context() as patch:
         if task.model == "resnet":
             patch.setitem(resnet.BLOCKS, "18", RESNET_BLOCKS[task.layers])
         strategies.decide(until_chosen(config, cluster.find_cluster()), cluster.find_cluster())
         info = info if task.task == "classification" else info._replace(num_classes=0)
-        model = models.build(config, info, cluster.find_cluster())
+        model = build(config, info, cluster.find_cluster())
     rule = optimizer.make_optimizer(config, optimizer.build_learning_rate(config, NUM_STEPS))
     return Problem(
         model,
@@ -181,11 +194,11 @@ def plan_of(task: Task, *overrides: str) -> Plan[Any]:
     return plan_on(config, make_problem(config, task), cluster.find_cluster())
 
 
-def make(task: Task, *overrides: str) -> Strategy[Any]:
-    """Build the strategy of a config."""
+def make(task: Task, *overrides: str, build: Callable[..., Model] = models.build) -> Strategy[Any]:
+    """Build the strategy of a config. build: builds the model."""
     config = make_config(task, *overrides)
     with without_kinks():
-        problem = make_problem(config, task)
+        problem = make_problem(config, task, build)
         return strategies.build(plan_on(config, problem, cluster.find_cluster()), problem, cluster.devices())
 
 
@@ -195,7 +208,7 @@ def shared(task: Task, *overrides: str) -> Strategy[Any]:
 
     Do not use it for asynchronous strategies, which have state, or in tests that patch the code of a program.
     """
-    return make(task, *overrides)
+    return make(task, *overrides, build=build_once)
 
 
 @functools.cache

@@ -39,7 +39,8 @@ from tests.strategies.pipelines import (
 
 SGD, ADAMW = (Task("bert", "classification", name, layers=6) for name in ("sgd", "adamw"))
 # For tests of what does not depend on the layers, because they compile faster.
-MLP, SHALLOW = SGD._replace(model="mlp"), ADAMW._replace(layers=2)
+MLP, SHALLOW = SGD._replace(model="mlp"), ADAMW._replace(model="mlp", layers=2)
+BERT = ADAMW._replace(layers=2)
 BATCHES = 50
 DISPATCH = "--config.pipeline.executor=dispatch"
 
@@ -289,12 +290,12 @@ def test_other_strategies_resume_from_the_newest_weights(more: tuple[str, ...]) 
 
 @pytest.mark.parametrize("more", [(), (DISPATCH,)], ids=["lockstep", "dispatch"])
 def test_shorter_batches_are_padded(more: tuple[str, ...]) -> None:
-    strategy = shared(SHALLOW, *settings("pipedream", 2, 1, 1, *more))
+    strategy = shared(BERT, *settings("pipedream", 2, 1, 1, *more))
     states = []
     for short in (False, True):
-        state = strategy.from_canonical(start(SHALLOW))
+        state = strategy.from_canonical(start(BERT))
         for number in range(6):
-            batch = make_batch(SHALLOW, number)
+            batch = make_batch(BERT, number)
             batch["mask"][:, LENGTH - 2 :], batch["inputs"][:, LENGTH - 2 :] = False, 0
             if short and number % 2:
                 batch |= {name: batch[name][:, : LENGTH - 2] for name in ("mask", "inputs")}

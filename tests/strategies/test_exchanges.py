@@ -1,4 +1,4 @@
-"""Exchanges in strategies: exact ones train like `single`, and all of them resume exactly."""
+"""Exchanges in strategies. tests/strategies/test_cases.py shows that exact ones train like one device."""
 
 import functools
 import itertools
@@ -18,11 +18,8 @@ from jaxpar.core.step import Problem
 from jaxpar.exchange.exchange import Exchange, Rule
 from jaxpar.exchange.named import EXCHANGES, make_exchange
 from jaxpar.exchange.reduce import Axis
-from jaxpar.layout import shard_shape
 from jaxpar.models.model import Model
-from jaxpar.strategies import Strategy
 from jaxpar.strategies.data_parallel.shard_map import ReplicaState, make_layouts, train_step
-from tests.selection import slow
 from tests.strategies.pipelines import (
     Outcome,
     Task,
@@ -78,42 +75,6 @@ def traced_step(problem: Problem, exchange: Exchange) -> Any:
     return jax.make_jaxpr(mapped)(placed.abstract, problem.batch)
 
 
-EXACT = {
-    "ddp": (BERT, replicated("ddp", option("bucket_bytes", 4000))),
-    "ddp, 3 replicas": (MLP, replicated("ddp", "--config.batch_size=12", n=3)),
-    "ddp, groups": (MLP_SGD, replicated("ddp", option("group", 2))),
-    "dp": (MLP, replicated("dp")),
-    "dp, 2 microbatches": (MLP_SGD, replicated("dp", TWICE)),
-    "horovod": (MLP, replicated("horovod", option("predivide", 2.0))),
-    "byteps": (MLP_SGD, replicated("byteps", option("bucket_bytes", 1000))),
-    "zero1": (MLP, replicated("zero1")),
-    "zero1, 2 microbatches": (MLP_SGD, replicated("zero1", TWICE)),
-    "zero2": (MLP_SGD, replicated("zero2", TWICE)),
-    "zero2, offload": (MLP, replicated("zero2", option("offload", "True"))),
-    "zero3": (MLP_SGD, replicated("zero3", TWICE)),
-    "hsdp": (MLP, replicated("hsdp", option("group", 2), TWICE)),
-    "zero3, gpt, remat": (GPT, replicated("zero3", "--config.model.remat=dots", n=8)),
-    "zero3, untied llama": (Task("untied llama", "causal_lm"), replicated("zero3")),
-    "zero3, resnet": (RESNET, replicated("zero3", option("bucket_bytes", 1000))),
-}
-
-
-@pytest.mark.parametrize("name", [slow(name) if "resnet" in name else name for name in EXACT])
-def test_exact_exchanges_equal_single(name: str) -> None:
-    task, overrides = EXACT[name]
-    size = 12 if "--config.batch_size=12" in overrides else 16
-    same = [one for one in overrides if one.startswith(("--config.optimizer", "--config.batch_size"))]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.strategies.pipelines.make_batch", functools.partial(make_batch, size=size))
-        assert_equal(trained(task, *overrides), trained(task, *same), 3e-6)
-
-
-@pytest.mark.parametrize("name", [slow("horovod"), "byteps"])
-def test_exact_exchanges_of_pipelines_equal_single(name: str) -> None:
-    got = outcome(SGD, *pipeline("1f1b", 2, f"--config.exchange={name}", replicas=2))
-    assert_equal(got, outcome(SGD))
-
-
 def test_replicas_of_pipelines_clip_their_whole_gradients() -> None:
     """Stages clip by the norm over all stages. Top-k of all elements loses nothing, so only clipping differs."""
     clip = "--config.optimizer.clip_norm=0.5"
@@ -133,46 +94,6 @@ def test_lossy_exchanges_are_near() -> None:
         errors = [relative_error(got.params[k], v) for k, v in expected.params.items() if "['key']['bias']" not in k]
         assert 1e-4 < max(errors) < 0.1, name
         np.testing.assert_allclose(got.losses, expected.losses, rtol=3e-3)
-
-
-def resumed(strategy: Strategy[Any], task: Task, steps: tuple[int, ...], *, with_private: bool = True) -> Any:
-    """Return the state after the last of these steps, saved and restored at each of them."""
-    state = strategy.from_canonical(start(task))
-    for first, last in zip((0, *steps), steps, strict=False):
-        for step in range(first, last):
-            state, _ = strategy.step(state, strategy.place(make_batch(task, step)))
-        tree, private = jax.device_get((strategy.to_canonical(state), strategy.to_private(state)))
-        state = strategy.from_canonical(tree, private if with_private else {})
-    return tree, private
-
-
-PRIVATE = {
-    "byteps_onebit": replicated("byteps_onebit", option("momentum", 0.5)),
-    "byteps_randomk": replicated("byteps_randomk"),
-    "byteps_onebit in groups": replicated("byteps_onebit", option("group", 2)),
-    "horovod_adasum": replicated("horovod_adasum"),
-    "bagua_decentralized": replicated("bagua_decentralized"),
-    "bagua_low_precision_decentralized": replicated("bagua_low_precision_decentralized"),
-    "bagua_model_average": replicated("bagua_model_average", option("interval", 3)),
-    "onebit_adam": replicated("onebit_adam", option("warmup", 0.2)),
-    "powersgd": replicated("powersgd", option("rank", 1), option("warmup", 0.2)),
-    "backward passes": replicated("horovod", option("backward_passes_per_step", 2)),
-    "pipeline": pipeline("1f1b", 2, "--config.exchange=byteps_onebit", option("min_compress_bytes", 0), replicas=2),
-}
-
-
-@pytest.mark.parametrize("name", PRIVATE)
-def test_private_state_resumes_bitwise(name: str) -> None:
-    strategy = shared(MLP, *PRIVATE[name])
-    (tree, private), (expected, expected_private) = resumed(strategy, MLP, (3, 7)), resumed(strategy, MLP, (7,))
-    got, wanted = named((tree, private)), named((expected, expected_private))
-    assert got.keys() == wanted.keys()
-    assert jax.tree.leaves(private)
-    assert strategy.plan.private_key
-    for leaf, value in wanted.items():
-        np.testing.assert_array_equal(got[leaf], value, err_msg=leaf)
-    without, _ = resumed(strategy, MLP, (3, 7), with_private=False)
-    assert any((named(without["params"])[leaf] != value).any() for leaf, value in named(expected["params"]).items())
 
 
 BUCKETED = [name for name, row in EXCHANGES.items() if "bucket_bytes" in row.options]
@@ -200,31 +121,6 @@ def test_a_bucket_size_does_not_discard_what_is_in_flight() -> None:
         assert (keys[0] == keys[1]) == is_same
 
 
-def test_exact_exchanges_have_nothing_private() -> None:
-    for name in ("ddp", "horovod", "byteps", "zero1", "bagua_bytegrad"):
-        strategy = shared(MLP, *replicated(name))
-        assert not strategy.to_private(strategy.init(jax.random.key(0)))
-        assert not strategy.plan.private_key
-
-
-@pytest.mark.parametrize(
-    "name", ["ddp", "byteps_randomk", "onebit_adam", "powersgd", "bagua_decentralized", "zero3", "pipeline"]
-)
-def test_a_fault_on_one_replica_leaves_everything_as_it_was(name: str) -> None:
-    randomk = pipeline("1f1b", 2, "--config.exchange=byteps_randomk", option("min_compress_bytes", 0), replicas=2)
-    strategy = shared(MLP, *(randomk if name == "pipeline" else replicated(name)))
-    state = strategy.from_canonical(start(MLP))
-    state, _ = strategy.step(state, strategy.place(make_batch(MLP, 0)))
-    before = named(jax.device_get((strategy.to_canonical(state), strategy.to_private(state))))
-    rows = make_batch(MLP, 1)
-    rows["weights"] = np.where(np.arange(16) == 0, np.inf, rows["weights"]).astype(np.float32)
-    state, metrics = strategy.step(state, strategy.place(rows))
-    assert not metrics.finite
-    after = named(jax.device_get((strategy.to_canonical(state), strategy.to_private(state))))
-    changed = [leaf for leaf, value in before.items() if not np.array_equal(after[leaf], value)]
-    assert changed == ["[0]['step']"]
-
-
 def test_dp_has_its_state_on_the_first_device_alone() -> None:
     strategy = shared(MLP, *replicated("dp"))
     state, _ = strategy.step(strategy.init(jax.random.key(0)), strategy.place(make_batch(MLP, 0)))
@@ -243,20 +139,6 @@ def test_quantized_weights_are_gathered_again_for_the_backward_pass(name: str) -
     assert gathers == [5, 5]
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
-def test_zero_divides_what_its_stage_says(name: str) -> None:
-    strategy = shared(MLP, *replicated(name))
-    state, _ = strategy.step(strategy.init(jax.random.key(0)), strategy.place(make_batch(MLP, 0)))
-    shapes = make_problem(make_config(MLP), MLP).model.shapes
-    held = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data.shape, state.params)
-    is_divided = name == "zero3"
-    expected = jax.tree.map(lambda leaf: shard_shape(leaf.shape, N) if is_divided else leaf.shape, shapes)
-    assert held == expected
-    moments = [leaf for leaf in jax.tree.leaves(state.optimizer.optimizer) if leaf.ndim]
-    sizes = [leaf.addressable_shards[0].data.size * N for leaf in moments]
-    assert sum(sizes) <= 1.05 * 2 * sum(leaf.size for leaf in jax.tree.leaves(shapes))
-
-
 def test_quantized_zero3_stays_close_to_zero3() -> None:
     quantized = option("quantized_weights", "True"), option("quantized_gradients", "True")
     strategy = shared(MLP, *replicated("zero3", *quantized))
@@ -264,14 +146,6 @@ def test_quantized_zero3_stays_close_to_zero3() -> None:
     got, exact = (outcome(MLP, *replicated("zero3", *options)) for options in (quantized, ()))
     np.testing.assert_allclose(got.losses, exact.losses, rtol=3e-3)
     assert np.abs(np.subtract(got.losses, exact.losses)).max() > 1e-7
-
-
-def test_offloaded_state_is_in_the_hosts_memory() -> None:
-    strategy = shared(MLP, *replicated("zero2", option("offload", "True")))
-    state, _ = strategy.step(strategy.init(jax.random.key(0)), strategy.place(make_batch(MLP, 0)))
-    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.optimizer.optimizer)}
-    assert kinds == {"pinned_host"}
-    assert "pinned_host" not in {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params)}
 
 
 def test_decentralized_weights_differ_and_the_mean_is_canonical() -> None:

@@ -23,11 +23,14 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES
+from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table
+from jaxpar.strategies.pipeline.tables.table import Table
 from tests.selection import slow_except
 from tests.strategies.pipelines import (
+    NUM_MICROBATCHES,
     NUM_STEPS,
     RESNET_BLOCKS,
+    TWO_STREAMS,
     Outcome,
     Task,
     assert_survives,
@@ -63,6 +66,11 @@ class Case(NamedTuple):
     def overrides(self) -> tuple[str, ...]:
         partition = f"--config.pipeline.partition={self.partition}"
         return pipeline(self.schedule, self.stages, partition, replicas=self.replicas, remat=self.remat)
+
+    @property
+    def table(self) -> Table:
+        chunks = SCHEDULES[self.schedule].num_chunks
+        return make_table(self.schedule, num_devices=self.stages, num_microbatches=NUM_MICROBATCHES, num_chunks=chunks)
 
     def __str__(self) -> str:
         return f"{self.schedule} {self.stages}x{self.replicas} {self.task.model} {self.remat} {self.partition}"
@@ -130,19 +138,8 @@ def test_all_pairs_are_covered() -> None:
     assert {(c.task.model, c.task.optimizer) for c in CASES} == set(itertools.product(values[3], ("adamw", "sgd")))
 
 
-# Every schedule, number of stages, number of replicas, transformer and remat.
-FAST = [
-    *(case for case in CASES if case.stages == 2 and case.task.model != "resnet"),
-    *(case for case in CASES if (case.schedule, case.stages) in (("zb_h1", 4), ("1f1b", 8))),
-    *ONE_STAGE_CASES,
-]
-
-
-def test_every_value_has_a_fast_case() -> None:
-    for index, values in enumerate((tuple(SCHEDULES), (1, 2, 4, 8), (1, 2))):
-        assert {case[index] for case in FAST} == set(values)
-    assert {case.task.model for case in FAST} == {"bert", "gpt"}
-    assert {case.remat for case in FAST} == {"none", "full", "dots"}
+# Both transformers. The small model of tests/strategies/cases.py has every schedule.
+FAST = [CASES[6], CASES[21]]
 
 
 @pytest.mark.parametrize("case", slow_except([*FAST, UNTIED], [*CASES, *ONE_STAGE_CASES, UNTIED]), ids=str)
@@ -221,7 +218,7 @@ def test_sixteen_devices(name: str) -> None:
 
 @pytest.mark.parametrize("schedules", [("gpipe", "1f1b", "eager_1f1b"), ("zb_h1", "zb_h2")], ids=str)
 def test_schedules_with_the_same_actions_are_bitwise_equal(schedules: tuple[str, ...]) -> None:
-    task = Task("gpt", "causal_lm", "sgd", layers=2)
+    task = Task(TWO_STREAMS, "causal_lm", "sgd", layers=2)
     first, *others = [outcome(task, *pipeline(schedule, 2)) for schedule in schedules]
     for other in others:
         assert (other.losses, other.norms) == (first.losses, first.norms)

@@ -1,4 +1,7 @@
-"""Pipelines with a flush whose stages have different numbers of replicas train as one device."""
+"""Pipelines with a flush whose stages have different numbers of replicas train as one device.
+
+tests/strategies/test_cases.py trains a small model with them.
+"""
 
 from pathlib import Path
 
@@ -7,7 +10,7 @@ import pytest
 from jaxpar.errors import UserError
 from jaxpar.strategies.pipeline.tables.schedule import make_table
 from jaxpar.strategies.pipeline.tables.table_file import write_table
-from tests.selection import slow_except
+from tests.strategies import cases
 from tests.strategies.pipelines import (
     NUM_MICROBATCHES,
     Outcome,
@@ -16,9 +19,9 @@ from tests.strategies.pipelines import (
     filled,
     make,
     outcome,
+    plan_of,
     relative_error,
     shared,
-    staged_state,
     start,
 )
 
@@ -44,20 +47,19 @@ def worst(got: Outcome, expected: Outcome) -> float:
     return max(relative_error(got.params[name], expected.params[name]) for name in names)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "replicas", "task", "data"),
-    slow_except([CASES[1]], CASES),
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "replicas", "task", "data"), CASES, ids=str)
 def test_equals_single(schedule: str, replicas: tuple[int, ...], task: Task, data: int) -> None:
     overrides = settings(schedule, replicas, data)
     got, expected = outcome(task, *overrides), outcome(task)
     assert worst(got, expected) < 1e-6
     assert got.losses == pytest.approx(expected.losses, rel=1e-6)
     assert got.norms == pytest.approx(expected.norms, rel=1e-6)
-    strategy = shared(task, *overrides)
-    assert_survives(strategy, filled(start(task)))
-    assert len(staged_state(strategy).stages.examples) == len(replicas)  # replicas share their program
+    assert_survives(shared(task, *overrides), filled(start(task)))
+
+
+def test_replicas_share_their_program() -> None:
+    assert len(plan_of(cases.TASK, *settings("1f1b", (1, 2, 1))).details.stages.examples) == 3
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""Layers whose activations are a pytree: a pipeline sends and stashes all of its arrays, and trains like `single`."""
+"""Layers whose activations are a pytree: a pipeline sends and stashes all of its arrays.
+
+tests/strategies/test_cases.py trains such a model.
+"""
 
 from typing import Any
 
@@ -16,35 +19,16 @@ from tests.strategies.pipelines import (
     NUM_MICROBATCHES,
     TWO_STREAMS,
     Task,
-    advance,
     make,
     make_config,
     make_problem,
     outcome,
     pipeline,
     relative_error,
-    shared,
-    start,
 )
-from tests.strategies.test_pipeline import assert_equal
 
 TASK = Task(TWO_STREAMS, "classification", "sgd", layers=4)
 MICROBATCH = BATCH // NUM_MICROBATCHES
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        pipeline("gpipe", 2, replicas=2, remat="dots"),
-        pipeline("1f1b", 4),
-        pipeline("zb_h1", 2, "--config.pipeline.partition=mix_2"),
-        pipeline("zb_v", 2, remat="full"),
-        pipeline("interleaved_1f1b", 2),
-    ],
-    ids=lambda overrides: overrides[1].split("=")[1],
-)
-def test_equals_single(overrides: tuple[str, ...]) -> None:
-    assert_equal(outcome(TASK, *overrides), outcome(TASK))
 
 
 def test_streams_of_two_dtypes() -> None:
@@ -79,13 +63,3 @@ def test_an_integer_stream_cannot_be_cut() -> None:
     inputs = [x._replace(summary=count) if isinstance(x, Streams) else x for x in problem.model.inputs(problem.batch)]
     with pytest.raises(UserError, match=r"cuts before mix_1; .* the input of mix_1 is int32, which has no gradient"):
         stage_bounds(problem.model, problem.batch, inputs, "mix_1", 2)
-
-
-def test_a_state_goes_on_under_another_partition() -> None:
-    """Three steps on one device and three with a pipeline equal six steps on one device."""
-    overrides = (f"--config.optimizer.accumulation_steps={NUM_MICROBATCHES}",)
-    half = advance(shared(TASK, *overrides), TASK, start(TASK), 0, 3)
-    got = advance(shared(TASK, *pipeline("1f1b", 2)), TASK, half.tree, 3, 6)
-    whole = advance(shared(TASK, *overrides), TASK, start(TASK), 0, 6)
-    for name, expected in whole.params.items():
-        assert relative_error(got.params[name], expected) < 1e-6, name

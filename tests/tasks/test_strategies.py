@@ -80,8 +80,11 @@ def outcome(task: str, variant: str) -> tuple[list[Any], Any, dict[str, np.ndarr
 
 
 CASES = [(task, variant) for variant in VARIANTS for task in INFO]
-# A pipeline computes the sums of a task on its last stage, and the data-parallel variants add them up alike.
-FAST = [*((task, "pipeline") for task in INFO), *(("token_classification", variant) for variant in VARIANTS)]
+# A pipeline computes the sums of a task on its last stage. The others add them up alike, in three ways.
+FAST = [
+    *((task, "pipeline") for task in INFO),
+    *(("token_classification", name) for name in ("data_parallel", "swarm")),
+]
 
 
 @pytest.mark.parametrize(("task", "variant"), slow_except(FAST, CASES))

@@ -13,8 +13,7 @@ from jaxpar.strategies.pipeline.executor.dispatch import DispatchedAction, dispa
 from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS, fewest_microbatches, periodic_table, unroll
 from jaxpar.strategies.pipeline.tables.schedule import make_table
 from jaxpar.strategies.pipeline.tables.table import Table
-from tests.strategies.pipelines import plan_of
-from tests.strategies.test_pipeline import CASES
+from tests.strategies.test_pipeline import CASES, Case
 
 Operation = tuple[Any, ...]
 
@@ -81,9 +80,8 @@ def test_transfers_in_opposite_orders_block() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_one_order_for_all_never_blocks(case: Any) -> None:
-    details: Any = plan_of(case.task, *case.overrides, "--config.pipeline.executor=dispatch").details
-    table = details.table
+def test_one_order_for_all_never_blocks(case: Case) -> None:
+    table = case.table
     for columns in range(1, table.num_devices + 1):
         if table.num_devices % columns == 0:
             assert blocked(global_orders(table, columns)) == []
