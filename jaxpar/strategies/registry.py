@@ -2,7 +2,7 @@
 
 A strategy is planned first, for any cluster and without devices, and then built on devices. strategy.py defines both
 contracts. The training loop calls only the functions of a `Strategy`. Every synchronous strategy trains like `single`,
-which tests/strategies/test_equality.py checks for all of STRATEGIES.
+which tests/strategies/test_cases.py checks for all of STRATEGIES.
 """
 
 from collections.abc import Sequence
