@@ -32,27 +32,6 @@ REPLICATED, PER_REPLICA, SHARDED, HELD = "replicated", "per replica", "sharded",
 LAYOUT_KINDS = (HELD, SHARDED, PER_REPLICA, REPLICATED)
 
 
-def _as_stored(_shapes: Tree, stored: Tree) -> Tree:
-    return stored
-
-
-class Fetch(NamedTuple):
-    """A function that returns the arrays of a layer, whose devices store another form of them.
-
-    Attributes:
-      unpack: (shapes of the arrays, with the dtypes in which the layer reads them; their packed form) -> the arrays.
-      pack: (the same shapes; the arrays as they are stored) -> their packed form. A scan over layers packs all of them
-        before it: XLA then scatters the gradients of a layer, which are packed too, while it computes the next one.
-    """
-
-    unpack: Callable[[Tree, Tree], Tree]
-    pack: Callable[[Tree, Tree], Tree] = _as_stored
-
-    def __call__(self, shapes: Tree, stored: Tree) -> Tree:
-        """Return the arrays of these shapes."""
-        return self.unpack(shapes, self.pack(shapes, stored))
-
-
 class DimSplit(NamedTuple):
     """A dim that is split over a mesh axis, zero-padded to a multiple of the number of shards.
 

@@ -12,7 +12,6 @@ import optax
 
 from jaxpar.core.optimizer import at_step
 from jaxpar.core.state import State
-from jaxpar.layout import Fetch
 from jaxpar.models.model import Batch, Model, Params
 from jaxpar.tasks import Sums, Task, mean_loss
 
@@ -45,7 +44,6 @@ def gradients(
     batch: Batch,
     weight: jax.Array,
     *,
-    fetch: Fetch | None = None,
     scatter: Callable[[Params], Params] | None = None,
 ) -> tuple[Params, Sums]:
     """Return the gradient of sum(weights * losses) / weight over these examples, and the task's sums over them.
@@ -55,14 +53,13 @@ def gradients(
       state: the state before the step.
       batch: the global batch, or the shard of one replica.
       weight: `batch_weight` of the global batch, so that the gradients of the shards add up to the mean.
-      fetch: as in `Model.apply`, if state.params are sharded.
       scatter: maps the gradient of a microbatch to the part accumulated on this device; None: the whole gradient.
     """
     key = dropout_key(state.key, state.step)
 
     def loss(params: Params, examples: Batch) -> tuple[jax.Array, Sums]:
         keys_B = example_keys(key, examples)
-        total = problem.task.sums(problem.model.outputs(params, examples, keys_B, fetch=fetch), examples)
+        total = problem.task.sums(problem.model.outputs(params, examples, keys_B), examples)
         return mean_loss(total.loss, weight), total
 
     def microbatch_gradients(examples: Batch) -> tuple[Params, Sums]:
@@ -129,9 +126,9 @@ def apply(state: State, updates: Params, optimizer: Any, metrics: Metrics) -> tu
     return State(state.step + 1, state.key, params, optimizer), metrics
 
 
-def evaluate(problem: Problem, params: Params, batch: Batch, *, fetch: Fetch | None = None) -> Sums:
+def evaluate(problem: Problem, params: Params, batch: Batch) -> Sums:
     """Return the task's evaluation sums over a batch, computed without dropout."""
-    return problem.task.evaluation_sums(problem.model.outputs(params, batch, fetch=fetch), batch)
+    return problem.task.evaluation_sums(problem.model.outputs(params, batch), batch)
 
 
 def microbatches(batch: Batch, num: int) -> dict[str, jax.Array]:

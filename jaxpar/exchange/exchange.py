@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.core.plan import Traffic
-from jaxpar.layout import REPLICATED, Fetch, Tree
+from jaxpar.exchange.fetch import Fetch
+from jaxpar.layout import REPLICATED, Tree
 
 EVERY = "every_so_many_passes"  # name of the conditional in compiled programs
 

@@ -30,10 +30,11 @@ import optax
 from jaxpar.core.plan import Traffic
 from jaxpar.exchange.compress import Compressor
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
+from jaxpar.exchange.fetch import Fetch
 from jaxpar.exchange.fuse import buckets
 from jaxpar.exchange.reduce import Axis, added_up
 from jaxpar.exchange.scatter_gather import all_gather_coded, coded_nbytes, reduce_scatter_coded
-from jaxpar.layout import REPLICATED, SHARDED, Fetch, Tree, pad, shard_shape, split_dim, unpad
+from jaxpar.layout import REPLICATED, SHARDED, Tree, pad, shard_shape, split_dim, unpad
 
 
 class Codes(NamedTuple):

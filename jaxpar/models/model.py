@@ -11,7 +11,7 @@ Array dims: B examples, T positions, D features.
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.layout import Fetch, Tree
+from jaxpar.layout import Tree
 from jaxpar.models.attention import Memory
-from jaxpar.models.remat import REMAT_POLICIES, is_computed
+from jaxpar.models.remat import REMAT_POLICIES
 from jaxpar.tasks.token_logits import TokenLogits, whole
 
 LayerParams = dict[str, Any]  # parameters of one layer: nested dict of arrays, or of their shapes
@@ -152,25 +152,19 @@ class Model:
                 del params[tie.layer][tie.name]
         return params
 
-    def apply(
-        self, params: Params, batch: Batch, keys_B: jax.Array | None = None, *, fetch: Fetch | None = None
-    ) -> jax.Array:
+    def apply(self, params: Params, batch: Batch, keys_B: jax.Array | None = None) -> jax.Array:
         """Return the output of the last layer as one array. Arguments: see `outputs`."""
-        return whole(self.outputs(params, batch, keys_B, fetch=fetch))
+        return whole(self.outputs(params, batch, keys_B))
 
-    def outputs(
-        self, params: Params, batch: Batch, keys_B: jax.Array | None = None, *, fetch: Fetch | None = None
-    ) -> jax.Array | TokenLogits:
+    def outputs(self, params: Params, batch: Batch, keys_B: jax.Array | None = None) -> jax.Array | TokenLogits:
         """Return the output of the last layer in the form from which a task computes its sums.
 
         Args:
-          params: parameters as returned by `init`, or in the form that `fetch` accepts.
+          params: parameters as returned by `init`.
           batch: the batch; its "inputs" are the input of the first layer.
           keys_B: one dropout key per example, or None for no dropout.
-          fetch: function that returns the arrays of a layer; it runs when the layer is computed, and again in its
-            backward pass.
         """
-        return self.apply_layers(params, batch["inputs"], batch, keys_B, 0, len(self.layers), fetch=fetch)
+        return self.apply_layers(params, batch["inputs"], batch, keys_B, 0, len(self.layers))
 
     def apply_layers(
         self,
@@ -183,26 +177,24 @@ class Model:
         *,
         shift: Index = 0,
         scan: bool = True,
-        fetch: Fetch | None = None,
     ) -> Activations:
         """Return the output of layers[start:stop] (such as a pipeline stage) for the input x of layer `start`.
 
         Args:
           shift: offset of the layer index for dropout masks, so that equal stages can share one program.
           scan: if False, do not scan, even if the model was created with scan=True.
-          fetch: see `apply`.
         """
         for run in self.runs:
             first, last = max(run.start, start), min(run.stop, stop)
             if last - first > 1 and self._scan and scan:
                 with jax.named_scope(f"{self.layers[first].name}-{self.layers[last - 1].name}"):
-                    x = self._scan_run(params, x, batch, keys_B, first, last, shift, fetch)
+                    x = self._scan_run(params, x, batch, keys_B, first, last, shift)
             else:
                 for index in range(first, last):
                     layer = self.layers[index]
                     weights = self.with_ties(params, layer.name)
                     with jax.named_scope(layer.name):
-                        x = self._call(layer, weights, x, batch, keys_B, index + shift, fetch, scan=scan)
+                        x = self._call(layer, weights, x, batch, keys_B, index + shift, scan=scan)
         return x
 
     def extend(self, params: Params, tokens_BT: jax.Array, memory: Memory) -> Activations:
@@ -247,9 +239,10 @@ class Model:
         """
         inputs = zip(self.layers, self.inputs(batch), strict=True)
         keys_B = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), len(batch["inputs"])))
-        return {layer.name: self._read_shapes(layer, x, batch, keys_B) for layer, x in inputs}
+        return {layer.name: self.shapes_read(layer, x, batch, keys_B) for layer, x in inputs}
 
-    def _read_shapes(self, layer: Layer, x: Activations, batch: Batch, keys_B: jax.Array | None) -> LayerParams:
+    def shapes_read(self, layer: Layer, x: Activations, batch: Batch, keys_B: jax.Array | None) -> LayerParams:
+        """Return `read_shapes` of one layer, for its input x."""
         if layer.num_applications > 1:  # its gradients are added up over the applications
             return layer.shapes
 
@@ -274,18 +267,14 @@ class Model:
         first: int,
         last: int,
         shift: Index,
-        fetch: Fetch | None,
     ) -> Activations:
         layers = self.layers[first:last]
-        stored = [params[layer.name] for layer in layers]
-        if fetch is not None:
-            shapes = self._read_shapes(layers[0], x, batch, keys_B)
-            stored, fetch = [fetch.pack(shapes, weights) for weights in stored], Fetch(fetch.unpack)
+        stored = self.stored(params, layers, x, batch, keys_B)
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *stored)
 
         def body(x: Activations, layer: tuple[LayerParams, jax.Array]) -> tuple[Activations, None]:
             weights, index = layer
-            return self._call(layers[0], weights, x, batch, keys_B, index, fetch, in_scan=True), None
+            return self._call(layers[0], weights, x, batch, keys_B, index, in_scan=True), None
 
         return jax.lax.scan(body, x, (stacked, jnp.arange(first, last) + shift))[0]
 
@@ -297,23 +286,36 @@ class Model:
         batch: Batch,
         keys_B: jax.Array | None,
         index: Index,
-        fetch: Fetch | None,
         *,
         scan: bool = True,
         in_scan: bool = False,
     ) -> Activations:
         def call(weights: LayerParams, x: Activations) -> Activations:
             keys = None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, index)
-            weights = weights if fetch is None else fetch(self._read_shapes(layer, x, batch, keys), weights)
+            weights = self.read(layer, weights, x, batch, keys, scan=in_scan)
             if layer.num_applications > 1:
                 return self._repeat(layer, weights, x, batch, keys, scan=scan)
             return nnx.merge(layer.graphdef, weights)(x, Context(batch, keys))
 
-        if self._remat != "none" and layer.num_applications == 1:
-            call = jax.checkpoint(call, policy=REMAT_POLICIES[self._remat], prevent_cse=not in_scan)
-        elif fetch is not None:
-            call = jax.checkpoint(call, policy=is_computed, prevent_cse=not in_scan)
+        if (policy := self.policy(layer)) is not None:
+            call = jax.checkpoint(call, policy=policy, prevent_cse=not in_scan)
         return call(weights, x)
+
+    def stored(
+        self, params: Params, layers: Sequence[Layer], _x: Activations, _batch: Batch, _keys_B: jax.Array | None
+    ) -> list[LayerParams]:
+        """Return what a scan over equal layers stacks of the parameters of each."""
+        return [params[layer.name] for layer in layers]
+
+    def read(
+        self, _layer: Layer, stored: LayerParams, _x: Activations, _batch: Batch, _keys: jax.Array | None, *, scan: bool
+    ) -> LayerParams:
+        """Return the arrays of a layer when it is computed. scan: whether `stored` is from the method of that name."""
+        return stored
+
+    def policy(self, layer: Layer) -> Any:
+        """Return which values of a layer are saved for its backward pass, as `jax.checkpoint` takes it; None: all."""
+        return REMAT_POLICIES[self._remat] if self._remat != "none" and layer.num_applications == 1 else None
 
     def _repeat(
         self,

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxpar.core.state import nbytes
-from jaxpar.layout import Fetch
+from jaxpar.exchange.fetch import Fetch, fetched
 from jaxpar.models import MODELS, Context, LayerRun, Model, Tie
 from jaxpar.models.model import read_dtypes
 from jaxpar.tasks.token_logits import whole as whole_logits
@@ -82,7 +82,7 @@ def test_layers_that_read_differently_in_training() -> None:
     params = model.init(jax.random.key(0))
     batch = {"inputs": jnp.ones((2, 4))}
     for keys in (None, jax.random.split(jax.random.key(0), 2), None):
-        model.outputs(params, batch, keys, fetch=Fetch(fetch))
+        fetched(model, Fetch(fetch)).outputs(params, batch, keys)
     assert seen == [jnp.bfloat16] * 2 + [jnp.float32] * 2 + [jnp.bfloat16] * 2
     read = model.read_shapes(jax.eval_shape(lambda: batch))
     assert {leaf.dtype for leaf in jax.tree.leaves(read)} == {np.dtype(np.float32)}
@@ -124,15 +124,15 @@ def test_fetched_arrays_are_not_saved(name: str, task: str, overrides: dict[str,
     def fetch(shapes: Any, local: Any) -> Any:
         return jax.tree.map(lambda like, x: x.astype(like.dtype).reshape(like.shape), shapes, local)
 
-    def saved(params: Any, **options: Any) -> dict[int, int]:
+    def saved(model: Model, params: Any) -> dict[int, int]:
         """Return the bytes of the arrays that the backward pass reads, by the width of their elements."""
-        pullback = jax.eval_shape(lambda p: jax.vjp(lambda p: model.apply(p, batch, **options), p)[1], params)
+        pullback = jax.eval_shape(lambda p: jax.vjp(lambda p: model.apply(p, batch), p)[1], params)
         leaves = jax.tree.leaves(pullback)
         return {width: nbytes([leaf for leaf in leaves if leaf.dtype.itemsize == width]) for width in (2, 4)}
 
-    fetched, whole = saved(stored, fetch=Fetch(fetch)), saved(params)
-    assert fetched[4] - nbytes(stored) <= whole[4]  # no float32 activations besides the stored parameters
-    assert fetched[2] <= whole[2]
+    held, whole = saved(fetched(model, Fetch(fetch)), stored), saved(model, params)
+    assert held[4] - nbytes(stored) <= whole[4]  # no float32 activations besides the stored parameters
+    assert held[2] <= whole[2]
 
 
 def test_a_scan_over_packed_layers_equals_the_whole() -> None:
@@ -148,15 +148,15 @@ def test_a_scan_over_packed_layers_equals_the_whole() -> None:
         arrays = [x.reshape(leaf.shape) for x, leaf in zip(pieces, leaves, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
-    def slopes(params: Any, fetch: Fetch | None = None) -> Any:
-        return jax.grad(lambda params: jnp.sum(model.apply(params, batch, fetch=fetch) ** 2))(params)
+    def slopes(model: Model, params: Any) -> Any:
+        return jax.grad(lambda params: jnp.sum(model.apply(params, batch) ** 2))(params)
 
-    fetch = Fetch(unpack, pack)
-    got, expected = jax.jit(lambda p: slopes(p, fetch))(params), jax.jit(slopes)(params)
+    packed = fetched(model, Fetch(unpack, pack))
+    got, expected = (jax.jit(partial(slopes, one))(params) for one in (packed, model))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, expected)
     size = sum(leaf.size for leaf in jax.tree.leaves(model.shapes["block_0"]))
     run = next(run for run in model.runs if run.stop - run.start > 1)
-    stacks = [x.aval.shape for x in _outputs_of_scans(jax.make_jaxpr(lambda p: slopes(p, fetch))(params).jaxpr)]
+    stacks = [x.aval.shape for x in _outputs_of_scans(jax.make_jaxpr(partial(slopes, packed))(params).jaxpr)]
     assert (run.stop - run.start, size) in stacks
 
 

@@ -17,7 +17,7 @@ from jaxpar.choose.costs.rates import launch_seconds, memory_seconds, product_se
 from jaxpar.cluster import Cluster
 from jaxpar.core.state import nbytes
 from jaxpar.core.step import Problem, abstract
-from jaxpar.layout import Fetch
+from jaxpar.exchange.fetch import AS_STORED, fetched
 from jaxpar.measure.operations import PASS, Operation, Residuals, operations, residuals
 from jaxpar.models.model import Model
 from jaxpar.strategies.pipeline.executor.stage_programs import StageProgram
@@ -223,9 +223,7 @@ def _apply(model: Model, task: Task | None, number: int, weights: Any, x: Any, o
     for tie in model.ties:
         if tie.layer == layer.name:
             params.setdefault(tie.source, {})[tie.source_name] = params[layer.name].pop(tie.name)
-    outputs = model.apply_layers(
-        params, x, batch, keys_B, number, number + 1, fetch=Fetch(lambda _shapes, stored: stored)
-    )
+    outputs = fetched(model, AS_STORED).apply_layers(params, x, batch, keys_B, number, number + 1)
     return outputs if task is None else task.sums(outputs, batch).loss
 
 

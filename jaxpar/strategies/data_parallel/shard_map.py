@@ -27,6 +27,7 @@ from jaxpar.core.plan import Decision, Plan, state_memory
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem, with_shardings
 from jaxpar.exchange.exchange import EVERY, DistributedState, Exchange
+from jaxpar.exchange.fetch import fetched
 from jaxpar.exchange.reduce import psum_small
 from jaxpar.layout import PER_REPLICA, Layout
 from jaxpar.models.model import Batch
@@ -93,6 +94,8 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
     mesh, exchange = meshes.make_mesh(plan.axes, devices), plan.details.exchange
     if plan.details.unrolled:
         problem = problem._replace(model=problem.model.unrolled())
+    if exchange.fetch:
+        problem = problem._replace(model=fetched(problem.model, exchange.fetch))
     placed = ReplicaState(problem, mesh, exchange, plan.layouts)
     in_shard_map = partial(jax.shard_map, mesh=mesh, check_vma=False)
     in_specs, out_specs = (placed.layout.specs, PartitionSpec(DATA)), (placed.layout.specs, PartitionSpec())
@@ -107,7 +110,7 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
     @partial(in_shard_map, in_specs=(placed.params.specs, PartitionSpec(DATA)), out_specs=PartitionSpec())
     def evaluate(params: Any, batch: Batch) -> Sums:
         whole = jax.lax.pmean(placed.params.local(params), DATA) if placed.params.kind == PER_REPLICA else params
-        return jax.lax.psum(steps.evaluate(problem, whole, batch, fetch=exchange.fetch), DATA)
+        return jax.lax.psum(steps.evaluate(problem, whole, batch), DATA)
 
     def programs() -> list[CompiledProgram]:
         lowered = compiled_step.lower(placed.abstract, with_shardings(problem.batch, by_replica(mesh)))
@@ -159,9 +162,7 @@ def train_step(
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         state = layout.local(state)
         weight = jax.lax.pmean(steps.batch_weight(batch), DATA)  # so that the gradient is the mean over replicas
-        grads, local_sums = steps.gradients(
-            problem, state, batch, weight, fetch=exchange.fetch, scatter=exchange.scatter
-        )
+        grads, local_sums = steps.gradients(problem, state, batch, weight, scatter=exchange.scatter)
         square = optax.tree.norm(grads) ** 2
         sums, squares = psum_small((local_sums, square), DATA)
         grad_norm = jnp.sqrt(squares / num_replicas)
