@@ -8,7 +8,7 @@ The engine decides by pure functions (routing.py, membership.py, rebalancing.py)
 decides, and reports what happens, so that all swarms share their decisions:
 
     virtual time (run.py)               messages, passes, downloads and averagings take what they cost
-    Ray (live/members.py)             peers are processes, which answer, fail or are silent
+    Ray (live/members.py)               peers are processes, which answer, fail or are silent
 
     the engine calls                    the transport calls, later or at once
     send(one)                           receive(one)          what a pass reads is with its peer
