@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxpar.config import load_config as load_config
-    from jaxpar.inspect.candidates import plan as plan
     from jaxpar.inspect.certificate_report import certify as certify
+    from jaxpar.inspect.plan_report import plan as plan
     from jaxpar.training import train as train
     from jaxpar.use.inference.api import load as load
     from jaxpar.use.inference.api import predict as predict
@@ -16,7 +16,7 @@ LAZY = {
     "certify": "jaxpar.inspect.certificate_report",
     "load": "jaxpar.use.inference.api",
     "load_config": "jaxpar.config",
-    "plan": "jaxpar.inspect.candidates",
+    "plan": "jaxpar.inspect.plan_report",
     "predict": "jaxpar.use.inference.api",
     "train": "jaxpar.training",
 }

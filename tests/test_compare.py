@@ -40,7 +40,7 @@ from jaxpar.compare.report import (
 from jaxpar.compare.runs import configured, run_logged
 from jaxpar.core.plan import DelayedUpdates, StageDelay
 from jaxpar.errors import UserError
-from jaxpar.inspect.candidates import make_space
+from jaxpar.inspect.plan_report import make_space
 from jaxpar.use.pages.recorded import read_verdict
 from tests.checkpoint.test_private import VALUES
 from tests.html_pages import check_alone

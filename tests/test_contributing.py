@@ -44,3 +44,11 @@ def test_one_version() -> None:
     [cited] = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     latest = re.findall(r"^## (\S+) - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
     assert cited == latest == version
+
+
+def test_tables_of_the_guides_exist() -> None:
+    """What a guide tells the reader to extend, "`NAME` in `file`", is there."""
+    named = re.findall(r"`([A-Z_]{4,})`(?:,? and `\w+`)?(?: in| of|\s+in)\s+`([\w/]+\.py)`", GUIDE)
+    assert len(named) > 8
+    missing = [(name, file) for name, file in named if not re.search(rf"^{name}\b", (ROOT / file).read_text(), re.M)]
+    assert missing == []

@@ -38,7 +38,7 @@ from jaxpar.command_line import check_new_file, integer, output_path, writing
 from jaxpar.commands.config_flags import ConfigParser, load_checked
 from jaxpar.errors import UserError, format_bytes
 from jaxpar.files import write_text
-from jaxpar.inspect.candidates import (
+from jaxpar.inspect.plan_report import (
     check_strategy_name,
     cluster_of,
     describe_plans,

@@ -112,7 +112,7 @@ def serve(
 ) -> None:
     """Serve until a signal ends the service. limits: fields of `Limits`."""
     from jaxpar.use.serve.app import Service
-    from jaxpar.use.serve.guard import Limits
+    from jaxpar.use.serve.body import Limits
     from jaxpar.use.serve.server import BACKLOG, DrainingServer
 
     prepare(workdir)

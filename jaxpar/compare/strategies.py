@@ -47,7 +47,7 @@ from jaxpar.compare.runs import (
 from jaxpar.core import mesh
 from jaxpar.core.plan import Plan
 from jaxpar.errors import UserError, format_count
-from jaxpar.inspect.candidates import make_space
+from jaxpar.inspect.plan_report import make_space
 from jaxpar.launch.launcher import format_exit, forwarded
 from jaxpar.launch.place import command_of
 from jaxpar.run import build, metrics

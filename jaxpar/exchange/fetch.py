@@ -1,6 +1,5 @@
 """Models whose layers fetch their arrays from the shards of all replicas when they are computed (ZeRO, stage 3)."""
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -51,11 +50,19 @@ AS_STORED = Fetch(_as_stored)  # computes like a model that fetches, from whole 
 
 
 class FetchedModel(Model):
-    """A model whose parameters are as `fetch` reads them. A layer fetches its arrays again in its backward pass."""
+    """A model whose parameters are as `fetch` reads them. A layer fetches its arrays again in its backward pass.
+
+    It is for steps and evaluations; `extend` and `last`, which generate texts, read whole parameters.
+    """
 
     fetch: Fetch
+    whole: Model  # the same model for whole parameters
 
-    def stored(
+    def inputs(self, batch: Batch) -> list[Activations]:
+        """Return the inputs of the layers, for which nothing need be fetched."""
+        return self.whole.inputs(batch)
+
+    def pack(
         self, params: Params, layers: Sequence[Layer], x: Activations, batch: Batch, keys_B: jax.Array | None
     ) -> list[LayerParams]:
         """Return the packed parameters of each layer of a scan."""
@@ -63,10 +70,10 @@ class FetchedModel(Model):
         return [self.fetch.pack(shapes, params[layer.name]) for layer in layers]
 
     def read(
-        self, layer: Layer, stored: LayerParams, x: Activations, batch: Batch, keys_B: jax.Array | None, *, scan: bool
+        self, layer: Layer, stored: Tree, x: Activations, batch: Batch, keys_B: jax.Array | None, *, packed: bool
     ) -> LayerParams:
-        """Return the arrays of a layer. In a scan, they are packed."""
-        fetch = self.fetch.unpack if scan else self.fetch
+        """Return the arrays of a layer."""
+        fetch = self.fetch.unpack if packed else self.fetch
         return fetch(self.shapes_read(layer, x, batch, keys_B), stored)
 
     def policy(self, layer: Layer) -> Any:
@@ -77,6 +84,6 @@ class FetchedModel(Model):
 def fetched(model: Model, fetch: Fetch) -> FetchedModel:
     """Return the same model for parameters that `fetch` reads."""
     made = FetchedModel.__new__(FetchedModel)
-    made.__dict__.update(copy.copy(model).__dict__)
-    made.fetch = fetch
+    made.__dict__.update(vars(model))
+    made.fetch, made.whole = fetch, model
     return made

@@ -1,1 +1,1 @@
-"""Checks of strategies from the outside: the audit and the certificate."""
+"""Compiled programs against plans: the audit, the certificate, times, the largest batch, the report of a plan."""

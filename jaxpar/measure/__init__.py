@@ -1,1 +1,1 @@
-"""Measures FLOPs, compiled programs and time, and records versions and settings."""
+"""Measures FLOPs, compiled programs and time."""

@@ -1,6 +1,6 @@
 """Counts the FLOPs and the bytes of kernels in the optimized HLO of a GPU program.
 
-A kernel is one instruction of a scheduled program: a fusion, or a call of a library such as cuDNN. It reads each of its
+A kernel is one instruction of a compiled program: a fusion, or a call of a library such as cuDNN. It reads each of its
 operands and writes its results once, except that it touches only the slices that it takes out of an operand, or writes
 into one.
 """

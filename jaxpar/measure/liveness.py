@@ -1,6 +1,6 @@
 """Reconstructs which temporary arrays of a compiled program are in memory at the same time.
 
-XLA assigns memory to arrays in the order in which a scheduled program runs its instructions. An array needs its memory
+XLA assigns memory to arrays in the order in which a compiled program runs its instructions. An array needs its memory
 from the instruction that computes it to the last one that reads it. Compiled programs state only the total, so this
 file repeats the analysis on the text of the program. It leaves out alignment, gaps between arrays in memory, and
 temporary arrays that XLA puts into the memory of donated arguments.
@@ -51,7 +51,7 @@ def live_at_peak(program: HloProgram) -> list[LiveArray]:
     These are arrays on the device, but not the arguments, results and constants of the program.
 
     Args:
-      program: a scheduled program: the instructions of a computation are in the order in which they run.
+      program: a compiled program: the instructions of a computation are in the order in which they run.
     """
     lifetimes = _Lifetimes(program)
     temporary = lifetimes.of_temporary()

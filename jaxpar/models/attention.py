@@ -158,12 +158,14 @@ Stored = tuple[KeyValues, ...]  # of all attention layers; a layer that is appli
 
 
 def empty(num_layers: int, shape: tuple[int, int, int, int], dtype: DTypeLike) -> Stored:
-    """Return the memory of empty texts. shape: (B, S, G, K)."""
+    """Return the keys and values of empty texts. shape: (B, S, G, K)."""
     return tuple(KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_layers))
 
 
-class Memory:
-    """The memory while the layers of a model are traced: each attention layer extends its part, in order."""
+class KeyValueCache:
+    """The keys and values of earlier positions while the layers of a model are traced: each attention layer extends its
+    part, in order.
+    """
 
     def __init__(self, stored: Stored, start_B: jax.Array):
         """Begin before the first layer.
@@ -193,6 +195,6 @@ class Memory:
         return self._extended[-1]
 
     def extended(self) -> Stored:
-        """Return the memory after the last layer."""
-        assert len(self._extended) == len(self._stored), "a layer did not use its memory"
+        """Return the keys and values after the last layer."""
+        assert len(self._extended) == len(self._stored), "a layer did not use its cache"
         return tuple(self._extended)

@@ -132,7 +132,7 @@ class Embed(nnx.Module):
         if spec.positions == "learned":
             table = self.positions[...]
             number = tokens_BT.shape[1]
-            x_BTD += table[None, :number] if context.memory is None else table[context.memory.positions(number)]
+            x_BTD += table[None, :number] if context.cache is None else table[context.cache.positions(number)]
         if spec.token_types:
             segments_BT = context.batch["segments"] if "segments" in context.batch else jnp.zeros_like(tokens_BT)
             x_BTD += self.token_types[...][segments_BT]
@@ -172,10 +172,10 @@ class Attention(nnx.Module):
         k_BTGK = self.key(x).reshape(B, T, spec.num_kv_heads, spec.head_dim)
         v_BTGK = self.value(x).reshape(B, T, spec.num_kv_heads, spec.head_dim)
         if spec.positions == "rotary":
-            positions_BT = None if context.memory is None else context.memory.positions(T)
+            positions_BT = None if context.cache is None else context.cache.positions(T)
             q_BTHK, k_BTGK = (rotate(x, spec.rope, positions_BT) for x in (q_BTHK, k_BTGK))
-        if context.memory is not None:
-            y_BTHK = attend_earlier(q_BTHK, *context.memory.extend(k_BTGK, v_BTGK), context.memory.positions(T))
+        if context.cache is not None:
+            y_BTHK = attend_earlier(q_BTHK, *context.cache.extend(k_BTGK, v_BTGK), context.cache.positions(T))
         else:
             # Padding is on the right, so with causal attention no real position attends to it.
             is_masked = "mask" in context.batch and not spec.causal

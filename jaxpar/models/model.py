@@ -8,19 +8,20 @@ layers.
 Array dims: B examples, T positions, D features.
 """
 
-import contextlib
 import copy
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxpar.layout import Tree
-from jaxpar.models.attention import Memory
+from jaxpar.models.attention import KeyValueCache
 from jaxpar.models.remat import REMAT_POLICIES
 from jaxpar.tasks.token_logits import TokenLogits, whole
 
@@ -38,12 +39,12 @@ class Context(NamedTuple):
     Attributes:
       batch: the batch. Every pipeline stage has it, so masks are not sent between stages.
       keys_B: dropout keys of this layer and step, one per example; None in evaluation.
-      memory: the earlier positions of the texts, if the input continues them; None: the input is whole texts.
+      cache: the earlier positions of the texts, if the input continues them; None: the input is whole texts.
     """
 
     batch: Batch
     keys_B: jax.Array | None
-    memory: Memory | None = None
+    cache: KeyValueCache | None = None
 
 
 class Tie(NamedTuple):
@@ -197,16 +198,16 @@ class Model:
                         x = self._call(layer, weights, x, batch, keys_B, index + shift, scan=scan)
         return x
 
-    def extend(self, params: Params, tokens_BT: jax.Array, memory: Memory) -> Activations:
-        """Return the input of the last layer for tokens [B, T] that continue the texts in `memory`, and extend it.
+    def extend(self, params: Params, tokens_BT: jax.Array, cache: KeyValueCache) -> Activations:
+        """Return the input of the last layer for tokens [B, T] that continue the texts in `cache`, and extend it.
 
-        The layers must read their positions and earlier keys and values from `Context.memory`, as those of GPT do.
+        The layers must read their positions and earlier keys and values from `Context.cache`, as those of GPT do.
         """
         x: Activations = tokens_BT
         for layer in self.layers[:-1]:
             weights = self.with_ties(params, layer.name)
             for _ in range(layer.num_applications):
-                x = nnx.merge(layer.graphdef, weights)(x, Context({}, None, memory))
+                x = nnx.merge(layer.graphdef, weights)(x, Context({}, None, cache))
         return x
 
     def last(self, params: Params, x: Activations) -> jax.Array:
@@ -269,8 +270,8 @@ class Model:
         shift: Index,
     ) -> Activations:
         layers = self.layers[first:last]
-        stored = self.stored(params, layers, x, batch, keys_B)
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *stored)
+        packed = self.pack(params, layers, x, batch, keys_B)
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *packed)
 
         def body(x: Activations, layer: tuple[LayerParams, jax.Array]) -> tuple[Activations, None]:
             weights, index = layer
@@ -292,7 +293,7 @@ class Model:
     ) -> Activations:
         def call(weights: LayerParams, x: Activations) -> Activations:
             keys = None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, index)
-            weights = self.read(layer, weights, x, batch, keys, scan=in_scan)
+            weights = self.read(layer, weights, x, batch, keys, packed=in_scan)
             if layer.num_applications > 1:
                 return self._repeat(layer, weights, x, batch, keys, scan=scan)
             return nnx.merge(layer.graphdef, weights)(x, Context(batch, keys))
@@ -301,17 +302,18 @@ class Model:
             call = jax.checkpoint(call, policy=policy, prevent_cse=not in_scan)
         return call(weights, x)
 
-    def stored(
+    def pack(
         self, params: Params, layers: Sequence[Layer], _x: Activations, _batch: Batch, _keys_B: jax.Array | None
     ) -> list[LayerParams]:
         """Return what a scan over equal layers stacks of the parameters of each."""
         return [params[layer.name] for layer in layers]
 
     def read(
-        self, _layer: Layer, stored: LayerParams, _x: Activations, _batch: Batch, _keys: jax.Array | None, *, scan: bool
+        self, _layer: Layer, stored: Tree, _x: Activations, _batch: Batch, _keys: jax.Array | None, *, packed: bool
     ) -> LayerParams:
-        """Return the arrays of a layer when it is computed. scan: whether `stored` is from the method of that name."""
-        return stored
+        """Return the arrays of a layer when it is computed. packed: whether `stored` is a result of `pack`."""
+        weights: LayerParams = stored
+        return weights
 
     def policy(self, layer: Layer) -> Any:
         """Return which values of a layer are saved for its backward pass, as `jax.checkpoint` takes it; None: all."""
@@ -391,20 +393,35 @@ def _fresh(make: Callable[[nnx.Rngs], nnx.Module], key: jax.Array) -> LayerParam
 
 
 def _abstract(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[GraphDef, LayerParams]:
-    """Return the structure and the parameter shapes of a layer, without allocating its arrays."""
-    if isinstance(make, partial) and not make.keywords:
-        with contextlib.suppress(TypeError):  # an argument that cannot be hashed
-            return _abstract_of(make.func, make.args)
-    return _trace_shapes(make)
+    """Return the structure and the parameter shapes of a layer, without allocating its arrays.
+
+    Layers that a class or a function makes from equal values are traced once in a process, because a run, and a plan
+    of many, builds them several times.
+    """
+    if isinstance(make, partial) and all(map(_is_value, (make.args, make.keywords))):
+        key = make.func, repr((make.args, make.keywords))
+        if key not in _TRACED:
+            _TRACED[key] = _trace(make)
+        graphdef, shapes = _TRACED[key]
+        return graphdef, jax.tree.map(lambda leaf: leaf, shapes)
+    return _trace(make)
 
 
-@lru_cache(maxsize=64)
-def _abstract_of(function: Callable[..., nnx.Module], arguments: tuple[Any, ...]) -> tuple[GraphDef, LayerParams]:
-    """Return the same for a function and its arguments. A run, and a plan of many, builds equal layers many times."""
-    return _trace_shapes(partial(function, *arguments))
+_TRACED: dict[tuple[Any, str], tuple[GraphDef, LayerParams]] = {}
 
 
-def _trace_shapes(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[GraphDef, LayerParams]:
+def _is_value(x: Any) -> bool:
+    """Return whether `repr` tells x from all that is different: numbers, texts, dtypes, and what contains only them."""
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return all(_is_value(getattr(x, one.name)) and one.repr for one in dataclasses.fields(x))
+    if isinstance(x, tuple | list):
+        return all(map(_is_value, x))
+    if isinstance(x, dict):
+        return all(map(_is_value, x.items()))
+    return x is None or type(x) in (bool, int, float, str) or isinstance(x, np.dtype)
+
+
+def _trace(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[GraphDef, LayerParams]:
     graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), nnx.to_pure_dict(state))
     return graphdef, shapes

@@ -144,8 +144,8 @@ def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int)
     check_compressed(config, shapes)
     o, adamw = config.optimizer, None
     if OPTIMIZERS[o.name].is_adamw:
-        schedule = optimizer.build_learning_rate(config, num_steps)
-        adamw = AdamW(schedule, o.b1, o.b2, o.eps, o.weight_decay, optimizer.decayed)
+        learning_rate = optimizer.build_learning_rate(config, num_steps)
+        adamw = AdamW(learning_rate, o.b1, o.b2, o.eps, o.weight_decay, optimizer.decayed)
     layers = [layer.name for layer in problem.model.layers]
     rule = Rule(problem.optimizer, shapes, adamw, layers, o.clip_norm, num_steps)
     return named.make_exchange(config.exchange, Axis(DATA, num_replicas), rule, **options)

@@ -22,8 +22,8 @@ from jaxpar.strategies import data_parallel
 from jaxpar.strategies.asynchronous import strategy as async_data_parallel
 from jaxpar.strategies.asynchronous.options import decide_updates
 from jaxpar.strategies.data_parallel import single
-from jaxpar.strategies.memory import check_memory
-from jaxpar.strategies.memory import in_flight_bytes as in_flight_bytes
+from jaxpar.strategies.fits import check_memory
+from jaxpar.strategies.fits import in_flight_bytes as in_flight_bytes
 from jaxpar.strategies.pipeline import schedules
 from jaxpar.strategies.pipeline import strategy as pipeline
 from jaxpar.strategies.pipeline.executor.partition import AUTO, METHODS

@@ -20,7 +20,7 @@ from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.rates import EFFICIENCY
 from jaxpar.cluster import Cluster
 from jaxpar.core.state import nbytes
-from jaxpar.inspect import candidates as planning
+from jaxpar.inspect import plan_report as planning
 from jaxpar.measure.operations import Residuals
 from jaxpar.strategies.swarm.availability import SwarmPeer
 from tests.choose.test_planner import small_problem

@@ -56,7 +56,7 @@ from jaxpar.core.state import nbytes
 from jaxpar.core.step import Problem
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
-from jaxpar.inspect import candidates as planning
+from jaxpar.inspect import plan_report as planning
 from jaxpar.strategies.pipeline.tables.periodic import periodic_table
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table
 from jaxpar.strategies.pipeline.tables.simulate import Times, lockstep, simulate_table, steady_bubble_rate

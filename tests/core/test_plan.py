@@ -22,7 +22,7 @@ from jaxpar.core.state import nbytes
 from jaxpar.errors import UserError
 from jaxpar.exchange import EXCHANGES
 from jaxpar.models import Model
-from jaxpar.strategies.memory import check_memory
+from jaxpar.strategies.fits import check_memory
 
 ROOT = Path(__file__).parents[2]
 NUM_DEVICES = 64

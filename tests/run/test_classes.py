@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from jaxpar.run import report
+from jaxpar.run import classes
 
 CONFUSION = np.array([[3, 1, 0], [0, 0, 0], [2, 2, 4]], float)
 
 
 def test_results() -> None:
-    assert report.class_results(CONFUSION, ("a", "b", "c")) == {
+    assert classes.class_results(CONFUSION, ("a", "b", "c")) == {
         "test_majority_accuracy": 8 / 12,
         "test_classes": {
             "a": {"precision": 3 / 5, "recall": 3 / 4, "f1": 6 / 9, "count": 4},
@@ -28,7 +28,7 @@ def test_results() -> None:
 def test_table_of_few_classes_keeps_their_order() -> None:
     """Class x has no examples, but was predicted; class y does not occur."""
     matrix = np.array([[3, 1, 0, 0], [0, 0, 0, 0], [2, 2, 4, 0], [0, 0, 0, 0]], float)
-    text = report.format_classes(matrix, ("first\n\x1b[31m", "x", "a name that is longer than a line should be", "y"))
+    text = classes.format_classes(matrix, ("first\n\x1b[31m", "x", "a name that is longer than a line should be", "y"))
     assert text.splitlines() == [
         "baseline  accuracy 0.6667, always predicting a name that is longer than a ...",
         "classes                                     precision  recall      f1  examples",
@@ -45,7 +45,7 @@ def test_table_of_many_classes_shows_the_worst() -> None:
     for number in range(20):
         matrix[number, number] = number
         matrix[number, (number + 1) % 20] = 40 - number
-    lines = report.format_classes(matrix[::-1, ::-1], [f"c{number}" for number in range(20, -1, -1)]).splitlines()
+    lines = classes.format_classes(matrix[::-1, ::-1], [f"c{number}" for number in range(20, -1, -1)]).splitlines()
     assert [line.split()[0] for line in lines[2:-2]] == [f"c{number}" for number in range(8)]
     assert lines[-2] == "          and 12 of higher f1"
     assert lines[-1].split()[:2] == ["macro", "average"]
@@ -59,7 +59,7 @@ def test_picture(num_classes: int, tmp_path: Path) -> None:
     matrix[0, 1], matrix[1, 1] = 9, 0
     path = tmp_path / "confusion.png"
     path.symlink_to(tmp_path / "elsewhere")
-    report.draw_confusion(path, matrix, ["$x_{1$", "中文", *map(str, range(num_classes))][:num_classes])
+    classes.draw_confusion(path, matrix, ["$x_{1$", "中文", *map(str, range(num_classes))][:num_classes])
     assert not path.is_symlink()
     height, width, _ = matplotlib.image.imread(path).shape
     assert 400 < height < width < 2000
@@ -76,7 +76,7 @@ def test_all_labels_are_in_the_picture(num_classes: int, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(Figure, "savefig", savefig)
     names = [f"name of the class {number}" for number in range(num_classes)]
-    report.draw_confusion(tmp_path / "confusion.png", np.eye(num_classes), names)
+    classes.draw_confusion(tmp_path / "confusion.png", np.eye(num_classes), names)
     [figure] = figures
     height, width, _ = matplotlib.image.imread(tmp_path / "confusion.png").shape
     needed = figure.get_tightbbox()
@@ -86,7 +86,7 @@ def test_all_labels_are_in_the_picture(num_classes: int, tmp_path: Path, monkeyp
 
 def test_colours_are_fractions_of_the_rows(tmp_path: Path) -> None:
     """In both rows, 3 of 4 examples are in the first column, so each column has one colour."""
-    report.draw_confusion(tmp_path / "confusion.png", np.array([[300, 100], [3, 1]], float), ("a", "b"))
+    classes.draw_confusion(tmp_path / "confusion.png", np.array([[300, 100], [3, 1]], float), ("a", "b"))
     pixels = matplotlib.image.imread(tmp_path / "confusion.png")[:, :, :3].reshape(-1, 3)
     colours, counts = np.unique(pixels, axis=0, return_counts=True)
     large = colours[counts > 0.05 * len(pixels)]

@@ -11,7 +11,6 @@ import jax
 
 from jaxpar.core.state import Canonical
 from jaxpar.core.step import Metrics, Problem
-from jaxpar.exchange import EXCHANGES
 from jaxpar.strategies import Strategy
 from jaxpar.tasks import Sums
 from tests.strategies import pipelines
@@ -104,7 +103,6 @@ STALE = {
     "swarm, delayed": "strategy=swarm mesh.data=2 swarm.peers=3 swarm.num_microbatches=4 swarm.delayed=True",
 }
 CASES = EXACT | LOSSY | STALE
-assert EXCHANGES.keys() == {name for name in EXCHANGES for case in CASES.values() if f"exchange={name} " in f"{case} "}
 
 
 class Trained(NamedTuple):

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar.exchange import EXCHANGES
 from jaxpar.layout import HELD, PER_REPLICA, REPLICATED, SHARDED
 from jaxpar.strategies import STRATEGIES
 from jaxpar.strategies.data_parallel import IMPLEMENTATIONS
@@ -155,6 +156,8 @@ def test_compile_allocates_nothing(name: str) -> None:
 def test_every_kind_of_strategy_is_in_the_table() -> None:
     settings = {setting for case in EXACT.values() for setting in case.split()}
     values = {"strategy": STRATEGIES, "data_parallel.implementation": IMPLEMENTATIONS, "pipeline.schedule": SCHEDULES}
+    of_all = {setting for case in CASES.values() for setting in case.split()}
+    assert {f"exchange={name}" for name in EXCHANGES} - of_all == set()
     for key, names in values.items():
         missing = {f"{key}={name}" for name in names} - settings
         assert missing <= {f"data_parallel.implementation={name}" for name in ("auto", "shard_map")}  # of exchanges

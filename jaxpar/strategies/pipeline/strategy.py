@@ -1,9 +1,10 @@
 """`pipeline`: every device holds one or several stages of the model, and microbatches pass through them.
 
 All schedules sum the same gradients, so training is equal to `single` with as many accumulation steps as there are
-microbatches. Schedules are tables (jaxpar/strategies/pipeline/tables/schedule.py), and one engine runs all of them
-(jaxpar/strategies/pipeline/executor/engine.py, whose docstring lists the steps of a training step). Replicas of the
-pipeline on the data axis exchange gradients as config.exchange specifies.
+microbatches. Schedules are tables (tables/schedule.py). Two executors run all of them: one program in lockstep
+(executor/engine.py, whose docstring lists the steps of a training step), or programs of the stages that are dispatched
+one by one (executor/dispatch.py). Replicas of the pipeline on the data axis exchange gradients as config.exchange
+specifies.
 """
 
 from collections.abc import Sequence

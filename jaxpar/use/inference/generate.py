@@ -20,7 +20,7 @@ from tokenizers.decoders import DecodeStream
 from jaxpar.data import tokenizer as tokenizers
 from jaxpar.errors import UserError, format_count
 from jaxpar.models import Params
-from jaxpar.models.attention import Memory, Stored, empty
+from jaxpar.models.attention import KeyValueCache, Stored, empty
 from jaxpar.models.gpt import resolve
 from jaxpar.use.inference.inputs import check_unicode
 from jaxpar.use.inference.load import Trained
@@ -215,13 +215,15 @@ class Generator:
         *,
         size: int,
     ) -> tuple[jax.Array, Stored]:
-        """Return the first new token of each text, and the memory of `size` positions."""
+        """Return the first new token of each text, and the cache of `size` positions."""
         spec = self._spec
         shape = (len(prompts_BT), size, spec.num_kv_heads, spec.head_dim)
-        memory = Memory(empty(spec.num_layers * spec.num_applications, shape, spec.dtype), jnp.zeros_like(lengths_B))
-        x_BTD = self._model.extend(params, prompts_BT, memory)
+        cache = KeyValueCache(
+            empty(spec.num_layers * spec.num_applications, shape, spec.dtype), jnp.zeros_like(lengths_B)
+        )
+        x_BTD = self._model.extend(params, prompts_BT, cache)
         x_B1D = jnp.take_along_axis(x_BTD, (lengths_B - 1)[:, None, None], axis=1)
-        return self._choose(params, x_B1D, samplings, lengths_B), memory.extended()
+        return self._choose(params, x_B1D, samplings, lengths_B), cache.extended()
 
     def _next_token(
         self,
@@ -232,10 +234,10 @@ class Generator:
         *,
         stored: Stored,
     ) -> tuple[jax.Array, Stored]:
-        """Return the token after each of tokens_B, which are at positions_B, and the extended memory."""
-        memory = Memory(stored, positions_B)
-        x_B1D = self._model.extend(params, tokens_B[:, None], memory)
-        return self._choose(params, x_B1D, samplings, positions_B + 1), memory.extended()
+        """Return the token after each of tokens_B, which are at positions_B, and the extended cache."""
+        cache = KeyValueCache(stored, positions_B)
+        x_B1D = self._model.extend(params, tokens_B[:, None], cache)
+        return self._choose(params, x_B1D, samplings, positions_B + 1), cache.extended()
 
     def _choose(self, params: Params, x_B1D: Any, samplings: Samplings, positions_B: jax.Array) -> jax.Array:
         logits_BV = self._model.last(params, x_B1D)[:, 0, : self._vocab_size]  # a model can have more rows

@@ -31,17 +31,8 @@ from jaxpar.use.inference.api import InferenceModel, Text
 from jaxpar.use.inference.generate import Completion, Generator
 from jaxpar.use.inference.sampling import Sampling
 from jaxpar.use.serve.batching import Batcher, Latencies, QueueFull
-from jaxpar.use.serve.guard import (
-    Guard,
-    Limits,
-    check_keys,
-    read_object,
-    refusal,
-    render_page,
-    security_headers,
-    take_flag,
-    take_number,
-)
+from jaxpar.use.serve.body import Limits, check_keys, read_object, take_flag, take_number
+from jaxpar.use.serve.guard import Guard, refusal, render_page, security_headers
 from jaxpar.use.serve.streams import Continuations, EventStream, failure
 
 DEFAULT_TOKENS = 100  # length of a continuation

@@ -1,1 +1,1 @@
-"""Runs schedule tables on devices: the stage programs, and the engine that steps through the clocks."""
+"""Runs schedule tables on devices: stage programs, and the executors, in lockstep (engine.py) or not (dispatch.py)."""

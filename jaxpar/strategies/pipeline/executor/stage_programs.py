@@ -186,7 +186,7 @@ class StagePrograms:
 def trace_stage(stages: Stages, stage: int, inputs: StageInputs, *, num_phases: int, remat: str) -> StageProgram:
     """Trace the layers of a stage, and cut the trace into phases.
 
-    Traces are cached: stages with the same layers, inputs and phases share one, as do all plans of a model and the
+    Traces are cached: a stage with the same layers and inputs has one, as do all plans of a model and the
     programs built from them. They are made without a mesh, so that those outside and inside `shard_map` are the same.
 
     Args:

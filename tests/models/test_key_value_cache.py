@@ -1,4 +1,4 @@
-"""Tests that a model with a memory of earlier positions computes the logits of whole texts."""
+"""Tests that a model with a cache of earlier positions computes the logits of whole texts."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.models.attention import Memory, Stored, empty
+from jaxpar.models.attention import KeyValueCache, Stored, empty
 from jaxpar.models.gpt import resolve
 from tests.models.small import LLAMA, fast_jit, info_of, small, small_config
 
@@ -31,8 +31,8 @@ def test_logits_equal_those_of_whole_texts(name: str) -> None:
 
     @fast_jit
     def extend(params: Any, tokens_BT: jax.Array, start_B: jax.Array, stored: Stored) -> tuple[jax.Array, Stored]:
-        memory = Memory(stored, start_B)
-        return model.last(params, model.extend(params, tokens_BT, memory)), memory.extended()
+        cache = KeyValueCache(stored, start_B)
+        return model.last(params, model.extend(params, tokens_BT, cache)), cache.extended()
 
     shape = (len(inputs_BT), SIZE, spec.num_kv_heads, spec.head_dim)
     stored = empty(spec.num_layers * spec.num_applications, shape, jnp.float32)
