@@ -47,7 +47,7 @@ def test_one_version() -> None:
 
 
 def test_tables_of_the_guides_exist() -> None:
-    """What a guide tells the reader to extend, "`NAME` in `file`", is there."""
+    """A table that a guide extends, "`NAME` in `file`", is in that file."""
     named = re.findall(r"`([A-Z_]{4,})`(?:,? and `\w+`)?(?: in| of|\s+in)\s+`([\w/]+\.py)`", GUIDE)
     assert len(named) > 8
     missing = [(name, file) for name, file in named if not re.search(rf"^{name}\b", (ROOT / file).read_text(), re.M)]

@@ -411,7 +411,7 @@ _TRACED: dict[tuple[Any, str], tuple[GraphDef, LayerParams]] = {}
 
 
 def _is_value(x: Any) -> bool:
-    """Return whether `repr` tells x from all that is different: numbers, texts, dtypes, and what contains only them."""
+    """Return whether different x have a different `repr`: numbers, texts, dtypes, and what contains only them."""
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         return all(_is_value(getattr(x, one.name)) and one.repr for one in dataclasses.fields(x))
     if isinstance(x, tuple | list):

@@ -1,6 +1,6 @@
 """Layers whose activations are a pytree: a pipeline sends and stashes all of its arrays.
 
-tests/strategies/test_cases.py trains such a model.
+tests/strategies/test_cases.py trains a model like this.
 """
 
 from typing import Any
