@@ -1,7 +1,7 @@
 """Every strategy of the table of cases trains like one device, resumes, and has its arrays where its plan has them.
 
-Any strategy can resume from the checkpoint of any other: the canonical state of each equals that of one device, and each
-continues from that of one device.
+Any strategy can resume from the checkpoint of any other: the canonical state of each equals that of one device, and
+each continues from that of one device.
 """
 
 from typing import Any
