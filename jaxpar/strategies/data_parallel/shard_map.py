@@ -94,8 +94,6 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
     mesh, exchange = meshes.make_mesh(plan.axes, devices), plan.details.exchange
     if plan.details.unrolled:
         problem = problem._replace(model=problem.model.unrolled())
-    if exchange.fetch:
-        problem = problem._replace(model=fetched(problem.model, exchange.fetch))
     placed = ReplicaState(problem, mesh, exchange, plan.layouts)
     in_shard_map = partial(jax.shard_map, mesh=mesh, check_vma=False)
     in_specs, out_specs = (placed.layout.specs, PartitionSpec(DATA)), (placed.layout.specs, PartitionSpec())
@@ -110,7 +108,7 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
     @partial(in_shard_map, in_specs=(placed.params.specs, PartitionSpec(DATA)), out_specs=PartitionSpec())
     def evaluate(params: Any, batch: Batch) -> Sums:
         whole = jax.lax.pmean(placed.params.local(params), DATA) if placed.params.kind == PER_REPLICA else params
-        return jax.lax.psum(steps.evaluate(problem, whole, batch), DATA)
+        return jax.lax.psum(steps.evaluate(fetching(problem, exchange), whole, batch), DATA)
 
     def programs() -> list[CompiledProgram]:
         lowered = compiled_step.lower(placed.abstract, with_shardings(problem.batch, by_replica(mesh)))
@@ -154,10 +152,16 @@ def gather_ahead() -> dict[str, Any]:
     raise RuntimeError(f"XLA knows no option to gather ahead: {', '.join(name for one in AHEAD for name in one)}")
 
 
+def fetching(problem: Problem, exchange: Exchange) -> Problem:
+    """Return the problem with a model that reads parameters as replicas hold them."""
+    return problem._replace(model=fetched(problem.model, exchange.fetch)) if exchange.fetch else problem
+
+
 def train_step(
     problem: Problem, exchange: Exchange, layout: Layout, num_replicas: int
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """Return the function that runs one training step on a replica. layout: layout of the global state."""
+    problem = fetching(problem, exchange)
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         state = layout.local(state)
