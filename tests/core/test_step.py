@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxpar.core import optimizer, state, step
 from jaxpar.models import Context, Model
+from jaxpar.tasks import Sums
 from jaxpar.tasks.classification import TASK
 
 ROWS, FEATURES, CLASSES = 8, 5, 3
@@ -83,6 +84,15 @@ def test_a_step_without_an_update_changes_nothing(name: str, finite: bool) -> No
     assert int(after.step) == 1
     for old, new in zip(jax.tree.leaves(before[2:]), jax.tree.leaves(after[2:]), strict=True):
         np.testing.assert_array_equal(new, old)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_step_is_finite_if_loss_and_gradient_are(value: float) -> None:
+    """A gradient can overflow although the loss is finite."""
+    sums = Sums(jnp.float32(1), {}, jnp.float32(1))
+    assert step.is_finite(jnp.float32(1), sums)
+    assert not step.is_finite(jnp.float32(value), sums)
+    assert not step.is_finite(jnp.float32(1), sums._replace(loss=jnp.float32(value)))
 
 
 def test_dropout_keys_differ_by_step_and_run() -> None:
