@@ -15,7 +15,8 @@ from jaxpar import strategies
 from jaxpar.choose.costs.calibrate import MeasuredLayers, calibrate
 from jaxpar.choose.costs.layers import Layers, TracedLayers
 from jaxpar.choose.costs.machine import GpuMachine, Machine
-from jaxpar.choose.costs.step import StepCosts, update_bytes
+from jaxpar.choose.costs.step import StepCosts
+from jaxpar.choose.costs.updates import update_bytes
 from jaxpar.cluster import Cluster
 from jaxpar.core.plan import Plan
 from jaxpar.core.state import abstract_state, nbytes

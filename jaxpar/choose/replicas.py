@@ -20,7 +20,8 @@ from jaxpar.choose.candidates import (
     with_settings,
 )
 from jaxpar.choose.costs.memory import StateBytes, replica_bytes
-from jaxpar.choose.costs.step import StepCosts, UpdateBytes, exchange_bytes, replicas_costs, update_bytes
+from jaxpar.choose.costs.step import StepCosts, UpdateBytes, replicas_costs
+from jaxpar.choose.costs.updates import exchange_bytes, update_bytes
 from jaxpar.core.plan import Plan, Traffic
 from jaxpar.core.ring import sent_of_operand
 from jaxpar.exchange.named import EXCHANGES, exchange_differs

@@ -7,8 +7,8 @@ Each is a chain of small transformations:
     compress.py        compresses a vector: 8-bit, float8, 1-bit, top-k, random-k, dithering; error feedback, momentum
     clip.py            clips the gradient of a replica before it is compressed with error feedback
     scatter_gather.py  averages a vector approximately, compressed in both directions
-    exchange.py        the contracts of an exchange; adam.py, gossip.py, powersgd.py and zero.py implement it
-    gradients.py       the exchanges of DDP, Horovod (Adasum too) and BytePS
+    exchange.py        the contracts of an exchange; adasum.py, adam.py, gossip.py, powersgd.py and zero.py implement it
+    gradients.py       the exchanges that only average gradients: DDP, Horovod, BytePS
     fetch.py           models whose layers fetch their arrays from the shards of replicas, for zero.py
     named.py           the table of all exchanges by name: how each is made, its options, and what it needs
 

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 from jaxpar.errors import UserError
 from jaxpar.exchange import gossip, reduce
 from jaxpar.exchange.adam import momentum_exchange
+from jaxpar.exchange.adasum import adasum
 from jaxpar.exchange.compress import FLOAT8, Compressor, dithering, error_feedback, min_max_uint8, onebit, randomk, topk
 from jaxpar.exchange.exchange import AllReduce, Exchange, Rule, every
 from jaxpar.exchange.fuse import averaged, fused, in_layer_order
-from jaxpar.exchange.gradients import adasum, byteps, compressed_byteps, ddp, horovod, lossy
+from jaxpar.exchange.gradients import byteps, compressed_byteps, ddp, horovod, lossy
 from jaxpar.exchange.powersgd import powersgd
 from jaxpar.exchange.reduce import Axis
 from jaxpar.exchange.scatter_gather import scatter_gather

@@ -20,7 +20,7 @@ from jaxpar import config as configs
 from jaxpar import models, strategies, tasks
 from jaxpar.choose import planner, report
 from jaxpar.choose.candidates import MOST_DIVISORS, Candidate, Space, divisors, plan_of, with_settings
-from jaxpar.choose.costs import calibrate, step
+from jaxpar.choose.costs import calibrate, updates
 from jaxpar.choose.costs.layer_programs import LayerPrograms
 from jaxpar.choose.costs.layers import LayerMemory, LayerWork, PhaseSeconds, TracedLayers, narrowed_bytes, resized
 from jaxpar.choose.costs.machine import CpuMachine, GpuMachine
@@ -720,7 +720,7 @@ def test_mistakes(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_updates(space: Space) -> None:
     """An update of AdamW moves 8 times the bytes of the parameters; ZeRO moves an eighth of some of them."""
     params = nbytes(space.problem.model.shapes)
-    whole = step.update_bytes(space.problem) / params
+    whole = updates.update_bytes(space.problem) / params
     assert whole == pytest.approx(2 + 4 + 2, rel=0.01)  # parameters, two moments, gradients and their norm
     of_exchange = {}
     for name in ("ddp", "zero1", "zero3"):

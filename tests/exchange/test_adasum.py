@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from jaxpar.core.plan import Traffic
-from jaxpar.exchange.gradients import adasum, combine
+from jaxpar.exchange.adasum import adasum, combine
 from tests.exchange.replicas import axis, close, on_replicas, only, train
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (3, 5), "b": (7,), "c": ()}

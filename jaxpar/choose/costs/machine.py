@@ -34,7 +34,7 @@ class Machine(Protocol):
 
     @property
     def update_repeats(self) -> float:
-        """Bytes that an update moves / those that are counted (step.py)."""
+        """Bytes that an update moves / those that are counted (updates.py)."""
 
     @property
     def clock_seconds(self) -> float:

@@ -4,40 +4,27 @@ A step of replicas is the forward and backward pass of each microbatch, the exch
 GPUs, links work at the same time as the GPU: gradients are sent while earlier layers are computed backward, unless a
 scan over the layers returns them all at its end; and parameters of zero3 are gathered while other layers compute. In a
 pipeline, all devices step through the clocks of the table together; or, if its stages are dispatched, each action
-starts as soon as its inputs have arrived and the host has enqueued it. The bytes that an update moves are those of the
-traced optimizer.
+starts as soon as its inputs have arrived and the host has enqueued it.
 """
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxpar.choose.costs.layers import LayerWork, PhaseSeconds
 from jaxpar.choose.costs.machine import Machine, num_collectives
 from jaxpar.choose.costs.memory import StateBytes, largest_transfer, pipeline_bytes
 from jaxpar.choose.costs.profile import LayerProfile
-from jaxpar.core import step as steps
 from jaxpar.core.mesh import DATA, STAGE
-from jaxpar.core.plan import COPY, Plan, Traffic
+from jaxpar.core.plan import COPY, Traffic
 from jaxpar.core.ring import PERMUTE
-from jaxpar.core.state import State, abstract_state
-from jaxpar.core.step import Metrics, Problem
-from jaxpar.exchange.exchange import DistributedState
-from jaxpar.measure.operations import operations
-from jaxpar.models.model import Model
 from jaxpar.strategies.pipeline.executor.enqueue import ENQUEUE_SECONDS
 from jaxpar.strategies.pipeline.schedules import LOCKSTEP
 from jaxpar.strategies.pipeline.tables.periodic import num_in_flight, unroll
 from jaxpar.strategies.pipeline.tables.simulate import Times, action_graph, end_times
 from jaxpar.strategies.pipeline.tables.table import StageDevices, Table
-from jaxpar.tasks import Sums
 
 # Bytes that a scan over the layers moves in addition, for each byte of the stacks of what layers save and of their
 # weights: compiled programs of GPT-2 124M for H100s with and without a scan differ by this much.
@@ -45,8 +32,6 @@ SCAN_OF_STASH, SCAN_OF_WEIGHTS = 6.5, 16.0
 # The same for the parameters that zero3 packs into vectors, which it sends, and unpacks: from compiled GPTs of 1 and 7
 # billion parameters. Its stacks are those of the shards.
 GATHER_PASSES = 4.0
-# Bytes of updates that have been traced, by model: by the optimizer, and the exchange and the axes of its replicas.
-_MOVED: WeakKeyDictionary[Model, dict[Any, float]] = WeakKeyDictionary()
 
 
 class StepCosts(NamedTuple):
@@ -253,62 +238,3 @@ def sending_clocks(table: Table) -> int:
         if clock % number not in sends and devices.receiver(kind, stage, k) not in (None, device):
             sends.add(clock % number)
     return len(sends)
-
-
-def update_bytes(problem: Problem) -> float:
-    """Return the bytes that the update of the whole state moves on one device."""
-    found = _MOVED.setdefault(problem.model, {})
-    if problem.optimizer not in found:
-        found[problem.optimizer] = _update_bytes(problem)
-    return found[problem.optimizer]
-
-
-def _update_bytes(problem: Problem) -> float:
-    state = abstract_state(problem.model, problem.optimizer)
-
-    def update(state: State, grads: Any) -> State:
-        return steps.update(problem, state, grads, _sums())[0]
-
-    return moved(update, state, state.params)
-
-
-def exchange_bytes(problem: Problem, plan: Plan[Any]) -> float:
-    """Return the bytes that a replica moves from the gradients of its examples to the new state.
-
-    plan: a plan of data parallelism with an exchange.
-    """
-    found, key = _MOVED.setdefault(problem.model, {}), (problem.optimizer, plan.exchange, *plan.axes.items())
-    if key not in found:
-        found[key] = _exchange_bytes(problem, plan)
-    return found[key]
-
-
-def _exchange_bytes(problem: Problem, plan: Plan[Any]) -> float:
-    exchange, layouts = plan.details.exchange, plan.layouts
-    mesh = AbstractMesh(tuple(plan.axes.values()), tuple(plan.axes), axis_types=(AxisType.Auto,) * len(plan.axes))
-    params, optimizer, private = (layouts[name].local_shapes for name in ("params", "optimizer", "private"))
-    grads = params if exchange.fetch else problem.model.shapes
-
-    def update(params: Any, optimizer: Any, private: Any, grads: Any) -> Any:
-        if exchange.scatter:
-            grads = exchange.scatter(grads)
-        norm = optax.tree.norm(grads)
-        made = exchange.update(grads, DistributedState(optimizer, private), params)
-        state = State(jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.uint32), params, made.state)
-        norm = norm if made.grad_norm is None else made.grad_norm
-        old = state._replace(optimizer=DistributedState(optimizer, private))
-        return steps.apply(old, made.updates, made.state, Metrics(_sums(), norm, jnp.isfinite(norm)))[0]
-
-    whole = PartitionSpec()
-    on_mesh = jax.shard_map(update, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    return moved(on_mesh, params, optimizer, private, grads)
-
-
-def moved(function: Any, *args: Any) -> float:
-    """Return the bytes that a function reads and writes on a device."""
-    return sum(one.calls * one.nbytes for one in operations(function, *args))
-
-
-def _sums() -> Sums:
-    zero = jnp.zeros(())
-    return Sums(zero, {}, zero)
