@@ -20,19 +20,13 @@ MAX_COLUMNS = 100  # of the text, unless the terminal is narrower
 
 
 class Described(NamedTuple):
-    """A key or a section of the default config with its comment.
+    """A key or a section of the default config with its comment."""
 
-    Attributes:
-      name: dotted name.
-      comment: the comment next to its line or, if there is none, the comment above it.
-      heading: the comment above a key that also has one next to its line: it describes this key and the keys below it.
-      is_section: whether this is a section.
-    """
-
-    name: str
-    comment: str
+    name: str  # dotted name
+    comment: str  # the comment next to its line or, if there is none, the comment above it
+    # the comment above a key that also has one next to its line: it describes this key and the keys below it
     heading: str
-    is_section: bool
+    is_section: bool  # whether this is a section
 
 
 def describe_overview() -> str:

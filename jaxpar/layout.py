@@ -33,17 +33,11 @@ LAYOUT_KINDS = (HELD, SHARDED, PER_REPLICA, REPLICATED)
 
 
 class DimSplit(NamedTuple):
-    """A dim that is split over a mesh axis, zero-padded to a multiple of the number of shards.
+    """A dim that is split over a mesh axis, zero-padded to a multiple of the number of shards."""
 
-    Attributes:
-      dim: the dim.
-      axis: the mesh axis.
-      copies: number of groups of neighbours on the axis, each of which holds all shards.
-    """
-
-    dim: int
-    axis: str
-    copies: int = 1
+    dim: int  # the dim
+    axis: str  # the mesh axis
+    copies: int = 1  # number of groups of neighbours on the axis, each of which holds all shards
 
 
 class Holders(NamedTuple):
@@ -54,25 +48,16 @@ class Holders(NamedTuple):
 
 
 class LeafLayout(NamedTuple):
-    """The layout of one array on the mesh.
+    """The layout of one array on the mesh."""
 
-    Attributes:
-      shape: shape of the canonical array, or of the array on each device if there is no canonical form.
-      dtype: dtype of the array.
-      split: the dim that is split over an axis; None if no dim is.
-      leading: the axes along which every device has its own array, in the order of the global array's leading dims.
-      are_copies: whether the arrays along `leading` are equal.
-      holders: the devices that hold the array; None if all devices do.
-      on_host: whether the array is in host memory between steps.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-    split: DimSplit | None = None
+    shape: tuple[int, ...]  # shape of the canonical array, or of the array on each device if there is no canonical form
+    dtype: Any  # dtype of the array
+    split: DimSplit | None = None  # the dim that is split over an axis; None if no dim is
+    # the axes along which every device has its own array, in the order of the global array's leading dims
     leading: tuple[str, ...] = ()
-    are_copies: bool = False
-    holders: Holders | None = None
-    on_host: bool = False
+    are_copies: bool = False  # whether the arrays along `leading` are equal
+    holders: Holders | None = None  # the devices that hold the array; None if all devices do
+    on_host: bool = False  # whether the array is in host memory between steps
 
     def local_shape(self, axes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of the array on one device, without leading dims."""

@@ -48,23 +48,14 @@ SEND_BUFFERS = 2  # for activations and for gradients
 
 
 class TableCosts(NamedTuple):
-    """The costs of a step, for stages with given numbers of replicas.
+    """The costs of a step, for stages with given numbers of replicas."""
 
-    Attributes:
-      replicas: number of devices of each stage.
-      num_microbatches: number of microbatches of a step, of the size in the profile.
-      rates: the work of a replica in a step, by stage.
-      weight_copies: arrays with the size of the weights: versions, gradients, and the state of the optimizer.
-      stash_slots: number of microbatches of the profile for which a device has a stash.
-      transfer_slots: number of buffers for transfers, in microbatches of the profile.
-    """
-
-    replicas: tuple[int, ...]
-    num_microbatches: float
-    rates: tuple[Rates, ...]
-    weight_copies: float
-    stash_slots: float
-    transfer_slots: float
+    replicas: tuple[int, ...]  # number of devices of each stage
+    num_microbatches: float  # number of microbatches of a step, of the size in the profile
+    rates: tuple[Rates, ...]  # the work of a replica in a step, by stage
+    weight_copies: float  # arrays with the size of the weights: versions, gradients, and the state of the optimizer
+    stash_slots: float  # number of microbatches of the profile for which a device has a stash
+    transfer_slots: float  # number of buffers for transfers, in microbatches of the profile
 
 
 def continuous_costs(
@@ -213,19 +204,12 @@ def _lists(numbers: Sequence[int], total: int, most: int) -> Iterator[tuple[int,
 
 
 class Partition(NamedTuple):
-    """The result of a search.
+    """The result of a search."""
 
-    Attributes:
-      stages: the stages, in the order of computation.
-      seconds: predicted time of a step.
-      nbytes: predicted bytes of a device.
-      costs: the costs with these replicas.
-    """
-
-    stages: tuple[PlannedStage, ...]
-    seconds: float
-    nbytes: float
-    costs: TableCosts
+    stages: tuple[PlannedStage, ...]  # the stages, in the order of computation
+    seconds: float  # predicted time of a step
+    nbytes: float  # predicted bytes of a device
+    costs: TableCosts  # the costs with these replicas
 
 
 class PartitionSearch:

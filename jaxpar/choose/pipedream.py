@@ -31,17 +31,11 @@ MAX_VALUES = 500_000_000  # workers x layers^2, the most numbers that a search k
 
 
 class Rates(NamedTuple):
-    """Numbers of times that a replica of a stage does its work in the time that is predicted.
+    """Numbers of times that a replica of a stage does its work in the time that is predicted."""
 
-    Attributes:
-      passes: number of microbatches that it computes.
-      exchanges: number of times that it exchanges gradients with the other replicas.
-      overlap: whether the exchange and the computation run at the same time; otherwise one after the other.
-    """
-
-    passes: float
-    exchanges: float
-    overlap: bool
+    passes: float  # number of microbatches that it computes
+    exchanges: float  # number of times that it exchanges gradients with the other replicas
+    overlap: bool  # whether the exchange and the computation run at the same time; otherwise one after the other
 
 
 def stage_seconds(rates: Rates, compute: np.ndarray, exchange: np.ndarray | float) -> np.ndarray:
@@ -117,21 +111,13 @@ class PlannedStage(NamedTuple):
 
 
 class StagePlan(NamedTuple):
-    """The result of a search.
+    """The result of a search."""
 
-    Attributes:
-      stages: the stages, in the order of computation.
-      seconds_per_microbatch: predicted time between two microbatches in the steady state.
-      data_parallel_seconds: the same for data parallelism on all workers.
-      model_parallel_seconds: time of a microbatch that passes through these stages alone, without pipelining.
-      num_in_flight: microbatches that the first stage admits before the first backward pass, per replica (NOAM).
-    """
-
-    stages: tuple[PlannedStage, ...]
-    seconds_per_microbatch: float
-    data_parallel_seconds: float
-    model_parallel_seconds: float
-    num_in_flight: int
+    stages: tuple[PlannedStage, ...]  # the stages, in the order of computation
+    seconds_per_microbatch: float  # predicted time between two microbatches in the steady state
+    data_parallel_seconds: float  # the same for data parallelism on all workers
+    model_parallel_seconds: float  # time of a microbatch that passes through these stages alone, without pipelining
+    num_in_flight: int  # microbatches that the first stage admits before the first backward pass, per replica (NOAM)
 
 
 def search_work(num_layers: int, levels: Sequence[Level], *, has_limit: bool) -> float:
@@ -154,17 +140,11 @@ def most_workers(num_layers: int) -> int:
 
 
 class _Group(NamedTuple):
-    """The position of a group of workers in the pipeline.
+    """The position of a group of workers in the pipeline."""
 
-    Attributes:
-      level: its level; 0 is a single worker.
-      copies: number of groups that are replicas of this one.
-      later: number of workers of later stages.
-    """
-
-    level: int
-    copies: int
-    later: int
+    level: int  # its level; 0 is a single worker
+    copies: int  # number of groups that are replicas of this one
+    later: int  # number of workers of later stages
 
 
 class StageSearch:

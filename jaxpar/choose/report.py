@@ -19,21 +19,13 @@ OVERHEADS = {
 
 
 class StepWork(NamedTuple):
-    """The work of a step, and the memory for it.
+    """The work of a step, and the memory for it."""
 
-    Attributes:
-      examples: examples of a step.
-      tokens: tokens of a step; 0 if the inputs are not tokens.
-      flops: FLOPs of the model in a step.
-      peak_flops: peak FLOP/s of all devices in the dtype of the model; None if unknown.
-      usable_bytes: memory of a device that a run can use.
-    """
-
-    examples: int
-    tokens: int
-    flops: float
-    peak_flops: float | None
-    usable_bytes: float
+    examples: int  # examples of a step
+    tokens: int  # tokens of a step; 0 if the inputs are not tokens
+    flops: float  # FLOPs of the model in a step
+    peak_flops: float | None  # peak FLOP/s of all devices in the dtype of the model; None if unknown
+    usable_bytes: float  # memory of a device that a run can use
 
 
 def work_of(space: Space) -> StepWork:

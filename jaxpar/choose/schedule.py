@@ -52,21 +52,13 @@ def shares_cores(config: ConfigDict, cluster: Cluster) -> bool:
 
 
 class _Stages(NamedTuple):
-    """The stages of a pipeline with the programs of a table, and how long they take.
+    """The stages of a pipeline with the programs of a table, and how long they take."""
 
-    Attributes:
-      plan: the plan of the table.
-      times: times of F, B and W, by stage.
-      transfer: seconds of a transfer.
-      machine: the cluster.
-      executor: one of EXECUTORS.
-    """
-
-    plan: Plan[Any]
-    times: Times
-    transfer: float
-    machine: Machine
-    executor: str
+    plan: Plan[Any]  # the plan of the table
+    times: Times  # times of F, B and W, by stage
+    transfer: float  # seconds of a transfer
+    machine: Machine  # the cluster
+    executor: str  # one of EXECUTORS
 
     def seconds(self, table: Table) -> float:
         """Return the time of the actions and transfers of a table for these stages."""

@@ -22,54 +22,39 @@ DEFAULT_FRACTION = 0.75  # of the memory of a GPU, which JAX takes unless XLA_CL
 
 @dataclass(frozen=True)
 class Link:
-    """The link between neighbouring devices on a mesh axis.
+    """The link between neighbouring devices on a mesh axis."""
 
-    Attributes:
-      bandwidth: the rate at which a device can send, in bytes/s.
-      latency: the time until the first byte of a message arrives, in seconds.
-    """
-
-    bandwidth: float
-    latency: float = 0.0
+    bandwidth: float  # the rate at which a device can send, in bytes/s
+    latency: float = 0.0  # the time until the first byte of a message arrives, in seconds
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A set of devices of one kind.
+    """A set of devices of one kind."""
 
-    Attributes:
-      platform: the JAX backend, cpu or gpu.
-      device_kind: the device kind as JAX reports it.
-      num_devices: the number of devices on all hosts together.
-      num_processes: the number of processes that share the devices.
-      memory_bytes: the memory of one device; None if unknown. The CPU devices of a machine share its memory.
-      memory_fraction: the fraction of it that JAX takes; 1 for devices that are present, which report what it took.
-      memory_bandwidth: the rate at which a device reads its memory, in bytes/s; None if unknown.
-      peak_flops: peak FLOP/s of one device by dtype; unknown dtypes are missing.
-      compute_capability: the compute capability of NVIDIA GPUs, such as 9.0; empty for other devices.
-      has_pinned_host_memory: whether arrays can be placed in pinned host memory.
-      links: the link of each mesh axis; axes with an unknown link are missing.
-      send_rates: the rates at which a device can send to others of its host (`host`) and over the network
-        (`network`), in bytes/s; empty if unknown.
-      latencies: the seconds of a hop on these links; those that are not known are missing.
-      efficiencies: by RATE_NAMES, what is reached / the rates above; those that were not measured are missing.
-      launch_seconds: from the end of a kernel to the start of the next one; None if it was not measured.
-    """
-
-    platform: str
-    device_kind: str
-    num_devices: int
-    num_processes: int = 1
+    platform: str  # the JAX backend, cpu or gpu
+    device_kind: str  # the device kind as JAX reports it
+    num_devices: int  # the number of devices on all hosts together
+    num_processes: int = 1  # the number of processes that share the devices
+    # the memory of one device; None if unknown. The CPU devices of a machine share its memory.
     memory_bytes: float | None = None
+    # the fraction of it that JAX takes; 1 for devices that are present, which report what it took
     memory_fraction: float = 1.0
-    memory_bandwidth: float | None = None
+    memory_bandwidth: float | None = None  # the rate at which a device reads its memory, in bytes/s; None if unknown
+    # peak FLOP/s of one device by dtype; unknown dtypes are missing
     peak_flops: Mapping[str, float] = field(default_factory=dict)
-    compute_capability: str = ""
-    has_pinned_host_memory: bool = True
+    compute_capability: str = ""  # the compute capability of NVIDIA GPUs, such as 9.0; empty for other devices
+    has_pinned_host_memory: bool = True  # whether arrays can be placed in pinned host memory
+    # the link of each mesh axis; axes with an unknown link are missing
     links: Mapping[str, Link] = field(default_factory=dict)
+    # the rates at which a device can send to others of its host (`host`) and over the network (`network`), in bytes/s;
+    # empty if unknown
     send_rates: Mapping[str, float] = field(default_factory=dict)
+    # the seconds of a hop on these links; those that are not known are missing
     latencies: Mapping[str, float] = field(default_factory=dict)
+    # by RATE_NAMES, what is reached / the rates above; those that were not measured are missing
     efficiencies: Mapping[str, float] = field(default_factory=dict)
+    # from the end of a kernel to the start of the next one; None if it was not measured
     launch_seconds: float | None = None
 
     @property

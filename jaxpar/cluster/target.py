@@ -28,19 +28,12 @@ FORMER_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 class Target(NamedTuple):
-    """GPUs to compile for.
+    """GPUs to compile for."""
 
-    Attributes:
-      cluster: the GPUs. Those that are absent have the memory of their data sheet.
-      devices: the GPUs of this machine, or those of a topology, on which nothing can be placed.
-      memory_bytes: memory that a GPU reports to JAX, which differs from that of the data sheet by some percent.
-      usable_bytes: the part of it that JAX takes.
-    """
-
-    cluster: Cluster
-    devices: list[Any]
-    memory_bytes: float
-    usable_bytes: float
+    cluster: Cluster  # the GPUs. Those that are absent have the memory of their data sheet.
+    devices: list[Any]  # the GPUs of this machine, or those of a topology, on which nothing can be placed
+    memory_bytes: float  # memory that a GPU reports to JAX, which differs from that of the data sheet by some percent
+    usable_bytes: float  # the part of it that JAX takes
 
 
 def memory_fraction() -> float:

@@ -159,21 +159,13 @@ def svg(picture: DrawnPicture) -> str:
 
 
 class PolicyCurve(NamedTuple):
-    """A metric against steps and against virtual seconds.
+    """A metric against steps and against virtual seconds."""
 
-    Attributes:
-      name: label of the curve.
-      x: the steps, and the virtual seconds.
-      values: of the metric.
-      style: keyword arguments of a line of matplotlib.
-      reached: index of the point to mark; None: no point.
-    """
-
-    name: str
-    x: tuple[ArrayLike, ArrayLike]
-    values: Sequence[float]
-    style: Mapping[str, Any]
-    reached: int | None = None
+    name: str  # label of the curve
+    x: tuple[ArrayLike, ArrayLike]  # the steps, and the virtual seconds
+    values: Sequence[float]  # of the metric
+    style: Mapping[str, Any]  # keyword arguments of a line of matplotlib
+    reached: int | None = None  # index of the point to mark; None: no point
 
 
 def save_policy_curves(

@@ -49,19 +49,12 @@ class PipelineStep(NamedTuple):
 
 
 class PipelineCase(NamedTuple):
-    """The settings of a case, and its costs on the cluster.
+    """The settings of a case, and its costs on the cluster."""
 
-    Attributes:
-      settings: overrides of the config.
-      num_microbatches: number of microbatches; None for data parallelism.
-      step: time of a step.
-      memory: bytes of the device that needs the most.
-    """
-
-    settings: list[str]
-    num_microbatches: int | None
-    step: PipelineStep
-    memory: float
+    settings: list[str]  # overrides of the config
+    num_microbatches: int | None  # number of microbatches; None for data parallelism
+    step: PipelineStep  # time of a step
+    memory: float  # bytes of the device that needs the most
 
 
 class PipelineOutcome(NamedTuple):

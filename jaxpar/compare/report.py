@@ -23,55 +23,37 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class StrategyOutcome:
-    """The results of a strategy.
+    """The results of a strategy."""
 
-    Attributes:
-      failed: the reason why there are no results; empty if there are. Without results, the other attributes keep their
-        defaults.
-      step_seconds: measured time of a step, the median over the log intervals, without compilation; None if no interval
-        was measured.
-      is_emulated: whether the strategy ran in virtual time, so that its time here is that of the emulation.
-      wire_bytes: bytes that a device sends in a step, according to the plan.
-      device_bytes: bytes of the state that each device holds, according to the plan.
-      in_flight_bytes: bytes that a step needs on the fullest device in addition, such as gradients and activations: of
-        a pipeline from the plan, otherwise an estimate.
-      metric: the metric of the task on the held-out split.
-      staleness: mean and maximum number of updates that are missing in the weights from which gradients are computed.
-      guarantee: how the results relate to those of one device, according to the plan.
-      certificate: verdict of the certificate of this run; empty if there is none.
-      curve: (step, metric on the validation split) of each evaluation.
-    """
-
+    # the reason why there are no results; empty if there are. Without results, the other attributes keep their
+    # defaults.
     failed: str = ""
+    # measured time of a step, the median over the log intervals, without compilation; None if no interval was measured
     step_seconds: float | None = None
+    # whether the strategy ran in virtual time, so that its time here is that of the emulation
     is_emulated: bool = False
-    wire_bytes: int | None = None
-    device_bytes: tuple[int, ...] = ()
+    wire_bytes: int | None = None  # bytes that a device sends in a step, according to the plan
+    device_bytes: tuple[int, ...] = ()  # bytes of the state that each device holds, according to the plan
+    # bytes that a step needs on the fullest device in addition, such as gradients and activations: of a pipeline from
+    # the plan, otherwise an estimate
     in_flight_bytes: int | None = None
-    metric: float | None = None
+    metric: float | None = None  # the metric of the task on the held-out split
+    # mean and maximum number of updates that are missing in the weights from which gradients are computed
     staleness: tuple[float, int] | None = None
-    guarantee: str = ""
-    certificate: str = ""
-    curve: tuple[tuple[int, float], ...] = ()
+    guarantee: str = ""  # how the results relate to those of one device, according to the plan
+    certificate: str = ""  # verdict of the certificate of this run; empty if there is none
+    curve: tuple[tuple[int, float], ...] = ()  # (step, metric on the validation split) of each evaluation
 
 
 @dataclass(frozen=True)
 class TableColumn:
-    """A column of the table.
+    """A column of the table."""
 
-    Attributes:
-      heading: heading of the column.
-      name: name of the column in the CSV file.
-      values: a value for each row, or None.
-      cells: the formatted values.
-      group: heading of a group of columns; empty for a column that belongs to none.
-    """
-
-    heading: str
-    name: str
-    values: Sequence[object]
-    cells: Sequence[str]
-    group: str = ""
+    heading: str  # heading of the column
+    name: str  # name of the column in the CSV file
+    values: Sequence[object]  # a value for each row, or None
+    cells: Sequence[str]  # the formatted values
+    group: str = ""  # heading of a group of columns; empty for a column that belongs to none
 
 
 def comparison_columns(

@@ -37,21 +37,13 @@ UPDATE_CASES: dict[str, tuple[str, ...]] = {
 
 
 class UpdatesOutcome(NamedTuple):
-    """The outcome of one run.
+    """The outcome of one run."""
 
-    Attributes:
-      steps: the steps at which the losses were logged, [P].
-      losses: training losses, means over the steps since the last one logged, [P].
-      seconds: virtual times at which these steps ended, [P].
-      result: the contents of result.json; None if the run diverged.
-      throughput: gradients per virtual second; nan if the run diverged.
-    """
-
-    steps: np.ndarray
-    losses: np.ndarray
-    seconds: np.ndarray
-    result: dict[str, Any] | None
-    throughput: float
+    steps: np.ndarray  # the steps at which the losses were logged, [P]
+    losses: np.ndarray  # training losses, means over the steps since the last one logged, [P]
+    seconds: np.ndarray  # virtual times at which these steps ended, [P]
+    result: dict[str, Any] | None  # the contents of result.json; None if the run diverged
+    throughput: float  # gradients per virtual second; nan if the run diverged
 
 
 def compare_updates(

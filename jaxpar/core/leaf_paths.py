@@ -8,14 +8,10 @@ from jax.tree_util import DictKey, keystr
 
 
 class LeafPath(NamedTuple):
-    """The position of a leaf in a tree that contains parameters or arrays derived from them.
+    """The position of a leaf in a tree that contains parameters or arrays derived from them."""
 
-    Attributes:
-      layer: the layer that the leaf belongs to; None if it belongs to no layer, such as a step counter.
-      path: the path of the leaf without the layer name, so corresponding arrays of identical layers have equal paths.
-    """
-
-    layer: str | None
+    layer: str | None  # the layer that the leaf belongs to; None if it belongs to no layer, such as a step counter
+    # the path of the leaf without the layer name, so corresponding arrays of identical layers have equal paths
     path: str
 
 

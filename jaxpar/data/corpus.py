@@ -29,10 +29,6 @@ class Corpus:
     A split without a file of its own is taken from the training file. Rows of a table are split by the hash of their
     text, so that no text is in two splits. Plain text is split by position: the test split is the end of the text and
     the validation split comes before it.
-
-    Attributes:
-      counts: number of rows that `rows` has read so far: all (`rows`), those without a label (`unlabelled`), and those
-        with empty text (`empty`).
     """
 
     def __init__(self, config: ConfigDict, labels: Labels, only: str | None = None):
@@ -49,6 +45,8 @@ class Corpus:
         self._validation = 0.0 if data.validation or only else float(data.validation_fraction)
         self._test = 0.0 if data.test or only else float(data.test_fraction)
         self._drops_unlabelled = bool(data.drop_unlabelled)
+        # number of rows that `rows` has read so far: all (`rows`), those without a label (`unlabelled`), and those with
+        # empty text (`empty`)
         self.counts: Counter[str] = Counter()
 
     def facts(self) -> Facts:

@@ -21,16 +21,12 @@ from jaxpar.errors import UserError
 
 
 class Encoded(NamedTuple):
-    """Texts as tokens.
+    """Texts as tokens."""
 
-    Attributes:
-      split: the examples. Their labels are 0. Weights are positive at the first tokens of words, for tags, and at mask
-        tokens, for masked language models.
-      is_truncated_N: whether a text is longer than the model allows, bool.
-    """
-
+    # the examples. Their labels are 0. Weights are positive at the first tokens of words, for tags, and at mask tokens,
+    # for masked language models.
     split: Texts
-    is_truncated_N: np.ndarray
+    is_truncated_N: np.ndarray  # whether a text is longer than the model allows, bool
 
 
 class Encoder:

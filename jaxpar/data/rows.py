@@ -25,21 +25,13 @@ LARGEST_TARGET = float(np.finfo(np.float32).max)  # targets are trained in float
 
 
 class Columns(NamedTuple):
-    """The names of the columns to read.
+    """The names of the columns to read."""
 
-    Attributes:
-      texts: one or two text columns.
-      label: the column of the class or of the tags, or None if there is no label.
-      targets: the columns of the regression targets.
-      has_tags: whether the text is a list of words and the label a list of tags, one per word.
-      keeps_record: whether rows keep the values of all columns of the file.
-    """
-
-    texts: tuple[str, ...]
-    label: str | None
-    targets: tuple[str, ...] = ()
-    has_tags: bool = False
-    keeps_record: bool = False
+    texts: tuple[str, ...]  # one or two text columns
+    label: str | None  # the column of the class or of the tags, or None if there is no label
+    targets: tuple[str, ...] = ()  # the columns of the regression targets
+    has_tags: bool = False  # whether the text is a list of words and the label a list of tags, one per word
+    keeps_record: bool = False  # whether rows keep the values of all columns of the file
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -48,24 +40,15 @@ class Columns(NamedTuple):
 
 
 class TextRow(NamedTuple):
-    """One text example.
+    """One text example."""
 
-    Attributes:
-      texts: one or two texts; with tags, the words.
-      label: the class; '' if the row has none, or blank.
-      file: the file that contains the example.
-      line: the line in the file, from 1 (for parquet, the row).
-      targets: the regression targets; () if one of them is missing.
-      tags: the tags of the words, in IOB2 format; () if there are none.
-      record: the values of all columns by name, if `Columns.keeps_record` is set.
-    """
-
-    texts: tuple[str, ...]
-    label: str
-    file: Path
-    line: int
-    targets: tuple[float, ...] = ()
-    tags: tuple[str, ...] = ()
+    texts: tuple[str, ...]  # one or two texts; with tags, the words
+    label: str  # the class; '' if the row has none, or blank
+    file: Path  # the file that contains the example
+    line: int  # the line in the file, from 1 (for parquet, the row)
+    targets: tuple[float, ...] = ()  # the regression targets; () if one of them is missing
+    tags: tuple[str, ...] = ()  # the tags of the words, in IOB2 format; () if there are none
+    # the values of all columns by name, if `Columns.keeps_record` is set
     record: Mapping[str, Any] = MappingProxyType({})
 
     @property

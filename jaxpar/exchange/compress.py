@@ -20,19 +20,14 @@ FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 class Compressor(NamedTuple):
-    """A lossy compressor of float32 vectors.
+    """A lossy compressor of float32 vectors."""
 
-    Attributes:
-      init: (L, key, sender) -> state of the sender. key: the same for all senders of this vector. sender: with n
-        replicas, 0 to n - 1 for a replica that encodes its local vector, and n for the server of a shard (the replica
-        that averages the shard), which encodes the mean.
-      encode: ([L], state) -> (payload, state).
-      decode: (payload, L) -> [L].
-    """
-
+    # (L, key, sender) -> state of the sender. key: the same for all senders of this vector. sender: with n replicas, 0
+    # to n - 1 for a replica that encodes its local vector, and n for the server of a shard (the replica that averages
+    # the shard), which encodes the mean.
     init: Callable[[int, jax.Array, jax.Array | int], Tree]
-    encode: Callable[[jax.Array, Tree], tuple[Payload, Tree]]
-    decode: Callable[[Payload, int], jax.Array]
+    encode: Callable[[jax.Array, Tree], tuple[Payload, Tree]]  # ([L], state) -> (payload, state)
+    decode: Callable[[Payload, int], jax.Array]  # (payload, L) -> [L]
 
     def payload(self, length: int) -> Payload:
         """Return the shapes and dtypes of the payload of a vector of this length."""

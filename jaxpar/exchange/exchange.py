@@ -19,18 +19,12 @@ EVERY = "every_so_many_passes"  # name of the conditional in compiled programs
 
 
 class AllReduce(NamedTuple):
-    """An algorithm that averages a tree over replicas, exactly or approximately.
+    """An algorithm that averages a tree over replicas, exactly or approximately."""
 
-    Attributes:
-      init: tree of arrays, or of their shapes -> state of this replica.
-      mean: (tree, state) -> (exact or approximate mean over replicas; state).
-      traffic: tree -> the traffic that a device sends.
-      clip_norm: the norm to which callers clip a replica's gradient before `mean` (see clip.py); 0: they do not.
-    """
-
-    init: Callable[[Tree], Tree]
-    mean: Callable[[Tree, Tree], tuple[Tree, Tree]]
-    traffic: Callable[[Tree], list[Traffic]]
+    init: Callable[[Tree], Tree]  # tree of arrays, or of their shapes -> state of this replica
+    mean: Callable[[Tree, Tree], tuple[Tree, Tree]]  # (tree, state) -> (exact or approximate mean over replicas; state)
+    traffic: Callable[[Tree], list[Traffic]]  # tree -> the traffic that a device sends
+    # the norm to which callers clip a replica's gradient before `mean` (see clip.py); 0: they do not
     clip_norm: float = 0.0
 
 
@@ -46,78 +40,52 @@ class AdamW(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """An optimizer to be wrapped in an exchange, and its parameters.
+    """An optimizer to be wrapped in an exchange, and its parameters."""
 
-    Attributes:
-      optimizer: any optax optimizer.
-      params: the parameters or their shapes, for exchanges that depend on them.
-      adamw: if the optimizer is optax.adamw, its arguments.
-      layers: if the parameters are {layer: ..}, the layers in order, so that the last layers' gradients are sent first.
-      clip_norm: the norm to which `optimizer` clips the gradient; exchanges that clip to it themselves need it.
-      num_steps: number of steps of the run, for exchanges with a warm-up.
-    """
-
-    optimizer: optax.GradientTransformation
-    params: Tree
-    adamw: AdamW | None = None
+    optimizer: optax.GradientTransformation  # any optax optimizer
+    params: Tree  # the parameters or their shapes, for exchanges that depend on them
+    adamw: AdamW | None = None  # if the optimizer is optax.adamw, its arguments
+    # if the parameters are {layer: ..}, the layers in order, so that the last layers' gradients are sent first
     layers: Sequence[str] = ()
+    # the norm to which `optimizer` clips the gradient; exchanges that clip to it themselves need it
     clip_norm: float = 0.0
-    num_steps: int = 1
+    num_steps: int = 1  # number of steps of the run, for exchanges with a warm-up
 
 
 class DistributedState(NamedTuple):
-    """State of an optimizer wrapped in an exchange.
+    """State of an optimizer wrapped in an exchange."""
 
-    Attributes:
-      optimizer: the state of the optimizer itself.
-      private: state that belongs to this replica: residuals, copies of neighbours' weights.
-    """
-
-    optimizer: Tree
-    private: Tree
+    optimizer: Tree  # the state of the optimizer itself
+    private: Tree  # state that belongs to this replica: residuals, copies of neighbours' weights
 
 
 class ExchangeUpdate(NamedTuple):
-    """The result of `Exchange.update`.
+    """The result of `Exchange.update`."""
 
-    Attributes:
-      updates: the updates, to be added to the parameters.
-      state: the next state.
-      grad_norm: norm of the gradient that replicas agreed on; None if they do not agree on one.
-    """
-
-    updates: Tree
-    state: DistributedState
-    grad_norm: jax.Array | None
+    updates: Tree  # the updates, to be added to the parameters
+    state: DistributedState  # the next state
+    grad_norm: jax.Array | None  # norm of the gradient that replicas agreed on; None if they do not agree on one
 
 
 class Exchange(NamedTuple):
-    """An optimizer wrapped in an exchange.
+    """An optimizer wrapped in an exchange."""
 
-    Attributes:
-      init: params -> DistributedState.
-      update: (grads, state, params, **extra) -> ExchangeUpdate; extra: passed to the optimizer's update.
-      traffic: (params or their shapes, microbatches) -> the traffic that a device sends in a step, without scalars.
-        With `fetch`, each layer's params include those that it shares with another layer.
-      params: layout of the parameters: a kind of jaxpar/layout.py.
-      optimizer: layout of the optimizer state, also a kind of jaxpar/layout.py.
-      scatter: gradients of a microbatch -> the shards of them that this replica accumulates; None: it accumulates all.
-      fetch: returns the arrays of a layer from the shards of the replicas; None: the replica holds full arrays.
-      branches: {name of a conditional in the compiled program: the share of steps in which each branch is taken}.
-      offload: whether the optimizer state is kept in host memory between steps.
-      copies: number of groups of replicas that each hold all shards, if `params` or `optimizer` are sharded.
-    """
-
-    init: Callable[[Tree], DistributedState]
+    init: Callable[[Tree], DistributedState]  # params -> DistributedState
+    # (grads, state, params, **extra) -> ExchangeUpdate; extra: passed to the optimizer's update
     update: Callable[..., ExchangeUpdate]
+    # (params or their shapes, microbatches) -> the traffic that a device sends in a step, without scalars. With
+    # `fetch`, each layer's params include those that it shares with another layer.
     traffic: Callable[[Tree, int], list[Traffic]]
-    params: str = REPLICATED
-    optimizer: str = REPLICATED
+    params: str = REPLICATED  # layout of the parameters: a kind of jaxpar/layout.py
+    optimizer: str = REPLICATED  # layout of the optimizer state, also a kind of jaxpar/layout.py
+    # gradients of a microbatch -> the shards of them that this replica accumulates; None: it accumulates all
     scatter: Callable[[Tree], Tree] | None = None
+    # returns the arrays of a layer from the shards of the replicas; None: the replica holds full arrays
     fetch: Fetch | None = None
+    # {name of a conditional in the compiled program: the share of steps in which each branch is taken}
     branches: Mapping[str, tuple[float, ...]] = {}
-    offload: bool = False
-    copies: int = 1
+    offload: bool = False  # whether the optimizer state is kept in host memory between steps
+    copies: int = 1  # number of groups of replicas that each hold all shards, if `params` or `optimizer` are sharded
 
 
 def every(num_passes: int, exchange: Exchange, *, average: bool) -> Exchange:

@@ -30,15 +30,12 @@ def _as_stored(_shapes: Tree, stored: Tree) -> Tree:
 
 
 class Fetch(NamedTuple):
-    """A function that returns the arrays of a layer, whose devices store another form of them.
+    """A function that returns the arrays of a layer, whose devices store another form of them."""
 
-    Attributes:
-      unpack: (shapes of the arrays, with the dtypes in which the layer reads them; their packed form) -> the arrays.
-      pack: (the same shapes; the arrays as they are stored) -> their packed form. A scan over layers packs all of them
-        before it: XLA then scatters the gradients of a layer, which are packed too, while it computes the next one.
-    """
-
+    # (shapes of the arrays, with the dtypes in which the layer reads them; their packed form) -> the arrays
     unpack: Callable[[Tree, Tree], Tree]
+    # (the same shapes; the arrays as they are stored) -> their packed form. A scan over layers packs all of them before
+    # it: XLA then scatters the gradients of a layer, which are packed too, while it computes the next one.
     pack: Callable[[Tree, Tree], Tree] = _as_stored
 
     def __call__(self, shapes: Tree, stored: Tree) -> Tree:

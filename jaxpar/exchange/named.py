@@ -32,15 +32,10 @@ INT32 = 2**31 - 1  # seeds and steps are int32
 
 
 class Option(NamedTuple):
-    """The values of an option, among those of the type of its default.
+    """The values of an option, among those of the type of its default."""
 
-    Attributes:
-      must: the rule, as in "it must be greater than 0".
-      allows: whether a value follows the rule.
-    """
-
-    must: str
-    allows: Callable[[Any], bool]
+    must: str  # the rule, as in "it must be greater than 0"
+    allows: Callable[[Any], bool]  # whether a value follows the rule
 
 
 def _one_of(*names: str) -> Option:
@@ -77,32 +72,24 @@ OPTION_VALUES: dict[str, Option] = {
 
 
 class NamedExchange(NamedTuple):
-    """A row of EXCHANGES.
+    """A row of EXCHANGES."""
 
-    Attributes:
-      make: (axis, **options) -> AllReduce if the exchange averages gradients; (axis, rule, **options) -> Exchange if it
-        wraps an optimizer; None if it has programs of its own.
-      options: its options, with their defaults.
-      averages: whether it only averages gradients, so that pipelines can use it, too.
-      differs: how training differs from a single device, whatever the options are; empty: only by rounding.
-      residuals: whether it has error feedback: its private state is divided into buckets, as what it sends is.
-      diverges: whether each replica has its own optimizer state, because the optimizer steps on the local gradient.
-      shards: whether it shards arrays, so that the optimizer must be elementwise, and no array may be empty.
-      adamw: whether it computes the update of AdamW itself, from exchanged momentum, so the optimizer must be AdamW.
-      noisy: whether most of what it sends is noise, which error feedback cancels only later.
-      replicas: what the number of replicas must be: a key of REPLICA_NUMBERS.
-    """
-
+    # (axis, **options) -> AllReduce if the exchange averages gradients; (axis, rule, **options) -> Exchange if it wraps
+    # an optimizer; None if it has programs of its own
     make: Callable[..., Any] | None
-    options: Mapping[str, Any]
-    averages: bool = False
-    differs: str = ""
+    options: Mapping[str, Any]  # its options, with their defaults
+    averages: bool = False  # whether it only averages gradients, so that pipelines can use it, too
+    differs: str = ""  # how training differs from a single device, whatever the options are; empty: only by rounding
+    # whether it has error feedback: its private state is divided into buckets, as what it sends is
     residuals: bool = False
+    # whether each replica has its own optimizer state, because the optimizer steps on the local gradient
     diverges: bool = False
+    # whether it shards arrays, so that the optimizer must be elementwise, and no array may be empty
     shards: bool = False
+    # whether it computes the update of AdamW itself, from exchanged momentum, so the optimizer must be AdamW
     adamw: bool = False
-    noisy: bool = False
-    replicas: str = ""
+    noisy: bool = False  # whether most of what it sends is noise, which error feedback cancels only later
+    replicas: str = ""  # what the number of replicas must be: a key of REPLICA_NUMBERS
 
     @property
     def in_own_step(self) -> bool:

@@ -23,17 +23,11 @@ SAVING = 2  # an array is compressed only if its factors are more than SAVING ti
 
 
 class PowerState(NamedTuple):
-    """State of `low_rank` on a replica.
+    """State of `low_rank` on a replica."""
 
-    Attributes:
-      steps: number of steps so far.
-      residuals: the gradient that was not sent, [m, n] for each compressed array.
-      factors: Q of the last step, [n, R] for each compressed array; equal on all replicas.
-    """
-
-    steps: jax.Array
-    residuals: list[jax.Array]
-    factors: list[jax.Array]
+    steps: jax.Array  # number of steps so far
+    residuals: list[jax.Array]  # the gradient that was not sent, [m, n] for each compressed array
+    factors: list[jax.Array]  # Q of the last step, [n, R] for each compressed array; equal on all replicas
 
 
 def powersgd(axis: Axis, rule: Rule, *, bucket_bytes: int, rank: int, warmup: float, seed: int) -> Exchange:

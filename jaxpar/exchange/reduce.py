@@ -19,17 +19,11 @@ from jaxpar.layout import Tree
 
 
 class Axis(NamedTuple):
-    """The mesh axis of the replicas, or groups of the replicas on it. Collectives of different groups are independent.
+    """The mesh axis of the replicas, or groups of them. Collectives of different groups are independent."""
 
-    Attributes:
-      name: name of the mesh axis.
-      size: number of replicas, in each group.
-      groups: the replicas of each group; None: all replicas are one group.
-    """
-
-    name: str
-    size: int
-    groups: tuple[tuple[int, ...], ...] | None = None
+    name: str  # name of the mesh axis
+    size: int  # number of replicas, in each group
+    groups: tuple[tuple[int, ...], ...] | None = None  # the replicas of each group; None: all replicas are one group
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -61,19 +55,14 @@ class Axis(NamedTuple):
 
 
 class Reducer(NamedTuple):
-    """An algorithm that averages a vector over replicas, exactly or approximately.
+    """An algorithm that averages a vector over replicas, exactly or approximately."""
 
-    Attributes:
-      init: (L, key) -> state of this replica. key: the same on all replicas, different for each vector.
-      mean: ([L], state) -> (exact or approximate mean over replicas [L], the same on all of them; state).
-      traffic: (L, dtype) -> the traffic that a device sends.
-      multiple: L must be a multiple of this.
-    """
-
+    # (L, key) -> state of this replica. key: the same on all replicas, different for each vector.
     init: Callable[[int, jax.Array], Tree]
+    # ([L], state) -> (exact or approximate mean over replicas [L], the same on all of them; state)
     mean: Callable[[jax.Array, Tree], tuple[jax.Array, Tree]]
-    traffic: Callable[[int, DTypeLike], list[Traffic]]
-    multiple: int = 1
+    traffic: Callable[[int, DTypeLike], list[Traffic]]  # (L, dtype) -> the traffic that a device sends
+    multiple: int = 1  # L must be a multiple of this
 
 
 def psum(axis: Axis, *, predivide: float = 1.0, dtype: DTypeLike | None = None) -> Reducer:

@@ -38,15 +38,10 @@ from jaxpar.layout import REPLICATED, SHARDED, Tree, pad, shard_shape, split_dim
 
 
 class Codes(NamedTuple):
-    """The compressors of what stage 3 sends, which have no state; None: it is sent uncompressed.
+    """The compressors of what stage 3 sends, which have no state; None: it is sent uncompressed."""
 
-    Attributes:
-      params: compressor of the shards of parameters that are gathered.
-      grads: compressor of the shards of gradients that are scattered.
-    """
-
-    params: Compressor | None = None
-    grads: Compressor | None = None
+    params: Compressor | None = None  # compressor of the shards of parameters that are gathered
+    grads: Compressor | None = None  # compressor of the shards of gradients that are scattered
 
 
 UNCODED = Codes()
@@ -55,15 +50,10 @@ WORD = np.dtype(np.uint16)  # in which arrays are sent if not all are float32, b
 
 
 class PackedShards(NamedTuple):
-    """The shards of a replica.
+    """The shards of a replica."""
 
-    Attributes:
-      vectors: those of each bucket, concatenated.
-      whole: the arrays that are not sharded.
-    """
-
-    vectors: list[jax.Array]
-    whole: list[jax.Array]
+    vectors: list[jax.Array]  # those of each bucket, concatenated
+    whole: list[jax.Array]  # the arrays that are not sharded
 
 
 class Shards:

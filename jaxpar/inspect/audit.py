@@ -38,27 +38,16 @@ Sent = tuple[str, Groups, str]  # (kind, groups, dtype)
 
 
 class CollectiveRow(NamedTuple):
-    """The measured and theoretical traffic of one device per step, for one kind of collective.
+    """The measured and theoretical traffic of one device per step, for one kind of collective."""
 
-    Attributes:
-      kind: the operation, such as all-reduce.
-      axis: the mesh axis, or the groups of devices if they do not match an axis.
-      dtype: the NumPy name of the dtype sent, or SCALARS.
-      number: the number of collectives per step, after XLA combined some.
-      nbytes: the bytes sent by the compiled programs.
-      theory: the theoretical number of bytes; None if no formula predicts this collective.
-      required: the theoretical bytes that XLA cannot optimize away.
-      limit: the maximum number of bytes for scalars, which have no formula.
-    """
-
-    kind: str
-    axis: str
-    dtype: str
-    number: float
-    nbytes: float
-    theory: float | None
-    required: float = 0.0
-    limit: float = SCALAR_BYTES * MAX_SCALARS
+    kind: str  # the operation, such as all-reduce
+    axis: str  # the mesh axis, or the groups of devices if they do not match an axis
+    dtype: str  # the NumPy name of the dtype sent, or SCALARS
+    number: float  # the number of collectives per step, after XLA combined some
+    nbytes: float  # the bytes sent by the compiled programs
+    theory: float | None  # the theoretical number of bytes; None if no formula predicts this collective
+    required: float = 0.0  # the theoretical bytes that XLA cannot optimize away
+    limit: float = SCALAR_BYTES * MAX_SCALARS  # the maximum number of bytes for scalars, which have no formula
 
     @property
     def ratio(self) -> float | None:

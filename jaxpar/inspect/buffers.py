@@ -10,23 +10,15 @@ from jaxpar.strategies.strategy import CompiledProgram
 
 
 class Buffers(NamedTuple):
-    """Equal temporary arrays that one line of code computes, such as one in each of several layers.
+    """Equal temporary arrays that one line of code computes, such as one in each of several layers."""
 
-    Attributes:
-      nbytes: bytes of all arrays together.
-      number: number of arrays.
-      dtype: the NumPy name of their dtype.
-      shape: their shape.
-      layers: names of the layers; `block_0-block_11` for a scan over layers. Empty outside of layers.
-      source: `file:line in function`. For a copy of an argument, the argument. If the program does not contain the
-        line, the path of named scopes, or else the operation.
-    """
-
-    nbytes: int
-    number: int
-    dtype: str
-    shape: tuple[int, ...]
-    layers: tuple[str, ...]
+    nbytes: int  # bytes of all arrays together
+    number: int  # number of arrays
+    dtype: str  # the NumPy name of their dtype
+    shape: tuple[int, ...]  # their shape
+    layers: tuple[str, ...]  # names of the layers; `block_0-block_11` for a scan over layers. Empty outside of layers.
+    # `file:line in function`. For a copy of an argument, the argument. If the program does not contain the line, the
+    # path of named scopes, or else the operation.
     source: str
 
 

@@ -59,23 +59,18 @@ QUANTITIES = ("start", "gradient", "rounding", "update", "moments", "resume", "d
 
 
 class Measured(NamedTuple):
-    """The largest errors that a comparison found.
+    """The largest errors that a comparison found."""
 
-    Attributes:
-      metrics: the errors of the loss, the gradient norm and the sums of the task, in a step and in an evaluation. For a
-        bfloat16 model also "rounding of METRIC", the error of one device in bfloat16.
-      layers: {layer: {quantity: error}}. If the strategy differs by design, gradient and metrics are compared only at
-        the first step, and update and moments are not compared.
-      by_step: for a bfloat16 model, {"loss", "gradient norm" or "gradient of LAYER": (error, rounding) of each step}.
-      counters: names of the counters whose values differ from the reference.
-      batches: indices of the batches used.
-    """
-
+    # the errors of the loss, the gradient norm and the sums of the task, in a step and in an evaluation. For a bfloat16
+    # model also "rounding of METRIC", the error of one device in bfloat16.
     metrics: dict[str, Error]
+    # {layer: {quantity: error}}. If the strategy differs by design, gradient and metrics are compared only at the first
+    # step, and update and moments are not compared.
     layers: dict[str, dict[str, Error]]
+    # for a bfloat16 model, {"loss", "gradient norm" or "gradient of LAYER": (error, rounding) of each step}
     by_step: dict[str, list[tuple[float, float]]]
-    counters: list[str]
-    batches: list[int]
+    counters: list[str]  # names of the counters whose values differ from the reference
+    batches: list[int]  # indices of the batches used
 
 
 def batches(run: Run) -> list[int]:
@@ -108,19 +103,14 @@ def announced(numbers: Sequence[int]) -> Iterator[int]:
 
 
 class Comparison:
-    """The steps of a strategy, compared one by one with the reference. All states are snapshots.
-
-    Attributes:
-      single: the reference with the dtype of the model.
-      references: the references of gradients and metrics: the exact one, and `single` if its model is not exact.
-      counters: names of the counters whose values differ from the reference.
-    """
+    """The steps of a strategy, compared one by one with the reference. All states are snapshots."""
 
     def __init__(self, runs: Runs):
-        self.single = Reference(runs.one_device)
+        self.single = Reference(runs.one_device)  # the reference with the dtype of the model
         exact = runs.exact is runs.one_device
+        # the references of gradients and metrics: the exact one, and `single` if its model is not exact
         self.references = [self.single] if exact else [Reference(runs.exact), self.single]
-        self.counters: set[str] = set()
+        self.counters: set[str] = set()  # names of the counters whose values differ from the reference
         self._errors: dict[tuple[str, str], list[Error]] = {}  # by (layer, quantity), or (metric, "")
 
     def add(self, quantity: str, got: Mapping[str, Leaves], expected: Mapping[str, Leaves]) -> None:

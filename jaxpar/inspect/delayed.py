@@ -48,17 +48,11 @@ from jaxpar.tasks import Sums, add_up
 
 
 class MicrobatchGroup(NamedTuple):
-    """The microbatches of a batch that have the same delays.
+    """The microbatches of a batch that have the same delays."""
 
-    Attributes:
-      microbatches: their numbers within the batch.
-      lags: by stage, as in StageDelay.
-      counted_after: number of steps from the step in which the batch enters to the step whose metrics count them.
-    """
-
-    microbatches: list[int]
-    lags: tuple[int, ...]
-    counted_after: int
+    microbatches: list[int]  # their numbers within the batch
+    lags: tuple[int, ...]  # by stage, as in StageDelay
+    counted_after: int  # number of steps from the step in which the batch enters to the step whose metrics count them
 
 
 def groups(stages: Sequence[StageDelay]) -> list[MicrobatchGroup]:

@@ -15,35 +15,23 @@ STEPS_TO_FILL = 20  # steps until all devices of a pipeline that never drains ar
 
 
 class Interval(NamedTuple):
-    """The time in which a program runs, in seconds since the host began to enqueue the step.
+    """The time in which a program runs, in seconds since the host began to enqueue the step."""
 
-    Attributes:
-      program: its index.
-      start: when its first device starts.
-      end: when its last device ends.
-    """
-
-    program: int
-    start: float
-    end: float
+    program: int  # its index
+    start: float  # when its first device starts
+    end: float  # when its last device ends
 
 
 class Costs(NamedTuple):
-    """The costs of the parts of a step.
+    """The costs of the parts of a step."""
 
-    Attributes:
-      seconds: of each program.
-      groups: ids of the devices of each program that wait for each other, because they communicate. Others run alone.
-      send: (sender, receiver, bytes) -> seconds until a result has arrived. Devices are their ids.
-      enqueue: seconds of the host for each call on its devices.
-      devices_per_process: number of devices whose calls one host enqueues.
-    """
-
-    seconds: Sequence[float]
+    seconds: Sequence[float]  # of each program
+    # ids of the devices of each program that wait for each other, because they communicate. Others run alone.
     groups: Sequence[Sequence[Sequence[int]]]
+    # (sender, receiver, bytes) -> seconds until a result has arrived. Devices are their ids.
     send: Callable[[int, int, int], float]
-    enqueue: float
-    devices_per_process: int
+    enqueue: float  # seconds of the host for each call on its devices
+    devices_per_process: int  # number of devices whose calls one host enqueues
 
 
 def simulate_calls(programs: Sequence[CompiledProgram], costs: Costs, num_steps: int = 1) -> list[Interval]:

@@ -9,16 +9,11 @@ Leaves = Mapping[str, np.ndarray]
 
 
 class Error(NamedTuple):
-    """The error of a set of arrays with respect to the reference.
+    """The error of a set of arrays with respect to the reference."""
 
-    Attributes:
-      bitwise: whether all arrays are bitwise equal.
-      ulps: the largest difference, in units in the last place (ULPs) of the largest reference value.
-      relative: norm of the difference / norm of the reference, over all arrays; infinite if only the latter is zero.
-    """
-
-    bitwise: bool
-    ulps: float
+    bitwise: bool  # whether all arrays are bitwise equal
+    ulps: float  # the largest difference, in units in the last place (ULPs) of the largest reference value
+    # norm of the difference / norm of the reference, over all arrays; infinite if only the latter is zero
     relative: float
 
 

@@ -42,17 +42,11 @@ EXPECTED: Mapping[str, Mapping[Kind, str]] = {
 
 
 class Finding(NamedTuple):
-    """A pattern that costs time.
+    """A pattern that costs time."""
 
-    Attributes:
-      kind: the kind of pattern.
-      text: a description with numbers.
-      reason: the reason why it is normal for the strategy; empty if it is not.
-    """
-
-    kind: Kind
-    text: str
-    reason: str = ""
+    kind: Kind  # the kind of pattern
+    text: str  # a description with numbers
+    reason: str = ""  # the reason why it is normal for the strategy; empty if it is not
 
 
 def find(

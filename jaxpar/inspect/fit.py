@@ -26,45 +26,28 @@ BATCH, MICROBATCH = "batch", "microbatch"
 
 
 class Tried(NamedTuple):
-    """A size whose step was compiled.
+    """A size whose step was compiled."""
 
-    Attributes:
-      size: examples in the global batch, or in the microbatch of a replica.
-      needed_bytes: memory that the step needs on a GPU; infinite if its plan needs more than the data sheet states.
-      reason: the reason why there is no plan; empty if there is one.
-    """
-
-    size: int
+    size: int  # examples in the global batch, or in the microbatch of a replica
+    # memory that the step needs on a GPU; infinite if its plan needs more than the data sheet states
     needed_bytes: float
-    reason: str = ""
+    reason: str = ""  # the reason why there is no plan; empty if there is one
 
 
 class Fit(NamedTuple):
-    """The largest size that fits, for one remat.
+    """The largest size that fits, for one remat."""
 
-    Attributes:
-      remat: none, dots or full.
-      largest: the largest size that fits; None if none does.
-      following: the next size, which does not fit; None if all fit.
-    """
-
-    remat: str
-    largest: Tried | None
-    following: Tried | None
+    remat: str  # none, dots or full
+    largest: Tried | None  # the largest size that fits; None if none does
+    following: Tried | None  # the next size, which does not fit; None if all fit
 
 
 class Sizes(NamedTuple):
-    """The sizes to search, and the config key that sets them.
+    """The sizes to search, and the config key that sets them."""
 
-    Attributes:
-      key: the key of the config.
-      sizes: the sizes, in ascending order: of the global batch, or of the microbatch of a replica.
-      values: the value of the key for each size.
-    """
-
-    key: str
-    sizes: Sequence[int]
-    values: Sequence[int]
+    key: str  # the key of the config
+    sizes: Sequence[int]  # the sizes, in ascending order: of the global batch, or of the microbatch of a replica
+    values: Sequence[int]  # the value of the key for each size
 
 
 def find_fits(

@@ -22,69 +22,40 @@ NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", 
 
 
 class OverlappedCollective(NamedTuple):
-    """A collective of a step.
+    """A collective of a step."""
 
-    Attributes:
-      kind: the operation, such as all-gather.
-      dtype: the NumPy name of the dtype sent.
-      nbytes: bytes of its operands on a device.
-      per_step: how often it runs in a step.
-      kernels: number of kernels that run between its start and its end; 0 if it is not asynchronous.
-      products: number of matrix products in these kernels.
-      source: the path of named scopes in the JAX program.
-      name: the name of the instruction that starts it.
-    """
-
-    kind: str
-    dtype: str
-    nbytes: int
-    per_step: float
-    kernels: int
-    products: int
-    source: str
-    name: str
+    kind: str  # the operation, such as all-gather
+    dtype: str  # the NumPy name of the dtype sent
+    nbytes: int  # bytes of its operands on a device
+    per_step: float  # how often it runs in a step
+    kernels: int  # number of kernels that run between its start and its end; 0 if it is not asynchronous
+    products: int  # number of matrix products in these kernels
+    source: str  # the path of named scopes in the JAX program
+    name: str  # the name of the instruction that starts it
 
 
 class MatrixProduct(NamedTuple):
-    """A matrix product, convolution or attention kernel of a step.
+    """A matrix product, convolution or attention kernel of a step."""
 
-    Attributes:
-      dtype: the NumPy name of the dtype of its first operand.
-      per_step: how often it runs in a step.
-      flops: FLOPs of one run.
-      library: the library function that computes it; empty for code of XLA.
-      source: the path of named scopes in the JAX program.
-    """
-
-    dtype: str
-    per_step: float
-    flops: float
-    library: str
-    source: str
+    dtype: str  # the NumPy name of the dtype of its first operand
+    per_step: float  # how often it runs in a step
+    flops: float  # FLOPs of one run
+    library: str  # the library function that computes it; empty for code of XLA
+    source: str  # the path of named scopes in the JAX program
 
 
 class ProgramSummary(NamedTuple):
-    """The collectives, products and copies of a program. All numbers are for one run on one device.
+    """The collectives, products and copies of a program. All numbers are for one run on one device."""
 
-    Attributes:
-      name: the name of the program, such as jit_step.
-      num_devices: the number of devices that run the program.
-      collectives: the collectives of more than SMALL elements, in the order of the program.
-      products: the matrix products.
-      copies: number of copies of at least LARGE bytes in loops.
-      copied_bytes: bytes of these copies.
-      kernels: number of kernels besides collectives.
-      synchronizations: how often the host waits for a value of the GPU: to choose the branch of a conditional, or
-        to end a loop whose trip count XLA does not know.
-    """
-
-    name: str
-    num_devices: int
-    collectives: list[OverlappedCollective]
-    products: list[MatrixProduct]
-    copies: float
-    copied_bytes: float
-    kernels: float
+    name: str  # the name of the program, such as jit_step
+    num_devices: int  # the number of devices that run the program
+    collectives: list[OverlappedCollective]  # the collectives of more than SMALL elements, in the order of the program
+    products: list[MatrixProduct]  # the matrix products
+    copies: float  # number of copies of at least LARGE bytes in loops
+    copied_bytes: float  # bytes of these copies
+    kernels: float  # number of kernels besides collectives
+    # how often the host waits for a value of the GPU: to choose the branch of a conditional, or to end a loop whose
+    # trip count XLA does not know
     synchronizations: float
 
     @property

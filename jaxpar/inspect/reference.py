@@ -44,23 +44,15 @@ def recording() -> optax.GradientTransformation:
 
 
 class Snapshot(NamedTuple):
-    """A canonical state on the host, split by layer.
+    """A canonical state on the host, split by layer."""
 
-    Attributes:
-      tree: the canonical state.
-      params: parameters of each layer.
-      gradient: last gradient passed to the optimizer, by layer; empty if the strategy brings its own optimizer.
-      update: last update returned by the optimizer, by layer; empty in the same case.
-      optimizer: optimizer moments of each layer.
-      counters: leaves that belong to no layer: the step, the run's key and the optimizer's step counters.
-    """
-
-    tree: Canonical
-    params: dict[str, Leaves]
+    tree: Canonical  # the canonical state
+    params: dict[str, Leaves]  # parameters of each layer
+    # last gradient passed to the optimizer, by layer; empty if the strategy brings its own optimizer
     gradient: dict[str, Leaves]
-    update: dict[str, Leaves]
-    optimizer: dict[str, Leaves]
-    counters: Leaves
+    update: dict[str, Leaves]  # last update returned by the optimizer, by layer; empty in the same case
+    optimizer: dict[str, Leaves]  # optimizer moments of each layer
+    counters: Leaves  # leaves that belong to no layer: the step, the run's key and the optimizer's step counters
 
 
 def split_by_layer(tree: Tree, within: Sequence[LeafPath]) -> tuple[dict[str, Leaves], dict[str, np.ndarray]]:
@@ -142,17 +134,11 @@ class Reference:
 
 
 class Runs(NamedTuple):
-    """The runs to compare, whose optimizers record gradients and updates.
+    """The runs to compare, whose optimizers record gradients and updates."""
 
-    Attributes:
-      ours: the run of the strategy.
-      one_device: the same run of strategy `single`.
-      exact: `one_device` with a float32 model; the same object if the model is a float32 model already.
-    """
-
-    ours: Run
-    one_device: Run
-    exact: Run
+    ours: Run  # the run of the strategy
+    one_device: Run  # the same run of strategy `single`
+    exact: Run  # `one_device` with a float32 model; the same object if the model is a float32 model already
 
 
 def make_runs(run: Run, passes: int) -> Runs:

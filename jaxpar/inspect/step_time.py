@@ -46,21 +46,13 @@ class Part(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """The predicted time of a step on one device, or of a part of the step.
+    """The predicted time of a step on one device, or of a part of the step."""
 
-    Attributes:
-      seconds: the time.
-      exposed: the seconds in which the device waits for collectives.
-      flops: FLOPs of the matrix products, convolutions and attention kernels.
-      parts: the seconds of each part.
-      collectives: of each collective, by the name of the instruction that starts it, the seconds on the link and the
-        exposed seconds.
-    """
-
-    seconds: float
-    exposed: float
-    flops: float
-    parts: Mapping[Part, float]
+    seconds: float  # the time
+    exposed: float  # the seconds in which the device waits for collectives
+    flops: float  # FLOPs of the matrix products, convolutions and attention kernels
+    parts: Mapping[Part, float]  # the seconds of each part
+    # of each collective, by the name of the instruction that starts it, the seconds on the link and the exposed seconds
     collectives: Mapping[str, tuple[float, float]] = {}
 
     def by_kind(self) -> dict[str, float]:

@@ -16,17 +16,11 @@ from jaxpar.errors import TrainingError, UserError
 
 
 class PlaceFlag(NamedTuple):
-    """A flag of `jaxpar train` that defines the place of a process.
+    """A flag of `jaxpar train` that defines the place of a process."""
 
-    Attributes:
-      variable: environment variable that can be set instead of the flag.
-      kind: type of the value.
-      help: text for --help.
-    """
-
-    variable: str
-    kind: type[int] | type[str]
-    help: str
+    variable: str  # environment variable that can be set instead of the flag
+    kind: type[int] | type[str]  # type of the value
+    help: str  # text for --help
 
 
 # name -> flag. The launcher sets the environment variables of each process that it starts.
@@ -47,19 +41,12 @@ BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # variable with the HOST:PORT on which pr
 
 
 class Place(NamedTuple):
-    """The place of a process in a run of several.
+    """The place of a process in a run of several."""
 
-    Attributes:
-      coordinator_address: HOST:PORT of process 0.
-      num_processes: number of processes.
-      process_id: index of this process, from 0.
-      local_device: index of the only GPU that this process uses; None: it uses all that it sees.
-    """
-
-    coordinator_address: str
-    num_processes: int
-    process_id: int
-    local_device: int | None = None
+    coordinator_address: str  # HOST:PORT of process 0
+    num_processes: int  # number of processes
+    process_id: int  # index of this process, from 0
+    local_device: int | None = None  # index of the only GPU that this process uses; None: it uses all that it sees
 
 
 def command_of(argv: Sequence[str]) -> str:

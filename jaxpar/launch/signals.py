@@ -103,9 +103,6 @@ class Interrupt(Ending):
     A second SIGINT or SIGTERM ends the process with code 130 or, if the process belongs to a notebook or to another
     program, raises KeyboardInterrupt. If the `with` block raises after a signal, before `requested` has been read,
     StoppedEarly is raised instead.
-
-    Attributes:
-      answer: what happens after the first signal.
     """
 
     was_entered = False  # whether any Interrupt was entered in this process
@@ -114,7 +111,7 @@ class Interrupt(Ending):
         """ends_process: whether a second signal ends the process, or raises KeyboardInterrupt."""
         text = "stopped immediately; the steps since the last checkpoint are lost"
         super().__init__(nth=2 if ends_process else 0, code=AT_ONCE, text=lambda: text)
-        self.answer = "stopping after this step"
+        self.answer = "stopping after this step"  # what happens after the first signal
         self._ends_process = ends_process
         self._requested: signal.Signals | None = None
         self._was_looked_at = False

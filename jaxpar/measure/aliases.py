@@ -26,17 +26,13 @@ class HloPlace(NamedTuple):
 
 
 class Aliases:
-    """The arrays of a compiled program. Each is represented by one of the places that mention it.
-
-    Attributes:
-      program: the program.
-      order: (computation, instruction) in the order in which they run, those of a loop once.
-      loops: times (indices in the order) of the first and last instruction of each loop.
-    """
+    """The arrays of a compiled program. Each is represented by one of the places that mention it."""
 
     def __init__(self, program: HloProgram):
-        self.program = program
+        self.program = program  # the program
+        # (computation, instruction) in the order in which they run, those of a loop once
         self.order: list[tuple[str, str]] = []
+        # times (indices in the order) of the first and last instruction of each loop
         self.loops: list[tuple[int, int]] = []
         self._parents: dict[HloPlace, HloPlace] = {}  # a forest: the places of one array form a tree
         self._append(program.entry)

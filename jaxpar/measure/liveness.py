@@ -34,15 +34,10 @@ OVERWRITING = ELEMENTWISE_OPERATIONS | {"all-reduce", "all-reduce-start", "fusio
 
 
 class LiveArray(NamedTuple):
-    """An array in temporary memory.
+    """An array in temporary memory."""
 
-    Attributes:
-      type: its dtype and shape.
-      computed_by: the instruction that computes what it contains. It can be inside a fusion.
-    """
-
-    type: HloArray
-    computed_by: Instruction
+    type: HloArray  # its dtype and shape
+    computed_by: Instruction  # the instruction that computes what it contains. It can be inside a fusion.
 
 
 def live_at_peak(program: HloProgram) -> list[LiveArray]:

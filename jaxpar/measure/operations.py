@@ -56,21 +56,13 @@ KERNELS = (
 
 
 class Operation(NamedTuple):
-    """A kernel, or what passes move.
+    """A kernel, or what passes move."""
 
-    Attributes:
-      kind: pass, product or attention.
-      dtype: the NumPy name of the dtype of the first operand of a product or of attention.
-      flops: FLOPs of the products in one call.
-      nbytes: bytes that are read and written in one call.
-      calls: number of calls.
-    """
-
-    kind: str
-    dtype: str
-    flops: float
-    nbytes: float
-    calls: float = 1.0
+    kind: str  # pass, product or attention
+    dtype: str  # the NumPy name of the dtype of the first operand of a product or of attention
+    flops: float  # FLOPs of the products in one call
+    nbytes: float  # bytes that are read and written in one call
+    calls: float = 1.0  # number of calls
 
 
 def operations(function: Callable[..., Any], *args: Any) -> list[Operation]:
@@ -92,27 +84,21 @@ class FlatEquation(NamedTuple):
 
 
 class FlatJaxpr:
-    """The equations of a jaxpr, in order.
-
-    Attributes:
-      equations: the equations.
-      nbytes: bytes by number of the array.
-      inputs: the numbers of the arguments, in their order, then of constants.
-      output_numbers: the numbers of the results, in order; None for literals.
-      outputs: the same as a set.
-    """
+    """The equations of a jaxpr, in order."""
 
     def __init__(self, jaxpr: core.Jaxpr) -> None:
-        self.equations: list[FlatEquation] = []
-        self.nbytes: list[int] = []
+        self.equations: list[FlatEquation] = []  # the equations
+        self.nbytes: list[int] = []  # bytes by number of the array
         numbers: dict[Any, int] = {}  # of variables
+        # the numbers of the arguments, in their order, then of constants
         self.inputs = {self._number(numbers, variable) for variable in (*jaxpr.invars, *jaxpr.constvars)}
         self._add(jaxpr, numbers)
+        # the numbers of the results, in order; None for literals
         self.output_numbers = [
             None if isinstance(variable, core.Literal) else self._number(numbers, variable)
             for variable in jaxpr.outvars
         ]
-        self.outputs = {number for number in self.output_numbers if number is not None}
+        self.outputs = {number for number in self.output_numbers if number is not None}  # the same as a set
 
     def _number(self, numbers: dict[Any, int], variable: Any) -> int:
         if variable not in numbers:
@@ -230,16 +216,11 @@ READING = (*KERNELS, "random_bits", "threefry2x32")  # operations whose operands
 
 
 class Residuals(NamedTuple):
-    """Bytes that a function holds besides its weights.
+    """Bytes that a function holds besides its weights."""
 
-    Attributes:
-      saved: what the forward pass saves for the backward pass, with its input.
-      fused: the same without a scan, where XLA repeats elementwise operations in the backward pass.
-      looped: of the loop that needs most, the results of the products of an iteration, and what was computed for them.
-    """
-
-    saved: float
-    fused: float
+    saved: float  # what the forward pass saves for the backward pass, with its input
+    fused: float  # the same without a scan, where XLA repeats elementwise operations in the backward pass
+    # of the loop that needs most, the results of the products of an iteration, and what was computed for them
     looped: float
 
 

@@ -9,35 +9,21 @@ from jaxpar.models.rotary import Rope, scaling_problem
 
 
 class Family(NamedTuple):
-    """The mapping between one model_type of config.json and config.model.
+    """The mapping between one model_type of config.json and config.model."""
 
-    Attributes:
-      model: value of config.model.name.
-      options: config.model keys with the value of each that gives this kind of model.
-      varied: further config.model keys -> config.json key, for values with a default here, which are not set then.
-      keys: config.model key -> config.json key. Without dropout, the model has none.
-      activations: config.model.activation -> the activation in config.json.
-      defaults: default values of config.json keys that can be absent.
-      rates: other dropout rates of config.json with their defaults; None is the rate of `keys`.
-      unapplied: the key of the dropout rate of the attention probabilities, which models here do not have.
-      fixed: config.json keys with the only supported value of each.
-      prefix: prefix of the tensor names in `transformers` classes with a head.
-      classes: head of the task -> `transformers` class.
-      tensors: function from the number of layers to all tensors.
-    """
-
-    model: str
-    options: dict[str, str | bool]
+    model: str  # value of config.model.name
+    options: dict[str, str | bool]  # config.model keys with the value of each that gives this kind of model
+    # further config.model keys -> config.json key, for values with a default here, which are not set then
     varied: dict[str, str]
-    keys: dict[str, str]
-    activations: dict[str, str]
-    defaults: dict[str, object]
-    rates: dict[str, float | None]
-    unapplied: str
-    fixed: dict[str, object]
-    prefix: str
-    classes: dict[str, str]
-    tensors: Callable[[int], Iterator[hf_tensors.Tensor]]
+    keys: dict[str, str]  # config.model key -> config.json key. Without dropout, the model has none.
+    activations: dict[str, str]  # config.model.activation -> the activation in config.json
+    defaults: dict[str, object]  # default values of config.json keys that can be absent
+    rates: dict[str, float | None]  # other dropout rates of config.json with their defaults; None is the rate of `keys`
+    unapplied: str  # the key of the dropout rate of the attention probabilities, which models here do not have
+    fixed: dict[str, object]  # config.json keys with the only supported value of each
+    prefix: str  # prefix of the tensor names in `transformers` classes with a head
+    classes: dict[str, str]  # head of the task -> `transformers` class
+    tensors: Callable[[int], Iterator[hf_tensors.Tensor]]  # function from the number of layers to all tensors
 
 
 _LLAMA = Family(

@@ -21,21 +21,13 @@ Value = TypeVar("Value")
 
 
 class Tensor(NamedTuple):
-    """One tensor of a safetensors file.
+    """One tensor of a safetensors file."""
 
-    Attributes:
-      name: name in the file, without the prefix.
-      keys: the corresponding parameters; the tensor is their concatenation along the last dim.
-      transposed: whether the file stores [out, in] for a parameter [in, out].
-      prefixed: whether the name has the model's prefix in classes with a head.
-      head: whether the tensor belongs to a head, which the file can lack.
-    """
-
-    name: str
-    keys: tuple[str, ...]
-    transposed: bool = False
-    prefixed: bool = True
-    head: bool = False
+    name: str  # name in the file, without the prefix
+    keys: tuple[str, ...]  # the corresponding parameters; the tensor is their concatenation along the last dim
+    transposed: bool = False  # whether the file stores [out, in] for a parameter [in, out]
+    prefixed: bool = True  # whether the name has the model's prefix in classes with a head
+    head: bool = False  # whether the tensor belongs to a head, which the file can lack
 
     def to_ours(self, array: np.ndarray) -> list[np.ndarray]:
         """Return the parameters, one float32 array for each key. Values can be infinite or NaN."""

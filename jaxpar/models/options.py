@@ -51,47 +51,32 @@ BLOCK_DEFAULTS = dict.fromkeys(("num_applications", "bottlenecks", "bottleneck",
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The resolved options of a transformer.
-
-    Attributes:
-      vocab_size: rows of the token embedding.
-      max_length: rows of the position embedding; 0 with rotary positions.
-      token_types: rows of the segment embedding; 0 for none.
-      dropout: dropout rate of the embeddings and of both residual branches of a block.
-      norm: layernorm or rmsnorm. With rmsnorm, the linear maps have no biases, as in Llama.
-      pre_norm: whether to normalize the inputs of both residual branches and of the head (GPT-2), rather than the
-        outputs of the embedding and after both residual branches (BERT).
-      causal: whether positions attend only to themselves and earlier positions.
-      dtype: dtype of the computation.
-      flatten_positions: whether linear maps multiply one matrix [B x T, D] rather than an array [B, T, D].
-      num_applications: number of times that each block is applied, one after another.
-      head_dim: number of features of an attention head.
-      qkv_bias: whether queries, keys and values have biases also with rmsnorm, as in Qwen 2.
-      rope: frequencies of rotary positions.
-    """
+    """The resolved options of a transformer."""
 
     num_layers: int
     hidden_size: int
     num_heads: int
     num_kv_heads: int
     mlp_size: int
-    vocab_size: int
-    max_length: int
-    token_types: int
-    dropout: float
-    norm: str
+    vocab_size: int  # rows of the token embedding
+    max_length: int  # rows of the position embedding; 0 with rotary positions
+    token_types: int  # rows of the segment embedding; 0 for none
+    dropout: float  # dropout rate of the embeddings and of both residual branches of a block
+    norm: str  # layernorm or rmsnorm. With rmsnorm, the linear maps have no biases, as in Llama.
     norm_eps: float
+    # whether to normalize the inputs of both residual branches and of the head (GPT-2), rather than the outputs of the
+    # embedding and after both residual branches (BERT)
     pre_norm: bool
     activation: str
     positions: str
-    causal: bool
-    dtype: DTypeLike
+    causal: bool  # whether positions attend only to themselves and earlier positions
+    dtype: DTypeLike  # dtype of the computation
     attention: AttentionKernel
-    flatten_positions: bool
-    num_applications: int
-    head_dim: int
-    qkv_bias: bool = False
-    rope: Rope = dataclasses.field(default_factory=Rope)
+    flatten_positions: bool  # whether linear maps multiply one matrix [B x T, D] rather than an array [B, T, D]
+    num_applications: int  # number of times that each block is applied, one after another
+    head_dim: int  # number of features of an attention head
+    qkv_bias: bool = False  # whether queries, keys and values have biases also with rmsnorm, as in Qwen 2
+    rope: Rope = dataclasses.field(default_factory=Rope)  # frequencies of rotary positions
 
 
 def check_task(config: ConfigDict, info: DataInfo, *, heads: Sequence[Head], kinds: Sequence[str]) -> Task:

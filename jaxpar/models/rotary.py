@@ -21,21 +21,15 @@ SCALINGS = {
 
 
 class Rope(NamedTuple):
-    """The frequencies of rotary positions.
+    """The frequencies of rotary positions."""
 
-    Attributes:
-      base: pair i of K/2 turns by base^(-2i/K) from one position to the next.
-      factor: what the scaling divides the frequencies by.
-      low_freq_factor: with `length`, frequencies of at most this many turns within it are divided by the factor.
-      high_freq_factor: those of at least this many turns are not; between the two, the divisor is interpolated.
-      length: number of positions of the training before the scaling (Llama 3); 0: all are divided (linear).
-    """
-
-    base: float = 10_000.0
-    factor: float = 1.0
+    base: float = 10_000.0  # pair i of K/2 turns by base^(-2i/K) from one position to the next
+    factor: float = 1.0  # what the scaling divides the frequencies by
+    # with `length`, frequencies of at most this many turns within it are divided by the factor
     low_freq_factor: float = 1.0
+    # those of at least this many turns are not; between the two, the divisor is interpolated
     high_freq_factor: float = 1.0
-    length: float = 0.0
+    length: float = 0.0  # number of positions of the training before the scaling (Llama 3); 0: all are divided (linear)
 
     def frequencies(self, half: int) -> jax.Array:
         """Return the angle between two positions of each pair of features, [K/2]."""

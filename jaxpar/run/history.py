@@ -18,21 +18,13 @@ STARTS = "starts.jsonl"
 
 
 class Start(NamedTuple):
-    """A start of a run.
+    """A start of a run."""
 
-    Attributes:
-      step: the number of completed steps.
-      date: date and time in UTC, in ISO 8601.
-      strategy: value of config.strategy.
-      devices: number of devices of the strategy.
-      changed: `config.KEY: OLD -> NEW` for each key that differs from the checkpoint.
-    """
-
-    step: int
-    date: str
-    strategy: str
-    devices: int
-    changed: list[str]
+    step: int  # the number of completed steps
+    date: str  # date and time in UTC, in ISO 8601
+    strategy: str  # value of config.strategy
+    devices: int  # number of devices of the strategy
+    changed: list[str]  # `config.KEY: OLD -> NEW` for each key that differs from the checkpoint
 
 
 def record_start(run: Run, step: int) -> None:

@@ -26,17 +26,13 @@ WORKERS = re.compile(r"(?:live )?(\w+) of (\d+) workers(?: with (.+))?")
 
 
 class Past(NamedTuple):
-    """The record of the steps before a start.
+    """The record of the steps before a start."""
 
-    Attributes:
-      step: the number of completed steps.
-      discarded: each private state that a start discarded: {"step", "private_state", "batches"}, the completed steps,
-        the settings of the state, and the number of the last batches whose gradients some weights never get.
-      interval: the log interval in which it was saved (`Meter.interval`); empty if a checkpoint lacks it.
-    """
-
-    step: int
+    step: int  # the number of completed steps
+    # each private state that a start discarded: {"step", "private_state", "batches"}, the completed steps, the settings
+    # of the state, and the number of the last batches whose gradients some weights never get
     discarded: Sequence[Mapping[str, Any]] = ()
+    # the log interval in which it was saved (`Meter.interval`); empty if a checkpoint lacks it
     interval: Mapping[str, Any] = {}
 
 

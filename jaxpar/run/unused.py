@@ -22,21 +22,13 @@ OTHER_MODELS = ("resnet", "mlp")  # that ship with jaxpar; a user's own model ma
 
 
 class Effect(NamedTuple):
-    """The condition under which keys have an effect.
+    """The condition under which keys have an effect."""
 
-    Attributes:
-      keys: the keys; a section stands for all keys in it.
-      holds: whether they have an effect.
-      needs: what would give them one, as the end of `it has no effect without`.
-      but: a key of the section for which this does not hold.
-      instead: a key that takes the place of these: whoever gives both expects that.
-    """
-
-    keys: tuple[str, ...]
-    holds: Callable[[ConfigDict], bool]
-    needs: str
-    but: str = ""
-    instead: str = ""
+    keys: tuple[str, ...]  # the keys; a section stands for all keys in it
+    holds: Callable[[ConfigDict], bool]  # whether they have an effect
+    needs: str  # what would give them one, as the end of `it has no effect without`
+    but: str = ""  # a key of the section for which this does not hold
+    instead: str = ""  # a key that takes the place of these: whoever gives both expects that
 
 
 def _strategy(*names: str) -> Callable[[ConfigDict], bool]:

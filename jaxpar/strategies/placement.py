@@ -51,26 +51,20 @@ def batch_placer(mesh: Mesh) -> Callable[[Mapping[str, np.ndarray]], dict[str, j
 
 
 class PlacedState:
-    """Converts between the canonical state and its global form, according to the layouts of its parts.
-
-    Attributes:
-      shardings: shardings of the global state between steps.
-      abstract: shapes, dtypes and shardings of the global state.
-      init: key -> the global state at step 0.
-    """
+    """Converts between the canonical state and its global form, according to the layouts of its parts."""
 
     def __init__(self, problem: Problem, layouts: Mapping[str, Layout], mesh: Mesh):
         """layouts: the layout of each field of State."""
         parts: Any = [layouts[field] for field in State._fields]
         self._layout = layout.join(State(*parts))
         self._like = states.abstract_state(problem.model, problem.optimizer)
-        self.shardings: Any = self._layout.shardings(mesh)
-        self.abstract: Any = self._layout.abstract(mesh)
+        self.shardings: Any = self._layout.shardings(mesh)  # shardings of the global state between steps
+        self.abstract: Any = self._layout.abstract(mesh)  # shapes, dtypes and shardings of the global state
 
         def init(key: jax.Array) -> Any:
             return self._layout.to_global(states.init(problem.model, problem.optimizer, key))
 
-        self.init = jax.jit(init, out_shardings=self.shardings)
+        self.init = jax.jit(init, out_shardings=self.shardings)  # key -> the global state at step 0
         self._in_step = self._layout.shardings(mesh, in_step=True)
         self._to_canonical = jax.jit(self._layout.to_canonical)
 

@@ -22,17 +22,11 @@ from jaxpar.tasks.task import Names, Prediction, Readable, Score, Sums, Task
 
 
 class Entities(NamedTuple):
-    """The entities of a batch, at the positions of words.
+    """The entities of a batch, at the positions of words."""
 
-    Attributes:
-      ends_BT: whether an entity ends at this position.
-      begins_BT: position where the latest entity began.
-      types_BT: type of the entity at this position, or -1 if there is none.
-    """
-
-    ends_BT: jax.Array
-    begins_BT: jax.Array
-    types_BT: jax.Array
+    ends_BT: jax.Array  # whether an entity ends at this position
+    begins_BT: jax.Array  # position where the latest entity began
+    types_BT: jax.Array  # type of the entity at this position, or -1 if there is none
 
 
 def find_entities(classes_BT: jax.Array, is_word_BT: jax.Array) -> Entities:

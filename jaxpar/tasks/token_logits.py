@@ -25,17 +25,11 @@ ZEROS = (np.float32(0), np.float32(0))
 
 
 class TokenLogits(NamedTuple):
-    """The logits x @ tokens.T + bias, [B, T, V], as their factors.
+    """The logits x @ tokens.T + bias, [B, T, V], as their factors."""
 
-    Attributes:
-      x: [B, T, D] hidden states.
-      tokens: [V, D] token embedding, in the dtype of x.
-      bias: [V], float32; or None.
-    """
-
-    x: jax.Array
-    tokens: jax.Array
-    bias: jax.Array | None = None
+    x: jax.Array  # [B, T, D] hidden states
+    tokens: jax.Array  # [V, D] token embedding, in the dtype of x
+    bias: jax.Array | None = None  # [V], float32; or None
 
     def whole(self) -> jax.Array:
         """Return the logits, [B, T, V], with sums in float32."""

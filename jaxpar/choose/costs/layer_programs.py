@@ -20,13 +20,7 @@ FORWARD, BACKWARD = range(2)  # phases of the programs
 
 
 class LayerPrograms:
-    """The forward and backward programs of every layer for one microbatch. Equal layers share theirs.
-
-    Attributes:
-      programs: the programs; stage i is layer i.
-      numbers: number of the program of each layer.
-      remat: none, full or dots.
-    """
+    """The forward and backward programs of every layer for one microbatch. Equal layers share theirs."""
 
     def __init__(self, problem: Problem, microbatch: Mapping[str, Any], *, remat: str, num_phases: int = 2):
         """Trace the programs.
@@ -37,13 +31,14 @@ class LayerPrograms:
           remat: none, full or dots.
           num_phases: 2: F and BW; 3: F, B and W, which can be sized but not measured.
         """
-        self.remat = remat
+        self.remat = remat  # none, full or dots
         self._model = problem.model
         inputs = problem.model.inputs(abstract(microbatch))
         self._can_cut = [all(map(_has_gradient, jax.tree.leaves(x))) for x in inputs[1:]] + [True]  # after each layer
         stages, key = _stages(problem, inputs), jax.eval_shape(lambda: jax.random.key(0))
+        # the programs; stage i is layer i
         self.programs = StagePrograms(stages, abstract(dict(microbatch)), key, num_phases=num_phases, remat=remat)
-        self.numbers = self.programs.numbers[:, 0].tolist()
+        self.numbers = self.programs.numbers[:, 0].tolist()  # number of the program of each layer
 
     def measure(self, microbatch: Mapping[str, np.ndarray], *, repeats: int) -> list[LayerProfile]:
         """Return the profile measured on the default device: medians of `repeats` calls of each program."""

@@ -37,19 +37,12 @@ class SplitStash(NamedTuple):
 
 
 class LayerMemory(NamedTuple):
-    """Bytes that a layer holds besides its state and what its forward pass saves.
+    """Bytes that a layer holds besides its state and what its forward pass saves."""
 
-    Attributes:
-      computed: bytes that the forward pass saves without rematerialization, which are recomputed with it.
-      narrowed: bytes of copies of the weights in the dtype of the computation.
-      split: what it saves if W is separate from B.
-      looped: bytes with which the loop of a loss over a vocabulary works (Residuals).
-    """
-
-    computed: float
-    narrowed: float
-    split: SplitStash = SplitStash(0.0, 0.0, 0.0)
-    looped: float = 0.0
+    computed: float  # bytes that the forward pass saves without rematerialization, which are recomputed with it
+    narrowed: float  # bytes of copies of the weights in the dtype of the computation
+    split: SplitStash = SplitStash(0.0, 0.0, 0.0)  # what it saves if W is separate from B
+    looped: float = 0.0  # bytes with which the loop of a loss over a vocabulary works (Residuals)
 
 
 class PhaseSeconds(NamedTuple):
@@ -61,19 +54,12 @@ class PhaseSeconds(NamedTuple):
 
 
 class LayerWork(NamedTuple):
-    """The work of a pipeline for a microbatch of a replica, by layer.
+    """The work of a pipeline for a microbatch of a replica, by layer."""
 
-    Attributes:
-      layers: times and sizes.
-      memory: what they hold in addition.
-      seconds: times of F, B and W.
-      remat: none, dots or full.
-    """
-
-    layers: Sequence[LayerProfile]
-    memory: Sequence[LayerMemory]
-    seconds: Sequence[PhaseSeconds]
-    remat: str
+    layers: Sequence[LayerProfile]  # times and sizes
+    memory: Sequence[LayerMemory]  # what they hold in addition
+    seconds: Sequence[PhaseSeconds]  # times of F, B and W
+    remat: str  # none, dots or full
 
 
 def resized(batch: Mapping[str, Any], size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -93,12 +79,9 @@ class Layers:
 
     Sizes are linear in the number of examples, except those of the last layer: the loss of many examples is computed in
     chunks. So all layers are traced for two numbers of examples, and the last one for each number.
-
-    Attributes:
-      remats: kinds of rematerialization whose times are cheap to find.
     """
 
-    remats: tuple[str, ...] = KINDS_OF_REMAT
+    remats: tuple[str, ...] = KINDS_OF_REMAT  # kinds of rematerialization whose times are cheap to find
 
     def __init__(self, problem: Problem) -> None:
         """Trace nothing yet."""

@@ -172,23 +172,16 @@ def with_assumed_rates(cluster: Cluster) -> Cluster:
 
 
 class CpuMachine(NamedTuple):
-    """Virtual devices that share the cores of this machine, with measured rates (calibrate.py).
+    """Virtual devices that share the cores of this machine, with measured rates (calibrate.py)."""
 
-    Attributes:
-      cluster: the devices.
-      slowdown: time of a computation on n devices at the same time / on one device alone, by n.
-      byte_seconds: seconds to read or write a byte of memory, by the number of devices that do so at the same time.
-      collectives: by kind and number of devices, the seconds of a collective and of each byte that a device sends.
-      clock_seconds: what a clock of a pipeline costs.
-      step_seconds: what a program costs that computes nothing, by number of devices.
-    """
-
-    cluster: Cluster
-    slowdown: Mapping[int, float]
+    cluster: Cluster  # the devices
+    slowdown: Mapping[int, float]  # time of a computation on n devices at the same time / on one device alone, by n
+    # seconds to read or write a byte of memory, by the number of devices that do so at the same time
     byte_seconds: Mapping[int, float]
+    # by kind and number of devices, the seconds of a collective and of each byte that a device sends
     collectives: Mapping[str, Mapping[int, tuple[float, float]]]
-    clock_seconds: float
-    step_seconds: Mapping[int, float]
+    clock_seconds: float  # what a clock of a pipeline costs
+    step_seconds: Mapping[int, float]  # what a program costs that computes nothing, by number of devices
     overlaps: bool = False
     update_repeats: float = 1.0
 

@@ -36,42 +36,26 @@ NO_COLLECTIVE = "none"
 
 
 class MeasuredSizes(NamedTuple):
-    """Sizes of the programs; the defaults are for GPUs.
+    """Sizes of the programs; the defaults are for GPUs."""
 
-    Attributes:
-      width: rows and columns of the matrices.
-      kernels: number of kernels, and of passes, in a program.
-      few: elements of the vector of a small kernel, and of a collective that takes as long as its latency.
-      many: elements of the vector of a pass, which no cache holds.
-      sent: elements of the vector of a collective that takes as long as its bytes.
-    """
-
-    width: int = 8192
-    kernels: int = 128
-    few: int = 2**8
-    many: int = 2**26
-    sent: int = 2**24
+    width: int = 8192  # rows and columns of the matrices
+    kernels: int = 128  # number of kernels, and of passes, in a program
+    few: int = 2**8  # elements of the vector of a small kernel, and of a collective that takes as long as its latency
+    many: int = 2**26  # elements of the vector of a pass, which no cache holds
+    sent: int = 2**24  # elements of the vector of a collective that takes as long as its bytes
 
 
 GPU_SIZES = MeasuredSizes()
 
 
 class Timings(NamedTuple):
-    """Measured seconds.
+    """Measured seconds."""
 
-    Attributes:
-      kernel: a program with one small kernel.
-      kernels: a program with many small kernels.
-      passes: a program with as many passes.
-      products: a program with a product, by dtype.
-      collectives: a collective of a short and of a long vector, without the rest of its program, by kind; empty for one
-        device.
-    """
-
-    kernel: float
-    kernels: float
-    passes: float
-    products: Mapping[str, float]
+    kernel: float  # a program with one small kernel
+    kernels: float  # a program with many small kernels
+    passes: float  # a program with as many passes
+    products: Mapping[str, float]  # a program with a product, by dtype
+    # a collective of a short and of a long vector, without the rest of its program, by kind; empty for one device
     collectives: Mapping[str, tuple[float, float]]
 
 

@@ -14,24 +14,15 @@ from jaxpar.strategies.pipeline.tables.simulate import LARGEST_VALUE
 
 
 class LayerProfile(NamedTuple):
-    """One layer of a profile, for one microbatch.
+    """One layer of a profile, for one microbatch."""
 
-    Attributes:
-      name: name of the layer.
-      forward_s: seconds of the forward pass.
-      backward_s: seconds of the backward pass.
-      output_bytes: bytes of the output, which the next layer reads.
-      stash_bytes: bytes that the forward pass saves for the backward pass.
-      weight_bytes: bytes of the weights.
-      can_cut: whether a pipeline can be cut after the layer: not if its output has no gradient. Files can omit it.
-    """
-
-    name: str
-    forward_s: float
-    backward_s: float
-    output_bytes: float
-    stash_bytes: float
-    weight_bytes: float
+    name: str  # name of the layer
+    forward_s: float  # seconds of the forward pass
+    backward_s: float  # seconds of the backward pass
+    output_bytes: float  # bytes of the output, which the next layer reads
+    stash_bytes: float  # bytes that the forward pass saves for the backward pass
+    weight_bytes: float  # bytes of the weights
+    # whether a pipeline can be cut after the layer: not if its output has no gradient. Files can omit it.
     can_cut: bool = True
 
 

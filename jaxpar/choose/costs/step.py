@@ -35,23 +35,14 @@ GATHER_PASSES = 4.0
 
 
 class StepCosts(NamedTuple):
-    """The predicted time of a step, in seconds, and the memory of the fullest device.
+    """The predicted time of a step, in seconds, and the memory of the fullest device."""
 
-    Attributes:
-      seconds: the whole step.
-      compute: forward and backward passes of the busiest device.
-      waiting: waiting of that device for other stages.
-      exposed: communication during which it does not compute.
-      update: the update of the parameters.
-      nbytes: bytes that the device needs.
-    """
-
-    seconds: float
-    compute: float
-    waiting: float
-    exposed: float
-    update: float
-    nbytes: float
+    seconds: float  # the whole step
+    compute: float  # forward and backward passes of the busiest device
+    waiting: float  # waiting of that device for other stages
+    exposed: float  # communication during which it does not compute
+    update: float  # the update of the parameters
+    nbytes: float  # bytes that the device needs
 
     def limit(self) -> str:
         """Return what takes the longest besides computing: waiting, exposed or update."""

@@ -31,19 +31,12 @@ EPSILON = 1e-9  # differences of times below this, in units of the work of a mic
 
 
 class PartialTables(NamedTuple):
-    """Partial tables: the first clocks of tables.
+    """Partial tables: the first clocks of tables."""
 
-    Attributes:
-      counts: number of F, B and W that each device has run, [n, 3, device].
-      elapsed: time of the clocks, [n].
-      estimate: estimated time of the whole table, [n]; minus infinity for those that are never dropped.
-      number: index in the history of the search, [n].
-    """
-
-    counts: np.ndarray
-    elapsed: np.ndarray
-    estimate: np.ndarray
-    number: np.ndarray
+    counts: np.ndarray  # number of F, B and W that each device has run, [n, 3, device]
+    elapsed: np.ndarray  # time of the clocks, [n]
+    estimate: np.ndarray  # estimated time of the whole table, [n]; minus infinity for those that are never dropped
+    number: np.ndarray  # index in the history of the search, [n]
 
     def select(self, which: np.ndarray) -> "PartialTables":
         """Return the partial tables with these indices, or where a mask is true."""
@@ -51,15 +44,10 @@ class PartialTables(NamedTuple):
 
 
 class SearchEstimate(NamedTuple):
-    """Weights of the estimate, besides the lower bound of the device that needs longest.
+    """Weights of the estimate, besides the lower bound of the device that needs longest."""
 
-    Attributes:
-      all_devices: weight of the mean of the lower bounds of all devices.
-      transfers: weight of the mean time of the remaining F and B, for which other devices wait.
-    """
-
-    all_devices: float
-    transfers: float
+    all_devices: float  # weight of the mean of the lower bounds of all devices
+    transfers: float  # weight of the mean time of the remaining F and B, for which other devices wait
 
 
 class ClockBeam:

@@ -44,22 +44,14 @@ CAPABILITIES = (  # those that this CUDA compiles for
 
 @dataclass(frozen=True)
 class GpuKind:
-    """A kind of GPU.
+    """A kind of GPU."""
 
-    Attributes:
-      device_kind: the name that JAX reports.
-      memory_bytes: memory according to the data sheet.
-      compute_capability: such as 9.0.
-      numbers: values of COMMON and DIFFERENT, by name.
-      links: the rates of LINKS, in bytes/s, by name; empty if unknown.
-      peak_flops: the peak FLOP/s by dtype that the file states; the others are those of jaxpar/measure/flops.py.
-    """
-
-    device_kind: str
-    memory_bytes: float
-    compute_capability: str
-    numbers: Mapping[str, float]
-    links: Mapping[str, float]
+    device_kind: str  # the name that JAX reports
+    memory_bytes: float  # memory according to the data sheet
+    compute_capability: str  # such as 9.0
+    numbers: Mapping[str, float]  # values of COMMON and DIFFERENT, by name
+    links: Mapping[str, float]  # the rates of LINKS, in bytes/s, by name; empty if unknown
+    # the peak FLOP/s by dtype that the file states; the others are those of jaxpar/measure/flops.py
     peak_flops: Mapping[str, float]
 
     @property

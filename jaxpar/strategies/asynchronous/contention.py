@@ -26,21 +26,14 @@ OUT, IN = "outgoing link", "incoming link"
 
 
 class ServerTimes(NamedTuple):
-    """Seconds of what workers and a server do, each if nothing else happens at the same time.
+    """Seconds of what workers and a server do, each if nothing else happens at the same time."""
 
-    Attributes:
-      compute: for each worker, an endless iterator over the times of its gradients.
-      slowdowns: for each worker, a factor of at least 1: it waits (slowdown - 1) times as long as it has computed.
-      pull: time in which weights leave the server.
-      push: time in which a gradient arrives at the server.
-      update: time of an update on the server's device.
-    """
-
-    compute: WorkerTimes
+    compute: WorkerTimes  # for each worker, an endless iterator over the times of its gradients
+    # for each worker, a factor of at least 1: it waits (slowdown - 1) times as long as it has computed
     slowdowns: tuple[float, ...]
-    pull: float = 0.0
-    push: float = 0.0
-    update: float = 0.0
+    pull: float = 0.0  # time in which weights leave the server
+    push: float = 0.0  # time in which a gradient arrives at the server
+    update: float = 0.0  # time of an update on the server's device
 
 
 class _Turn(NamedTuple):

@@ -13,17 +13,11 @@ from jaxpar.strategies.asynchronous.table import UpdateTable
 
 
 class DeviceNumbers(NamedTuple):
-    """Device numbers of workers and server.
+    """Device numbers of workers and server."""
 
-    Attributes:
-      num_workers: number of workers of the run.
-      num_devices: number of the workers' devices.
-      server: number of the server's device.
-    """
-
-    num_workers: int
-    num_devices: int
-    server: int
+    num_workers: int  # number of workers of the run
+    num_devices: int  # number of the workers' devices
+    server: int  # number of the server's device
 
     def of_worker(self, worker: int) -> int:
         """Return the number of a worker's device."""

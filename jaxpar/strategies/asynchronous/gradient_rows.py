@@ -9,29 +9,17 @@ from jaxpar.strategies.asynchronous.table import UpdateTable
 
 
 class GradientRow(NamedTuple):
-    """An arriving gradient.
+    """An arriving gradient."""
 
-    Attributes:
-      worker: the worker that computes it.
-      read: the version of the weights that it is computed from.
-      update: the version that it is applied to.
-      chunk: number of its shard of the data.
-      staleness: update - read.
-      is_first: whether it is the first gradient of its update.
-      is_last: whether it is the last one.
-      size: number of gradients in its update.
-      mean_share: mean of 1 / max(staleness, 1) over all gradients of its update.
-    """
-
-    worker: int
-    read: int
-    update: int
-    chunk: int
-    staleness: int
-    is_first: bool
-    is_last: bool
-    size: int
-    mean_share: float
+    worker: int  # the worker that computes it
+    read: int  # the version of the weights that it is computed from
+    update: int  # the version that it is applied to
+    chunk: int  # number of its shard of the data
+    staleness: int  # update - read
+    is_first: bool  # whether it is the first gradient of its update
+    is_last: bool  # whether it is the last one
+    size: int  # number of gradients in its update
+    mean_share: float  # mean of 1 / max(staleness, 1) over all gradients of its update
 
 
 def single_row(worker: int, read: int, update: int, chunk: int) -> GradientRow:

@@ -42,27 +42,17 @@ from jaxpar.strategies.asynchronous.table import UpdateTable, since
 
 
 class LocalState(NamedTuple):
-    """State of training at a step.
+    """State of training at a step."""
 
-    Attributes:
-      step: the step, on the host.
-      first_step: the step at which the run switched to this strategy.
-      key: key of the run.
-      params: each worker's weights, on its device.
-      servers: each worker's server state, on its device: its optimizer, for example.
-      outer: for diloco: the weights at the start of the round and the state of the outer optimizer; otherwise ().
-      averages: for model_average: {(number of an averaging, worker that has not added its correction yet): correction}.
-      taken: for each worker, the number of averagings whose corrections it has added.
-    """
-
-    step: int
-    first_step: int
-    key: jax.Array
-    params: tuple[Params, ...]
-    servers: tuple[Server, ...]
-    outer: Tree
+    step: int  # the step, on the host
+    first_step: int  # the step at which the run switched to this strategy
+    key: jax.Array  # key of the run
+    params: tuple[Params, ...]  # each worker's weights, on its device
+    servers: tuple[Server, ...]  # each worker's server state, on its device: its optimizer, for example
+    outer: Tree  # for diloco: the weights at the start of the round and the state of the outer optimizer; otherwise ()
+    # for model_average: {(number of an averaging, worker that has not added its correction yet): correction}
     averages: Mapping[tuple[int, int], Params]
-    taken: tuple[int, ...]
+    taken: tuple[int, ...]  # for each worker, the number of averagings whose corrections it has added
 
 
 class LocalEngine:

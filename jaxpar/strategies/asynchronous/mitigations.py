@@ -17,17 +17,11 @@ from jaxpar.layout import Tree
 
 
 class Mitigations(NamedTuple):
-    """The mitigations of a run.
+    """The mitigations of a run."""
 
-    Attributes:
-      gradients: transformation of gradients, before the optimizer.
-      updates: transformation of updates, after the optimizer.
-      needs_read: whether `gradients` needs the weights that a gradient was computed from.
-    """
-
-    gradients: optax.GradientTransformationExtraArgs
-    updates: optax.GradientTransformationExtraArgs
-    needs_read: bool
+    gradients: optax.GradientTransformationExtraArgs  # transformation of gradients, before the optimizer
+    updates: optax.GradientTransformationExtraArgs  # transformation of updates, after the optimizer
+    needs_read: bool  # whether `gradients` needs the weights that a gradient was computed from
 
     def init(self, params: Tree) -> tuple[Tree, Tree]:
         """Return the initial states of both."""
@@ -76,15 +70,11 @@ def clip_by_staleness(max_norm: float) -> optax.GradientTransformationExtraArgs:
 
 
 class StalenessAware(NamedTuple):
-    """Two transformations, which together divide the learning rate of each gradient by max(staleness, 1).
+    """Two transformations, which together divide the learning rate of each gradient by max(staleness, 1)."""
 
-    Attributes:
-      gradients: weights the gradients of an update by 1 / max(staleness, 1), relative to their mean weight.
-      updates: multiplies the update by that mean weight.
-    """
-
+    # weights the gradients of an update by 1 / max(staleness, 1), relative to their mean weight
     gradients: optax.GradientTransformationExtraArgs
-    updates: optax.GradientTransformationExtraArgs
+    updates: optax.GradientTransformationExtraArgs  # multiplies the update by that mean weight
 
 
 def staleness_aware() -> StalenessAware:

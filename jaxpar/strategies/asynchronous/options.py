@@ -41,14 +41,10 @@ STRENGTHS = {"dc_asgd": 0.04, "adaptive_dc_asgd": 2.0}  # Zheng et al., 2017, se
 
 
 class UpdateSource(NamedTuple):
-    """The source of a run's table. Its files have been read.
+    """The source of a run's table. Its files have been read."""
 
-    Attributes:
-      delays: the delays to simulate.
-      recorded: the table of a live run, to be replayed; None: the table is simulated, or made by the run.
-    """
-
-    delays: Delays
+    delays: Delays  # the delays to simulate
+    # the table of a live run, to be replayed; None: the table is simulated, or made by the run
     recorded: UpdateTable | None
 
 

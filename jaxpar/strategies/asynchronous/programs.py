@@ -29,65 +29,38 @@ FIRST_STEP = "begun"  # in the private state: the step at which the run switched
 
 
 class Totals(NamedTuple):
-    """Totals over the gradients that have arrived in a step.
+    """Totals over the gradients that have arrived in a step."""
 
-    Attributes:
-      sums: sums over their examples.
-      square: sum of the squared gradient norms of the updates.
-      num_updates: number of updates that they have made.
-      finite: whether all of them are finite.
-    """
-
-    sums: Sums
-    square: Scalar
-    num_updates: Scalar
-    finite: Scalar
+    sums: Sums  # sums over their examples
+    square: Scalar  # sum of the squared gradient norms of the updates
+    num_updates: Scalar  # number of updates that they have made
+    finite: Scalar  # whether all of them are finite
 
 
 class Server(NamedTuple):
-    """State of the server except the weights.
+    """State of the server except the weights."""
 
-    Attributes:
-      optimizer: state of the optimizer.
-      waiting: the sum of the gradients that have arrived for the next update; () if each gradient makes an update.
-      mitigations: states of the mitigations, of gradients and of updates.
-      totals: totals of this step.
-    """
-
-    optimizer: Tree
-    waiting: Tree
-    mitigations: tuple[Tree, Tree]
-    totals: Totals
+    optimizer: Tree  # state of the optimizer
+    waiting: Tree  # the sum of the gradients that have arrived for the next update; () if each gradient makes an update
+    mitigations: tuple[Tree, Tree]  # states of the mitigations, of gradients and of updates
+    totals: Totals  # totals of this step
 
 
 class Arrival(NamedTuple):
-    """The scalars of a gradient that the server's program takes.
+    """The scalars of a gradient that the server's program takes."""
 
-    Attributes:
-      staleness: staleness of the gradient.
-      mean_share: mean of 1 / max(staleness, 1) over all gradients of its update.
-      size: number of gradients in its update.
-      step: the step of the run in which it arrives.
-    """
-
-    staleness: Scalar
-    mean_share: Scalar
-    size: Scalar
-    step: Scalar
+    staleness: Scalar  # staleness of the gradient
+    mean_share: Scalar  # mean of 1 / max(staleness, 1) over all gradients of its update
+    size: Scalar  # number of gradients in its update
+    step: Scalar  # the step of the run in which it arrives
 
 
 class Chunk(NamedTuple):
-    """A worker's shard of a batch, on the host: examples i, i + n, i + 2n, .. of n workers.
+    """A worker's shard of a batch, on the host: examples i, i + n, i + 2n, .. of n workers."""
 
-    Attributes:
-      examples: the same arrays as in a batch.
-      weight: the divisor of their gradient.
-      step: the step of the run whose batch they belong to.
-    """
-
-    examples: dict[str, Any]
-    weight: Scalar
-    step: int
+    examples: dict[str, Any]  # the same arrays as in a batch
+    weight: Scalar  # the divisor of their gradient
+    step: int  # the step of the run whose batch they belong to
 
 
 def gradient(
@@ -165,24 +138,21 @@ def _update(
 
 
 class Programs:
-    """The programs of a run, compiled when they are first called on a device.
-
-    Attributes:
-      gradient: (params, key, step, examples, weight) -> (gradient, sums over the examples).
-      arrive: (is it the first of its update, is it the last, params, server, grads, sums, read, at) -> (params,
-        server); the old server is donated.
-      weight: (batch) -> the divisor of a worker's gradient: the sum of the batch's weights / num_workers.
-      metrics: (totals) -> a step's metrics. The norm is the root mean square over its updates; nan if one is nonfinite.
-    """
+    """The programs of a run, compiled when they are first called on a device."""
 
     def __init__(self, problem: Problem, mitigations: Mitigations, num_workers: int):
         self._problem, self.mitigations, self.num_workers = problem, mitigations, num_workers
         # Unused arguments are kept, because the audit counts the bytes of each argument.
+        # (params, key, step, examples, weight) -> (gradient, sums over the examples)
         self.gradient = jax.jit(partial(gradient, problem), keep_unused=True)
+        # (is it the first of its update, is it the last, params, server, grads, sums, read, at) -> (params, server);
+        # the old server is donated
         self.arrive = jax.jit(
             partial(arrive, problem, mitigations), static_argnums=(0, 1), donate_argnums=3, keep_unused=True
         )
+        # (batch) -> the divisor of a worker's gradient: the sum of the batch's weights / num_workers
         self.weight = jax.jit(lambda batch: steps.batch_weight(batch) / num_workers)
+        # (totals) -> a step's metrics. The norm is the root mean square over its updates; nan if one is nonfinite.
         self.metrics = jax.jit(_metrics)
 
     def server(self, params: Params, optimizer: Tree, device: jax.Device | None, *, is_grouped: bool) -> Server:

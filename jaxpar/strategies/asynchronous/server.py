@@ -24,21 +24,13 @@ from jaxpar.strategies.asynchronous.transport import BeginTransport, Delivery, I
 
 @dataclass
 class ServerRun:
-    """State of training at a step. It is modified in place.
+    """State of training at a step. It is modified in place."""
 
-    Attributes:
-      step: the step, on the host.
-      key: key of the run.
-      params: the newest weights, on the server's device.
-      server: the rest of the server's state, also on its device.
-      transport: the transport to the workers.
-    """
-
-    step: int
-    key: jax.Array
-    params: Params
-    server: Server
-    transport: Transport
+    step: int  # the step, on the host
+    key: jax.Array  # key of the run
+    params: Params  # the newest weights, on the server's device
+    server: Server  # the rest of the server's state, also on its device
+    transport: Transport  # the transport to the workers
 
 
 class ServerEngine:

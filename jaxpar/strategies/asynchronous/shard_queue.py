@@ -18,21 +18,13 @@ from jaxpar.strategies.asynchronous.table import COLUMNS, TIMES, UpdateTable
 
 
 class Assignment(NamedTuple):
-    """A shard for a worker to compute, and the weights to compute it from.
+    """A shard for a worker to compute, and the weights to compute it from."""
 
-    Attributes:
-      worker: its number.
-      number: number of the shard.
-      chunk: the shard itself.
-      version: version of the weights that the worker reads.
-      start: seconds since the run began.
-    """
-
-    worker: int
-    number: int
-    chunk: Chunk
-    version: int
-    start: float
+    worker: int  # its number
+    number: int  # number of the shard
+    chunk: Chunk  # the shard itself
+    version: int  # version of the weights that the worker reads
+    start: float  # seconds since the run began
 
 
 class ShardQueue:

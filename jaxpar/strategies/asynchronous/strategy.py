@@ -72,21 +72,13 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Dec
 
 @dataclass(frozen=True)
 class AsyncDetails:
-    """The details of a plan that `build` needs.
+    """The details of a plan that `build` needs."""
 
-    Attributes:
-      config: a copy of the config of the run.
-      updates: the update table; None for a live run.
-      mitigations: mitigations of staleness.
-      optimizer: the optimizer of the problem, possibly modified by a mitigation.
-      numbers: the devices of the workers and the server.
-    """
-
-    config: ConfigDict
-    updates: UpdateTable | None
-    mitigations: Mitigations
-    optimizer: optax.GradientTransformationExtraArgs
-    numbers: DeviceNumbers
+    config: ConfigDict  # a copy of the config of the run
+    updates: UpdateTable | None  # the update table; None for a live run
+    mitigations: Mitigations  # mitigations of staleness
+    optimizer: optax.GradientTransformationExtraArgs  # the optimizer of the problem, possibly modified by a mitigation
+    numbers: DeviceNumbers  # the devices of the workers and the server
 
 
 def plan(

@@ -29,49 +29,31 @@ SentGradient = tuple[Params, Sums, Params | None]  # a gradient, its sums, and t
 
 
 class Delivery(NamedTuple):
-    """A gradient that has reached the server's device.
+    """A gradient that has reached the server's device."""
 
-    Attributes:
-      row: its row of the table.
-      grads: the gradient.
-      sums: sums over its examples.
-      read: the weights that it was computed from; None if no mitigation needs them.
-    """
-
-    row: GradientRow
-    grads: Params
-    sums: Sums
-    read: Params | None
+    row: GradientRow  # its row of the table
+    grads: Params  # the gradient
+    sums: Sums  # sums over its examples
+    read: Params | None  # the weights that it was computed from; None if no mitigation needs them
 
 
 class InFlight(NamedTuple):
-    """The state of a transport between steps.
+    """The state of a transport between steps."""
 
-    Attributes:
-      weights: by version, older weights that workers have read and whose gradients have not arrived yet.
-      record: arrays by name (names must not be numbers): shards that are still to be computed, and the data of `table`.
-    """
-
+    # by version, older weights that workers have read and whose gradients have not arrived yet
     weights: Mapping[int, Params]
+    # arrays by name (names must not be numbers): shards that are still to be computed, and the data of `table`
     record: Canonical
 
 
 class Workers(NamedTuple):
-    """The workers of a run: their programs and devices.
+    """The workers of a run: their programs and devices."""
 
-    Attributes:
-      programs: programs of the run.
-      numbers: device numbers of workers and server.
-      devices: devices of the workers, by device number.
-      server: the server's device, which may be one of them.
-      key: key of the run, as in State.
-    """
-
-    programs: Programs
-    numbers: DeviceNumbers
-    devices: Sequence[jax.Device]
-    server: jax.Device
-    key: jax.Array
+    programs: Programs  # programs of the run
+    numbers: DeviceNumbers  # device numbers of workers and server
+    devices: Sequence[jax.Device]  # devices of the workers, by device number
+    server: jax.Device  # the server's device, which may be one of them
+    key: jax.Array  # key of the run, as in State
 
     @property
     def number(self) -> int:

@@ -52,15 +52,10 @@ ALTERNATE: dict[str, Any] = {"xla_gpu_enable_while_loop_double_buffering": True}
 
 @dataclass(frozen=True)
 class ReplicaDetails:
-    """The details of a plan that `build` needs.
+    """The details of a plan that `build` needs."""
 
-    Attributes:
-      exchange: the exchange around the optimizer.
-      unrolled: whether to compute the model without a scan over layers.
-    """
-
-    exchange: Exchange
-    unrolled: bool
+    exchange: Exchange  # the exchange around the optimizer
+    unrolled: bool  # whether to compute the model without a scan over layers
 
 
 def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cpu: bool) -> Plan[ReplicaDetails]:

@@ -17,31 +17,18 @@ from jaxpar.strategies.pipeline.tables.table import Table
 
 @dataclass(frozen=True)
 class PipelineDetails:
-    """The details of a plan that `build` needs.
+    """The details of a plan that `build` needs."""
 
-    Attributes:
-      schedule: the schedule: its name or path, or how the plan chose it.
-      table: the table of the schedule.
-      lowered: the table in the form that the engine runs, as NumPy arrays.
-      stages: the stages.
-      engine: their F, B and W programs, as branches of one program.
-      staged: distribution of the state between flushes, and the exchange of gradients between replicas.
-      state: distribution of the state; `staged`, unless the pipeline never drains.
-      remat: none, full or dots: which values the forward pass saves for the backward pass.
-      trace: number of the step whose actions are measured; 0: none.
-      executor: one of EXECUTORS.
-    """
-
-    schedule: str
-    table: Table
-    lowered: LoweredTable
-    stages: Stages
-    engine: PipelineEngine
-    staged: StagedState
-    state: StagedState | ContinuousState
-    remat: str
-    trace: int
-    executor: str
+    schedule: str  # the schedule: its name or path, or how the plan chose it
+    table: Table  # the table of the schedule
+    lowered: LoweredTable  # the table in the form that the engine runs, as NumPy arrays
+    stages: Stages  # the stages
+    engine: PipelineEngine  # their F, B and W programs, as branches of one program
+    staged: StagedState  # distribution of the state between flushes, and the exchange of gradients between replicas
+    state: StagedState | ContinuousState  # distribution of the state; `staged`, unless the pipeline never drains
+    remat: str  # none, full or dots: which values the forward pass saves for the backward pass
+    trace: int  # number of the step whose actions are measured; 0: none
+    executor: str  # one of EXECUTORS
 
     @property
     def programs(self) -> StagePrograms:

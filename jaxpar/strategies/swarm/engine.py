@@ -38,19 +38,13 @@ from jaxpar.strategies.swarm.record import AssignedPass, RunRecord
 
 @dataclass(eq=False)
 class GlobalBatch:
-    """A global batch without its update.
+    """A global batch without its update."""
 
-    Attributes:
-      progress: which peers hold and have accumulated what.
-      waiting: the microbatches that have not started.
-      finished: the microbatches that have passed through all stages and back.
-      averaging: what the transport has returned for its averaging; None if there is none, or if it is void because a
-        peer has failed since.
-    """
-
-    progress: BatchProgress
-    waiting: deque[int]
-    finished: set[int] = field(default_factory=set)
+    progress: BatchProgress  # which peers hold and have accumulated what
+    waiting: deque[int]  # the microbatches that have not started
+    finished: set[int] = field(default_factory=set)  # the microbatches that have passed through all stages and back
+    # what the transport has returned for its averaging; None if there is none, or if it is void because a peer has
+    # failed since
     averaging: Any = None
 
 

@@ -38,26 +38,17 @@ from jaxpar.tasks import Sums
 
 @dataclass
 class EmulatedPeer:
-    """The values that a peer holds until the update.
+    """The values that a peer holds until the update."""
 
-    Attributes:
-      messages: by (STAGE_INPUT or OUTPUT_GRADIENT, stage, microbatch).
-      gradients: accumulated gradients by stage.
-      counted: the microbatches that the accumulated gradients contain, by stage.
-    """
-
+    # by (STAGE_INPUT or OUTPUT_GRADIENT, stage, microbatch)
     messages: dict[tuple[int, int, int], Tree] = field(default_factory=dict)
-    gradients: dict[int, Params] = field(default_factory=dict)
+    gradients: dict[int, Params] = field(default_factory=dict)  # accumulated gradients by stage
+    # the microbatches that the accumulated gradients contain, by stage
     counted: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
 
 class EmulatedStep:
-    """A step on the peers.
-
-    Attributes:
-      peers: what each peer holds.
-      sums: the sums of each microbatch that has passed the last stage. They are sent to the trainer, and never lost.
-    """
+    """A step on the peers."""
 
     def __init__(
         self,
@@ -72,7 +63,8 @@ class EmulatedStep:
         self._programs, self._stages, self._devices = programs, stages, devices
         self._params, self._scalars, self._microbatches = params, scalars, microbatches
         self._placed: dict[tuple[str, int, jax.Device], Any] = {}
-        self.peers: defaultdict[int, EmulatedPeer] = defaultdict(EmulatedPeer)
+        self.peers: defaultdict[int, EmulatedPeer] = defaultdict(EmulatedPeer)  # what each peer holds
+        # the sums of each microbatch that has passed the last stage. They are sent to the trainer, and never lost.
         self.sums: dict[int, Sums] = {}
 
     def act(self, action: SwarmAction) -> None:
@@ -148,17 +140,11 @@ class EmulatedStep:
 
 
 class SwarmState(NamedTuple):
-    """State between steps, on the first device.
+    """State between steps, on the first device."""
 
-    Attributes:
-      step: the step, on the host.
-      state: the newest state.
-      older: the weights before the last update, which the next step reads; None without delayed updates.
-    """
-
-    step: int
-    state: State
-    older: Params | None
+    step: int  # the step, on the host
+    state: State  # the newest state
+    older: Params | None  # the weights before the last update, which the next step reads; None without delayed updates
 
 
 class SwarmExecutor:

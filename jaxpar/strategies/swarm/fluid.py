@@ -17,25 +17,15 @@ from jaxpar.strategies.swarm.run import VirtualPeers
 
 
 class FluidRun(NamedTuple):
-    """The state of a swarm between N consecutive events.
+    """The state of a swarm between N consecutive events."""
 
-    Attributes:
-      time: [N + 1], the times of the events, in seconds; the first is 0, the last the end of the run.
-      throughput: [N], microbatches per second.
-      optimal: [N], the most microbatches per second that the present peers can compute.
-      capacity: [N, S], microbatches per second that the serving peers of each stage can compute.
-      num_present: [N], number of present peers.
-      failures: the times at which peers left.
-      moves: the time and the move of each peer that changed its stage.
-    """
-
-    time: np.ndarray
-    throughput: np.ndarray
-    optimal: np.ndarray
-    capacity: np.ndarray
-    num_present: np.ndarray
-    failures: list[float]
-    moves: list[tuple[float, Move]]
+    time: np.ndarray  # [N + 1], the times of the events, in seconds; the first is 0, the last the end of the run
+    throughput: np.ndarray  # [N], microbatches per second
+    optimal: np.ndarray  # [N], the most microbatches per second that the present peers can compute
+    capacity: np.ndarray  # [N, S], microbatches per second that the serving peers of each stage can compute
+    num_present: np.ndarray  # [N], number of present peers
+    failures: list[float]  # the times at which peers left
+    moves: list[tuple[float, Move]]  # the time and the move of each peer that changed its stage
 
     @property
     def efficiency(self) -> float:

@@ -23,23 +23,14 @@ ONLY_EMULATED = ("trace", "failures", "forward_seconds", "delayed")
 
 @dataclass(frozen=True)
 class LiveDetails:
-    """The details of a plan that the trainer needs.
+    """The details of a plan that the trainer needs."""
 
-    Attributes:
-      stages: the stages.
-      workload: units of work of the passes, which are the FLOPs of a stage relative to the mean.
-      messages: form of activations and their gradients between peers.
-      num_microbatches: number of microbatches of a step.
-      settings: config.swarm.
-      seed: seed of the ties in routing.
-    """
-
-    stages: Stages
-    workload: Workload
-    messages: MessageFormat
-    num_microbatches: int
-    settings: ConfigDict
-    seed: int
+    stages: Stages  # the stages
+    workload: Workload  # units of work of the passes, which are the FLOPs of a stage relative to the mean
+    messages: MessageFormat  # form of activations and their gradients between peers
+    num_microbatches: int  # number of microbatches of a step
+    settings: ConfigDict  # config.swarm
+    seed: int  # seed of the ties in routing
 
 
 def check_other_mode(config: ConfigDict) -> None:

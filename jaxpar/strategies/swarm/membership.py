@@ -11,19 +11,14 @@ ABSENT = -1  # stage of a peer that is not in the swarm
 
 
 class Swarm(NamedTuple):
-    """Snapshot of P peers and S stages.
+    """Snapshot of P peers and S stages."""
 
-    Attributes:
-      speed: [P], units of work per second.
-      work: [S], units of work of one microbatch in each stage, forward and backward: its seconds on a peer of speed 1.
-      stage: [P], the stage that a peer serves, or whose parameters and optimizer state it downloads; or ABSENT.
-      ready: [P], when its download ends, in seconds; the peer is out of service until then.
-    """
-
-    speed: tuple[float, ...]
+    speed: tuple[float, ...]  # [P], units of work per second
+    # [S], units of work of one microbatch in each stage, forward and backward: its seconds on a peer of speed 1
     work: tuple[float, ...]
+    # [P], the stage that a peer serves, or whose parameters and optimizer state it downloads; or ABSENT
     stage: tuple[int, ...]
-    ready: tuple[float, ...]
+    ready: tuple[float, ...]  # [P], when its download ends, in seconds; the peer is out of service until then
 
 
 class Move(NamedTuple):

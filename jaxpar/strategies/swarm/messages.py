@@ -14,13 +14,9 @@ MESSAGE_COMPRESSORS: dict[str, Compressor | None] = {"none": None, "int8": absma
 
 
 class MessageFormat(NamedTuple):
-    """The form in which activations and their gradients are sent.
+    """The form in which activations and their gradients are sent."""
 
-    Attributes:
-      compressor: compressor of each array; None: arrays are sent as they are.
-    """
-
-    compressor: Compressor | None
+    compressor: Compressor | None  # compressor of each array; None: arrays are sent as they are
 
     def pack(self, tree: Activations | None) -> Any:
         """Return the message with the arrays of a tree. Jittable, like `unpack`."""

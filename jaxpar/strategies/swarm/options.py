@@ -33,15 +33,11 @@ class SwarmSource(NamedTuple):
 
 
 class StageSizes(NamedTuple):
-    """Sizes of S stages.
+    """Sizes of S stages."""
 
-    Attributes:
-      messages: [S - 1], bytes of the activation of a microbatch between a stage and the next one, as it is sent.
-      gradients: [S], bytes of the gradient of a stage, with copies of arrays tied to it.
-    """
-
+    # [S - 1], bytes of the activation of a microbatch between a stage and the next one, as it is sent
     messages: list[int]
-    gradients: list[int]
+    gradients: list[int]  # [S], bytes of the gradient of a stage, with copies of arrays tied to it
 
 
 def decide_swarm(config: ConfigDict) -> SwarmSource:

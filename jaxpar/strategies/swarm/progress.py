@@ -23,19 +23,13 @@ STAGE_INPUT, OUTPUT_GRADIENT = 0, 1  # values that peers send: the input of a st
 
 
 class PassProgress(NamedTuple):
-    """Snapshot of one microbatch.
+    """Snapshot of one microbatch."""
 
-    Attributes:
-      inputs: the stages whose input some peer holds; the data, which is the input of stage 0, is always available.
-      gradients: the stages for whose output some peer holds the gradient.
-      has_loss: whether the last stage has finished the forward pass at least once.
-      counted: the stages whose gradient is in an accumulator.
-    """
-
+    # the stages whose input some peer holds; the data, which is the input of stage 0, is always available
     inputs: frozenset[int]
-    gradients: frozenset[int]
-    has_loss: bool
-    counted: frozenset[int]
+    gradients: frozenset[int]  # the stages for whose output some peer holds the gradient
+    has_loss: bool  # whether the last stage has finished the forward pass at least once
+    counted: frozenset[int]  # the stages whose gradient is in an accumulator
 
 
 def next_phase(progress: PassProgress, num_stages: int) -> tuple[int, int] | None:

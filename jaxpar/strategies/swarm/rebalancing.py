@@ -67,15 +67,11 @@ REBALANCING_RULES: Mapping[str, RebalancingRule] = {"paper": paper_rule, "balanc
 
 
 class LoadMeter:
-    """Mean number of passes that each peer has been assigned since the last reading: the load of its queue.
-
-    Attributes:
-      depth: the number of passes that each peer has been assigned now.
-    """
+    """Mean number of passes that each peer has been assigned since the last reading: the load of its queue."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self.depth = defaultdict[int, int](int)
+        self.depth = defaultdict[int, int](int)  # the number of passes that each peer has been assigned now
         self._area, self._changed = defaultdict[int, float](float), defaultdict[int, float](float)
 
     def count(self, peer: int, change: int) -> None:

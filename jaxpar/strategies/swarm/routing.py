@@ -16,21 +16,14 @@ SMOOTHING = 0.1  # weight of the newest observation in the moving average
 
 
 class QueuedPeer(NamedTuple):
-    """A peer in the queue of its stage; queues are ordered by the fields in this order.
+    """A peer in the queue of its stage; queues are ordered by the fields in this order."""
 
-    Attributes:
-      assigned: the expected time of all work that it was assigned, in seconds, from that of the queue when it entered.
-      tie: a random number.
-      peer: its index.
-      pace: the moving average of its seconds per unit of work.
-      num_observed: the number of observations in `pace`; without any, `pace` is a guess.
-    """
-
+    # the expected time of all work that it was assigned, in seconds, from that of the queue when it entered
     assigned: float
-    tie: float
-    peer: int
-    pace: float
-    num_observed: int
+    tie: float  # a random number
+    peer: int  # its index
+    pace: float  # the moving average of its seconds per unit of work
+    num_observed: int  # the number of observations in `pace`; without any, `pace` is a guess
 
 
 StageQueue = tuple[QueuedPeer, ...]  # the peers that serve a stage

@@ -91,25 +91,15 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Deci
 
 @dataclass(frozen=True)
 class SwarmDetails:
-    """The details of a plan that `build` needs.
+    """The details of a plan that `build` needs."""
 
-    Attributes:
-      stages: the stages.
-      scenario: the inputs of the simulated run.
-      run: the simulated run.
-      messages: form of activations and their gradients between peers.
-      num_microbatches: number of microbatches of a step.
-      delayed: whether updates are delayed.
-      efficiency: throughput, as a fraction of the most that the present peers could compute.
-    """
-
-    stages: Stages
-    scenario: SwarmScenario
-    run: SwarmRun
-    messages: MessageFormat
-    num_microbatches: int
-    delayed: bool
-    efficiency: float
+    stages: Stages  # the stages
+    scenario: SwarmScenario  # the inputs of the simulated run
+    run: SwarmRun  # the simulated run
+    messages: MessageFormat  # form of activations and their gradients between peers
+    num_microbatches: int  # number of microbatches of a step
+    delayed: bool  # whether updates are delayed
+    efficiency: float  # throughput, as a fraction of the most that the present peers could compute
 
 
 def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[SwarmSource], /) -> Plan[Any]:

@@ -33,25 +33,15 @@ LINEAR = "torch.nn.modules.linear.Identity"  # activation of a Dense module
 
 
 class Equivalent(NamedTuple):
-    """The Hugging Face model that computes the same as a model here.
+    """The Hugging Face model that computes the same as a model here."""
 
-    Attributes:
-      kind: its model_type, a key of FAMILIES.
-      family: the entry of FAMILIES.
-      spec: the resolved options of the model.
-      task: the task of the model.
-      is_mean: whether it pools by the mean, which needs `sentence-transformers`.
-      is_tied: whether the head of a language model is the token embedding.
-      rope_scaling: config.model.rope_scaling.
-    """
-
-    kind: str
-    family: Family
-    spec: Spec
-    task: Task
-    is_mean: bool
-    is_tied: bool = True
-    rope_scaling: str | None = None
+    kind: str  # its model_type, a key of FAMILIES
+    family: Family  # the entry of FAMILIES
+    spec: Spec  # the resolved options of the model
+    task: Task  # the task of the model
+    is_mean: bool  # whether it pools by the mean, which needs `sentence-transformers`
+    is_tied: bool = True  # whether the head of a language model is the token embedding
+    rope_scaling: str | None = None  # config.model.rope_scaling
 
 
 def save_directory(params: Params, config: ConfigDict, info: DataInfo, tokenizer: Path, directory: Path) -> None:

@@ -31,36 +31,23 @@ SMALLEST_PROMPT, SMALLEST_TEXT = 64, 256
 
 
 class TextPiece(NamedTuple):
-    """The part of a text that one step adds.
+    """The part of a text that one step adds."""
 
-    Attributes:
-      number: number of the prompt.
-      token: the token, or None at the end of a text that the model ended.
-      text: its characters; '' while a character is not complete.
-      end: why the text ends here: 'end of text' (the model ended it), 'length' (max_tokens, or the longest text of the
-        model); '' if it continues.
-    """
-
-    number: int
-    token: int | None
-    text: str
+    number: int  # number of the prompt
+    token: int | None  # the token, or None at the end of a text that the model ended
+    text: str  # its characters; '' while a character is not complete
+    # why the text ends here: 'end of text' (the model ended it), 'length' (max_tokens, or the longest text of the
+    # model); '' if it continues
     end: str
 
 
 class Completion(NamedTuple):
-    """The continuation of a prompt.
+    """The continuation of a prompt."""
 
-    Attributes:
-      prompt: the prompt.
-      text: the continuation, without the prompt and the end-of-text token.
-      tokens: its tokens.
-      end: why it ended, see `TextPiece`.
-    """
-
-    prompt: str
-    text: str
-    tokens: list[int]
-    end: str
+    prompt: str  # the prompt
+    text: str  # the continuation, without the prompt and the end-of-text token
+    tokens: list[int]  # its tokens
+    end: str  # why it ended, see `TextPiece`
 
     def extended(self, piece: TextPiece) -> "Completion":
         """Return the continuation with one more piece."""
@@ -69,17 +56,11 @@ class Completion(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A text to continue. `Generator.request` makes and checks it.
+    """A text to continue. `Generator.request` makes and checks it."""
 
-    Attributes:
-      tokens: the tokens of the prompt, at least one.
-      max_tokens: the longest continuation.
-      sampling: how tokens are chosen.
-    """
-
-    tokens: list[int]
-    max_tokens: int
-    sampling: Sampling
+    tokens: list[int]  # the tokens of the prompt, at least one
+    max_tokens: int  # the longest continuation
+    sampling: Sampling  # how tokens are chosen
 
 
 class Generator:

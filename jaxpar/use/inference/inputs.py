@@ -33,15 +33,10 @@ Record = Mapping[str, Any]
 
 
 class Window(NamedTuple):
-    """Consecutive examples of the input.
+    """Consecutive examples of the input."""
 
-    Attributes:
-      records: for each example, the values of all its columns by name.
-      num_truncated: number of texts that are longer than the model allows.
-    """
-
-    records: Sequence[Record]
-    num_truncated: int
+    records: Sequence[Record]  # for each example, the values of all its columns by name
+    num_truncated: int  # number of texts that are longer than the model allows
 
 
 def input_format(path: Path, given: str | None, trained: Trained, option: str = "--input") -> str:

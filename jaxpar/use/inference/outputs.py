@@ -35,14 +35,11 @@ def check_table_file(path: Path) -> None:
 
 
 class _Merger:
-    """Adds predictions to the columns of the input.
-
-    Attributes:
-      names: name of the column of each prediction: its own or, if the first record has a column of this name,
-        `predicted_NAME`.
-    """
+    """Adds predictions to the columns of the input."""
 
     def __init__(self) -> None:
+        # name of the column of each prediction: its own or, if the first record has a column of this name,
+        # `predicted_NAME`
         self.names: dict[str, str] = {}
 
     def __call__(self, records: Sequence[Record], predictions: Sequence[Prediction]) -> list[dict[str, Any]]:

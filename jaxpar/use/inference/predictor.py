@@ -28,34 +28,24 @@ Source = TypeVar("Source")  # what the caller knows about a split, such as its r
 
 
 class _Computing(NamedTuple, Generic[Source]):
-    """A batch that the devices compute.
+    """A batch that the devices compute."""
 
-    Attributes:
-      source: the source of its split.
-      is_last: whether it is the last batch of the split.
-      ids_B: index of each example in the split, or -1 for padding examples.
-    """
-
-    source: Source
-    is_last: bool
-    ids_B: np.ndarray
+    source: Source  # the source of its split
+    is_last: bool  # whether it is the last batch of the split
+    ids_B: np.ndarray  # index of each example in the split, or -1 for padding examples
     batch: Mapping[str, np.ndarray]
     readout: Any
 
 
 class Predictor:
-    """The compiled programs of a trained model.
-
-    Attributes:
-      trained: the trained model.
-      batch_size: the largest number of examples of a batch, a multiple of the number of devices.
-    """
+    """The compiled programs of a trained model."""
 
     def __init__(self, trained: Trained, batch_size: int | None = None):
         """Define the programs. batch_size: is rounded up to a multiple of the devices; None: that of evaluations."""
         mesh, model, task = trained.mesh, trained.model, trained.task
-        self.trained = trained
+        self.trained = trained  # the trained model
         size = batch_size or trained.config.eval.batch_size or trained.config.batch_size
+        # the largest number of examples of a batch, a multiple of the number of devices
         self.batch_size = -(-size // mesh.size) * mesh.size
         self._place = batch_placer(mesh)
 

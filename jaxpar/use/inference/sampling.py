@@ -13,20 +13,14 @@ COLDEST, HOTTEST = 1e-5, 100_000  # temperatures by which logits can be divided 
 
 
 class Sampling(NamedTuple):
-    """Options for drawing tokens. The defaults always choose the most likely token.
+    """Options for drawing tokens. The defaults always choose the most likely token."""
 
-    Attributes:
-      temperature: divisor of the logits, from 1e-05 to 100,000; 0: choose the most likely token.
-      top_k: number of most likely tokens to draw from; 0: all.
-      top_p: draw from the fewest most likely tokens whose probabilities sum up to at least this (Holtzman et al.,
-        "The Curious Case of Neural Text Degeneration", 2020); 1: from all.
-      seed: seed of the random numbers, which depend on it and on the position alone.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
+    temperature: float = 0.0  # divisor of the logits, from 1e-05 to 100,000; 0: choose the most likely token
+    top_k: int = 0  # number of most likely tokens to draw from; 0: all
+    # draw from the fewest most likely tokens whose probabilities sum up to at least this (Holtzman et al., "The Curious
+    # Case of Neural Text Degeneration", 2020); 1: from all
     top_p: float = 1.0
-    seed: int = 0
+    seed: int = 0  # seed of the random numbers, which depend on it and on the position alone
 
     def check(self, prefix: str = "") -> None:
         """Raise UserError if a value is of another type or out of range. prefix: what stands before its name."""

@@ -27,17 +27,11 @@ NARROWEST_LABEL = 10  # width of an action that shows the number of its microbat
 
 
 class Series(NamedTuple):
-    """A curve of a line chart.
+    """A curve of a line chart."""
 
-    Attributes:
-      name: its name in the legend.
-      points: (x, y), in the order of x.
-      is_marked: whether each point has a marker, which shows its values to the pointer.
-    """
-
-    name: str
-    points: Sequence[tuple[float, float]]
-    is_marked: bool = False
+    name: str  # its name in the legend
+    points: Sequence[tuple[float, float]]  # (x, y), in the order of x
+    is_marked: bool = False  # whether each point has a marker, which shows its values to the pointer
 
 
 def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> str:

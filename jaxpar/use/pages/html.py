@@ -66,18 +66,13 @@ LONG_TEXT = 40  # characters of a cell that is not narrowed to one word a line
 
 
 class Cell(NamedTuple):
-    """A cell of a table.
+    """A cell of a table."""
 
-    Attributes:
-      text: what the cell shows.
-      value: its exact number, which programs can read from the attribute `value` of the element `data`; None: a text.
-      bar: length of a bar that the cell shows instead of the text, from 0 to 1; None: no bar.
-      shade: opacity of the background, from 0 to 1. The number is faint if it is 0; None: the cells are not shaded.
-    """
-
-    text: str
+    text: str  # what the cell shows
+    # its exact number, which programs can read from the attribute `value` of the element `data`; None: a text
     value: float | None = None
-    bar: float | None = None
+    bar: float | None = None  # length of a bar that the cell shows instead of the text, from 0 to 1; None: no bar
+    # opacity of the background, from 0 to 1. The number is faint if it is 0; None: the cells are not shaded.
     shade: float | None = None
 
 

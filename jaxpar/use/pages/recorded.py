@@ -24,21 +24,13 @@ SECTION_READERS = {  # strategies that read a section of the config; all strateg
 
 
 class RecordedRun(NamedTuple):
-    """A run in a workdir.
+    """A run in a workdir."""
 
-    Attributes:
-      workdir: directory of the run.
-      config: the config of the run.
-      result: contents of result.json; empty if the run is not finished.
-      rows: rows of metrics.jsonl.
-      starts: its starts, the first one first.
-    """
-
-    workdir: Path
-    config: ConfigDict
-    result: Result
-    rows: list[MetricsRow]
-    starts: list[Start]
+    workdir: Path  # directory of the run
+    config: ConfigDict  # the config of the run
+    result: Result  # contents of result.json; empty if the run is not finished
+    rows: list[MetricsRow]  # rows of metrics.jsonl
+    starts: list[Start]  # its starts, the first one first
 
     @property
     def task(self) -> Task:

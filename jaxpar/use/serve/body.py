@@ -14,23 +14,14 @@ DISCARDED = 64 * 2**20  # bytes of too large a body that are read, so that its c
 
 
 class Limits(NamedTuple):
-    """The limits of a request, and of all requests together.
+    """The limits of a request, and of all requests together."""
 
-    Attributes:
-      body_bytes: the largest body of a request.
-      seconds: the longest time in which the body of a request arrives.
-      characters: the longest text.
-      texts: the most texts of a request.
-      waiting: the most texts that wait.
-      tokens: the longest continuation.
-    """
-
-    body_bytes: int = 2**20
-    seconds: float = 20
-    characters: int = 100_000
-    texts: int = 256
-    waiting: int = 1024
-    tokens: int = 1024
+    body_bytes: int = 2**20  # the largest body of a request
+    seconds: float = 20  # the longest time in which the body of a request arrives
+    characters: int = 100_000  # the longest text
+    texts: int = 256  # the most texts of a request
+    waiting: int = 1024  # the most texts that wait
+    tokens: int = 1024  # the longest continuation
 
 
 async def read_object(request: Request, limits: Limits) -> Mapping[str, Any]:

@@ -18,17 +18,13 @@ from jaxpar.use.serve.batching import Batcher
 
 
 class _Stream:
-    """The continuation of one request while it is computed.
-
-    Attributes:
-      request: the request.
-      pieces: the pieces that were computed and not read yet; last, the exception if computing failed.
-      is_left: whether the stream has no reader left, because it has ended or the client has disconnected.
-    """
+    """The continuation of one request while it is computed."""
 
     def __init__(self, request: Request):
-        self.request = request
+        self.request = request  # the request
+        # the pieces that were computed and not read yet; last, the exception if computing failed
         self.pieces: asyncio.Queue[TextPiece | BaseException] = asyncio.Queue()
+        # whether the stream has no reader left, because it has ended or the client has disconnected
         self.is_left = False
         self._loop = asyncio.get_running_loop()
         self._num_added = 0
@@ -97,13 +93,9 @@ class Continuations:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events: one per piece of text, and then one with the whole continuation.
+    """Server-sent events: one per piece of text, and then one with the whole continuation."""
 
-    Attributes:
-      on_end: function that is called after the last event.
-    """
-
-    on_end: Callable[[], None]
+    on_end: Callable[[], None]  # function that is called after the last event
 
     def __init__(self, completion: Completion, pieces: AsyncGenerator[TextPiece, None], step: int):
         """Continue a continuation, which has its first piece, with the other pieces."""

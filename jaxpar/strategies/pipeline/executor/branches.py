@@ -15,16 +15,12 @@ OF_KIND = "of_kind"  # name of the conditionals whose branch depends on the kind
 
 
 class DeviceBranches(NamedTuple):
-    """The branches that devices take in a conditional.
+    """The branches that devices take in a conditional."""
 
-    Attributes:
-      taken: int [iteration, device], the number of the branch in each iteration of the loop over clocks; one row if the
-        conditional is not in that loop.
-      number: number of branches.
-    """
-
+    # int [iteration, device], the number of the branch in each iteration of the loop over clocks; one row if the
+    # conditional is not in that loop
     taken: np.ndarray
-    number: int
+    number: int  # number of branches
 
     @property
     def fractions(self) -> tuple[float, ...]:

@@ -24,24 +24,18 @@ BY_REPLICA, LOCAL = PartitionSpec(DATA), PartitionSpec(DATA, STAGE)
 
 
 class MeshColumns:
-    """The columns of a mesh, and their groups.
-
-    Attributes:
-      mesh: the mesh of all devices.
-      groups: the columns of each group, in the order of the stages.
-      group_of: group of each column.
-      of_column: mesh of each column.
-      of_group: mesh of each group.
-    """
+    """The columns of a mesh, and their groups."""
 
     def __init__(self, mesh: Mesh, groups: Sequence[Sequence[int]]):
         """groups: see the attribute; empty: each column is a group."""
         columns = range(mesh.shape[STAGE])
-        self.mesh = mesh
+        self.mesh = mesh  # the mesh of all devices
+        # the columns of each group, in the order of the stages
         self.groups = [list(group) for group in groups] or [[column] for column in columns]
+        # group of each column
         self.group_of = {column: number for number, group in enumerate(self.groups) for column in group}
-        self.of_column = [submesh(mesh, [column]) for column in columns]
-        self.of_group = [submesh(mesh, group) for group in self.groups]
+        self.of_column = [submesh(mesh, [column]) for column in columns]  # mesh of each column
+        self.of_group = [submesh(mesh, group) for group in self.groups]  # mesh of each group
 
     def split(self, tree: Tree) -> list[Tree]:
         """Return a tree on the whole mesh as it is on each column."""

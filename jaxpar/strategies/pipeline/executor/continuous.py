@@ -42,21 +42,13 @@ UPDATE = "update"  # name of the loops in which stages are updated
 
 
 class Weights(NamedTuple):
-    """The values that the update of a stage changes, on one device.
+    """The values that the update of a stage changes, on one device."""
 
-    Attributes:
-      versions: the versions of the parameters, packed, with a leading dim over the versions.
-      optimizer: state of the optimizer, packed.
-      residuals: private state of the gradient exchange.
-      squared_norm: sum of the squared gradient of the last update.
-      nonfinite: 1.0 if the gradient of an update in this step was not finite, otherwise 0.0.
-    """
-
-    versions: Packed
-    optimizer: Packed
-    residuals: Any
-    squared_norm: jax.Array
-    nonfinite: jax.Array
+    versions: Packed  # the versions of the parameters, packed, with a leading dim over the versions
+    optimizer: Packed  # state of the optimizer, packed
+    residuals: Any  # private state of the gradient exchange
+    squared_norm: jax.Array  # sum of the squared gradient of the last update
+    nonfinite: jax.Array  # 1.0 if the gradient of an update in this step was not finite, otherwise 0.0
 
 
 def continuous_step(

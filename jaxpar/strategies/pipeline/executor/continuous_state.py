@@ -81,19 +81,12 @@ def version_slot(version: jax.Array, num_versions: jax.Array) -> jax.Array:
 
 
 class WorkInFlight(NamedTuple):
-    """The private state: what is in flight between two steps.
+    """The private state: what is in flight between two steps."""
 
-    Attributes:
-      num_entered: the number of batches that have entered the pipeline since it was empty.
-      residuals: private state of the gradient exchange.
-      buffers: the fields of `Carry` that hold values of batches in flight.
-      batches: the microbatches of the batches in flight, the latest batch first; empty if there are none.
-    """
-
-    num_entered: Any
-    residuals: Any
-    buffers: Any
-    batches: Any
+    num_entered: Any  # the number of batches that have entered the pipeline since it was empty
+    residuals: Any  # private state of the gradient exchange
+    buffers: Any  # the fields of `Carry` that hold values of batches in flight
+    batches: Any  # the microbatches of the batches in flight, the latest batch first; empty if there are none
 
 
 BUFFERS = ("inboxes", "stashes", "activation", "gradient", "grads")  # fields of Carry

@@ -37,42 +37,26 @@ from jaxpar.tasks import Sums
 
 
 class StepInputs(NamedTuple):
-    """The inputs that all actions of a step share.
+    """The inputs that all actions of a step share."""
 
-    Attributes:
-      key: data of the dropout key; None when evaluating.
-      weight: divisor of the loss: the weight of the global batch divided by the number of replicas.
-      microbatches: [m, B, ..] the microbatches.
-    """
-
-    key: Any
-    weight: Any
-    microbatches: Batch
+    key: Any  # data of the dropout key; None when evaluating
+    weight: Any  # divisor of the loss: the weight of the global batch divided by the number of replicas
+    microbatches: Batch  # [m, B, ..] the microbatches
 
 
 SHARED_SPECS: Any = StepInputs(ON_ALL, ON_ALL, DIVIDED)  # type: ignore[arg-type]
 
 
 class DispatchedAction(NamedTuple):
-    """An action of a table as the host enqueues it.
+    """An action of a table as the host enqueues it."""
 
-    Attributes:
-      column: the column that runs it.
-      chunk: its chunk.
-      phase: 0: F; 1: B or BW; 2: W; 3: U.
-      microbatch: its microbatch.
-      stage: its stage.
-      version: the version of the weights that it reads or writes, as in the table.
-      to: the stage and the column that receive its result; None if no other stage does.
-    """
-
-    column: int
-    chunk: int
-    phase: int
-    microbatch: int
-    stage: int
-    version: int
-    to: tuple[int, int] | None
+    column: int  # the column that runs it
+    chunk: int  # its chunk
+    phase: int  # 0: F; 1: B or BW; 2: W; 3: U
+    microbatch: int  # its microbatch
+    stage: int  # its stage
+    version: int  # the version of the weights that it reads or writes, as in the table
+    to: tuple[int, int] | None  # the stage and the column that receive its result; None if no other stage does
 
     @property
     def is_update(self) -> bool:
@@ -81,19 +65,13 @@ class DispatchedAction(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The results of actions that later ones read, in the form LOCAL.
+    """The results of actions that later ones read, in the form LOCAL."""
 
-    Attributes:
-      arrived: what other columns sent, by the phase, stage and microbatch that read it.
-      stashes: saved values by stage and microbatch, each by the phase that saved it and the last one that reads it.
-      grads: gradient of the parameters, summed over microbatches, by column, for each chunk.
-      sums: metric sums of each microbatch, by column of the last stage.
-    """
-
-    arrived: dict[tuple[int, int, int], Any]
+    arrived: dict[tuple[int, int, int], Any]  # what other columns sent, by the phase, stage and microbatch that read it
+    # saved values by stage and microbatch, each by the phase that saved it and the last one that reads it
     stashes: dict[tuple[int, int], dict[tuple[int, int], Any]]
-    grads: dict[int, list[Params]]
-    sums: dict[int, list[Sums]]
+    grads: dict[int, list[Params]]  # gradient of the parameters, summed over microbatches, by column, for each chunk
+    sums: dict[int, list[Sums]]  # metric sums of each microbatch, by column of the last stage
 
 
 def no_work() -> Work:

@@ -45,53 +45,33 @@ from jaxpar.tasks import Sums
 
 
 class EnteredBatch(NamedTuple):
-    """A batch that has entered the pipeline.
+    """A batch that has entered the pipeline."""
 
-    Attributes:
-      step: number of its step, by group.
-      inputs: inputs of its actions, by column.
-    """
-
-    step: Sequence[Any]
-    inputs: Sequence[StepInputs]
+    step: Sequence[Any]  # number of its step, by group
+    inputs: Sequence[StepInputs]  # inputs of its actions, by column
 
 
 class DispatchedFlight(NamedTuple):
-    """The private state: what is in flight between two steps.
+    """The private state: what is in flight between two steps."""
 
-    Attributes:
-      num_entered: number of batches that have entered the pipeline since it was empty; the host holds it.
-      residuals: private state of the gradient exchange, by group.
-      versions: earlier versions of the parameters that are still needed, by group and version.
-      batches: the batches that are still needed, by number.
-      work: what actions have made for later ones. Microbatches are counted from the first batch.
-    """
-
-    num_entered: np.ndarray
-    residuals: Sequence[Tree]
+    num_entered: np.ndarray  # number of batches that have entered the pipeline since it was empty; the host holds it
+    residuals: Sequence[Tree]  # private state of the gradient exchange, by group
+    # earlier versions of the parameters that are still needed, by group and version
     versions: Sequence[Mapping[int, Params]]
-    batches: Mapping[int, EnteredBatch]
-    work: Work
+    batches: Mapping[int, EnteredBatch]  # the batches that are still needed, by number
+    work: Work  # what actions have made for later ones. Microbatches are counted from the first batch.
 
 
 @dataclass
 class GroupWeights:
-    """The weights of a group during a step.
+    """The weights of a group during a step."""
 
-    Attributes:
-      number: number of the newest version of the parameters.
-      versions: the versions.
-      parts: the parameters of each chunk, by version and column.
-      optimizer: state of the optimizer.
-      residuals: private state of the gradient exchange.
-      checks: of the update in this step, the squared norm of the gradient, and 1.0 if it was not finite, otherwise 0.0.
-    """
-
-    number: int
-    versions: dict[int, Params]
-    parts: dict[int, dict[int, list[Params]]]
-    optimizer: Any
-    residuals: Tree
+    number: int  # number of the newest version of the parameters
+    versions: dict[int, Params]  # the versions
+    parts: dict[int, dict[int, list[Params]]]  # the parameters of each chunk, by version and column
+    optimizer: Any  # state of the optimizer
+    residuals: Tree  # private state of the gradient exchange
+    # of the update in this step, the squared norm of the gradient, and 1.0 if it was not finite, otherwise 0.0
     checks: Sequence[Any] = ()
 
     @property

@@ -60,19 +60,12 @@ class DispatchedState(NamedTuple):
 
 
 class ReducedGradient(NamedTuple):
-    """The gradient of a group.
+    """The gradient of a group."""
 
-    Attributes:
-      grads: the mean over the replicas.
-      residuals: the private state of the exchange after it.
-      square: sum of the squares, without tied arrays that several groups hold.
-      nonfinite: number of devices whose gradient was not finite before the exchange.
-    """
-
-    grads: Params
-    residuals: Tree
-    square: jax.Array
-    nonfinite: jax.Array
+    grads: Params  # the mean over the replicas
+    residuals: Tree  # the private state of the exchange after it
+    square: jax.Array  # sum of the squares, without tied arrays that several groups hold
+    nonfinite: jax.Array  # number of devices whose gradient was not finite before the exchange
 
 
 def private_layout(axes: Mapping[str, int], all_reduce: AllReduce, params: Params) -> Layout:

@@ -65,39 +65,23 @@ from jaxpar.tasks import Sums
 
 
 class Carry(NamedTuple):
-    """The values that a device carries from clock to clock.
+    """The values that a device carries from clock to clock."""
 
-    Attributes:
-      inboxes: slots of each inbox.
-      stashes: slots of each stash.
-      activation: send buffer of F: the latest y, packed as a transfer.
-      gradient: send buffer of B: the latest dX, packed as a transfer.
-      grads: the gradients accumulated so far, packed like the parameters.
-      sums: the metric sums accumulated so far; only the last stage adds to them.
-      weights: the weights that updates in the table change; None if there are none.
-    """
-
-    inboxes: dict[str, Packed]
-    stashes: dict[tuple[int, int], Packed]
-    activation: Packed
-    gradient: Packed
-    grads: Packed
-    sums: Sums
-    weights: Any = None
+    inboxes: dict[str, Packed]  # slots of each inbox
+    stashes: dict[tuple[int, int], Packed]  # slots of each stash
+    activation: Packed  # send buffer of F: the latest y, packed as a transfer
+    gradient: Packed  # send buffer of B: the latest dX, packed as a transfer
+    grads: Packed  # the gradients accumulated so far, packed like the parameters
+    sums: Sums  # the metric sums accumulated so far; only the last stage adds to them
+    weights: Any = None  # the weights that updates in the table change; None if there are none
 
 
 class StepBatches(NamedTuple):
-    """The batches that a step works on: the one of the step, followed by earlier ones whose work is not finished.
+    """The batches that a step works on: the one of the step, followed by earlier ones whose work is not finished."""
 
-    Attributes:
-      microbatches: [number of batches x m, B, ..] the microbatches of a replica.
-      keys: dropout key by batch, an array or a list; None disables dropout.
-      weights: by batch, the divisor of the loss: the global batch weight divided by the number of replicas.
-    """
-
-    microbatches: Batch
-    keys: Any
-    weights: Any
+    microbatches: Batch  # [number of batches x m, B, ..] the microbatches of a replica
+    keys: Any  # dropout key by batch, an array or a list; None disables dropout
+    weights: Any  # by batch, the divisor of the loss: the global batch weight divided by the number of replicas
 
     def of(self, microbatch: jax.Array) -> tuple[Batch, jax.Array | None, jax.Array]:
         """Return a microbatch, and the dropout key and the divisor of its batch."""

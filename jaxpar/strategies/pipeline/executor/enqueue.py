@@ -20,19 +20,12 @@ ENQUEUE_SECONDS = 1e-4  # of the host, to enqueue a program with the arrays of a
 
 
 class Program(NamedTuple):
-    """A jitted function on the devices of one mesh.
+    """A jitted function on the devices of one mesh."""
 
-    Attributes:
-      jitted: the function.
-      mesh: the mesh.
-      kinds: for an audit, the kind of bytes in each argument, such as parameters.
-      is_action: whether a call is an action of the table.
-    """
-
-    jitted: Any
-    mesh: Mesh
-    kinds: tuple[str, ...]
-    is_action: bool = False
+    jitted: Any  # the function
+    mesh: Mesh  # the mesh
+    kinds: tuple[str, ...]  # for an audit, the kind of bytes in each argument, such as parameters
+    is_action: bool = False  # whether a call is an action of the table
 
 
 def program_on(
@@ -92,29 +85,18 @@ def _sent_between_processes(x: jax.Array | np.ndarray, sharding: NamedSharding) 
 
 
 class CallInput(NamedTuple):
-    """Inputs of a call that an earlier call made.
+    """Inputs of a call that an earlier call made."""
 
-    Attributes:
-      call: number of the earlier call.
-      nbytes: bytes that were sent to each device of the later one.
-      by_dtype: these bytes by the NumPy name of the dtype.
-    """
-
-    call: int
-    nbytes: int
-    by_dtype: Mapping[str, int] = {}
+    call: int  # number of the earlier call
+    nbytes: int  # bytes that were sent to each device of the later one
+    by_dtype: Mapping[str, int] = {}  # these bytes by the NumPy name of the dtype
 
 
 class ProgramCall(NamedTuple):
-    """One run of a program in a step.
+    """One run of a program in a step."""
 
-    Attributes:
-      number: its place in the order in which the host enqueues the calls of a step.
-      inputs: its inputs that earlier calls of the step made.
-    """
-
-    number: int
-    inputs: tuple[CallInput, ...]
+    number: int  # its place in the order in which the host enqueues the calls of a step
+    inputs: tuple[CallInput, ...]  # its inputs that earlier calls of the step made
 
 
 class Called(NamedTuple):
@@ -134,14 +116,10 @@ class Made(jax.ShapeDtypeStruct):
 
 
 class Compiler:
-    """Compiles each program when it is called for the first time, and lists the calls of a step.
-
-    Attributes:
-      called: the programs, in the order of their first calls.
-    """
+    """Compiles each program when it is called for the first time, and lists the calls of a step."""
 
     def __init__(self) -> None:
-        self.called: dict[Any, Called] = {}
+        self.called: dict[Any, Called] = {}  # the programs, in the order of their first calls
         self._num_calls = self._first = 0
 
     def begin_step(self) -> None:

@@ -44,24 +44,16 @@ class Actions(NamedTuple):
     """The actions of one phase, as int32 arrays [device, clock].
 
     In the engine, a device has its own row, [clock], and a scan over clocks sees scalars.
-
-    Attributes:
-      chunk: chunk of the action; NONE if the device has no action of this phase in the clock.
-      microbatch: microbatch of the action. Microbatches of earlier batches follow those of the batch of the step.
-      inbox: inbox slot of its input.
-      stash: slot in each stash that the action reads or writes.
-      local_inbox: inbox slot for its output if the receiving stage is on the same device; otherwise NONE.
-      route: number of the route that carries its output to another device; otherwise NONE.
-      version: slot of the weights that it reads; in the first step, how many batches have entered since the
-        version was the newest one possible. None if all actions of a step read the same weights.
     """
 
-    chunk: Any
-    microbatch: Any
-    inbox: Any
-    stash: dict[tuple[int, int], Any]
-    local_inbox: Any
-    route: Any
+    chunk: Any  # chunk of the action; NONE if the device has no action of this phase in the clock
+    microbatch: Any  # microbatch of the action. Microbatches of earlier batches follow those of the batch of the step.
+    inbox: Any  # inbox slot of its input
+    stash: dict[tuple[int, int], Any]  # slot in each stash that the action reads or writes
+    local_inbox: Any  # inbox slot for its output if the receiving stage is on the same device; otherwise NONE
+    route: Any  # number of the route that carries its output to another device; otherwise NONE
+    # slot of the weights that it reads; in the first step, how many batches have entered since the version was the
+    # newest one possible. None if all actions of a step read the same weights.
     version: Any = None
 
 
@@ -73,31 +65,20 @@ class Arrivals(NamedTuple):
 
 
 class Route(NamedTuple):
-    """A route from every sender to the device `offset` places after it on the ring of devices.
+    """A route from every sender to the device `offset` places after it on the ring of devices."""
 
-    Attributes:
-      offset: distance from sender to receiver.
-      senders: the devices that ever send over the route.
-      phases: phases whose outputs the route carries: 0 activations, 1 gradients.
-    """
-
-    offset: int
-    senders: tuple[int, ...]
-    phases: tuple[int, ...]
+    offset: int  # distance from sender to receiver
+    senders: tuple[int, ...]  # the devices that ever send over the route
+    phases: tuple[int, ...]  # phases whose outputs the route carries: 0 activations, 1 gradients
 
 
 class ClockShape(NamedTuple):
-    """The properties of a clock that the compiled program depends on.
+    """The properties of a clock that the compiled program depends on."""
 
-    Attributes:
-      routes: the routes between devices; one that is not used in the clock has no senders.
-      actors: by phase, the devices that have an action in the clock; None: any device can have one.
-      has_update: whether a device can have an update at the end of the clock.
-    """
-
-    routes: tuple[Route, ...]
+    routes: tuple[Route, ...]  # the routes between devices; one that is not used in the clock has no senders
+    # by phase, the devices that have an action in the clock; None: any device can have one
     actors: tuple[tuple[int, ...], ...] | None = None
-    has_update: bool = False
+    has_update: bool = False  # whether a device can have an update at the end of the clock
 
     @property
     def num_transfers(self) -> int:
@@ -106,42 +87,29 @@ class ClockShape(NamedTuple):
 
 
 class TableShape(NamedTuple):
-    """The properties of a table that the compiled program depends on.
+    """The properties of a table that the compiled program depends on."""
 
-    Attributes:
-      num_microbatches: number of microbatches in a replica's shard of the batch.
-      clocks: the clocks in one iteration of the loop over clocks. A table with a flush has one, whose routes are those
-        of all clocks.
-      num_slots: number of slots of each buffer.
-      num_phases: 1: F alone; 2: F and BW; 3: F, B and W.
-      local_phases: phases that have an output whose receiving stage is on the same device.
-      num_batches: number of batches that a step works on; more than 1 only if the table is periodic.
-      num_versions: by device, the number of versions of the weights that it keeps; empty if the table has no updates.
-      num_own: by device, the number of microbatches of a batch that it runs; empty if the table has no updates.
-    """
-
-    num_microbatches: int
+    num_microbatches: int  # number of microbatches in a replica's shard of the batch
+    # the clocks in one iteration of the loop over clocks. A table with a flush has one, whose routes are those of all
+    # clocks.
     clocks: tuple[ClockShape, ...]
-    num_slots: tuple[tuple[Buffer, int], ...]
-    num_phases: int
-    local_phases: tuple[int, ...]
-    num_batches: int = 1
+    num_slots: tuple[tuple[Buffer, int], ...]  # number of slots of each buffer
+    num_phases: int  # 1: F alone; 2: F and BW; 3: F, B and W
+    local_phases: tuple[int, ...]  # phases that have an output whose receiving stage is on the same device
+    num_batches: int = 1  # number of batches that a step works on; more than 1 only if the table is periodic
+    # by device, the number of versions of the weights that it keeps; empty if the table has no updates
     num_versions: tuple[int, ...] = ()
+    # by device, the number of microbatches of a batch that it runs; empty if the table has no updates
     num_own: tuple[int, ...] = ()
 
 
 class TableArrays(NamedTuple):
-    """The arrays of a lowered table.
+    """The arrays of a lowered table."""
 
-    Attributes:
-      actions: the actions, by phase.
-      arrivals: the transfers that arrive, by route.
-      updates: int32 [device, clock]: the number of batches that have entered since the batch whose gradient is applied
-        at the end of the clock, or NONE; None if the table has no updates.
-    """
-
-    actions: tuple[Actions, ...]
-    arrivals: tuple[Arrivals, ...]
+    actions: tuple[Actions, ...]  # the actions, by phase
+    arrivals: tuple[Arrivals, ...]  # the transfers that arrive, by route
+    # int32 [device, clock]: the number of batches that have entered since the batch whose gradient is applied at the
+    # end of the clock, or NONE; None if the table has no updates
     updates: Any = None
 
 

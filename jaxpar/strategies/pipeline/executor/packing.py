@@ -26,11 +26,7 @@ class _Place(NamedTuple):
 
 
 class Packing:
-    """The packed form that several trees share. A tree is identified by its kind: its index among the trees.
-
-    Attributes:
-      shapes: shapes and dtypes of the packed arrays.
-    """
+    """The packed form that several trees share. A tree is identified by its kind: its index among the trees."""
 
     def __init__(self, trees: Sequence[Any]):
         """Plan the packed form. trees: one tree per kind; their leaves have a shape and a dtype."""
@@ -40,6 +36,7 @@ class Packing:
         counts = [Counter((leaf.shape, leaf.dtype) for leaf in leaves) for leaves in self._leaves]
         some = [count for count in counts if count] or [Counter()]
         common = functools.reduce(operator.and_, some)
+        # shapes and dtypes of the packed arrays
         self.shapes = [jax.ShapeDtypeStruct(*key) for key in common.elements()]
         first = {}  # the first shared array of a shape and dtype
         for index, array in reversed(list(enumerate(self.shapes))):

@@ -41,16 +41,13 @@ Variables = dict[tuple[int, int], list[Any]]  # the same, for variables of a jax
 
 
 class Cut(NamedTuple):
-    """A jaxpr cut into phases.
+    """A jaxpr cut into phases."""
 
-    Attributes:
-      run: one function per phase: (inputs of the jaxpr, values that earlier phases saved) -> (outputs, values that
-        this phase saves). Inputs that the phase does not use may be None.
-      saved: shapes of the saved values, by (phase that computes them, last phase that uses them). Phase k may read all
-        (i, j) with i < k <= j.
-    """
-
+    # one function per phase: (inputs of the jaxpr, values that earlier phases saved) -> (outputs, values that this
+    # phase saves). Inputs that the phase does not use may be None.
     run: tuple[Callable[[Sequence[Any], Saved], tuple[list[Any], Saved]], ...]
+    # shapes of the saved values, by (phase that computes them, last phase that uses them). Phase k may read all (i, j)
+    # with i < k <= j.
     saved: dict[tuple[int, int], list[jax.ShapeDtypeStruct]]
 
 

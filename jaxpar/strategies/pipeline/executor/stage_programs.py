@@ -31,58 +31,36 @@ _TRACED: WeakKeyDictionary[Model, dict[Any, Any]] = WeakKeyDictionary()
 
 
 class StageInputs(NamedTuple):
-    """The inputs of one phase of a stage, besides the values that earlier phases of the same microbatch saved.
+    """The inputs of one phase of a stage, besides the values that earlier phases of the same microbatch saved."""
 
-    Attributes:
-      params: parameters of the stage's layers, and arrays tied to them.
-      microbatch: the examples.
-      key: dropout key of the step; None when evaluating.
-      shift: layer-index offset from the stage that the program was traced for; dropout keys depend on it.
-      weight: divisor of the loss.
-      x: input of the stage, for F; None at stage 0, whose input is in the microbatch.
-      dy: gradient of the stage's output, for B; None at the last stage, whose output is the loss.
-    """
-
-    params: Any
-    microbatch: Batch
-    key: Any
-    shift: Any
-    weight: Any
-    x: Activations | None = None
+    params: Any  # parameters of the stage's layers, and arrays tied to them
+    microbatch: Batch  # the examples
+    key: Any  # dropout key of the step; None when evaluating
+    shift: Any  # layer-index offset from the stage that the program was traced for; dropout keys depend on it
+    weight: Any  # divisor of the loss
+    x: Activations | None = None  # input of the stage, for F; None at stage 0, whose input is in the microbatch
+    # gradient of the stage's output, for B; None at the last stage, whose output is the loss
     dy: Activations | None = None
 
 
 class StageOutputs(NamedTuple):
-    """The outputs of one phase. Outputs that a phase does not compute are None.
+    """The outputs of one phase. Outputs that a phase does not compute are None."""
 
-    Attributes:
-      y: output of the stage, from F; the last stage returns `sums` instead.
-      sums: metric sums of the microbatch, from F of the last stage.
-      dx: gradient of the stage's input, from B. Stage 0 has no sender to return it to. If its B and W are separate,
-        `dx` is the gradient of the input of its second layer, which is discarded.
-      dparams: gradient of StageInputs.params, from W, or from B if B and W are fused.
-    """
-
-    y: Activations | None = None
-    sums: Sums | None = None
+    y: Activations | None = None  # output of the stage, from F; the last stage returns `sums` instead
+    sums: Sums | None = None  # metric sums of the microbatch, from F of the last stage
+    # gradient of the stage's input, from B. Stage 0 has no sender to return it to. If its B and W are separate, `dx` is
+    # the gradient of the input of its second layer, which is discarded.
     dx: Activations | None = None
-    dparams: Any = None
+    dparams: Any = None  # gradient of StageInputs.params, from W, or from B if B and W are fused
 
 
 class StageProgram(NamedTuple):
-    """The phases of one chunk of one kind of device.
+    """The phases of one chunk of one kind of device."""
 
-    Attributes:
-      stage: the stage that it was traced for; other stages run it with a shift.
-      inputs: shapes of the inputs, with x and dy.
-      outputs: shapes of the outputs, by phase.
-      cut: the phases.
-    """
-
-    stage: int
-    inputs: StageInputs
-    outputs: tuple[StageOutputs, ...]
-    cut: Cut
+    stage: int  # the stage that it was traced for; other stages run it with a shift
+    inputs: StageInputs  # shapes of the inputs, with x and dy
+    outputs: tuple[StageOutputs, ...]  # shapes of the outputs, by phase
+    cut: Cut  # the phases
 
     @property
     def y(self) -> Activations | None:

@@ -47,21 +47,16 @@ class PackedState(NamedTuple):
 
 
 class StagedTree:
-    """A tree with one or several arrays per parameter, distributed over the devices of a pipeline.
-
-    Attributes:
-      layout: layout of the canonical tree: the devices that hold each leaf.
-      packing: packing of each device's part of the tree, by kind of device.
-      packed: layout of the packed arrays.
-    """
+    """A tree with one or several arrays per parameter, distributed over the devices of a pipeline."""
 
     def __init__(self, axes: Mapping[str, int], function: Callable[[Any], Any], stages: Stages):
         """function: parameters -> tree. Each array of a layer must depend on the parameters of that layer alone."""
         shapes = stages.model.shapes
         like = jax.eval_shape(function, shapes)
         held = [stages.select(shapes, device) for device in stages.examples]
+        # packing of each device's part of the tree, by kind of device
         self.packing = Packing([jax.eval_shape(function, params) for params in held])
-        self.packed = layout.per_replica(axes, tuple(self.packing.shapes), STAGE)
+        self.packed = layout.per_replica(axes, tuple(self.packing.shapes), STAGE)  # layout of the packed arrays
         number = {leaf: i for i, leaf in enumerate(leaf_paths(function, shapes))}
         # By device: the numbers of the canonical leaves that it holds, in the order of the local tree.
         self._numbers: list[list[int]] = []
@@ -76,6 +71,7 @@ class StagedTree:
             LeafLayout(leaf.shape, leaf.dtype, holders=of_leaf)
             for leaf, of_leaf in zip(jax.tree.leaves(like), holders, strict=True)
         ]
+        # layout of the canonical tree: the devices that hold each leaf
         self.layout = Layout(axes, jax.tree.unflatten(self._structure, leaves))
 
     def _find_holders(self, layers: Sequence[str | None], stages: Stages) -> list[Holders | None]:
@@ -253,9 +249,6 @@ class StageUpdate:
     """The optimizer step on one device's part of the state: one branch per kind of device, as their layers differ.
 
     For use inside `shard_map`. Parameters and gradients are packed.
-
-    Attributes:
-      copied: tied arrays that several devices hold, as (layer, name).
     """
 
     def __init__(self, staged: StagedState, device: jax.Array):
@@ -268,6 +261,7 @@ class StageUpdate:
         # Replicas of a stage hold the same gradient, of which one counts.
         self._groups = stages.groups
         self._counts = jnp.asarray([stages.is_first(d) for d in range(len(stages.kinds))])[device]
+        # tied arrays that several devices hold, as (layer, name)
         self.copied: list[tuple[str, str]] = sorted(set().union(*self._copies))
 
     def over_replicas(self, grads: Packed) -> Packed:

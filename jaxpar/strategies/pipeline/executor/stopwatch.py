@@ -21,17 +21,11 @@ SWITCH_SECONDS = 1e-4
 
 
 class _Timed(NamedTuple):
-    """An array that an action made, or that was sent after that.
+    """An array that an action made, or that was sent after that."""
 
-    Attributes:
-      array: a weak reference to it, because ids are used again.
-      action: number of the action.
-      arrived: when it was there, if it was sent.
-    """
-
-    array: "weakref.ref[Any]"
-    action: int
-    arrived: Future[float] | None
+    array: "weakref.ref[Any]"  # a weak reference to it, because ids are used again
+    action: int  # number of the action
+    arrived: Future[float] | None  # when it was there, if it was sent
 
 
 class _Action(NamedTuple):

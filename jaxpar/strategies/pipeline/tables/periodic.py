@@ -24,32 +24,20 @@ class Reads(NamedTuple):
     """Facts on which the version depends that an action of a microbatch reads.
 
     Versions are relative to the batch of the microbatch.
-
-    Attributes:
-      at_entry: the newest version of the first stage when the microbatch enters it.
-      at_forward: the newest version of the stage when F runs there.
-      at_action: the newest version of the stage when the action, F or its backward, runs there.
     """
 
-    at_entry: int
-    at_forward: int
-    at_action: int
+    at_entry: int  # the newest version of the first stage when the microbatch enters it
+    at_forward: int  # the newest version of the stage when F runs there
+    at_action: int  # the newest version of the stage when the action, F or its backward, runs there
 
 
 class Continuous(NamedTuple):
-    """A schedule without flush.
+    """A schedule without flush."""
 
-    Attributes:
-      version: the version that an action reads.
-      whole_batches: whether a batch must have as many microbatches as the pipeline has devices, or more.
-      most_behind: largest number of versions that an action reads behind the newest one; None: no limit.
-      reason: why it differs from training on one device, for `Plan.differs`.
-    """
-
-    version: Callable[[Reads], int]
-    whole_batches: bool
-    most_behind: int | None
-    reason: str
+    version: Callable[[Reads], int]  # the version that an action reads
+    whole_batches: bool  # whether a batch must have as many microbatches as the pipeline has devices, or more
+    most_behind: int | None  # largest number of versions that an action reads behind the newest one; None: no limit
+    reason: str  # why it differs from training on one device, for `Plan.differs`
 
 
 CONTINUOUS = {

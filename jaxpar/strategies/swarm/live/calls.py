@@ -56,25 +56,15 @@ class Patience:
 
 @dataclass(eq=False)
 class Call:
-    """A call that has not been answered.
+    """A call that has not been answered."""
 
-    Attributes:
-      peer: the peer.
-      answer: reference to the `PeerAnswer`, or to the only result.
-      label: calls with the same label take comparable times; None: the call has no limit.
-      done: receives the answer and the call.
-      is_first: whether it is the first call that its peer has not answered.
-      start: since when, in seconds of `time.monotonic`.
-      ended: when it was answered.
-    """
-
-    peer: int
-    answer: Any
-    label: Label | None
-    done: Callable[[Any, "Call"], object]
-    is_first: bool
-    start: float
-    ended: float = math.inf
+    peer: int  # the peer
+    answer: Any  # reference to the `PeerAnswer`, or to the only result
+    label: Label | None  # calls with the same label take comparable times; None: the call has no limit
+    done: Callable[[Any, "Call"], object]  # receives the answer and the call
+    is_first: bool  # whether it is the first call that its peer has not answered
+    start: float  # since when, in seconds of `time.monotonic`
+    ended: float = math.inf  # when it was answered
 
 
 class CallFailure(NamedTuple):

@@ -40,26 +40,17 @@ class PeerStatus(StrEnum):
 
 
 class LiveEvent(NamedTuple):
-    """An event.
+    """An event."""
 
-    Attributes:
-      kind: the kind.
-      peer: the peer; -1 if none.
-      stage: the stage; -1 if none.
-      number: ATTACHED: the process; QUEUED: the number of passes that the peer has been assigned; LOST: the number of
-        gradients; UPDATED: the step; otherwise the microbatch, or -1.
-      text: ATTACHED: the machine; FAILED, GIVEN_UP, BANNED: the reason; MOVED: from where; otherwise empty.
-      phase: FORWARD_PASS or BACKWARD_PASS; -1 if none.
-      value: COMPUTED: the seconds that the peer measured for the pass; UPDATED: the mean loss; otherwise 0.
-    """
-
-    kind: EventKind
-    peer: int = -1
-    stage: int = -1
+    kind: EventKind  # the kind
+    peer: int = -1  # the peer; -1 if none
+    stage: int = -1  # the stage; -1 if none
+    # ATTACHED: the process; QUEUED: the number of passes that the peer has been assigned; LOST: the number of
+    # gradients; UPDATED: the step; otherwise the microbatch, or -1
     number: int = -1
-    text: str = ""
-    phase: int = -1
-    value: float = 0.0
+    text: str = ""  # ATTACHED: the machine; FAILED, GIVEN_UP, BANNED: the reason; MOVED: from where; otherwise empty
+    phase: int = -1  # FORWARD_PASS or BACKWARD_PASS; -1 if none
+    value: float = 0.0  # COMPUTED: the seconds that the peer measured for the pass; UPDATED: the mean loss; otherwise 0
 
 
 listeners: list[Callable[[LiveEvent], None]] = []  # called in the trainer's thread, in order

@@ -52,43 +52,26 @@ Done = Callable[[PeerAnswer, list[Any], Call], object]  # (answer, references to
 
 @dataclass(eq=False)
 class LivePeer:
-    """A peer.
+    """A peer."""
 
-    Attributes:
-      handle: Ray's handle of the actor.
-      node: Ray's identifier of its machine; empty until it is attached, if an earlier trainer started it.
-      place: its place, once it is attached.
-      status: its status.
-      generation: number of times that it was given up.
-      is_hostile: whether it was banned for what it sent.
-      silent_since: when it was given up because it was silent, in seconds since the run began; inf if it was not.
-      pace: its last seconds per unit of work; None if unknown.
-      loading: its newest call to load a stage.
-    """
-
-    handle: Any
-    node: str
-    place: PeerPlace | None = None
-    status: PeerStatus = PeerStatus.STARTING
-    generation: int = 0
-    is_hostile: bool = False
+    handle: Any  # Ray's handle of the actor
+    node: str  # Ray's identifier of its machine; empty until it is attached, if an earlier trainer started it
+    place: PeerPlace | None = None  # its place, once it is attached
+    status: PeerStatus = PeerStatus.STARTING  # its status
+    generation: int = 0  # number of times that it was given up
+    is_hostile: bool = False  # whether it was banned for what it sent
+    # when it was given up because it was silent, in seconds since the run began; inf if it was not
     silent_since: float = math.inf
-    pace: float | None = None
-    loading: Call | None = None
+    pace: float | None = None  # its last seconds per unit of work; None if unknown
+    loading: Call | None = None  # its newest call to load a stage
 
 
 class StateSource(NamedTuple):
-    """The state that peers load.
+    """The state that peers load."""
 
-    Attributes:
-      tree: stage -> reference to its part of the canonical state.
-      microbatch: reference to a microbatch, to compile programs for its shapes.
-      scalars: data of a dropout key, and a divisor of the loss.
-    """
-
-    tree: Callable[[int], Any]
-    microbatch: Any
-    scalars: Arrays
+    tree: Callable[[int], Any]  # stage -> reference to its part of the canonical state
+    microbatch: Any  # reference to a microbatch, to compile programs for its shapes
+    scalars: Arrays  # data of a dropout key, and a divisor of the loss
 
 
 class StepInProgress(Protocol):
@@ -108,14 +91,7 @@ class StepInProgress(Protocol):
 
 
 class Members:
-    """Mutable set of the peers of a run.
-
-    Attributes:
-      engine: decides what they do.
-      counts: what the results of the run contain.
-      source: the state that peers load; None before the first step.
-      batch: the global batch that they compute; None between steps.
-    """
+    """Mutable set of the peers of a run."""
 
     def __init__(
         self, ray: Any, spec: Any, work: tuple[Sequence[float], Sequence[float]], settings: ConfigDict, seed: int
@@ -127,11 +103,11 @@ class Members:
         self.calls = Calls(ray, settings.patience)
         self._begin = time.monotonic()
         totals = tuple(f + b for f, b in zip(*work, strict=True))
-        self.engine = SwarmEngine(self, work, Swarm((), totals, (), ()), seed)
+        self.engine = SwarmEngine(self, work, Swarm((), totals, (), ()), seed)  # decides what they do
         self.step_number = -1
-        self.source: StateSource | None = None
-        self.batch: StepInProgress | None = None
-        self.counts: dict[str, int] = {"failures": 0, "moves": 0, "peers": 0}
+        self.source: StateSource | None = None  # the state that peers load; None before the first step
+        self.batch: StepInProgress | None = None  # the global batch that they compute; None between steps
+        self.counts: dict[str, int] = {"failures": 0, "moves": 0, "peers": 0}  # what the results of the run contain
         self._next_rebalancing = self._next_join = math.inf
         self._next_heartbeat = 0.0
         self._failed_starts, self._reason = 0, ""

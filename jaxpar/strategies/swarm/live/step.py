@@ -46,17 +46,11 @@ class Message:
 
 
 class SentPass(NamedTuple):
-    """A pass that was sent to its peer.
+    """A pass that was sent to its peer."""
 
-    Attributes:
-      call: the call.
-      is_first: whether the peer has not computed a pass with this program before.
-      reads: the messages that it was sent, by STAGE_INPUT and OUTPUT_GRADIENT.
-    """
-
-    call: Call
-    is_first: bool
-    reads: dict[int, Message]
+    call: Call  # the call
+    is_first: bool  # whether the peer has not computed a pass with this program before
+    reads: dict[int, Message]  # the messages that it was sent, by STAGE_INPUT and OUTPUT_GRADIENT
 
 
 class LiveStep:
@@ -269,17 +263,15 @@ class Averaging:
     Each of n contributors splits its gradient into n shards. Contributor j adds up shard j of all, in the order of the
     peers, and everybody reads the n totals: as in a ring all-reduce, a peer sends and receives 2 (n - 1) / n gradients.
     The loss is divided by the weight of the whole batch, so that the sum over the peers is the mean.
-
-    Attributes:
-      contributors: by stage, the peers that have accumulated gradients, in order.
-      totals: by stage, references to the shards of the total gradient.
     """
 
     def __init__(self, step: LiveStep) -> None:
         """Ask the contributors of all stages for their shards."""
         self._step, self._calls = step, list[Call]()
+        # by stage, the peers that have accumulated gradients, in order
         self.contributors = [sorted(step.progress.contributors(stage)) for stage in range(step.engine.num_stages)]
         self._shards: list[dict[int, list[Any]]] = [{} for _ in self.contributors]
+        # by stage, references to the shards of the total gradient
         self.totals: list[list[Any]] = [[None] * len(peers) for peers in self.contributors]
         emit(LiveEvent(EventKind.AVERAGING))
         for stage, peers in enumerate(self.contributors):

@@ -16,19 +16,12 @@ Examples = Mapping[str, Any]  # arrays of a microbatch by name, on the host
 
 
 class PeerSettings(NamedTuple):
-    """Settings of a peer's process.
+    """Settings of a peer's process."""
 
-    Attributes:
-      platform: the JAX platform: cpu, cuda; empty: the default of its machine.
-      num_threads: threads of a peer on CPUs; 0: JAX's default.
-      memory_fraction: the fraction of the memory of a GPU that it takes; 0: JAX's default.
-      cache: folder of compiled programs; empty: none.
-    """
-
-    platform: str = ""
-    num_threads: int = 0
-    memory_fraction: float = 0.0
-    cache: str = ""
+    platform: str = ""  # the JAX platform: cpu, cuda; empty: the default of its machine
+    num_threads: int = 0  # threads of a peer on CPUs; 0: JAX's default
+    memory_fraction: float = 0.0  # the fraction of the memory of a GPU that it takes; 0: JAX's default
+    cache: str = ""  # folder of compiled programs; empty: none
 
 
 class PeerPlace(NamedTuple):
@@ -49,59 +42,38 @@ class SwarmSpec(NamedTuple):
 
 
 class Ticket(NamedTuple):
-    """Identifies a call.
+    """Identifies a call."""
 
-    Attributes:
-      trainer: the trainer that calls; a peer obeys the one that attached it last.
-      generation: number of times that the trainer has given up this peer. With a new one, the peer starts over.
-      step: the step. With a new one, the accumulated gradients are void.
-    """
-
-    trainer: str
-    generation: int
-    step: int
+    trainer: str  # the trainer that calls; a peer obeys the one that attached it last
+    generation: int  # number of times that the trainer has given up this peer. With a new one, the peer starts over.
+    step: int  # the step. With a new one, the accumulated gradients are void.
 
 
 class Fault(NamedTuple):
-    """A reason for not computing.
+    """A reason for not computing."""
 
-    Attributes:
-      kind: SUPERSEDED, STALE, MALFORMED or NONFINITE_VALUES.
-      source: what was received: STAGE_INPUT, OUTPUT_GRADIENT, or the position of a peer in an averaging; -1 if nothing.
-    """
-
-    kind: str
+    kind: str  # SUPERSEDED, STALE, MALFORMED or NONFINITE_VALUES
+    # what was received: STAGE_INPUT, OUTPUT_GRADIENT, or the position of a peer in an averaging; -1 if nothing
     source: int = -1
 
 
 class PeerAnswer(NamedTuple):
-    """The small part of the result of a call, which the trainer reads.
+    """The small part of the result of a call, which the trainer reads."""
 
-    Attributes:
-      fault: why there is no result, or None.
-      seconds: the time that the peer measured for a pass.
-      sums: leaves of the metric sums of a microbatch, from the forward pass of the last stage; otherwise empty.
-    """
-
-    fault: Fault | None = None
-    seconds: float = 0.0
+    fault: Fault | None = None  # why there is no result, or None
+    seconds: float = 0.0  # the time that the peer measured for a pass
+    # leaves of the metric sums of a microbatch, from the forward pass of the last stage; otherwise empty
     sums: Sequence[np.ndarray] = ()
 
 
 class StepShapes(NamedTuple):
-    """Expected shapes and dtypes in a step with microbatches of one shape.
+    """Expected shapes and dtypes in a step with microbatches of one shape."""
 
-    Attributes:
-      key: identifies the shapes of the microbatches.
-      messages: of the arrays of a message, by (STAGE_INPUT or OUTPUT_GRADIENT, stage).
-      sums: of the metric sums of a microbatch.
-      sizes: by stage, the number of parameters, with copies of tied arrays.
-    """
-
-    key: Hashable
+    key: Hashable  # identifies the shapes of the microbatches
+    # of the arrays of a message, by (STAGE_INPUT or OUTPUT_GRADIENT, stage)
     messages: Mapping[tuple[int, int], Sequence[Any]]
-    sums: Sequence[Any]
-    sizes: Sequence[int]
+    sums: Sequence[Any]  # of the metric sums of a microbatch
+    sizes: Sequence[int]  # by stage, the number of parameters, with copies of tied arrays
 
 
 def find_fault(received: Any, like: Sequence[Any]) -> str:
