@@ -53,7 +53,6 @@ def distributed_optimizer(
     exchanges of weights, the replicas' parameters then diverge.
 
     Args:
-      optimizer: any optax optimizer, as for a single device.
       axis_name: name of the mesh axis of the replicas.
       exchange: an exchange of gradients (ddp, horovod, byteps, byteps_onebit, ..., bagua_bytegrad), horovod_adasum,
         bagua_decentralized, bagua_low_precision_decentralized or bagua_model_average.
@@ -73,9 +72,6 @@ def distributed_optimizer(
         inner = jax.tree.map(change, state.optimizer) if is_per_replica else state.optimizer
         return DistributedState(inner, jax.tree.map(change, state.private))
 
-    def with_dim(state: DistributedState) -> DistributedState:
-        return each(state, lambda x: jnp.asarray(x)[None])
-
     def built() -> Exchange:
         if axis_name in jax.typeof(jax.lax.axis_index(axis_name)).manual_axis_type.varying:
             raise ValueError(
@@ -87,11 +83,11 @@ def distributed_optimizer(
         return make_exchange(exchange, axis, Rule(optimizer, None), **options)
 
     def init(params: Tree) -> DistributedState:
-        return with_dim(built().init(params))
+        return each(built().init(params), lambda x: jnp.asarray(x)[None])
 
     def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
         made = built().update(grads, each(state, lambda x: x[0]), params, **extra)
-        return made.updates, with_dim(made.state)
+        return made.updates, each(made.state, lambda x: jnp.asarray(x)[None])
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -12,19 +12,21 @@ import optax
 
 from jaxpar.core.plan import Traffic
 from jaxpar.exchange.clip import clipped
+from jaxpar.exchange.compress import Compressor
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate, Rule, shared
 from jaxpar.exchange.fuse import fused, in_layer_order
-from jaxpar.exchange.reduce import Axis, Reducer, psum
+from jaxpar.exchange.reduce import Axis, psum
+from jaxpar.exchange.scatter_gather import scatter_gather
 from jaxpar.layout import Tree
 
 ADAM_WARMUP = "warmup"  # name of the conditional in compiled programs
 
 
-def momentum_exchange(axis: Axis, rule: Rule, lossy: Reducer, *, bucket_bytes: int, warmup: float) -> Exchange:
+def momentum_exchange(axis: Axis, rule: Rule, compressor: Compressor, *, bucket_bytes: int, warmup: float) -> Exchange:
     """Wrap optax.adamw in an exchange of momentum: after a warm-up, v is frozen and replicas exchange m.
 
     During the warm-up, replicas average gradients exactly. Afterwards each replica updates the momentum with its local
-    gradient, m_i = b1 m + (1 - b1) g_i, and `lossy` averages the m_i into m. The frozen quantity is the
+    gradient, m_i = b1 m + (1 - b1) g_i, and their compressed m_i are averaged into m. The frozen quantity is the
     bias-corrected v, so optax.adamw can continue from the state at any step. A parameter with v = 0 has never had a
     gradient: its momentum stays zero, because it would hold only compression noise, which nothing would bound. The
     warm-up starts at the step at which the run switches to this exchange.
@@ -33,17 +35,17 @@ def momentum_exchange(axis: Axis, rule: Rule, lossy: Reducer, *, bucket_bytes: i
     algorithm 1). With MinMaxUInt8 and no error feedback, it is QAdam as in Bagua (Gan et al., 2021).
 
     Args:
-      axis: axis of the replicas.
       rule: optax.adamw, its arguments, and the norm to which it clips the gradient. After the warm-up, each replica's
         local gradient is clipped to that norm. The exchange has the same optimizer state as optax.adamw, so either can
         continue from the other.
-      lossy: averages buckets of momentum.
+      compressor: of momentum, in both directions.
       bucket_bytes: size limit of the buckets of gradients and of momentum.
       warmup: the share of the steps until v is frozen.
     """
     assert rule.adamw is not None
     learning_rate, b1, b2, eps, weight_decay, mask = rule.adamw
-    exact, momentum = (in_layer_order(fused(one, bucket_bytes), rule.layers) for one in (psum(axis), lossy))
+    reducers = psum(axis), scatter_gather(axis, compressor, compressor)
+    exact, momentum = (in_layer_order(fused(reducer, bucket_bytes), rule.layers) for reducer in reducers)
     optimizer = optax.with_extra_args_support(rule.optimizer)
     warmup_steps = max(1, round(warmup * rule.num_steps))  # without a warm-up, v would stay zero
 
@@ -57,16 +59,17 @@ def momentum_exchange(axis: Axis, rule: Rule, lossy: Reducer, *, bucket_bytes: i
         return updates, DistributedState(inner, {**state.private, "exact": exact_state})
 
     def frozen(grads: Tree, state: DistributedState, params: Tree) -> tuple[Tree, DistributedState]:
-        adam: optax.ScaleByAdamState = _only(state.optimizer, optax.ScaleByAdamState)
+        adam, schedule = (optax.tree.get(state.optimizer, key) for key in ("ScaleByAdamState", "ScaleByScheduleState"))
         grads = clipped(grads, optax.tree.norm(grads), rule.clip_norm)
         local = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, adam.mu, grads)
         mean, lossy_state = momentum.mean(local, state.private["lossy"])
         after, direction = frozen_adam(adam, mean, b1=b1, b2=b2, eps=eps)
-        rate = learning_rate(_only(state.optimizer, optax.ScaleByScheduleState).count)
+        rate = learning_rate(schedule.count)
         updates = jax.tree.map(
             lambda d, p, is_decayed: -rate * (d + weight_decay * p * is_decayed), direction, params, mask(params)
         )
-        inner = _next(state.optimizer, after)
+        schedule = optax.ScaleByScheduleState(schedule.count + 1)
+        inner = optax.tree.set(state.optimizer, ScaleByAdamState=after, ScaleByScheduleState=schedule)
         return updates, DistributedState(inner, {**state.private, "lossy": lossy_state})
 
     def update(grads: Tree, state: DistributedState, params: Tree, **_extra: Any) -> ExchangeUpdate:
@@ -93,23 +96,3 @@ def frozen_adam(
     nu = jax.tree.map(lambda v: v * growth, adam.nu)
     direction = jax.tree.map(lambda m, v: m / (1 - b1**count) / (jnp.sqrt(v / (1 - b2**count)) + eps), mu, nu)
     return optax.ScaleByAdamState(count, mu, nu), direction
-
-
-def _only(state: Tree, kind: type) -> Tree:
-    """Return the only node of that type in an optimizer state."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
-    matches = [node for node in nodes if isinstance(node, kind)]
-    assert len(matches) == 1, (kind, len(matches))
-    return matches[0]
-
-
-def _next(state: Tree, adam: optax.ScaleByAdamState) -> Tree:
-    """Return the next adamw state, with this state of Adam in it."""
-
-    def node(old: Tree) -> Tree:
-        if isinstance(old, optax.ScaleByAdamState):
-            return adam
-        return optax.ScaleByScheduleState(old.count + 1) if isinstance(old, optax.ScaleByScheduleState) else old
-
-    kinds = (optax.ScaleByAdamState, optax.ScaleByScheduleState)
-    return jax.tree.map(node, state, is_leaf=lambda node: isinstance(node, kinds))

@@ -8,7 +8,7 @@ import optax
 
 from jaxpar.core.plan import Traffic
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
-from jaxpar.exchange.fuse import flat
+from jaxpar.exchange.fuse import flat, flat_size
 from jaxpar.exchange.reduce import Axis
 from jaxpar.layout import PER_REPLICA, Tree
 
@@ -40,8 +40,8 @@ def adasum(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:
         return ExchangeUpdate(updates, DistributedState(inner, ()), None)
 
     def traffic(params: Tree, _num_microbatches: int) -> list[Traffic]:
-        size = sum(leaf.size for leaf in jax.tree.leaves(params))
-        return [Traffic("collective-permute", "float32", axis.name, len(rounds) * 4 * size, messages=len(rounds))]
+        nbytes = len(rounds) * 4 * flat_size(params)
+        return [Traffic("collective-permute", "float32", axis.name, nbytes, messages=len(rounds))]
 
     return Exchange(lambda params: DistributedState(optimizer.init(params), ()), update, traffic, optimizer=PER_REPLICA)
 

@@ -18,14 +18,9 @@ import optax
 from jaxpar.layout import Tree
 
 
-def clip_scale(norm: jax.Array, clip_norm: float) -> jax.Array:
-    """Return the factor that clips a gradient of this norm to clip_norm; 1 if it is shorter or clip_norm is 0."""
-    return jnp.where(norm > clip_norm, clip_norm / norm, 1.0) if clip_norm else jnp.ones(())
-
-
 def clipped(grads: Tree, norm: jax.Array, clip_norm: float) -> Tree:
-    """Return a gradient of this norm, clipped to clip_norm."""
-    scale = clip_scale(norm, clip_norm)
+    """Return a gradient of this norm, clipped to clip_norm, or unchanged if clip_norm is 0."""
+    scale = jnp.where(norm > clip_norm, clip_norm / norm, 1.0) if clip_norm else jnp.ones(())
     return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
 
 
@@ -34,7 +29,6 @@ def already_clipped(optimizer: optax.GradientTransformation) -> optax.GradientTr
     optimizer = optax.with_extra_args_support(optimizer)
 
     def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
-        updates, after = optimizer.update(grads, state, params, **{**extra, "grad_norm": jnp.zeros(())})
-        return updates, after
+        return optimizer.update(grads, state, params, **{**extra, "grad_norm": jnp.zeros(())})
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)

@@ -1,6 +1,5 @@
-"""Compressors, which encode a vector in fewer bytes and decode it.
+"""Compressors, which encode a vector in fewer bytes and decode it. `error_feedback` and `momentum` wrap another one.
 
-A `Compressor` may have state, which is private to the sender. `error_feedback` and `momentum` wrap another compressor.
 A nonfinite value makes decoded values nonfinite, too (with `topk` and `randomk`: as soon as it is sent).
 
 Dims: L elements of a vector.
@@ -22,9 +21,9 @@ FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 class Compressor(NamedTuple):
     """A lossy compressor of float32 vectors."""
 
-    # (L, key, sender) -> state of the sender. key: the same for all senders of this vector. sender: with n replicas, 0
-    # to n - 1 for a replica that encodes its local vector, and n for the server of a shard (the replica that averages
-    # the shard), which encodes the mean.
+    # (L, key, sender) -> private state of the sender. key: the same for all senders of this vector. sender: with n
+    # replicas, 0 to n - 1 for a replica that encodes its local vector, and n for the server of a shard (the replica
+    # that averages the shard), which encodes the mean.
     init: Callable[[int, jax.Array, jax.Array | int], Tree]
     encode: Callable[[jax.Array, Tree], tuple[Payload, Tree]]  # ([L], state) -> (payload, state)
     decode: Callable[[Payload, int], jax.Array]  # (payload, L) -> [L]
@@ -38,6 +37,14 @@ class Compressor(NamedTuple):
         result: Payload = jax.eval_shape(encode, jax.ShapeDtypeStruct((length,), jnp.float32))
         return result
 
+    def nbytes(self, length: int) -> int:
+        """Return the size of the payload of a vector of this length, in bytes."""
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.payload(length))
+
+    def decode_bytes(self, sent: jax.Array, length: int) -> jax.Array:
+        """Return the vector of this length whose payload was sent as bytes."""
+        return self.decode(from_bytes(sent, self.payload(length)), length)
+
 
 def _no_state(_length: int, _key: jax.Array, _sender: jax.Array | int) -> Tree:
     return ()
@@ -46,12 +53,11 @@ def _no_state(_length: int, _key: jax.Array, _sender: jax.Array | int) -> Tree:
 def min_max_uint8(block: int = 0) -> Compressor:
     """Return Bagua's MinMaxUInt8: a byte for each element, on a scale from the minimum to the maximum of its block.
 
+    block: number of elements that share a range; 0: all.
+
     Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", 2021, section 3.2. If all values are
     equal, or so large that adjacent floats differ by more than one step of the byte, a quotient may be one step out of
     range; it is clipped to 0 .. 255.
-
-    Args:
-      block: number of elements that share a range; 0: all.
     """
 
     def scale(ranges: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -82,11 +88,8 @@ def min_max_uint8(block: int = 0) -> Compressor:
 def absmax_int8(block: int = 0) -> Compressor:
     """Return a compressor that sends a signed byte for each element, on a scale of its block's largest magnitude.
 
-    Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022, section 2.1, with evenly spaced
-    levels. The error of an element is at most 1 / 254 of the largest magnitude.
-
-    Args:
-      block: number of elements that share a scale; 0: all.
+    Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022, section 2.1, with evenly spaced levels. The
+    error of an element is at most 1 / 254 of the largest magnitude. block: elements that share a scale; 0: all.
     """
     return _scaled(127, lambda x: jnp.clip(jnp.rint(x), -127, 127).astype(jnp.int8), block)
 
@@ -95,11 +98,8 @@ def float8(dtype: str, block: int = 0) -> Compressor:
     """Return a compressor that scales the largest magnitude of a block to the largest float8, and rounds to float8.
 
     Micikevicius et al., "FP8 Formats for Deep Learning", 2022. With E4M3 the relative rounding error is at most 1/16,
-    and elements 2^19 times smaller than the largest become zero; with E5M2 it is 1/8, and 2^33.
-
-    Args:
-      dtype: one of FLOAT8.
-      block: number of elements that share a scale; 0: all.
+    and elements 2^19 times smaller than the largest become zero; with E5M2 it is 1/8, and 2^33. dtype: one of FLOAT8.
+    block: elements that share a scale; 0: all.
     """
     return _scaled(float(jnp.finfo(dtype).max), lambda x: x.astype(dtype), block)
 
@@ -124,9 +124,8 @@ def onebit(norm: str = "mean", block: int = 0) -> Compressor:
 
     Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Tang et al., "1-bit Adam", 2021, section 4.
 
-    Args:
-      norm: the scale: "mean" of |x| (BytePS), or "l2": |x|_2 / sqrt(L) (DeepSpeed).
-      block: number of elements that share a scale; 0: all.
+    norm: the scale: "mean" of |x| (BytePS), or "l2": |x|_2 / sqrt(L) (DeepSpeed). block: elements that share a scale;
+    0: all.
     """
 
     def scale(blocks: jax.Array, count: jax.Array) -> jax.Array:
@@ -181,10 +180,7 @@ def randomk(ratio: float) -> Compressor:
         indices = (starts + jax.random.randint(within, (number,), 0, size)) % len(x)
         return (x[indices], indices), state
 
-    def init(_length: int, key: jax.Array, _sender: jax.Array | int) -> jax.Array:
-        return jax.random.key_data(key)
-
-    return Compressor(init, encode, _scatter)
+    return Compressor(lambda _length, key, _sender: jax.random.key_data(key), encode, _scatter)
 
 
 def dithering(levels: int) -> Compressor:
@@ -206,10 +202,7 @@ def dithering(levels: int) -> Compressor:
         q, largest = payload
         return q.astype(jnp.float32) / levels * largest
 
-    def init(_length: int, key: jax.Array, sender: jax.Array | int) -> jax.Array:
-        return jax.random.key_data(jax.random.fold_in(key, sender))
-
-    return Compressor(init, encode, decode)
+    return Compressor(lambda _, key, sender: jax.random.key_data(jax.random.fold_in(key, sender)), encode, decode)
 
 
 def error_feedback(compressor: Compressor) -> Compressor:
@@ -249,24 +242,17 @@ def momentum(compressor: Compressor, mu: float) -> Compressor:
 
 def to_bytes(payload: Payload) -> jax.Array:
     """Return the payload as one vector of bytes, which is what replicas send."""
-    return jnp.concatenate([jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(-1) for x in payload])
+    return jnp.concatenate([x.reshape(-1).view(jnp.uint8) for x in payload])
 
 
 def from_bytes(vector: jax.Array, like: Payload) -> Payload:
     """Return the payload that `to_bytes` packed. like: the shapes and dtypes of the payload."""
     payload, offset = [], 0
     for leaf in like:
-        size, width = math.prod(leaf.shape), leaf.dtype.itemsize
-        part = vector[offset : offset + size * width]
-        part = part.reshape(*leaf.shape, width) if width > 1 else part.reshape(leaf.shape)
-        payload.append(jax.lax.bitcast_convert_type(part, leaf.dtype))
-        offset += size * width
+        end = offset + math.prod(leaf.shape) * leaf.dtype.itemsize
+        payload.append(vector[offset:end].view(leaf.dtype).reshape(leaf.shape))
+        offset = end
     return tuple(payload)
-
-
-def payload_nbytes(payload: Payload) -> int:
-    """Return the size of a payload, or of its shapes and dtypes, in bytes."""
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in payload)
 
 
 def _scatter(payload: Payload, length: int) -> jax.Array:

@@ -1,7 +1,6 @@
 """The contracts: an all-reduce of gradients, and an exchange, which is an optax optimizer that combines replicas.
 
-The functions of an exchange are called inside `shard_map` over the replicas' axis. They take the mean gradient of each
-replica, and return the update of the parameters that the replica holds.
+Their functions are called inside `shard_map` over the replicas' axis, with the mean gradient of each replica.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ EVERY = "every_so_many_passes"  # name of the conditional in compiled programs
 
 
 class AllReduce(NamedTuple):
-    """An algorithm that averages a tree over replicas, exactly or approximately."""
+    """An algorithm that averages a tree over replicas."""
 
     init: Callable[[Tree], Tree]  # tree of arrays, or of their shapes -> state of this replica
     mean: Callable[[Tree, Tree], tuple[Tree, Tree]]  # (tree, state) -> (exact or approximate mean over replicas; state)

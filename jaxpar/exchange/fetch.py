@@ -30,7 +30,7 @@ def _as_stored(_shapes: Tree, stored: Tree) -> Tree:
 
 
 class Fetch(NamedTuple):
-    """A function that returns the arrays of a layer, whose devices store another form of them."""
+    """A function from the arrays of a layer as its devices store them to whole arrays."""
 
     # (shapes of the arrays, with the dtypes in which the layer reads them; their packed form) -> the arrays
     unpack: Callable[[Tree, Tree], Tree]
@@ -47,10 +47,7 @@ AS_STORED = Fetch(_as_stored)  # computes like a model that fetches, from whole 
 
 
 class FetchedModel(Model):
-    """A model whose parameters are as `fetch` reads them. A layer fetches its arrays again in its backward pass.
-
-    It is for steps and evaluations; `extend` and `last`, which generate texts, read whole parameters.
-    """
+    """A model whose layers fetch their arrays, in the backward pass again. To generate texts, it needs whole ones."""
 
     fetch: Fetch
     whole: Model  # the same model for whole parameters

@@ -1,5 +1,6 @@
 """Averages the gradients of replicas as vectors: small arrays share a vector, and large ones may be split."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +41,6 @@ def fused(
     A bucket depends only on its leaves, so that its transfer can start as soon as the backward pass has computed them.
 
     Args:
-      reducer: applied to each bucket, which is a vector.
       num_bytes: size limit of a bucket; a larger leaf gets a bucket of its own.
       cut: split a larger leaf instead.
       backwards: start with the last leaf, whose gradient is ready first.
@@ -52,8 +52,12 @@ def fused(
     def plan(leaves: Sequence[Leaf]) -> list[list[Piece]]:
         return buckets(leaves, num_bytes, cut=cut, backwards=backwards, first_bytes=first_bytes, overfull=overfull)
 
+    def padded(bucket: Sequence[Piece]) -> int:
+        length = sum(stop - start for _, start, stop in bucket)
+        return -(-length // reducer.multiple) * reducer.multiple
+
     def init(tree: Tree) -> Tree:
-        lengths = [_padded(bucket, reducer.multiple) for bucket in plan(jax.tree.leaves(tree))]
+        lengths = [padded(bucket) for bucket in plan(jax.tree.leaves(tree))]
         keys = jax.random.split(jax.random.key(seed), max(len(lengths), 1))
         return tuple(reducer.init(length, key) for length, key in zip(lengths, keys, strict=False))
 
@@ -62,7 +66,8 @@ def fused(
         pieces = [[leaf.reshape(-1)[:0]] for leaf in leaves]
         states = []
         for bucket, private in zip(plan(leaves), state, strict=True):
-            vector, private = reducer.mean(_pack(leaves, bucket, reducer.multiple), private)
+            vector = jnp.concatenate([leaves[leaf].reshape(-1)[start:stop] for leaf, start, stop in bucket])
+            vector, private = reducer.mean(jnp.pad(vector, (0, padded(bucket) - len(vector))), private)
             states.append(private)
             offset = 0
             for leaf, start, stop in bucket:  # in the order of each leaf's elements
@@ -73,8 +78,8 @@ def fused(
 
     def traffic(tree: Tree) -> list[Traffic]:
         leaves = jax.tree.leaves(tree)
-        lengths = [(_padded(bucket, reducer.multiple), leaves[bucket[0].leaf].dtype) for bucket in plan(leaves)]
-        return [traffic for length, dtype in lengths for traffic in reducer.traffic(length, dtype)]
+        sent = [reducer.traffic(padded(bucket), leaves[bucket[0].leaf].dtype) for bucket in plan(leaves)]
+        return list(itertools.chain.from_iterable(sent))
 
     return AllReduce(init, mean, traffic)
 
@@ -104,27 +109,33 @@ def by_size(small: AllReduce, large: AllReduce, num_bytes: int) -> AllReduce:
     def is_small(leaf: Leaf) -> bool:
         return leaf.size * leaf.dtype.itemsize < num_bytes
 
-    def divided(tree: Tree) -> tuple[list[Leaf], list[Leaf]]:
-        leaves = jax.tree.leaves(tree)
-        return [leaf for leaf in leaves if is_small(leaf)], [leaf for leaf in leaves if not is_small(leaf)]
-
     def init(tree: Tree) -> Tree:
-        few, many = divided(tree)
+        few, many = divide_leaves(tree, is_small)
         return small.init(few), large.init(many)
 
     def mean(tree: Tree, state: Tree) -> tuple[Tree, Tree]:
-        few, many = divided(tree)
+        few, many = divide_leaves(tree, is_small)
         few, small_state = small.mean(few, state[0])
         many, large_state = large.mean(many, state[1])
-        next_small, next_large = iter(few), iter(many)
-        means = jax.tree.map(lambda leaf: next(next_small if is_small(leaf) else next_large), tree)
-        return means, (small_state, large_state)
+        return rejoin_leaves(tree, is_small, few, many), (small_state, large_state)
 
     def traffic(tree: Tree) -> list[Traffic]:
-        few, many = divided(tree)
+        few, many = divide_leaves(tree, is_small)
         return small.traffic(few) + large.traffic(many)
 
     return AllReduce(init, mean, traffic)
+
+
+def divide_leaves(tree: Tree, belongs: Callable[[Leaf], bool]) -> tuple[list[Any], list[Any]]:
+    """Return the leaves that belong, and the others."""
+    leaves = jax.tree.leaves(tree)
+    return [leaf for leaf in leaves if belongs(leaf)], [leaf for leaf in leaves if not belongs(leaf)]
+
+
+def rejoin_leaves(tree: Tree, belongs: Callable[[Leaf], bool], first: list[Any], others: list[Any]) -> Tree:
+    """Return a tree like `tree` with these leaves, in the order of `divide_leaves`."""
+    next_first, next_other = iter(first), iter(others)
+    return jax.tree.map(lambda leaf: next(next_first if belongs(leaf) else next_other), tree)
 
 
 def in_layer_order(all_reduce: AllReduce, layers: Sequence[str]) -> AllReduce:
@@ -188,11 +199,6 @@ def flat(tree: Tree) -> tuple[jax.Array, Callable[[jax.Array], Tree]]:
     return jnp.concatenate([leaf.reshape(-1).astype(jnp.float32) for leaf in leaves]), unflatten
 
 
-def _padded(bucket: Sequence[Piece], multiple: int) -> int:
-    length = sum(stop - start for _, start, stop in bucket)
-    return -(-length // multiple) * multiple
-
-
-def _pack(leaves: Sequence[jax.Array], bucket: Sequence[Piece], multiple: int) -> jax.Array:
-    vector = jnp.concatenate([leaves[leaf].reshape(-1)[start:stop] for leaf, start, stop in bucket])
-    return jnp.pad(vector, (0, _padded(bucket, multiple) - len(vector)))
+def flat_size(tree: Tree) -> int:
+    """Return the length of the vector of `flat`, also for a tree of shapes."""
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))

@@ -1,7 +1,6 @@
-"""Decentralized exchanges, in which replicas have different weights and average them with those of other replicas.
+"""Decentralized exchanges: replicas step on their local gradients, and average weights instead of gradients.
 
-Gradients are never exchanged: a replica steps on its local gradient, and sends weights. `x` denotes a replica's
-weights.
+x denotes a replica's weights, which differ from those of other replicas.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,25 +11,26 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.core.plan import Traffic
-from jaxpar.exchange.compress import Compressor, from_bytes, payload_nbytes, to_bytes
+from jaxpar.exchange.compress import Compressor, to_bytes
 from jaxpar.exchange.exchange import AllReduce, DistributedState, Exchange, ExchangeUpdate, shared
-from jaxpar.exchange.fuse import flat
+from jaxpar.exchange.fuse import flat, flat_size
 from jaxpar.exchange.reduce import Axis
 from jaxpar.layout import PER_REPLICA, Tree
 
 PEER, AVERAGING = "peer", "average"  # names of the conditionals in compiled programs
-# (updates, params, private state) -> (updates, private state)
-Mix = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 
 
 def mixed(
     optimizer: optax.GradientTransformation,
-    mix: Mix,
+    mix: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
     init_private: Callable[[Tree], Tree],
-    traffic: Callable[[Tree, int], list[Traffic]],
+    traffic: Callable[[Tree], list[Traffic]],
     branches: Mapping[str, tuple[float, ...]] = {},
 ) -> Exchange:
-    """Return an exchange in which each replica steps on its local gradient, and `mix` pulls weights together."""
+    """Return an exchange in which each replica steps on its local gradient, and `mix` pulls weights together.
+
+    mix: (updates, params, private state) -> (updates, private state).
+    """
     optimizer = optax.with_extra_args_support(optimizer)
 
     def update(grads: Tree, state: DistributedState, params: Tree, **extra: Any) -> ExchangeUpdate:
@@ -41,7 +41,9 @@ def mixed(
     def init(params: Tree) -> DistributedState:
         return DistributedState(optimizer.init(params), init_private(params))
 
-    return Exchange(init, update, traffic, params=PER_REPLICA, optimizer=PER_REPLICA, branches=branches)
+    return Exchange(
+        init, update, lambda params, _: traffic(params), params=PER_REPLICA, optimizer=PER_REPLICA, branches=branches
+    )
 
 
 def decentralized(
@@ -53,8 +55,6 @@ def decentralized(
     Outperform Centralized Algorithms?", 2017). The step is computed at x, not at the mean.
 
     Args:
-      axis: axis of the replicas.
-      optimizer: any optimizer.
       peers: "shift_one": one peer, and a different one each time: at time t, replica i of the first half is paired with
         replica n/2 + (i + t) mod n/2 of the second half; "all": all other replicas.
       interval: steps from one mean to the next; otherwise x = x + step.
@@ -83,21 +83,18 @@ def decentralized(
         with jax.named_scope(AVERAGING):
             return jax.lax.cond(step % interval == 0, communicate, lambda: updates), step + 1
 
-    def init(_params: Tree) -> jax.Array:
-        return jnp.zeros((), jnp.int32)
-
-    def traffic(params: Tree, _num_microbatches: int) -> list[Traffic]:
-        nbytes = 4 * _size(params)
-        if peers == "all":
-            return shared([axis.traffic("all-reduce", 2, nbytes, "float32")], 1 / interval)
-        return shared([_permutes(axis, 1, nbytes, "float32")], 1 / interval)
+    def traffic(params: Tree) -> list[Traffic]:
+        nbytes = 4 * flat_size(params)
+        to_all = axis.traffic("all-reduce", 2, nbytes, "float32")
+        to_peer = Traffic("collective-permute", "float32", axis.name, nbytes, messages=1)
+        return shared([to_all if peers == "all" else to_peer], 1 / interval)
 
     branches: dict[str, tuple[float, ...]] = {}
     if interval > 1:
         branches[AVERAGING] = (1 - 1 / interval, 1 / interval)
     if peers == "shift_one":
         branches[PEER] = (1 / half,) * half
-    return mixed(optimizer, mix, init, traffic, branches)
+    return mixed(optimizer, mix, lambda _params: jnp.zeros((), jnp.int32), traffic, branches)
 
 
 def low_precision_decentralized(
@@ -118,10 +115,9 @@ def low_precision_decentralized(
         step, _ = flat(updates)
         z = (x + known["left"] + known["right"]) / 3 + step - x
         payload, _ = compressor.encode(z, compressor.init(len(z), jax.random.key(0), 0))
-        sent, like = to_bytes(payload), compressor.payload(len(z))
 
         def moved(route: list[tuple[int, int]]) -> jax.Array:
-            return compressor.decode(from_bytes(jax.lax.ppermute(sent, axis.name, route), like), len(z))
+            return compressor.decode_bytes(jax.lax.ppermute(to_bytes(payload), axis.name, route), len(z))
 
         private = {"left": known["left"] + moved(to_right), "right": known["right"] + moved(to_left)}
         return unflatten(compressor.decode(payload, len(z))), private
@@ -133,8 +129,9 @@ def low_precision_decentralized(
             )
         return {"left": flat(params)[0], "right": flat(params)[0]}
 
-    def traffic(params: Tree, _num_microbatches: int) -> list[Traffic]:
-        return [_permutes(axis, 2, payload_nbytes(compressor.payload(_size(params))), "uint8")]
+    def traffic(params: Tree) -> list[Traffic]:
+        nbytes = compressor.nbytes(flat_size(params))
+        return [Traffic("collective-permute", "uint8", axis.name, 2 * nbytes, messages=2)]
 
     return mixed(optimizer, mix, init, traffic)
 
@@ -155,18 +152,10 @@ def model_average(all_reduce: AllReduce, optimizer: optax.GradientTransformation
             updates, state = jax.lax.cond(step % interval == 0, average, lambda: (updates, private["reducer"]))
         return updates, {"step": step, "reducer": state}
 
-    def init(params: Tree) -> Tree:
-        return {"step": jnp.zeros((), jnp.int32), "reducer": all_reduce.init(params)}
-
-    def traffic(params: Tree, _num_microbatches: int) -> list[Traffic]:
-        return shared(all_reduce.traffic(params), 1 / interval)
-
-    return mixed(optimizer, mix, init, traffic, {AVERAGING: (1 - 1 / interval, 1 / interval)})
-
-
-def _size(params: Tree) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
-
-
-def _permutes(axis: Axis, number: int, num_bytes: float, dtype: str) -> Traffic:
-    return Traffic("collective-permute", dtype, axis.name, number * num_bytes, number)
+    return mixed(
+        optimizer,
+        mix,
+        lambda params: {"step": jnp.zeros((), jnp.int32), "reducer": all_reduce.init(params)},
+        lambda params: shared(all_reduce.traffic(params), 1 / interval),
+        {AVERAGING: (1 - 1 / interval, 1 / interval)},
+    )

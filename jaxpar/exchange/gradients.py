@@ -18,9 +18,9 @@ FLOAT8_BLOCK = 4096  # elements that share a scale
 def ddp(axis: Axis, *, bucket_bytes: int, wire_dtype: str, algorithm: str, group: int) -> AllReduce:
     """Return the exchange of PyTorch's DistributedDataParallel: gradients in buckets, the last layers first.
 
-    Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020. Gradients are divided by
-    the number of replicas before they are summed, in the dtype in which they are sent, as by PyTorch's fp16 hook. As in
-    PyTorch, the first bucket is smaller, so that sending starts early, and a bucket is closed once it is full.
+    Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020. As in PyTorch, gradients
+    are divided by the number of replicas before they are summed, in the dtype in which they are sent; the first bucket
+    is smaller, so that sending starts early; and a bucket is closed once it is full.
     """
     reducer = _in_dtype(axis, algorithm, group, wire_dtype, predivide=axis.size)
     return fused(reducer, bucket_bytes, first_bytes=min(FIRST_BYTES, bucket_bytes), overfull=True)
@@ -57,8 +57,7 @@ def compressed_byteps(
     """
     server = error_feedback(compressor)
     worker = with_momentum(server, momentum) if momentum else server
-    reducer = lossy(axis, group, worker, server)
-    large = fused(reducer, bucket_bytes, cut=True, backwards=False, seed=seed)
+    large = fused(lossy(axis, group, worker, server), bucket_bytes, cut=True, backwards=False, seed=seed)
     return by_size(byteps(axis, bucket_bytes=bucket_bytes), large, min_compress_bytes) if min_compress_bytes else large
 
 
@@ -67,14 +66,15 @@ def lossy(axis: Axis, group: int, worker: Compressor, server: Compressor) -> Red
     if group == axis.size > 1:  # nothing is sent between groups
         return reduce.psum(axis)
     if group > 1:
-        return in_groups(axis, group, lambda between: scatter_gather(between, worker, server))
+        return in_groups(axis, group, scatter_gather(axis.between(group), worker, server))
     return scatter_gather(axis, worker, server)
 
 
 def _in_dtype(axis: Axis, algorithm: str, group: int, wire_dtype: str, predivide: float = 1.0) -> Reducer:
     """Return the reducer that sends `wire_dtype`, and sums in it. A float8 is too coarse for sums: they are float32."""
     if wire_dtype in FLOAT8:
-        return lossy(axis, group, float8(wire_dtype, FLOAT8_BLOCK), float8(wire_dtype, FLOAT8_BLOCK))
+        compressor = float8(wire_dtype, FLOAT8_BLOCK)
+        return lossy(axis, group, compressor, compressor)
     dtype = wire_dtype or None
     if group > 1:
         return reduce.hierarchical(axis, group, predivide=predivide, dtype=dtype)

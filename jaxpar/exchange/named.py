@@ -9,16 +9,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from jaxpar.errors import UserError
-from jaxpar.exchange import gossip, reduce
 from jaxpar.exchange.adam import momentum_exchange
 from jaxpar.exchange.adasum import adasum
 from jaxpar.exchange.compress import FLOAT8, Compressor, dithering, error_feedback, min_max_uint8, onebit, randomk, topk
 from jaxpar.exchange.exchange import AllReduce, Exchange, Rule, every
 from jaxpar.exchange.fuse import averaged, fused, in_layer_order
+from jaxpar.exchange.gossip import decentralized, low_precision_decentralized, model_average
 from jaxpar.exchange.gradients import byteps, compressed_byteps, ddp, horovod, lossy
 from jaxpar.exchange.powersgd import powersgd
-from jaxpar.exchange.reduce import Axis
-from jaxpar.exchange.scatter_gather import scatter_gather
+from jaxpar.exchange.reduce import Axis, psum
 from jaxpar.exchange.zero import Codes, zero
 
 MIB = 2**20
@@ -110,14 +109,6 @@ REPLICA_NUMBERS: dict[str, Callable[[int], bool]] = {
 }
 
 
-def layer_message_bytes(num_replicas: int) -> int:
-    """Return the default size limit of a message of ZeRO stage 3, in bytes.
-
-    Between nodes the latency of a message is long, so a layer has one. Several messages need fewer copies.
-    """
-    return 25 * MIB if num_replicas <= NODE else LAYER_BYTES
-
-
 def _compressed(
     compressor: Callable[..., Compressor],
     options: Mapping[str, Any],
@@ -126,10 +117,7 @@ def _compressed(
     noisy: bool = False,
     seed: Mapping[str, int] = {},
 ) -> NamedExchange:
-    """Return the row of BytePS with a compressor.
-
-    options: those of the compressor. seed: the option of a random one.
-    """
+    """Return the row of BytePS with a compressor. options: of the compressor. seed: the option of a random one."""
 
     def make(axis: Axis, **settings: Any) -> AllReduce:
         own = {key: settings.pop(key) for key in options}
@@ -143,41 +131,23 @@ def _bytegrad(axis: Axis, *, bucket_bytes: int, group: int, block: int) -> AllRe
     return fused(lossy(axis, group, min_max_uint8(block), min_max_uint8(block)), bucket_bytes)
 
 
-def _qadam(axis: Axis, rule: Rule, *, block: int, **options: Any) -> Exchange:
-    return momentum_exchange(axis, rule, scatter_gather(axis, min_max_uint8(block), min_max_uint8(block)), **options)
-
-
-def _onebit_adam(axis: Axis, rule: Rule, *, block: int, **options: Any) -> Exchange:
-    compressor = error_feedback(onebit("l2", block))
-    return momentum_exchange(axis, rule, scatter_gather(axis, compressor, compressor), **options)
-
-
-def _zero(axis: Axis, rule: Rule, *, stage: int, bucket_bytes: int, offload: bool) -> Exchange:
-    return zero(axis, stage, rule.optimizer, rule.params, bucket_bytes, offload=offload)
-
-
-def _zero3(
+def _zero(
     axis: Axis,
     rule: Rule,
     *,
-    group: int,
+    stage: int,
     bucket_bytes: int,
     offload: bool,
-    quantized_weights: bool,
-    quantized_gradients: bool,
-    block: int,
+    group: int = 0,
+    quantized_weights: bool = False,
+    quantized_gradients: bool = False,
+    block: int = 0,
 ) -> Exchange:
-    num_bytes, coded = bucket_bytes or layer_message_bytes(group), min_max_uint8(block)
+    # Between nodes the latency of a message is long, so a layer has one. Several messages need fewer copies.
+    num_bytes = bucket_bytes or (25 * MIB if (group or axis.size) <= NODE else LAYER_BYTES)
+    coded = min_max_uint8(block)
     codes = Codes(coded if quantized_weights else None, coded if quantized_gradients else None)
-    return zero(axis, 3, rule.optimizer, rule.params, num_bytes, offload=offload, codes=codes, group=group)
-
-
-def _low_precision(axis: Axis, rule: Rule, *, block: int) -> Exchange:
-    return gossip.low_precision_decentralized(axis, rule.optimizer, min_max_uint8(block))
-
-
-def _model_average(axis: Axis, rule: Rule, *, bucket_bytes: int, interval: int) -> Exchange:
-    return gossip.model_average(fused(reduce.psum(axis), bucket_bytes), rule.optimizer, interval)
+    return zero(axis, stage, rule.optimizer, rule.params, num_bytes, offload=offload, codes=codes, group=group)
 
 
 # Elements that share a scale (1 bit), or a range (8 bits). The gradient of most rows of an embedding is zero, so the
@@ -218,37 +188,48 @@ EXCHANGES: dict[str, NamedExchange] = {
         replicas="a power of 2",
     ),
     "bagua_qadam": NamedExchange(
-        _qadam, {BUCKET_BYTES: 10 * MIB, "warmup": 0.2, "block": BYTES_BLOCK}, differs=MOMENTUM, adamw=True
+        lambda axis, rule, *, block, **options: momentum_exchange(axis, rule, min_max_uint8(block), **options),
+        {BUCKET_BYTES: 10 * MIB, "warmup": 0.2, "block": BYTES_BLOCK},
+        differs=MOMENTUM,
+        adamw=True,
     ),
     "bagua_decentralized": NamedExchange(
-        lambda axis, rule, **options: gossip.decentralized(axis, rule.optimizer, **options),
+        lambda axis, rule, **options: decentralized(axis, rule.optimizer, **options),
         {"peers": "shift_one", "interval": 1},
         differs=WEIGHTS,
         diverges=True,
         replicas="even",
     ),
     "bagua_low_precision_decentralized": NamedExchange(
-        _low_precision, {"block": BYTES_BLOCK}, differs=WEIGHTS, diverges=True
+        lambda axis, rule, *, block: low_precision_decentralized(axis, rule.optimizer, min_max_uint8(block)),
+        {"block": BYTES_BLOCK},
+        differs=WEIGHTS,
+        diverges=True,
     ),
     "bagua_model_average": NamedExchange(
-        _model_average, {BUCKET_BYTES: 10 * MIB, "interval": 8}, differs=WEIGHTS, diverges=True
+        lambda axis, rule, *, bucket_bytes, interval: model_average(
+            fused(psum(axis), bucket_bytes), rule.optimizer, interval
+        ),
+        {BUCKET_BYTES: 10 * MIB, "interval": 8},
+        differs=WEIGHTS,
+        diverges=True,
     ),
     # DeepSpeed's ZeRO, and hybrid sharding, whose groups are by default the largest that have no more replicas than a
-    # node and divide all replicas evenly. Size of messages: 0 is that of `layer_message_bytes`.
+    # node and divide all replicas evenly. 0 as the size of messages: `_zero` chooses it.
     "zero1": NamedExchange(partial(_zero, stage=1), ZERO, shards=True),
     "zero2": NamedExchange(partial(_zero, stage=2), ZERO, shards=True),
-    "zero3": NamedExchange(
-        lambda axis, rule, **options: _zero3(axis, rule, group=axis.size, **options),
-        {BUCKET_BYTES: 0, **SHARDED_PARAMS},
-        shards=True,
-    ),
+    "zero3": NamedExchange(partial(_zero, stage=3), {BUCKET_BYTES: 0, **SHARDED_PARAMS}, shards=True),
     "hsdp": NamedExchange(
-        lambda axis, rule, *, group, **options: _zero3(axis, rule, group=group or math.gcd(axis.size, NODE), **options),
+        lambda axis, rule, *, group, **options: _zero(
+            axis, rule, stage=3, group=group or math.gcd(axis.size, NODE), **options
+        ),
         {BUCKET_BYTES: 0, "group": 0, **SHARDED_PARAMS},
         shards=True,
     ),
     "onebit_adam": NamedExchange(
-        _onebit_adam,
+        lambda axis, rule, *, block, **options: momentum_exchange(
+            axis, rule, error_feedback(onebit("l2", block)), **options
+        ),
         {BUCKET_BYTES: 25 * MIB, "warmup": 0.2, "block": BLOCK},
         differs=MOMENTUM,
         residuals=True,
@@ -281,11 +262,11 @@ def exchange_differs(name: str, settings: Mapping[str, Any], num_replicas: int) 
 class OptionError(UserError, ValueError):
     """An option that an exchange cannot have, or an exchange that is impossible with this number of replicas.
 
-    It is also a ValueError, for callers of `distributed_optimizer`, who have no config.
+    It is also a ValueError, for callers of `distributed_optimizer`, who have no config. key: the option, or "exchange".
+    wrong: its value, and what it must be.
     """
 
     def __init__(self, key: str, wrong: str):
-        """key: the option, or "exchange". wrong: its value, and what it must be."""
         super().__init__(f"{key} {wrong}")
         self.key = key
 

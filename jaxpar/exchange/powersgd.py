@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxpar.core.plan import Traffic
 from jaxpar.exchange.exchange import AllReduce, Exchange, Rule, shared
-from jaxpar.exchange.fuse import averaged, fused, in_layer_order
+from jaxpar.exchange.fuse import averaged, divide_leaves, fused, in_layer_order, rejoin_leaves
 from jaxpar.exchange.reduce import Axis, psum
 from jaxpar.layout import Tree
 
@@ -58,21 +58,21 @@ def low_rank(exact: AllReduce, *, rank: int, warmup_steps: int, seed: int) -> Al
 
     Biases and other arrays that cannot be compressed by more than a factor of SAVING are averaged exactly.
 
-    Args:
-      exact: an all-reduce without state; it averages the factors, and everything during the warm-up.
-      rank: R, the rank of the approximation.
-      warmup_steps: number of steps before compression starts.
-      seed: seed of the first Q.
+    exact: an all-reduce without state; it averages the factors, and everything in the first `warmup_steps` steps.
+    rank: R, the rank of the approximation. seed: of the first Q.
     """
 
+    def belongs(leaf: Any) -> bool:
+        return is_compressed(leaf.shape, rank)
+
+    def exact_mean(tree: Tree) -> Tree:
+        return exact.mean(tree, exact.init(tree))[0]
+
     def init(tree: Tree) -> PowerState:
-        shapes = [matrix_shape(leaf.shape) for leaf in compressed(tree)]
+        shapes = [matrix_shape(leaf.shape) for leaf in divide_leaves(tree, belongs)[0]]
         keys = jax.random.split(jax.random.key(seed), max(len(shapes), 1))
         factors = [jax.random.normal(key, (n, rank)) for key, (_, n) in zip(keys, shapes, strict=False)]
         return PowerState(jnp.zeros((), jnp.int32), [jnp.zeros(shape) for shape in shapes], factors)
-
-    def compressed(tree: Tree) -> list[Any]:
-        return [leaf for leaf in jax.tree.leaves(tree) if is_compressed(leaf.shape, rank)]
 
     def mean(tree: Tree, state: PowerState) -> tuple[Tree, PowerState]:
         if not warmup_steps:
@@ -80,38 +80,31 @@ def low_rank(exact: AllReduce, *, rank: int, warmup_steps: int, seed: int) -> Al
         else:
             with jax.named_scope(WARMUP):
                 is_warm = state.steps < warmup_steps
-                means, after = jax.lax.cond(is_warm, average, approximate, tree, state)
+                means, after = jax.lax.cond(
+                    is_warm, lambda *now: (exact_mean(now[0]), now[1]), approximate, tree, state
+                )
         return means, after._replace(steps=state.steps + 1)
 
-    def average(tree: Tree, state: PowerState) -> tuple[Tree, PowerState]:
-        return exact.mean(tree, exact.init(tree))[0], state
-
     def approximate(tree: Tree, state: PowerState) -> tuple[Tree, PowerState]:
-        leaves, structure = jax.tree.flatten(tree)
-        others = [leaf for leaf in leaves if not is_compressed(leaf.shape, rank)]
+        large, others = divide_leaves(tree, belongs)
         matrices = [
             leaf.reshape(residual.shape).astype(jnp.float32) + residual
-            for leaf, residual in zip(compressed(tree), state.residuals, strict=True)
+            for leaf, residual in zip(large, state.residuals, strict=True)
         ]
         projected = [m @ q for m, q in zip(matrices, state.factors, strict=True)]
-        others, projected = _mean(exact, (others, projected))
+        others, projected = exact_mean((others, projected))
         bases = [jnp.linalg.qr(p)[0] for p in projected]
-        factors = _mean(exact, [m.T @ p for m, p in zip(matrices, bases, strict=True)])
+        factors = exact_mean([m.T @ p for m, p in zip(matrices, bases, strict=True)])
         sent = [p @ q.T for p, q in zip(bases, factors, strict=True)]
         residuals = [m - s for m, s in zip(matrices, sent, strict=True)]
-        next_sent, next_other = iter(sent), iter(others)
-        means = [
-            next(next_sent).reshape(leaf.shape).astype(leaf.dtype)
-            if is_compressed(leaf.shape, rank)
-            else next(next_other)
-            for leaf in leaves
-        ]
-        return jax.tree.unflatten(structure, means), PowerState(state.steps, residuals, factors)
+        means = [s.reshape(leaf.shape).astype(leaf.dtype) for s, leaf in zip(sent, large, strict=True)]
+        return rejoin_leaves(tree, belongs, means, others), PowerState(state.steps, residuals, factors)
 
     def traffic(tree: Tree) -> list[Traffic]:
-        others = [leaf for leaf in jax.tree.leaves(tree) if not is_compressed(leaf.shape, rank)]
-        shapes = [matrix_shape(leaf.shape) for leaf in compressed(tree)]
-        p, q = ([jax.ShapeDtypeStruct((size, rank), jnp.float32) for size in sizes] for sizes in _columns(shapes))
+        large, others = divide_leaves(tree, belongs)
+        shapes = [matrix_shape(leaf.shape) for leaf in large]
+        p = [jax.ShapeDtypeStruct((m, rank), jnp.float32) for m, _ in shapes]
+        q = [jax.ShapeDtypeStruct((n, rank), jnp.float32) for _, n in shapes]
         return exact.traffic((others, p)) + exact.traffic(q)
 
     return AllReduce(init, mean, traffic)
@@ -133,11 +126,3 @@ def largest_rank(tree: Tree) -> int:
     """Return the largest rank with which any array of the tree is compressed; 0: none is."""
     shapes = [matrix_shape(leaf.shape) for leaf in jax.tree.leaves(tree)]
     return max(((m * n - 1) // (SAVING * (m + n)) for m, n in shapes), default=0)
-
-
-def _mean(exact: AllReduce, tree: Tree) -> Tree:
-    return exact.mean(tree, exact.init(tree))[0]
-
-
-def _columns(shapes: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    return [m for m, _ in shapes], [n for _, n in shapes]

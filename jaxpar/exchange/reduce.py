@@ -1,13 +1,10 @@
-"""Reducers, which average a vector over the replicas of a mesh axis, inside `shard_map`.
-
-A `Reducer` may have state, which is private to this replica. `fused` (jaxpar/exchange/fuse.py) applies a reducer to
-trees.
+"""Reducers, which average a vector over the replicas of a mesh axis, inside `shard_map`. fuse.py applies them to trees.
 
 Dims: n replicas, L elements of a vector.
 """
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +22,6 @@ class Axis(NamedTuple):
     size: int  # number of replicas, in each group
     groups: tuple[tuple[int, ...], ...] | None = None  # the replicas of each group; None: all replicas are one group
 
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The replicas of the first group; empty if all replicas are one group."""
-        return self.groups[0] if self.groups else ()
-
     def position(self) -> jax.Array:
         """Return the position of this replica in its group."""
         replica = jax.lax.axis_index(self.name)
@@ -40,9 +32,8 @@ class Axis(NamedTuple):
 
     def traffic(self, kind: str, ways: int, nbytes: float, dtype: str, num_vectors: int = 1) -> Traffic:
         """Return the `ring_traffic` of collectives over this axis."""
-        return ring_traffic(
-            kind, ways, self.name, self.size, nbytes, dtype, num_vectors=num_vectors, members=self.members
-        )
+        members = self.groups[0] if self.groups else ()
+        return ring_traffic(kind, ways, self.name, self.size, nbytes, dtype, num_vectors=num_vectors, members=members)
 
     def within(self, group: int) -> "Axis":
         """Return the axis of groups of `group` neighbours, such as the replicas of a node."""
@@ -54,10 +45,19 @@ class Axis(NamedTuple):
         return Axis(self.name, self.size // group, groups)
 
 
+class Sends(NamedTuple):
+    """A collective over `axis` that sends 1/divisor of a vector. ways: as in `ring_traffic`."""
+
+    kind: str
+    ways: int
+    axis: Axis
+    divisor: int = 1
+
+
 class Reducer(NamedTuple):
     """An algorithm that averages a vector over replicas, exactly or approximately."""
 
-    # (L, key) -> state of this replica. key: the same on all replicas, different for each vector.
+    # (L, key) -> private state of this replica. key: the same on all replicas, different for each vector.
     init: Callable[[int, jax.Array], Tree]
     # ([L], state) -> (exact or approximate mean over replicas [L], the same on all of them; state)
     mean: Callable[[jax.Array, Tree], tuple[jax.Array, Tree]]
@@ -67,31 +67,19 @@ class Reducer(NamedTuple):
 
 def psum(axis: Axis, *, predivide: float = 1.0, dtype: DTypeLike | None = None) -> Reducer:
     """Return XLA's all-reduce. See `_mean_of` for the options, which all reducers of this file share."""
-
-    def total(x: jax.Array) -> jax.Array:
-        return jax.lax.psum(x, axis.name)
-
-    def traffic(length: int, dtype: DTypeLike) -> list[Traffic]:
-        return [_traffic("all-reduce", 2, axis, length, dtype)]
-
-    return _mean_of(total, traffic, axis, predivide, dtype)
+    return _mean_of(lambda x: jax.lax.psum(x, axis.name), [Sends("all-reduce", 2, axis)], axis, predivide, dtype)
 
 
 def ring(axis: Axis, *, predivide: float = 1.0, dtype: DTypeLike | None = None) -> Reducer:
     """Return a ring all-reduce, written out: 2(n-1) steps, in each of which a replica sends L/n to the next one.
 
-    Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", 2009. 16-bit floats are
-    sent as their bits, because XLA would widen them on CPUs.
+    Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", 2009.
     """
     n = axis.size
     to_next = [(i, (i + 1) % n) for i in range(n)]
 
-    def bits_dtype(dtype: DTypeLike) -> DTypeLike:
-        return jnp.uint16 if jnp.dtype(dtype).itemsize == 2 else dtype
-
     def pass_on(x: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(x, bits_dtype(x.dtype))
-        return jax.lax.bitcast_convert_type(jax.lax.ppermute(bits, axis.name, to_next), x.dtype)
+        return jax.lax.ppermute(x.view(_moved_dtype(x.dtype)), axis.name, to_next).view(x.dtype)
 
     def total(x: jax.Array) -> jax.Array:
         replica, shards = jax.lax.axis_index(axis.name), x.reshape(n, -1)
@@ -105,10 +93,7 @@ def ring(axis: Axis, *, predivide: float = 1.0, dtype: DTypeLike | None = None) 
         # Otherwise XLA repeats these updates in each kernel that reads a part of the vector.
         return jax.lax.optimization_barrier(shards).reshape(-1)
 
-    def traffic(length: int, dtype: DTypeLike) -> list[Traffic]:
-        return [_traffic("collective-permute", 2, axis, length, bits_dtype(dtype))]
-
-    return _mean_of(total, traffic, axis, predivide, dtype, multiple=n)
+    return _mean_of(total, [Sends("collective-permute", 2, axis)], axis, predivide, dtype, multiple=n)
 
 
 def push_pull(axis: Axis, *, predivide: float = 1.0, dtype: DTypeLike | None = None) -> Reducer:
@@ -121,10 +106,8 @@ def push_pull(axis: Axis, *, predivide: float = 1.0, dtype: DTypeLike | None = N
         shard = jax.lax.psum_scatter(x, axis.name, tiled=True)
         return jax.lax.all_gather(shard, axis.name, tiled=True)
 
-    def traffic(length: int, dtype: DTypeLike) -> list[Traffic]:
-        return [_traffic(kind, 1, axis, length, dtype) for kind in ("reduce-scatter", "all-gather")]
-
-    return _mean_of(total, traffic, axis, predivide, dtype, multiple=axis.size)
+    sends = [Sends("reduce-scatter", 1, axis), Sends("all-gather", 1, axis)]
+    return _mean_of(total, sends, axis, predivide, dtype, multiple=axis.size)
 
 
 def hierarchical(axis: Axis, group: int, *, predivide: float = 1.0, dtype: DTypeLike | None = None) -> Reducer:
@@ -139,19 +122,13 @@ def hierarchical(axis: Axis, group: int, *, predivide: float = 1.0, dtype: DType
         shard = jax.lax.psum(shard, axis.name, axis_index_groups=between.groups)
         return jax.lax.all_gather(shard, axis.name, axis_index_groups=within.groups, tiled=True)
 
-    def traffic(length: int, dtype: DTypeLike) -> list[Traffic]:
-        return [
-            _traffic("reduce-scatter", 1, within, length, dtype),
-            _traffic("all-reduce", 2, between, length // group, dtype),
-            _traffic("all-gather", 1, within, length, dtype),
-        ]
-
-    return _mean_of(total, traffic, axis, predivide, dtype, multiple=group)
+    sends = [Sends("reduce-scatter", 1, within), Sends("all-reduce", 2, between, group), Sends("all-gather", 1, within)]
+    return _mean_of(total, sends, axis, predivide, dtype, multiple=group)
 
 
 def _mean_of(
     total: Callable[[jax.Array], jax.Array],
-    traffic: Callable[[int, DTypeLike], list[Traffic]],
+    sends: Sequence[Sends],
     axis: Axis,
     predivide: float,
     dtype: DTypeLike | None,
@@ -163,12 +140,8 @@ def _mean_of(
     by n before the sum, Horovod by its gradient_predivide_factor (1 by default).
 
     Args:
-      total: [L] -> the sum over replicas, [L].
-      traffic: (L, dtype) -> traffic of `total`.
-      axis: axis of the replicas.
-      predivide: greater than 0.
+      total: [L] -> the sum over replicas, [L], with the collectives `sends`. L must be a multiple of `multiple`.
       dtype: the dtype of quotients, sums and messages; None: that of the vector.
-      multiple: L must be a multiple of this.
     """
 
     def mean(x: jax.Array, state: Tree) -> tuple[jax.Array, Tree]:
@@ -177,20 +150,30 @@ def _mean_of(
         rest = axis.size / predivide
         return (summed if rest == 1 else summed / rest).astype(x.dtype), state
 
-    def sent_traffic(length: int, vector_dtype: DTypeLike) -> list[Traffic]:
-        return traffic(length, vector_dtype if dtype is None else dtype)
+    def traffic(length: int, vector_dtype: DTypeLike) -> list[Traffic]:
+        sent = jnp.dtype(vector_dtype if dtype is None else dtype)
+        return [
+            one.axis.traffic(
+                one.kind,
+                one.ways,
+                length // one.divisor * sent.itemsize,
+                (_moved_dtype(sent) if one.kind == "collective-permute" else sent).name,
+            )
+            for one in sends
+        ]
 
-    return Reducer(_stateless, mean, sent_traffic, multiple)
+    return Reducer(lambda _length, _key: (), mean, traffic, multiple)
+
+
+def _moved_dtype(dtype: Any) -> Any:
+    """Return the dtype in which the ring sends `dtype`: bits instead of 16-bit floats, which XLA widens on CPUs."""
+    return jnp.dtype(jnp.uint16) if dtype.itemsize == 2 else dtype
 
 
 def psum_small(tree: Tree, axes: str | tuple[str, ...]) -> Tree:
     """Return the sums over mesh axes of a tree of a few numbers, in one collective. Its leaves must have one dtype."""
     flat, unravel = ravel_pytree(tree)
     return unravel(jax.lax.psum(flat, axes))
-
-
-def _stateless(_length: int, _key: jax.Array) -> Tree:
-    return ()
 
 
 def added_up(traffic: Iterable[Traffic]) -> list[Traffic]:
@@ -201,8 +184,3 @@ def added_up(traffic: Iterable[Traffic]) -> list[Traffic]:
         before = total.get(key, one._replace(nbytes=0.0, messages=0.0))
         total[key] = one._replace(nbytes=before.nbytes + one.nbytes, messages=before.messages + one.messages)
     return list(total.values())
-
-
-def _traffic(kind: str, ways: int, axis: Axis, length: int, dtype: DTypeLike) -> Traffic:
-    dtype = jnp.dtype(dtype)
-    return axis.traffic(kind, ways, length * dtype.itemsize, dtype.name)

@@ -7,7 +7,8 @@ compressed mean to all.
 Dims: n replicas.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax.interpreters import mlir
 from jax.typing import DTypeLike
 
 from jaxpar.core.plan import Traffic
-from jaxpar.exchange.compress import Compressor, Payload, from_bytes, payload_nbytes, to_bytes
+from jaxpar.exchange.compress import Compressor, to_bytes
 from jaxpar.exchange.reduce import Axis, Reducer
 from jaxpar.layout import Tree
 
@@ -30,7 +31,6 @@ def scatter_gather(axis: Axis, worker: Compressor, server: Compressor) -> Reduce
     each worker's machine.
 
     Args:
-      axis: axis of the replicas.
       worker: compressor of the shards that a replica sends to the servers; it has a state for each shard.
       server: compressor of the mean that a server sends to all.
     """
@@ -43,40 +43,30 @@ def scatter_gather(axis: Axis, worker: Compressor, server: Compressor) -> Reduce
 
     def mean(x: jax.Array, state: Tree) -> tuple[jax.Array, Tree]:
         length = len(x) // n
-
-        def decode(compressor: Compressor, sent: jax.Array) -> jax.Array:
-            return compressor.decode(from_bytes(sent, compressor.payload(length)), length)
-
         payloads, workers = jax.vmap(worker.encode)(x.astype(jnp.float32).reshape(n, length), state["worker"])
         received = jax.lax.all_to_all(jax.vmap(to_bytes)(payloads), axis.name, 0, 0, axis_index_groups=axis.groups)
-        mean = jnp.mean(jax.vmap(lambda sent: decode(worker, sent))(received), axis=0)
-        payload, of_server = server.encode(mean, state["server"])
+        mean = jnp.mean(jax.vmap(lambda sent: worker.decode_bytes(sent, length))(received), axis=0)
+        payload, server_state = server.encode(mean, state["server"])
         received = jax.lax.all_gather(to_bytes(payload), axis.name, axis_index_groups=axis.groups)
-        whole = jax.vmap(lambda sent: decode(server, sent))(received).reshape(-1)
-        return whole.astype(x.dtype), {"worker": workers, "server": of_server}
+        whole = jax.vmap(lambda sent: server.decode_bytes(sent, length))(received).reshape(-1)
+        return whole.astype(x.dtype), {"worker": workers, "server": server_state}
 
     def traffic(length: int, _dtype: DTypeLike) -> list[Traffic]:
-        sizes = {"all-to-all": worker, "all-gather": server}
-        return [
-            axis.traffic(kind, 1, n * payload_nbytes(compressor.payload(length // n)), "uint8")
-            for kind, compressor in sizes.items()
-        ]
+        senders = {"all-to-all": worker, "all-gather": server}
+        return [axis.traffic(kind, 1, n * sender.nbytes(length // n), "uint8") for kind, sender in senders.items()]
 
     return Reducer(init, mean, traffic, multiple=n)
 
 
-def in_groups(axis: Axis, group: int, between: Callable[[Axis], Reducer]) -> Reducer:
-    """Return a reducer that averages exactly within groups of `group` neighbours, and by `between` between the groups.
+def in_groups(axis: Axis, group: int, reducer: Reducer) -> Reducer:
+    """Return a reducer that averages exactly within groups of `group` neighbours, and by `reducer` between the groups.
 
     The links within a group, such as a node, are faster. Each replica of a group averages 1/group of the vector, and
     only this shard is sent between groups. BytePS and, with hierarchical=True, Bagua compress only between nodes too.
 
-    Args:
-      axis: axis of the replicas.
-      group: replicas per group.
-      between: axis of the replicas that average a shard -> reducer.
+    reducer: a reducer over `axis.between(group)`.
     """
-    within, reducer = axis.within(group), between(axis.between(group))
+    within = axis.within(group)
 
     def init(length: int, key: jax.Array) -> Tree:
         return reducer.init(length // group, jax.random.fold_in(key, within.position()))
@@ -87,9 +77,10 @@ def in_groups(axis: Axis, group: int, between: Callable[[Axis], Reducer]) -> Red
         return jax.lax.all_gather(shard, axis.name, axis_index_groups=within.groups, tiled=True), state
 
     def traffic(length: int, dtype: DTypeLike) -> list[Traffic]:
-        nbytes, name = length * jnp.dtype(dtype).itemsize, jnp.dtype(dtype).name
-        exact = [within.traffic(kind, 1, nbytes, name) for kind in ("reduce-scatter", "all-gather")]
-        return [*exact, *reducer.traffic(length // group, dtype)]
+        dtype = jnp.dtype(dtype)
+        exact = ("reduce-scatter", "all-gather")
+        sent = [within.traffic(kind, 1, length * dtype.itemsize, dtype.name) for kind in exact]
+        return sent + reducer.traffic(length // group, dtype)
 
     return Reducer(init, mean, traffic, multiple=group * reducer.multiple)
 
@@ -100,9 +91,8 @@ def all_gather_coded(axis: Axis, compressor: Compressor, vectors: Sequence[jax.A
     compressor: a compressor without state, which compresses each vector separately.
     """
     payloads = [compressor.encode(vector, ())[0] for vector in vectors]
-    received = jax.lax.all_gather(
-        jnp.concatenate([to_bytes(payload) for payload in payloads]), axis.name, axis_index_groups=axis.groups
-    )
+    sent = jnp.concatenate([to_bytes(payload) for payload in payloads])
+    received = jax.lax.all_gather(sent, axis.name, axis_index_groups=axis.groups)
     lengths = tuple(len(vector) for vector in vectors)
     vectors_of_all: list[jax.Array] = DECOMPRESS.bind(received, compressor=compressor, lengths=lengths)
     return vectors_of_all
@@ -122,23 +112,14 @@ def reduce_scatter_coded(axis: Axis, compressor: Compressor, arrays: Sequence[ja
     return [rows.sum(0) for rows in _decode(received, compressor=compressor, lengths=lengths)]
 
 
-def coded_nbytes(compressor: Compressor, lengths: Sequence[int]) -> int:
-    """Return the bytes that a replica sends to one other for vectors of these lengths."""
-    return sum(payload_nbytes(compressor.payload(length)) for length in lengths)
-
-
 def _decode(received: jax.Array, *, compressor: Compressor, lengths: Sequence[int]) -> list[jax.Array]:
     """Return the arrays [n, L] of several vectors from the bytes [n, ..] of their payloads."""
     offset, arrays = 0, []
     for length in lengths:
-        like = compressor.payload(length)
-        size = payload_nbytes(like)
-
-        def decode(sent: jax.Array, like: Payload = like, length: int = length) -> jax.Array:
-            return compressor.decode(from_bytes(sent, like), length)
-
-        arrays.append(jax.vmap(decode)(received[:, offset : offset + size]))
-        offset += size
+        end = offset + compressor.nbytes(length)
+        decode = functools.partial(compressor.decode_bytes, length=length)
+        arrays.append(jax.vmap(decode)(received[:, offset:end]))
+        offset = end
     return arrays
 
 

@@ -11,15 +11,14 @@ each group of replicas, such as a node, shards its own copy of all arrays, so ar
 
 In stage 3, the shards of a layer are packed into vectors before a scan over layers, and their gradients are unpacked
 after it. XLA can then gather the vectors of the next layer, and scatter the gradients of the previous one, while a
-layer is computed.
-
-Stage 3 gathers an array in the dtype in which its layer reads it: half of the bytes, if a bfloat16 model casts it
-first. Gradients are summed in float32. Stage 3 can also send parameters and gradients with 8 bits per element, as in
-ZeRO++ (Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023).
+layer is computed. An array is gathered in the dtype in which its layer reads it: half of the bytes, if a bfloat16 model
+casts it first. Gradients are summed in float32. Parameters and gradients can also be sent with 8 bits per element, as
+in ZeRO++ (Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023).
 """
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +32,7 @@ from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
 from jaxpar.exchange.fetch import Fetch
 from jaxpar.exchange.fuse import buckets
 from jaxpar.exchange.reduce import Axis, added_up
-from jaxpar.exchange.scatter_gather import all_gather_coded, coded_nbytes, reduce_scatter_coded
+from jaxpar.exchange.scatter_gather import all_gather_coded, reduce_scatter_coded
 from jaxpar.layout import REPLICATED, SHARDED, Tree, pad, shard_shape, split_dim, unpad
 
 
@@ -57,83 +56,67 @@ class PackedShards(NamedTuple):
 
 
 class Shards:
-    """The arrays of a tree and their shards. Its methods convert between them, inside `shard_map`."""
+    """The arrays of a tree and their shards. Its methods convert between them, inside `shard_map`.
+
+    A flat shard has the sharded dim first, and is a vector; a bucket of them is sent as one vector.
+    """
 
     def __init__(self, axis: Axis, tree: Tree, num_bytes: int, codes: Codes = UNCODED):
-        """Plan the buckets of arrays that are sent together.
+        """Plan the buckets, of at most `num_bytes` bytes, of arrays that are sent together.
 
-        Args:
-          axis: axis of the replicas.
-          tree: full arrays or their shapes, with the dtypes in which `gather` returns them.
-          num_bytes: size limit of the bucket that a collective sends.
-          codes: compressors of what is sent.
+        tree: full arrays or their shapes, with the dtypes in which `gather` returns them.
         """
         self._axis, self._codes = axis, codes
         self._leaves, self._structure = jax.tree.flatten(tree)
+        self._dims = [split_dim(leaf.shape) or 0 for leaf in self._leaves]
         self._shapes = [shard_shape(leaf.shape, axis.size) for leaf in self._leaves]
+        self._lengths = [math.prod(shape) for shape in self._shapes]
         self._wire = FLOAT if all(leaf.dtype == FLOAT for leaf in self._leaves) else WORD
-        widths = [leaf.dtype.itemsize // self._wire.itemsize for leaf in self._leaves]
-        sizes = [leaf.size * width for leaf, width in zip(self._leaves, widths, strict=True)]
-        sent = [jax.ShapeDtypeStruct((size,), self._wire) for size in sizes]
+        words = [leaf.size * leaf.dtype.itemsize // self._wire.itemsize for leaf in self._leaves]
+        sent = [jax.ShapeDtypeStruct((size,), self._wire) for size in words]
         plan = buckets(sent, num_bytes, cut=False, backwards=True)
-        divided = [[piece.leaf for piece in bucket if self._shapes[piece.leaf]] for bucket in plan]
-        self._buckets = [bucket for bucket in divided if bucket]
+        sharded = [[piece.leaf for piece in bucket if self._shapes[piece.leaf]] for bucket in plan]
+        self._buckets = [bucket for bucket in sharded if bucket]
+        self._numbers = [number for bucket in self._buckets for number in bucket]  # of the sharded arrays
 
     @property
     def nbytes(self) -> int:
         """Bytes of all sharded arrays, including their padding, as `gather` sends them uncompressed."""
-        widths = [self._leaves[number].dtype.itemsize for number in self._numbers]
-        return self._axis.size * sum(map(math.prod, zip(self._lengths, widths, strict=True)))
+        return self._axis.size * sum(self._lengths[i] * self._leaves[i].dtype.itemsize for i in self._numbers)
 
     @property
     def size(self) -> int:
         """Number of elements of all sharded arrays, including their padding."""
-        return self._axis.size * sum(self._lengths)
-
-    @property
-    def _numbers(self) -> list[int]:
-        """The indices of the sharded arrays."""
-        return [number for bucket in self._buckets for number in bucket]
-
-    @property
-    def _lengths(self) -> list[int]:
-        """Number of elements of each shard."""
-        return [math.prod(self._shapes[number]) for number in self._numbers]
-
-    @property
-    def num_vectors(self) -> int:
-        """Number of collectives that scatter, or gather, all arrays once."""
-        return len(self._buckets)
+        return self._axis.size * sum(self._lengths[number] for number in self._numbers)
 
     def scatter_traffic(self, times: int) -> Traffic:
-        """Return the traffic of a device that scatters all arrays `times` times, in float32 or compressed.
-
-        Compressed vectors cannot be summed, so an all-to-all scatters them.
-        """
-        kind, nbytes, dtype = "reduce-scatter", 4 * self.size, "float32"
-        if compressor := self._codes.grads:
-            kind, nbytes, dtype = "all-to-all", self._axis.size * coded_nbytes(compressor, self._lengths), "uint8"
-        return self._axis.traffic(kind, times, nbytes, dtype, self.num_vectors)
+        """Return the traffic of a device that scatters all arrays `times` times, in float32 or compressed."""
+        if self._codes.grads:  # compressed vectors cannot be summed
+            return self._coded_traffic("all-to-all", times, self._codes.grads)
+        return self._axis.traffic("reduce-scatter", times, 4 * self.size, "float32", len(self._buckets))
 
     def gather_traffic(self, times: int) -> Traffic:
         """Return the traffic of a device that gathers all arrays `times` times."""
-        nbytes, dtype = self.nbytes, self._wire.name
-        if compressor := self._codes.params:
-            nbytes, dtype = self._axis.size * coded_nbytes(compressor, self._lengths), "uint8"
-        return self._axis.traffic("all-gather", times, nbytes, dtype, self.num_vectors)
+        if self._codes.params:
+            return self._coded_traffic("all-gather", times, self._codes.params)
+        return self._axis.traffic("all-gather", times, self.nbytes, self._wire.name, len(self._buckets))
+
+    def _coded_traffic(self, kind: str, times: int, compressor: Compressor) -> Traffic:
+        nbytes = self._axis.size * sum(compressor.nbytes(self._lengths[number]) for number in self._numbers)
+        return self._axis.traffic(kind, times, nbytes, "uint8", len(self._buckets))
 
     def traffic_between(self, between: Axis) -> Traffic:
         """Return the traffic of a device in `add_up_shards`."""
-        return between.traffic("all-reduce", 2, 4 * self.size / self._axis.size, "float32", self.num_vectors)
+        return between.traffic("all-reduce", 2, 4 * self.size / self._axis.size, "float32", len(self._buckets))
 
     def local(self, tree: Tree) -> Tree:
         """Return this replica's shards of full arrays."""
         replica = self._axis.position()
-        leaves = dict(enumerate(jax.tree.leaves(tree)))
+        leaves = jax.tree.leaves(tree)
         for number in self._numbers:
             shard = jax.lax.dynamic_index_in_dim(self._flat_shards(leaves[number]), replica, keepdims=False)
-            leaves[number] = self._shard(shard, number)
-        return jax.tree.unflatten(self._structure, leaves.values())
+            leaves[number] = self._shaped(shard, number)
+        return jax.tree.unflatten(self._structure, leaves)
 
     def add_up_whole(self, tree: Tree) -> Tree:
         """Sum unsharded arrays over all replicas, and leave shards unchanged."""
@@ -160,9 +143,8 @@ class Shards:
         leaves = jax.tree.leaves(self.add_up_whole(tree))
         for bucket in self._buckets:
             vectors = jnp.concatenate([self._flat_shards(leaves[number]) for number in bucket], axis=1)
-            shards = self._split(self._scatter(vectors), bucket)
-            for number, shard in zip(bucket, shards, strict=True):
-                leaves[number] = self._shard(shard, number)
+            for number, shard in zip(bucket, self._split(self._scatter(vectors), bucket), strict=True):
+                leaves[number] = self._shaped(shard, number)
         return jax.tree.unflatten(self._structure, leaves)
 
     def gather(self, tree: Tree) -> Tree:
@@ -174,7 +156,7 @@ class Shards:
         leaves = dict(enumerate(jax.tree.leaves(tree)))
         vectors = []
         for bucket in self._buckets:
-            flat = [_front(leaves.pop(number), self._dim(number)).reshape(-1) for number in bucket]
+            flat = [jnp.moveaxis(leaves.pop(number), self._dims[number], 0).reshape(-1) for number in bucket]
             vectors.append(jnp.concatenate(flat))
         return PackedShards(vectors, list(leaves.values()))
 
@@ -184,7 +166,7 @@ class Shards:
         leaves = [None if number in sharded else next(whole) for number in range(len(self._leaves))]
         for bucket, vector in zip(self._buckets, packed.vectors, strict=True):
             for number, shards in zip(bucket, self._gather(vector, bucket), strict=True):
-                leaves[number] = self._full(shards, number)
+                leaves[number] = unpad(self._shaped(shards, number, self._axis.size), self._leaves[number].shape)
         return jax.tree.unflatten(self._structure, leaves)
 
     def _scatter(self, vectors: jax.Array) -> jax.Array:
@@ -192,7 +174,7 @@ class Shards:
         return jax.lax.psum_scatter(vectors, self._axis.name, axis_index_groups=self._axis.groups)
 
     def _gather(self, vector: jax.Array, bucket: Sequence[int]) -> list[jax.Array]:
-        """Return the arrays of all replicas, [n, elements of a shard], from their vectors of the shards of a bucket.
+        """Return the flat shards of all replicas, [n, L] for each array of a bucket, from their vectors of the bucket.
 
         The gradient of the result is the gradient of the vector, as if casts and compression did not change it.
         """
@@ -204,9 +186,10 @@ class Shards:
             if params:
                 decoded = all_gather_coded(axis, params, vectors)
                 return [x.astype(dtype) for x, dtype in zip(decoded, dtypes, strict=True)]
-            words = [_words(x.astype(dtype), self._wire) for x, dtype in zip(vectors, dtypes, strict=True)]
+            words = [x.astype(dtype).view(self._wire) for x, dtype in zip(vectors, dtypes, strict=True)]
             gathered = jax.lax.all_gather(jnp.concatenate(words), axis.name, axis_index_groups=axis.groups)
-            return [_from_words(x, dtype) for x, dtype in zip(_split(gathered, map(len, words)), dtypes, strict=True)]
+            ends = np.cumsum([len(x) for x in words])[:-1]
+            return [x.view(dtype) for x, dtype in zip(jnp.split(gathered, ends, axis=-1), dtypes, strict=True)]
 
         def backward(_: None, slopes: Sequence[jax.Array]) -> tuple[jax.Array]:
             slopes = [slope.astype(vector.dtype) for slope in slopes]
@@ -218,29 +201,18 @@ class Shards:
         gather.defvjp(lambda vector: (forward(vector), None), backward)
         return gather(vector)
 
-    def _dim(self, number: int) -> int:
-        dim = split_dim(self._leaves[number].shape)
-        assert dim is not None, number
-        return dim
-
     def _flat_shards(self, x: jax.Array) -> jax.Array:
-        """Reshape a full array to [n, elements of a shard], with the sharded dim of each shard first."""
-        return _front(pad(x, self._axis.size), split_dim(x.shape) or 0).reshape(self._axis.size, -1)
+        """Return the flat shards of a full array, [n, L]."""
+        return jnp.moveaxis(pad(x, self._axis.size), split_dim(x.shape) or 0, 0).reshape(self._axis.size, -1)
+
+    def _shaped(self, flat_shards: jax.Array, number: int, num_shards: int = 1) -> jax.Array:
+        """Return flat shards of the array of this number in their shape, concatenated along the sharded dim."""
+        dim, shape = self._dims[number], self._shapes[number]
+        return jnp.moveaxis(flat_shards.reshape(num_shards * shape[dim], *shape[:dim], *shape[dim + 1 :]), 0, dim)
 
     def _split(self, x: jax.Array, bucket: Sequence[int]) -> list[jax.Array]:
-        """Split a concatenation of the shards of a bucket, along the last dim."""
-        return _split(x, [math.prod(self._shapes[number]) for number in bucket])
-
-    def _shard(self, flat_shard: jax.Array, number: int) -> jax.Array:
-        """Return one row of `_flat_shards` in the shape of a shard."""
-        dim, shape = self._dim(number), self._shapes[number]
-        return _back(flat_shard.reshape(shape[dim], *shape[:dim], *shape[dim + 1 :]), dim)
-
-    def _full(self, flat_shards: jax.Array, number: int) -> jax.Array:
-        """Invert `_flat_shards`: return the full array."""
-        dim, shape = self._dim(number), self._shapes[number]
-        whole = flat_shards.reshape(self._axis.size * shape[dim], *shape[:dim], *shape[dim + 1 :])
-        return unpad(_back(whole, dim), self._leaves[number].shape)
+        """Split a bucket of flat shards, along the last dim."""
+        return jnp.split(x, np.cumsum([self._lengths[number] for number in bucket])[:-1], axis=-1)
 
 
 def zero(
@@ -262,8 +234,6 @@ def zero(
     parameters are shards, and `fetch` gathers those of a layer.
 
     Args:
-      axis: axis of the replicas.
-      stage: 1, 2 or 3.
       optimizer: its update is passed grad_norm, the norm of the full gradient.
       tree: the parameters or their shapes.
       num_bytes: size limit of the bucket that a collective sends.
@@ -278,6 +248,7 @@ def zero(
     if is_grouped:
         within, between = axis.within(group), axis.between(group)
     shards = Shards(within, tree, num_bytes)
+    coded_shards = functools.partial(Shards, within, num_bytes=num_bytes, codes=codes)
 
     def init(params: Tree) -> DistributedState:
         return DistributedState(optimizer.init(params if stage == 3 else shards.local(params)), ())
@@ -294,15 +265,9 @@ def zero(
         updates = updates if stage == 3 else shards.gather(updates)
         return ExchangeUpdate(updates, DistributedState(inner, ()), grad_norm)
 
-    def pack(shapes: Tree, local: Tree) -> PackedShards:
-        return Shards(within, shapes, num_bytes, codes).pack(local)
-
-    def unpack(shapes: Tree, packed: PackedShards) -> Tree:
-        return Shards(within, shapes, num_bytes, codes).gather_packed(packed)
-
     def traffic(params: Tree, num_microbatches: int = 1) -> list[Traffic]:
         # In stage 3, the arrays of the layers are scattered and gathered one layer after another.
-        each = [Shards(within, tree, num_bytes, codes) for tree in (params.values() if stage == 3 else [params])]
+        each = [coded_shards(tree) for tree in (params.values() if stage == 3 else [params])]
         scatter = added_up(one.scatter_traffic(1 if stage == 1 else num_microbatches) for one in each)
         gather = added_up(one.gather_traffic(2 * num_microbatches if stage == 3 else 1) for one in each)
         # XLA may add up the gradients of an array that two layers share before it scatters them. On CPUs it drops the
@@ -312,6 +277,10 @@ def zero(
         sent += [one._replace(required=1 / (2 * num_microbatches) if stage == 3 else 1.0) for one in gather]
         return [*sent, shards.traffic_between(between)] if is_grouped else sent
 
+    fetch = Fetch(
+        unpack=lambda shapes, packed: coded_shards(shapes).gather_packed(packed),
+        pack=lambda shapes, local: coded_shards(shapes).pack(local),
+    )
     return Exchange(
         init,
         update,
@@ -319,33 +288,7 @@ def zero(
         params=SHARDED if stage == 3 else REPLICATED,
         optimizer=SHARDED,
         scatter=shards.scatter if stage == 2 else None,
-        fetch=Fetch(unpack, pack) if stage == 3 else None,
+        fetch=fetch if stage == 3 else None,
         offload=offload,
         copies=axis.size // group,
     )
-
-
-def _front(x: jax.Array, dim: int) -> jax.Array:
-    return jnp.moveaxis(x, dim, 0)
-
-
-def _back(x: jax.Array, dim: int) -> jax.Array:
-    return jnp.moveaxis(x, 0, dim)
-
-
-def _split(x: jax.Array, sizes: Iterable[int]) -> list[jax.Array]:
-    """Split an array into parts of these sizes, along the last dim."""
-    return jnp.split(x, np.cumsum(list(sizes))[:-1], axis=-1)
-
-
-def _words(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    """Return the bits of a vector as elements of `dtype`, which are at most as wide as its own."""
-    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype).reshape(-1)
-
-
-def _from_words(words: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    """Invert `_words` for the vectors [n, L] of n replicas."""
-    if words.dtype == dtype:
-        return words
-    width = dtype.itemsize // words.dtype.itemsize
-    return jax.lax.bitcast_convert_type(words if width == 1 else words.reshape(len(words), -1, width), dtype)

@@ -19,7 +19,6 @@ from jaxpar.exchange.compress import (
     min_max_uint8,
     momentum,
     onebit,
-    payload_nbytes,
     randomk,
     to_bytes,
     topk,
@@ -261,7 +260,7 @@ def test_bytes_of_payloads(name: str) -> None:
         momentum(error_feedback(COMPRESSORS[name]), 0.9),
     ):
         payload = compressor.payload(LENGTH)
-        assert payload_nbytes(payload) == BYTES[name]
+        assert compressor.nbytes(LENGTH) == BYTES[name]
         real, _ = compressor.encode(jnp.asarray(RANDOM), init(compressor))
         assert to_bytes(real).shape == (BYTES[name],)
         assert [(x.shape, x.dtype) for x in real] == [(x.shape, x.dtype) for x in payload]

@@ -67,7 +67,7 @@ def test_exact_within_groups_and_compressed_between(n: int, group: int, name: st
     if name == "topk":
         lossy = compressors.topk(int(np.ceil(0.3 * length / num_groups)))
     x = draw(n)
-    reducer = in_groups(axis(n), group, lambda between: scatter_gather(between, compressor, compressor))
+    reducer = in_groups(axis(n), group, scatter_gather(axis(n).between(group), compressor, compressor))
     got = only(run(n, reducer, x)[0])
     shards = x.reshape(num_groups, group, STEPS, group, length).mean(1)  # group, step, shard, element
     servers = [compressors.Servers(num_groups, length, lossy, lossy, name in FEEDBACK) for _ in range(group)]

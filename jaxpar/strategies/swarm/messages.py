@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.core.state import nbytes
-from jaxpar.exchange.compress import Compressor, absmax_int8, payload_nbytes
+from jaxpar.exchange.compress import Compressor, absmax_int8
 from jaxpar.models.model import Activations
 
 MESSAGE_BLOCK = 4096  # elements that share a scale (Ryabinin et al., "SWARM Parallelism", 2023, section 4.3)
@@ -40,4 +40,4 @@ class MessageFormat(NamedTuple):
         """Return the bytes of a message with arrays of these shapes and dtypes."""
         if self.compressor is None:
             return nbytes(like)
-        return sum(payload_nbytes(self.compressor.payload(x.size)) for x in jax.tree.leaves(like))
+        return sum(self.compressor.nbytes(x.size) for x in jax.tree.leaves(like))
