@@ -7,11 +7,10 @@
 
 docs/checkpoints.md specifies the format and explains how to read it without jaxpar.
 
-A single process copies the arrays to the host and writes them while the next steps compute. With several
-processes, each one copies and writes its part. Orbax writes into a temporary directory and renames it at the end, so a
-killed process leaves no partial checkpoint. Checksums of the arrays detect later damage by a disk or a copy. Reading a
-checkpoint changes no files. Training resumes from the newest intact checkpoint and renames later, damaged ones to
-STEP.damaged.
+A single process copies the arrays to the host and writes them while the next steps compute; several processes each
+write their part. Orbax renames a temporary directory at the end, so a killed process leaves no partial checkpoint.
+Checksums detect later damage. Reading changes no files. Training resumes from the newest intact checkpoint and renames
+later, damaged ones to STEP.damaged.
 """
 
 from jaxpar.checkpoint.reader import (

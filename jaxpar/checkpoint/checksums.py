@@ -13,7 +13,6 @@ from jaxpar.core.state import Canonical
 
 Info = dict[str, Any]  # the JSON values that a checkpoint contains besides its arrays
 Array = TypeVar("Array", np.ndarray, jax.Array)
-
 _FACTORS = 2 * np.arange(2**16, dtype=np.uint32) + np.uint32(1)
 
 

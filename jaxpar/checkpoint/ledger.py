@@ -17,24 +17,14 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxpar import files
+from jaxpar.data import Batches
 from jaxpar.errors import TrainingError, UserError, format_count
-
-
-class PlannedBatches(Protocol):
-    """The members of jaxpar.data.Batches that the ledger uses."""
-
-    batch_size: int
-    steps_per_epoch: int
-    examples_per_epoch: int
-
-    def planned(self, start: int, stop: int) -> np.ndarray:
-        """Return the ids of the examples of the batches [start, stop) of one epoch."""
 
 
 class Line(NamedTuple):
@@ -62,11 +52,8 @@ class Ledger:
     def __init__(self, directory: Path, *, steps_per_epoch: int, shard: slice, first: int):
         """Create the ledger of this process.
 
-        Args:
-          directory: directory of the ledger.
-          steps_per_epoch: number of steps of an epoch.
-          shard: the examples of a batch that this process counts; empty if another process counts them.
-          first: position in the batch of the first example that this process reads.
+        shard: the examples of a batch that this process counts; empty if another process counts them.
+        first: position in the batch of the first example that this process reads.
         """
         self._path = directory / f"{jax.process_index()}.jsonl"
         self._steps_per_epoch = steps_per_epoch
@@ -105,23 +92,18 @@ class Ledger:
 def cut(directory: Path, after: int) -> None:
     """Remove the lines of all steps after the first `after` steps, in the files of all processes and earlier starts.
 
-    Raises UserError if a file has an invalid line or a line of steps before and after this step, or if the ledger has
-    files, but no lines, which no run leaves after a checkpoint.
+    Raises UserError for an invalid line, a line of steps before and after this step, and a ledger of files without
+    lines, which no run leaves after a checkpoint.
     """
-    paths = list(directory.glob("*.jsonl"))
-    lines = {path: _read(path) for path in paths}
-    if after and paths and not any(lines.values()):  # lines are written before a checkpoint
-        raise UserError(f"{paths[0]} is damaged, because it has no lines; delete {directory} to start a new ledger")
-    for path in paths:
-        for line in lines[path]:
-            if line.start < after < line.stop:
-                raise UserError(
-                    f"{path} is damaged, because one line covers the steps {line.start + 1} to {line.stop}, before and "
-                    f"after the checkpoint of step {after}; delete {directory} to start a new ledger"
-                )
-    for path in paths:
-        remaining = [line for line in lines[path] if line.stop <= after]
-        if remaining:
+    lines = {path: _read(path) for path in directory.glob("*.jsonl")}
+    if after and lines and not any(lines.values()):  # lines are written before a checkpoint
+        raise UserError(f"{next(iter(lines))} is damaged, because it has no lines; {_anew(directory)}")
+    for path, line in ((path, line) for path, found in lines.items() for line in found):
+        if line.start < after < line.stop:
+            covered = f"one line covers the steps {line.start + 1} to {line.stop}, before and after the checkpoint of"
+            raise UserError(f"{path} is damaged, because {covered} step {after}; {_anew(directory)}")
+    for path, found in lines.items():
+        if remaining := [line for line in found if line.stop <= after]:
             files.write_text(path, "".join(map(_text, remaining)))
         else:
             path.unlink()
@@ -132,22 +114,22 @@ def begin(directory: Path, step: int, steps_per_epoch: int) -> None:
 
     Without this record, which is a line of no steps, a ledger that begins later than the run is damaged.
     """
-    if step and not any(_read(path) for path in directory.glob("*.jsonl")):
+    if step and not _read_all(directory):
         directory.mkdir(exist_ok=True)
         files.write_text(directory / "0.jsonl", _text(Line(step, step, (0, 0), step // steps_per_epoch, 0, 0)))
 
 
-def check_ledger(directory: Path, batches: PlannedBatches, num_steps: int) -> None:
+def check_ledger(directory: Path, batches: Batches, num_steps: int) -> None:
     """Verify the ledger before a run resumes. Raises UserError if it does not prove the completed steps."""
     try:
         verify(directory, batches, num_steps)
     except TrainingError as error:
-        raise UserError(f"{error}; delete {directory} to start a new ledger") from error
+        raise UserError(f"{error}; {_anew(directory)}") from error
 
 
 def verify(
     directory: Path,
-    batches: PlannedBatches,
+    batches: Batches,
     num_steps: int,
     *,
     in_flight: int = 0,
@@ -156,20 +138,12 @@ def verify(
 ) -> str:
     """Verify the ledger of the steps [0, num_steps) and return a text that states what it proves.
 
-    If the ledger begins later than the run (see `begin`), the text contains the first step that it covers.
-
-    Args:
-      directory: directory of the ledger.
-      batches: the batches of the run.
-      num_steps: number of completed steps.
-      in_flight: number of the last batches that do not contribute to all weights yet, for the text.
-      discarded: numbers of the last `batches` up to a `step` that were discarded in flight, also for the text.
-      skipped: number of skipped steps, also for the text.
-
-    Raises:
-      TrainingError: examples or steps are missing or were used more than once.
+    If the ledger begins later than the run (see `begin`), the text contains the first step that it covers. It also
+    contains the number of the last batches that are `in_flight`, which do not contribute to all weights yet, the
+    `batches` up to a `step` that were `discarded` in flight, and the number of `skipped` steps. Raises TrainingError if
+    examples or steps are missing or were used more than once.
     """
-    lines = sorted(line for path in directory.glob("*.jsonl") for line in _read(path))
+    lines = sorted(_read_all(directory))
     if not lines or lines[0].start == num_steps:
         return "no steps recorded"
     first_step, size = lines[0].start, batches.steps_per_epoch
@@ -183,10 +157,11 @@ def verify(
         whole = stop - start == size
         expected = every if whole else batches.planned(start, stop)
         count, got = used.get(epoch, (0, 0))
+        used_count = f"ledger: epoch {epoch} used {count} examples"
         if count != len(expected):
-            raise TrainingError(f"ledger: epoch {epoch} used {count} examples; it must have used {len(expected)}")
+            raise TrainingError(f"{used_count}; it must have used {len(expected)}")
         if got != (digest_of_every if whole else digest_examples(expected)):
-            raise TrainingError(f"ledger: epoch {epoch} used {count} examples, but some of them twice and others never")
+            raise TrainingError(f"{used_count}, but some of them twice and others never")
     since = f", since step {first_step + 1}" if first_step else ""
     epochs, steps = divmod(num_steps - first_step, size)
     covered = [format_count(number, noun) for number, noun in ((epochs, "epoch"), (steps, "step")) if number]
@@ -211,7 +186,7 @@ def _describe_lost(discarded: Sequence[Mapping[str, Any]], skipped: int) -> str:
 
 def used_examples(directory: Path) -> dict[int, tuple[int, int]]:
     """Return the number of examples that each epoch used, and their digest. Raises UserError for invalid lines."""
-    return _by_epoch([line for path in directory.glob("*.jsonl") for line in _read(path)])
+    return _by_epoch(_read_all(directory))
 
 
 def _by_epoch(lines: list[Line]) -> dict[int, tuple[int, int]]:
@@ -232,18 +207,24 @@ def check_steps(lines: list[Line], first_step: int, num_steps: int, batch_size: 
         ends = [0, *itertools.chain(*(line.shard for line in group)), batch_size]
         if any(end != begin for end, begin in zip(ends[::2], ends[1::2], strict=True)):
             slices = ", ".join(f"{begin} to {end}" for begin, end in zip(ends[1:-1:2], ends[2:-1:2], strict=True))
-            raise TrainingError(
-                f"ledger: steps {start + 1} to {stop} cover examples {slices} of a batch of {batch_size}; they must "
-                "cover each once"
-            )
+            covered = f"steps {start + 1} to {stop} cover examples {slices} of a batch of {batch_size}"
+            raise TrainingError(f"ledger: {covered}; they must cover each once")
         at = stop
     if at != num_steps:
         raise TrainingError(f"ledger: the last step is {at}; it must be {num_steps}")
 
 
+def _anew(directory: Path) -> str:
+    return f"delete {directory} to start a new ledger"
+
+
 def _text(line: Line) -> str:
     row = {"from": line.start, "to": line.stop, "epoch": line.epoch, "rows": line.shard, "examples": line.examples}
     return json.dumps(row | {"digest": f"{line.digest:016x}"}) + "\n"
+
+
+def _read_all(directory: Path) -> list[Line]:
+    return [line for path in directory.glob("*.jsonl") for line in _read(path)]
 
 
 def _read(path: Path) -> list[Line]:
@@ -257,21 +238,21 @@ def _read(path: Path) -> list[Line]:
         try:
             lines.append(_line(files.parse_json(text)))
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{path}:{number} is not a valid line of a ledger ({error}); delete {path.parent} to start a new ledger"
-            ) from error
+            wrong = f"{path}:{number} is not a valid line of a ledger ({error})"
+            raise UserError(f"{wrong}; {_anew(path.parent)}") from error
     return lines
 
 
 def _line(row: Any) -> Line:
     """Return the line that `_text` wrote. Raises ValueError, KeyError or TypeError if it is invalid."""
     first, last = row["rows"]
-    numbers = {"from": row["from"], "to": row["to"], "epoch": row["epoch"], "examples": row["examples"]}
-    for name, value in (numbers | {"rows": first, "rows ": last}).items():
+    start, stop, epoch, examples = (row[name] for name in ("from", "to", "epoch", "examples"))
+    named = [("from", start), ("to", stop), ("epoch", epoch), ("examples", examples), ("rows", first), ("rows", last)]
+    for name, value in named:
         if type(value) is not int or not 0 <= value < 2**63:
-            raise ValueError(f"{name.strip()} is {value!r:.40}; it must be a non-negative integer")
-    if numbers["to"] < numbers["from"] or last < first:
+            raise ValueError(f"{name} is {value!r:.40}; it must be a non-negative integer")
+    if stop < start or last < first:
         raise ValueError("it ends before it begins")
     if not re.fullmatch("[0-9a-f]{16}", row["digest"]):
         raise ValueError(f"digest is {row['digest']!r:.40}; it must have 16 hexadecimal digits")
-    return Line(row["from"], row["to"], (first, last), row["epoch"], row["examples"], int(row["digest"], 16))
+    return Line(start, stop, (first, last), epoch, examples, int(row["digest"], 16))

@@ -57,11 +57,10 @@ def unfinished_bytes(directory: Path) -> int:
 def restore(directory: Path, like: Canonical | None, log: Callable[[str], None]) -> Checkpoint | None:
     """Return the newest intact checkpoint, with NumPy leaves, or None if the directory contains no checkpoint.
 
-    Changes no files. The directory is listed again after each checkpoint that cannot be read, because a run that is
-    being trained removes old checkpoints after it has written new ones.
+    The directory is listed again after each checkpoint that cannot be read, because a run that is being trained removes
+    old checkpoints after it has written new ones.
 
     Args:
-      directory: directory of the checkpoints.
       like: tree with the expected structure, shapes and dtypes; leaves can be abstract. None: accept any.
       log: called with one line for each newer checkpoint that is damaged.
 
@@ -69,34 +68,25 @@ def restore(directory: Path, like: Canonical | None, log: Callable[[str], None])
       UserError: all checkpoints are damaged, or the newest intact one is from a different model or format.
     """
     failed: dict[int, Damaged] = {}
-    while untried := [step for step in steps(directory) if step not in failed]:
+    newest = None
+    while newest is None and (untried := [step for step in steps(directory) if step not in failed]):
         try:
             newest = read(directory / str(untried[-1]), like)
         except Damaged as error:
             failed[untried[-1]] = error
-        else:
-            _log_damaged(directory, failed, log)
-            return newest
-    _log_damaged(directory, failed, log)
-    if existing := steps(directory):
+    for step, damage in failed.items():
+        if (directory / str(step)).exists():  # otherwise it has been removed in the meantime
+            log(printable(f"checkpoint {directory / str(step)} is damaged: {damage}"))
+    if newest is None and (existing := steps(directory)):
         damaged = f"all checkpoints in {directory} are damaged: steps {existing}"
         raise UserError(f"{damaged}; to train again, use a new --workdir")
-    return None
-
-
-def _log_damaged(directory: Path, failed: Mapping[int, Damaged], log: Callable[[str], None]) -> None:
-    """Log the checkpoints that could not be read, except those that have been removed in the meantime."""
-    for step, error in failed.items():
-        if (directory / str(step)).exists():
-            log(printable(f"checkpoint {directory / str(step)} is damaged: {error}"))
+    return newest
 
 
 def read(path: Path, like: Canonical | None = None) -> Checkpoint:
     """Read the checkpoint in directory `path`. See `restore` for `like`.
 
-    Raises:
-      Damaged: files are missing, truncated or changed.
-      UserError: the checkpoint is intact, but from a different model or format.
+    Raises Damaged, or UserError if the checkpoint is intact, but from a different model or format.
     """
     hide_late_errors()
     info, saved = info_of(path), _shapes(path / "state")
@@ -108,16 +98,13 @@ def read(path: Path, like: Canonical | None = None) -> Checkpoint:
     for name in sorted(found.keys() | expected.keys()):
         is_now, must_be = found.get(name, "missing"), expected.get(name, "missing")
         if is_now != must_be:
-            raise UserError(
-                f"checkpoint {path} is from a different model or optimizer: {name} is {is_now}; it must be {must_be}"
-            )
+            other = f"checkpoint {path} is from a different model or optimizer"
+            raise UserError(f"{other}: {name} is {is_now}; it must be {must_be}")
     if not path.name == str(info["step"]) == str(tree["step"]):
-        raise Damaged(
-            f"the step is {path.name} in its name, {info['step']} in its info and {tree['step']} in its state"
-        )
-    private: Canonical = {}
-    if "private_checksums" in info:
-        private = _arrays(path / "private", _shapes(path / "private"), info["private_checksums"])
+        where = f"{path.name} in its name, {info['step']} in its info and {tree['step']} in its state"
+        raise Damaged(f"the step is {where}")
+    folder, sums = path / "private", info.get("private_checksums")
+    private = {} if sums is None else _arrays(folder, _shapes(folder), sums)
     return Checkpoint(info["step"], tree, private, info)
 
 
@@ -188,7 +175,7 @@ def info_of(path: Path) -> Info:
 
 
 def newest_config(directory: Path) -> Info | None:
-    """Return the config, as JSON values by key, in the newest checkpoint that contains one; None if there is none."""
+    """Return the config, as JSON values by key, in the newest checkpoint that contains one, if any."""
     for step in reversed(steps(directory)):
         with contextlib.suppress(Damaged):  # `restore` logs it
             if config := info_of(directory / str(step)).get("config"):
@@ -211,15 +198,15 @@ def loss_in_metrics(path: Path) -> float | None:
         return None
 
 
-def validation_loss(path: Path) -> float | None:
-    """Return the validation loss of checkpoint `path`, or None if it was not measured or is NaN.
+def recorded_loss(path: Path) -> float | None:
+    """Return the validation loss of checkpoint `path`, or None if it was not measured.
 
     The loss in the info is used, since it has a checksum. Without an intact info, it is the one in the metrics.
     """
     loss = loss_in_metrics(path)
     with contextlib.suppress(Damaged):
         loss = info_of(path).get("validation_loss", loss)  # the info of the first checkpoints lacks it
-    return None if loss is None or math.isnan(loss) else loss
+    return loss
 
 
 def of_run(
@@ -228,18 +215,27 @@ def of_run(
     """Return a checkpoint of the run in `workdir`, with NumPy leaves.
 
     Args:
-      workdir: the workdir of the run.
-      step: the step of the checkpoint. None: that of the best or the newest one.
-      best: whether to prefer the intact checkpoint with the lowest validation loss, if any loss was measured, to the
-        newest intact one.
+      step: the step of the checkpoint. None: the newest intact one.
+      best: whether to prefer the intact one with the lowest validation loss, if any loss was measured.
       log: called with one line for each checkpoint that is damaged and replaced by another one.
 
-    Raises:
-      UserError: there is no run or no such checkpoint, or the checkpoint cannot be read.
+    Raises UserError if there is no run or no such checkpoint, or the checkpoint cannot be read.
     """
     directory = workdir / "checkpoints"
-    if step is None and (found := _best_or_newest(directory, best, log)):
-        return found
+    if step is None:
+        damaged: dict[str, str] = {}  # line to log, by path
+        found = None
+
+        def note(line: str) -> None:
+            damaged.setdefault(line.removeprefix("checkpoint ").partition(" is damaged")[0], line)
+
+        try:
+            found = (_best(directory, damaged) if best else None) or restore(directory, None, note)
+        finally:
+            for line in damaged.values():
+                log(f"{line}; using that of step {found.step}" if found else line)
+        if found:
+            return found
     existing = steps(directory)
     if step is None or not existing:
         configs.read_config(workdir)
@@ -247,26 +243,11 @@ def of_run(
     if step not in existing:
         listed = ", ".join(map(str, existing))
         raise UserError(f"{workdir} contains no checkpoint of step {step}; its checkpoints are from steps {listed}")
+    path = directory / str(step)
     try:
-        return read(directory / str(step))
+        return read(path)
     except Damaged as error:
-        raise UserError(f"checkpoint {directory / str(step)} is damaged: {error}") from error
-
-
-def _best_or_newest(directory: Path, best: bool, log: Callable[[str], None]) -> Checkpoint | None:
-    """Return the intact checkpoint that `of_run` describes, or None if there is no checkpoint."""
-    damaged: dict[str, str] = {}  # line to log, by path
-    found = None
-
-    def note(line: str) -> None:
-        damaged.setdefault(line.removeprefix("checkpoint ").partition(" is damaged")[0], line)
-
-    try:
-        found = (_best(directory, damaged) if best else None) or restore(directory, None, note)
-    finally:
-        for line in damaged.values():
-            log(f"{line}; using that of step {found.step}" if found else line)
-    return found
+        raise UserError(f"checkpoint {path} is damaged: {error}") from error
 
 
 def best_step(directory: Path) -> int | None:
@@ -275,11 +256,11 @@ def best_step(directory: Path) -> int | None:
 
 
 def _losses(directory: Path) -> dict[int, float | None]:
-    return {step: validation_loss(directory / str(step)) for step in steps(directory)}
+    return {step: recorded_loss(directory / str(step)) for step in steps(directory)}
 
 
 def _lowest(losses: Mapping[int, float | None]) -> int | None:
-    measured = [(loss, step) for step, loss in losses.items() if loss is not None]
+    measured = [(loss, step) for step, loss in losses.items() if loss is not None and not math.isnan(loss)]
     return min(measured)[1] if measured else None
 
 
@@ -290,7 +271,7 @@ def _best(directory: Path, damaged: dict[str, str]) -> Checkpoint | None:
     """
     while True:
         losses = _losses(directory)
-        for step in (step for step, loss in losses.items() if loss is None):
+        for step in (step for step, loss in losses.items() if loss is None or math.isnan(loss)):
             path = directory / str(step)
             try:
                 info_of(path)
@@ -315,10 +296,6 @@ def config_of(saved: Checkpoint, workdir: Path) -> ConfigDict:
 
 
 def restore_params(workdir: Path) -> tuple[ConfigDict, Params]:
-    """Return the config and the newest parameters, as NumPy arrays, of the run in `workdir`.
-
-    Raises:
-      UserError: there is no run or no checkpoint yet, or no checkpoint can be read.
-    """
+    """Return the config and the newest parameters, as NumPy arrays, of the run in `workdir`. Raises as `of_run`."""
     saved = of_run(workdir)
     return config_of(saved, workdir), saved.tree["params"]

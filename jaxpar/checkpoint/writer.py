@@ -1,9 +1,10 @@
 """Writes checkpoints atomically with orbax, in the background, and repairs those of a run before it resumes."""
 
+import contextlib
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from jaxpar import files
 from jaxpar.checkpoint import checksums
 from jaxpar.checkpoint.checksums import Info
 from jaxpar.checkpoint.late_errors import hide_late_errors
-from jaxpar.checkpoint.reader import FORMAT, Damaged, gist, info_of, loss_in_metrics, steps
+from jaxpar.checkpoint.reader import FORMAT, gist, loss_in_metrics, recorded_loss, steps
 from jaxpar.core.state import Canonical, is_finite_tree
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import processes
@@ -25,19 +26,13 @@ CHECKSUMS = {"state": "checksums", "private": "private_checksums"}  # folder -> 
 
 
 class Saver:
-    """Writes the checkpoints of a run, and keeps the newest `keep` and optionally the best one."""
+    """Writes the checkpoints of a run, and keeps the newest `keep` >= 1 and optionally that with the lowest loss."""
 
     def __init__(self, directory: Path, *, keep: int, keep_best: bool):
-        """keep: number of checkpoints to keep, at least 1. keep_best: also keep the one with the lowest loss."""
         policies: list[preservation_policy.PreservationPolicy] = [preservation_policy.LatestN(keep)]
         if keep_best:
-            policies.append(
-                preservation_policy.BestN(
-                    get_metric_fn=_negative_loss,
-                    n=1,
-                    keep_checkpoints_without_metrics=False,
-                )
-            )
+            best = preservation_policy.BestN(get_metric_fn=_negative_loss, n=1, keep_checkpoints_without_metrics=False)
+            policies.append(best)
         hide_late_errors()
         self._directory = directory
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -48,23 +43,15 @@ class Saver:
         self._manager = ocp.CheckpointManager(directory.absolute(), options=self._options)
 
     def save(
-        self,
-        tree: Canonical,
-        info: Info,
-        validation_loss: float | None = None,
-        *,
-        private: Canonical | None = None,
+        self, tree: Canonical, info: Info, validation_loss: float | None = None, *, private: Canonical | None = None
     ) -> None:
         """Start writing a checkpoint and return when the arrays have been copied. Does nothing if the step was saved.
 
         Args:
-          tree: the canonical state.
-          info: JSON values to save besides the arrays.
           validation_loss: the loss measured at this step, if any. A loss that is not finite is not recorded.
           private: the strategy's private state; see Strategy.to_private.
 
-        Raises:
-          TrainingError: the parameters are not finite. The existing checkpoints stay.
+        Raises TrainingError if the parameters are not finite. The existing checkpoints stay.
         """
         self.wait()
         if not is_finite_tree(tree["params"]):  # an update can overflow, although its loss and gradient are finite
@@ -77,7 +64,10 @@ class Saver:
         if validation_loss is not None and math.isfinite(validation_loss):
             metrics = {"validation_loss": validation_loss}
         if jax.process_count() == 1:
-            self._writing = self._writer.submit(self._write, _copied(trees), info, metrics)
+            copied = jax.device_get(trees)  # to memory that no later step overwrites
+            if jax.default_backend() == "cpu":  # there, device_get alone does not copy
+                copied = jax.tree.map(np.array, copied)
+            self._writing = self._writer.submit(self._write, copied, info, metrics)
         else:  # orbax synchronizes the processes, which all must reach at the same point of the program
             self._write(processes.divided(trees), info, metrics)
 
@@ -118,32 +108,22 @@ def _negative_loss(metrics: dict[str, float]) -> float:
     return -math.inf if math.isnan(loss) else -loss  # NaN, which earlier versions recorded, is the worst
 
 
-class _explained:
-    """Converts a failed write to a one-line UserError for a disk error, or to a TrainingError for any other error."""
-
-    def __init__(self, directory: Path):
-        self._directory = directory
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            reason = files.disk_error(error)
-            kind, failed = UserError if reason else TrainingError, f"writing a checkpoint in {self._directory} failed"
-            raise kind(f"{failed}: {reason or gist(error)}; {_left(self._directory)}") from error
+@contextlib.contextmanager
+def _explained(directory: Path) -> Iterator[None]:
+    """Convert a failed write to a one-line UserError for a disk error, or to a TrainingError for any other error."""
+    try:
+        yield
+    except Exception as error:
+        reason = files.disk_error(error)
+        kind = UserError if reason else TrainingError
+        failed = f"writing a checkpoint in {directory} failed: {reason or gist(error)}"
+        raise kind(f"{failed}; {_left(directory)}") from error
 
 
 def _left(directory: Path) -> str:
     """Return which checkpoint there is after an error."""
     newest = max(steps(directory), default=None)
     return "no checkpoint exists yet" if newest is None else f"the newest checkpoint is from step {newest}"
-
-
-def _copied(tree: dict[str, Canonical]) -> dict[str, Canonical]:
-    """Copy the arrays to host memory that no later step overwrites. On a CPU, `device_get` alone does not copy."""
-    fetched = jax.device_get(tree)
-    return jax.tree.map(np.array, fetched) if jax.default_backend() == "cpu" else fetched
 
 
 def set_aside(directory: Path, after: int) -> None:
@@ -159,18 +139,12 @@ def repair_metrics(directory: Path, log: Callable[[str], None]) -> None:
     """Restore the validation loss of each checkpoint from its info, because orbax selects the best one by this loss."""
     for step in steps(directory):
         path = directory / str(step)
-        file = path / "metrics" / "metrics"
-        found = loss_in_metrics(path)
-        try:
-            # The info of the first checkpoints lacks the loss.
-            expected = info_of(path).get("validation_loss", found)
-        except Damaged:
-            expected = found
-        if repr(found) == repr(expected) and (found is not None or not file.parent.exists()):
+        folder, found, expected = path / "metrics", loss_in_metrics(path), recorded_loss(path)
+        if repr(found) == repr(expected) and (found is not None or not folder.exists()):
             continue
         result = "removed" if expected is None else f"restored to {expected:.4f}"
         log(f"checkpoint {path}: the damaged validation loss was {result}")
-        shutil.rmtree(file.parent, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         if expected is not None:
-            file.parent.mkdir()
-            files.write_text(file, json.dumps({"validation_loss": expected}))
+            folder.mkdir()
+            files.write_text(folder / "metrics", json.dumps({"validation_loss": expected}))

@@ -98,7 +98,7 @@ def state_specs(axis_name: str, exchange: str = "horovod") -> DistributedState:
     State that differs between replicas is sharded over the axis: `state.private` and, with horovod_adasum and the Bagua
     exchanges of weights, `state.optimizer`. Raises ValueError if the exchange does not exist.
     """
-    names = [name for name, row in EXCHANGES.items() if row.in_own_step]
+    names = [name for name, row in EXCHANGES.items() if row.averages or row.diverges]
     if exchange not in names:
         is_wrapper = exchange in EXCHANGES and EXCHANGES[exchange].make
         others = (

@@ -63,13 +63,18 @@ def momentum_exchange(axis: Axis, rule: Rule, compressor: Compressor, *, bucket_
         grads = clipped(grads, optax.tree.norm(grads), rule.clip_norm)
         local = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, adam.mu, grads)
         mean, lossy_state = momentum.mean(local, state.private["lossy"])
-        after, direction = frozen_adam(adam, mean, b1=b1, b2=b2, eps=eps)
+        count = adam.count + 1
+        mu = jax.tree.map(lambda m, v: jnp.where(v > 0, m, 0), mean, adam.nu)
+        growth = (1 - b2**count) / (1 - b2**adam.count)  # keeps the bias-corrected v constant
+        nu = jax.tree.map(lambda v: v * growth, adam.nu)
+        direction = jax.tree.map(lambda m, v: m / (1 - b1**count) / (jnp.sqrt(v / (1 - b2**count)) + eps), mu, nu)
         rate = learning_rate(schedule.count)
         updates = jax.tree.map(
             lambda d, p, is_decayed: -rate * (d + weight_decay * p * is_decayed), direction, params, mask(params)
         )
         schedule = optax.ScaleByScheduleState(schedule.count + 1)
-        inner = optax.tree.set(state.optimizer, ScaleByAdamState=after, ScaleByScheduleState=schedule)
+        adam = optax.ScaleByAdamState(count, mu, nu)
+        inner = optax.tree.set(state.optimizer, ScaleByAdamState=adam, ScaleByScheduleState=schedule)
         return updates, DistributedState(inner, {**state.private, "lossy": lossy_state})
 
     def update(grads: Tree, state: DistributedState, params: Tree, **_extra: Any) -> ExchangeUpdate:
@@ -84,15 +89,3 @@ def momentum_exchange(axis: Axis, rule: Rule, compressor: Compressor, *, bucket_
 
     share = min(1.0, warmup_steps / rule.num_steps)
     return Exchange(init, update, traffic, branches={ADAM_WARMUP: (1 - share, share)})
-
-
-def frozen_adam(
-    adam: optax.ScaleByAdamState, momentum: Tree, *, b1: float, b2: float, eps: float
-) -> tuple[optax.ScaleByAdamState, Tree]:
-    """Return Adam's next state with this momentum and the direction of the step; the bias-corrected v is unchanged."""
-    count = adam.count + 1
-    mu = jax.tree.map(lambda m, v: jnp.where(v > 0, m, 0), momentum, adam.nu)
-    growth = (1 - b2**count) / (1 - b2**adam.count)  # keeps the bias-corrected v constant
-    nu = jax.tree.map(lambda v: v * growth, adam.nu)
-    direction = jax.tree.map(lambda m, v: m / (1 - b1**count) / (jnp.sqrt(v / (1 - b2**count)) + eps), mu, nu)
-    return optax.ScaleByAdamState(count, mu, nu), direction

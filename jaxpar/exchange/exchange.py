@@ -88,10 +88,9 @@ class Exchange(NamedTuple):
 
 
 def every(num_passes: int, exchange: Exchange, *, average: bool) -> Exchange:
-    """Accumulate the gradients of several backward passes before an exchange; parameters stay constant in between.
+    """Accumulate the gradients of several backward passes before an exchange: Horovod's backward_passes_per_step.
 
-    Horovod's backward_passes_per_step. average: exchange the mean of the passes instead of their sum, like Horovod's
-    average_aggregated_gradients.
+    average: exchange the mean of the passes instead of their sum, like Horovod's average_aggregated_gradients.
     """
 
     def init(params: Tree) -> DistributedState:
@@ -118,11 +117,12 @@ def every(num_passes: int, exchange: Exchange, *, average: bool) -> Exchange:
         private = {"passes": passes % num_passes, "sums": sums, "inner": inner.private}
         return ExchangeUpdate(updates, DistributedState(inner.optimizer, private), None)
 
-    def traffic(params: Tree, num_microbatches: int) -> list[Traffic]:
-        return shared(exchange.traffic(params, num_microbatches), 1 / num_passes)
-
-    branches = {**exchange.branches, EVERY: (1 - 1 / num_passes, 1 / num_passes)}
-    return exchange._replace(init=init, update=update, traffic=traffic, branches=branches)
+    return exchange._replace(
+        init=init,
+        update=update,
+        traffic=lambda params, num_microbatches: shared(exchange.traffic(params, num_microbatches), 1 / num_passes),
+        branches={**exchange.branches, EVERY: (1 - 1 / num_passes, 1 / num_passes)},
+    )
 
 
 def shared(traffic: list[Traffic], share: float) -> list[Traffic]:

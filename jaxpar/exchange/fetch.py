@@ -18,8 +18,8 @@ MOVES = (  # primitives that only gather, move, cast or decompress data
 def is_computed(primitive: Any, *inputs: Any, new_dtype: Any = None, **_: Any) -> bool:
     """Policy for `jax.checkpoint` that saves computed values, but not the results of MOVES.
 
-    It also saves activations that are cast to a narrower dtype, so that the wider ones need not be saved. Parameters
-    are cast as vectors, and are not saved.
+    It also saves activations that are cast to a narrower dtype, instead of the wider ones. Parameters are cast as
+    vectors, and are not saved.
     """
     is_narrowed = new_dtype is not None and jnp.dtype(new_dtype).itemsize < inputs[0].dtype.itemsize
     return (is_narrowed and inputs[0].ndim > 1) or primitive.name not in MOVES

@@ -3,6 +3,8 @@
 They wrap no optimizer, so pipelines can use them, too.
 """
 
+from collections.abc import Callable
+
 from jaxpar.exchange import reduce
 from jaxpar.exchange.compress import FLOAT8, Compressor, error_feedback, float8
 from jaxpar.exchange.compress import momentum as with_momentum
@@ -42,20 +44,21 @@ def byteps(axis: Axis, *, bucket_bytes: int, wire_dtype: str = "") -> AllReduce:
 
 
 def compressed_byteps(
+    compressor: Callable[..., Compressor],
     axis: Axis,
-    compressor: Compressor,
     *,
     bucket_bytes: int,
     group: int,
     min_compress_bytes: int,
     momentum: float,
     seed: int = 0,
+    **options: float,
 ) -> AllReduce:
     """Return BytePS with a compressor and error feedback for arrays of at least `min_compress_bytes` bytes.
 
-    momentum: of the gradients, before compression.
+    momentum: of the gradients, before compression. options: of the compressor.
     """
-    server = error_feedback(compressor)
+    server = error_feedback(compressor(**options))
     worker = with_momentum(server, momentum) if momentum else server
     large = fused(lossy(axis, group, worker, server), bucket_bytes, cut=True, backwards=False, seed=seed)
     return by_size(byteps(axis, bucket_bytes=bucket_bytes), large, min_compress_bytes) if min_compress_bytes else large

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jaxpar.errors import UserError
 from jaxpar.exchange.adam import momentum_exchange
 from jaxpar.exchange.adasum import adasum
-from jaxpar.exchange.compress import FLOAT8, Compressor, dithering, error_feedback, min_max_uint8, onebit, randomk, topk
+from jaxpar.exchange.compress import FLOAT8, dithering, error_feedback, min_max_uint8, onebit, randomk, topk
 from jaxpar.exchange.exchange import AllReduce, Exchange, Rule, every
 from jaxpar.exchange.fuse import averaged, fused, in_layer_order
 from jaxpar.exchange.gossip import decentralized, low_precision_decentralized, model_average
@@ -90,11 +90,6 @@ class NamedExchange(NamedTuple):
     noisy: bool = False  # whether most of what it sends is noise, which error feedback cancels only later
     replicas: str = ""  # what the number of replicas must be: a key of REPLICA_NUMBERS
 
-    @property
-    def in_own_step(self) -> bool:
-        """Whether `distributed_optimizer` supports it: around any optimizer, whose state it does not shard."""
-        return self.averages or self.diverges
-
     def call(self, *arguments: Any, **settings: Any) -> Any:
         """Call `make` with the options, whose defaults these settings replace, except those of accumulation."""
         assert self.make is not None
@@ -107,24 +102,6 @@ REPLICA_NUMBERS: dict[str, Callable[[int], bool]] = {
     "even": lambda number: number % 2 == 0,
     "a power of 2": lambda number: number & (number - 1) == 0,
 }
-
-
-def _compressed(
-    compressor: Callable[..., Compressor],
-    options: Mapping[str, Any],
-    differs: str,
-    *,
-    noisy: bool = False,
-    seed: Mapping[str, int] = {},
-) -> NamedExchange:
-    """Return the row of BytePS with a compressor. options: of the compressor. seed: the option of a random one."""
-
-    def make(axis: Axis, **settings: Any) -> AllReduce:
-        own = {key: settings.pop(key) for key in options}
-        return compressed_byteps(axis, compressor(**own), **settings)
-
-    every_option = {**BYTEPS, **options, "momentum": 0.0, **seed}
-    return NamedExchange(make, every_option, averages=True, differs=differs, residuals=True, noisy=noisy)
 
 
 def _bytegrad(axis: Axis, *, bucket_bytes: int, group: int, block: int) -> AllReduce:
@@ -158,6 +135,7 @@ ZERO = {BUCKET_BYTES: 25 * MIB, "offload": False}
 SHARDED_PARAMS = {"offload": False, **dict.fromkeys(QUANTIZED, False), "block": BLOCK}
 LOSSY, PARTIAL = "compresses gradients lossily", "sends only part of the gradients in each step"
 MOMENTUM, WEIGHTS = "compresses momentum lossily after its warm-up", "has different weights on each replica"
+COMPRESSED = partial(NamedExchange, averages=True, residuals=True)
 
 EXCHANGES: dict[str, NamedExchange] = {
     # PyTorch's DistributedDataParallel and DataParallel. DataParallel is data_parallel/master.py of the strategies.
@@ -172,10 +150,21 @@ EXCHANGES: dict[str, NamedExchange] = {
     ),
     # BytePS, which sends signs, the largest values, random values, or values rounded randomly
     "byteps": NamedExchange(byteps, {BUCKET_BYTES: BYTEPS[BUCKET_BYTES], "wire_dtype": ""}, averages=True),
-    "byteps_onebit": _compressed(onebit, {"block": ROW_BLOCK}, LOSSY, noisy=True),
-    "byteps_topk": _compressed(topk, {"ratio": 0.01}, PARTIAL),
-    "byteps_randomk": _compressed(randomk, {"ratio": 0.25}, PARTIAL, noisy=True, seed={"seed": 0}),
-    "byteps_dithering": _compressed(dithering, {"levels": 127}, LOSSY, seed={"seed": 0}),
+    "byteps_onebit": COMPRESSED(
+        partial(compressed_byteps, onebit), {**BYTEPS, "block": ROW_BLOCK, "momentum": 0.0}, differs=LOSSY, noisy=True
+    ),
+    "byteps_topk": COMPRESSED(
+        partial(compressed_byteps, topk), {**BYTEPS, "ratio": 0.01, "momentum": 0.0}, differs=PARTIAL
+    ),
+    "byteps_randomk": COMPRESSED(
+        partial(compressed_byteps, randomk),
+        {**BYTEPS, "ratio": 0.25, "momentum": 0.0, "seed": 0},
+        differs=PARTIAL,
+        noisy=True,
+    ),
+    "byteps_dithering": COMPRESSED(
+        partial(compressed_byteps, dithering), {**BYTEPS, "levels": 127, "momentum": 0.0, "seed": 0}, differs=LOSSY
+    ),
     # Bagua's ByteGrad: a byte for each element, and a range for each block. Bagua's own block is 1/n of a bucket.
     "bagua_bytegrad": NamedExchange(
         _bytegrad, {BUCKET_BYTES: 10 * MIB, "group": 1, "block": BYTES_BLOCK}, averages=True, differs=LOSSY
@@ -304,15 +293,14 @@ def check_options(name: str, num_replicas: int, settings: Mapping[str, Any]) -> 
     if "block" in settings and QUANTIZED[0] in row.options and not any(settings.get(key) for key in QUANTIZED):
         refuse("block", f"be None with exchange {name!r} without {' or '.join(QUANTIZED)}")
     if not REPLICA_NUMBERS[row.replicas](num_replicas) and settings.get("peers") != "all":
-        number = f"their number must be {row.replicas}"
-        raise OptionError("exchange", f"is {name!r} with {num_replicas} replicas; {number}")
+        wrong = f"is {name!r} with {num_replicas} replicas; their number must be {row.replicas}"
+        raise OptionError("exchange", wrong)
 
 
 def make_all_reduce(name: str, axis: Axis, clip_norm: float, **settings: Any) -> AllReduce:
     """Return the named exchange of gradients with these options. clip_norm: as in `Rule`."""
-    row = EXCHANGES[name]
-    all_reduce: AllReduce = row.call(axis, **settings)
-    return all_reduce._replace(clip_norm=clip_norm) if row.residuals else all_reduce
+    all_reduce: AllReduce = EXCHANGES[name].call(axis, **settings)
+    return all_reduce._replace(clip_norm=clip_norm) if EXCHANGES[name].residuals else all_reduce
 
 
 def make_exchange(name: str, axis: Axis, rule: Rule, **settings: Any) -> Exchange:

@@ -45,15 +45,6 @@ class Axis(NamedTuple):
         return Axis(self.name, self.size // group, groups)
 
 
-class Sends(NamedTuple):
-    """A collective over `axis` that sends 1/divisor of a vector. ways: as in `ring_traffic`."""
-
-    kind: str
-    ways: int
-    axis: Axis
-    divisor: int = 1
-
-
 class Reducer(NamedTuple):
     """An algorithm that averages a vector over replicas, exactly or approximately."""
 
@@ -67,7 +58,7 @@ class Reducer(NamedTuple):
 
 def psum(axis: Axis, *, predivide: float = 1.0, dtype: DTypeLike | None = None) -> Reducer:
     """Return XLA's all-reduce. See `_mean_of` for the options, which all reducers of this file share."""
-    return _mean_of(lambda x: jax.lax.psum(x, axis.name), [Sends("all-reduce", 2, axis)], axis, predivide, dtype)
+    return _mean_of(lambda x: jax.lax.psum(x, axis.name), [("all-reduce", 2, axis, 1)], axis, predivide, dtype)
 
 
 def ring(axis: Axis, *, predivide: float = 1.0, dtype: DTypeLike | None = None) -> Reducer:
@@ -93,7 +84,7 @@ def ring(axis: Axis, *, predivide: float = 1.0, dtype: DTypeLike | None = None) 
         # Otherwise XLA repeats these updates in each kernel that reads a part of the vector.
         return jax.lax.optimization_barrier(shards).reshape(-1)
 
-    return _mean_of(total, [Sends("collective-permute", 2, axis)], axis, predivide, dtype, multiple=n)
+    return _mean_of(total, [("collective-permute", 2, axis, 1)], axis, predivide, dtype, multiple=n)
 
 
 def push_pull(axis: Axis, *, predivide: float = 1.0, dtype: DTypeLike | None = None) -> Reducer:
@@ -106,7 +97,7 @@ def push_pull(axis: Axis, *, predivide: float = 1.0, dtype: DTypeLike | None = N
         shard = jax.lax.psum_scatter(x, axis.name, tiled=True)
         return jax.lax.all_gather(shard, axis.name, tiled=True)
 
-    sends = [Sends("reduce-scatter", 1, axis), Sends("all-gather", 1, axis)]
+    sends = [("reduce-scatter", 1, axis, 1), ("all-gather", 1, axis, 1)]
     return _mean_of(total, sends, axis, predivide, dtype, multiple=axis.size)
 
 
@@ -122,13 +113,13 @@ def hierarchical(axis: Axis, group: int, *, predivide: float = 1.0, dtype: DType
         shard = jax.lax.psum(shard, axis.name, axis_index_groups=between.groups)
         return jax.lax.all_gather(shard, axis.name, axis_index_groups=within.groups, tiled=True)
 
-    sends = [Sends("reduce-scatter", 1, within), Sends("all-reduce", 2, between, group), Sends("all-gather", 1, within)]
+    sends = [("reduce-scatter", 1, within, 1), ("all-reduce", 2, between, group), ("all-gather", 1, within, 1)]
     return _mean_of(total, sends, axis, predivide, dtype, multiple=group)
 
 
 def _mean_of(
     total: Callable[[jax.Array], jax.Array],
-    sends: Sequence[Sends],
+    sends: Sequence[tuple[str, int, Axis, int]],
     axis: Axis,
     predivide: float,
     dtype: DTypeLike | None,
@@ -140,7 +131,9 @@ def _mean_of(
     by n before the sum, Horovod by its gradient_predivide_factor (1 by default).
 
     Args:
-      total: [L] -> the sum over replicas, [L], with the collectives `sends`. L must be a multiple of `multiple`.
+      total: [L] -> the sum over replicas, [L]. L must be a multiple of `multiple`.
+      sends: (kind, ways, axis, divisor) of each collective of `total`, which sends 1/divisor of the vector over the
+        axis; see `ring_traffic`.
       dtype: the dtype of quotients, sums and messages; None: that of the vector.
     """
 
@@ -152,14 +145,10 @@ def _mean_of(
 
     def traffic(length: int, vector_dtype: DTypeLike) -> list[Traffic]:
         sent = jnp.dtype(vector_dtype if dtype is None else dtype)
+        names = {"collective-permute": _moved_dtype(sent).name}
         return [
-            one.axis.traffic(
-                one.kind,
-                one.ways,
-                length // one.divisor * sent.itemsize,
-                (_moved_dtype(sent) if one.kind == "collective-permute" else sent).name,
-            )
-            for one in sends
+            over.traffic(kind, ways, length // divisor * sent.itemsize, names.get(kind, sent.name))
+            for kind, ways, over, divisor in sends
         ]
 
     return Reducer(lambda _length, _key: (), mean, traffic, multiple)

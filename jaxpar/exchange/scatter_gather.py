@@ -9,7 +9,6 @@ Dims: n replicas.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -123,14 +122,12 @@ def _decode(received: jax.Array, *, compressor: Compressor, lengths: Sequence[in
     return arrays
 
 
-def _decoded_shapes(received: Any, *, lengths: Sequence[int], **_: Any) -> list[jax.core.ShapedArray]:
-    return [jax.core.ShapedArray((received.shape[0], length), jnp.float32) for length in lengths]
-
-
 # `_decode` as one primitive, which a policy of `jax.checkpoint` can distinguish from the arithmetic of a layer: the
 # arrays are received and decompressed again for the backward pass.
 DECOMPRESS = Primitive("decompress")
 DECOMPRESS.multiple_results = True
 DECOMPRESS.def_impl(_decode)
-DECOMPRESS.def_abstract_eval(_decoded_shapes)
+DECOMPRESS.def_abstract_eval(
+    lambda received, *, lengths, **_: [jax.core.ShapedArray((received.shape[0], n), jnp.float32) for n in lengths]
+)
 mlir.register_lowering(DECOMPRESS, mlir.lower_fun(_decode, multiple_results=True))

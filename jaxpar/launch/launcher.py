@@ -36,20 +36,16 @@ def check_capacity(num_processes: int) -> None:
         limits.append((threads, PROCESS_THREADS, f"{threads:,} threads (ulimit -u)", str(PROCESS_THREADS)))
     for available, needed, everything, share in limits:
         if num_processes * needed > available:
-            raise UserError(
-                f"--num_processes is {num_processes}; it must be at most {available // needed} on this machine: "
-                f"{everything} / {share}, the least for a process"
-            )
+            reason = f"on this machine: {everything} / {share}, the least for a process"
+            raise UserError(f"--num_processes is {num_processes}; it must be at most {available // needed} {reason}")
 
 
 def run_processes(
     num_processes: int, max_restarts: int, of_process: Sequence[str], gpus: Sequence[str], signals: list[int]
 ) -> int:
-    """Start the processes, restart them if one fails, and return the exit code.
+    """Start the processes, restart all of them at most `max_restarts` times if one fails, and return the exit code.
 
     Args:
-      num_processes: number of processes.
-      max_restarts: how many times all of them are started again after a failure.
       of_process: the arguments of `jaxpar train`.
       gpus: the visible GPUs, to divide between the processes.
       signals: the signals received so far; signal handlers append to it.
@@ -77,14 +73,7 @@ class Group:
     """The processes of one start of the run."""
 
     def __init__(self, arguments: Sequence[str], num_processes: int, gpus: Sequence[str], command: str):
-        """Start the processes.
-
-        Args:
-          arguments: arguments of `jaxpar train`.
-          num_processes: number of processes.
-          gpus: GPUs as in CUDA_VISIBLE_DEVICES, to divide between the processes.
-          command: the user's command up to `--`, quoted for a shell.
-        """
+        """Start the processes. See `run_processes`. command: the user's command up to `--`, quoted for a shell."""
         share = len(gpus) // num_processes
         address = f"127.0.0.1:{free_port()}"
         variables = {
@@ -103,27 +92,20 @@ class Group:
                 if gpus:
                     environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[number * share : (number + 1) * share])
                 options = ["-P"] if sys.flags.safe_path else []  # do not import from the current folder
-                self._start([sys.executable, *options, "-m", "jaxpar", "train", *arguments], environment)
+                command_line = [sys.executable, *options, "-m", "jaxpar", "train", *arguments]
+                process = start_process(command_line, environment, subprocess.PIPE)
+                self._processes.append(process)
+                printer = threading.Thread(target=show, args=(number, process), daemon=True)
+                printer.start()
+                self._printers.append(printer)
         except BaseException:
             self._end()
             raise
 
-    def _start(self, command: list[str], environment: dict[str, str]) -> None:
-        process = start_process(command, environment, subprocess.PIPE)
-        self._processes.append(process)
-        printer = threading.Thread(target=show, args=(len(self._printers), process), daemon=True)
-        printer.start()
-        self._printers.append(printer)
-
     def wait(self, signals: list[int]) -> tuple[int, int]:
-        """Wait until all processes have ended or one has failed, and kill the rest.
+        """Forward signals until all processes have ended or one has failed, and kill the rest.
 
-        Args:
-          signals: the signals received so far, which are forwarded to all processes.
-
-        Returns:
-          The number and exit code of a process that failed. If none failed, those of a process that was stopped or
-          finished.
+        Return the number and exit code of a process that failed or, if none did, that was stopped or finished.
         """
         sent = 0
         try:

@@ -63,12 +63,7 @@ def command_of(argv: Sequence[str]) -> str:
 def find_place(flags: Mapping[str, str | int | None], environ: Mapping[str, str] = os.environ) -> Place | None:
     """Return the place of this process, or None if it is the only process.
 
-    Args:
-      flags: the values of FLAGS on the command line by name; None for flags that are not given.
-      environ: the environment variables.
-
-    Raises:
-      UserError: some of the flags are missing, or a value is invalid.
+    flags: the values of FLAGS on the command line by name; None for flags that are not given.
     """
     values = {name: environ.get(flag.variable) if flags[name] is None else flags[name] for name, flag in FLAGS.items()}
     if str(values["num_processes"]) == "1":
@@ -76,15 +71,13 @@ def find_place(flags: Mapping[str, str | int | None], environ: Mapping[str, str]
     if all(value is None for value in values.values()):
         if KUBERNETES_INDEX in environ and environ.get("KUBERNETES_SERVICE_HOST"):
             number = FLAGS["num_processes"].variable
-            raise UserError(
-                f"{KUBERNETES_INDEX} is set, as in a Kubernetes indexed Job, but {number} and "
-                f"{FLAGS['coordinator_address'].variable} are not; set both, or {number}=1 to run each pod separately"
-            )
+            both = f"{number} and {FLAGS['coordinator_address'].variable}"
+            given = f"{KUBERNETES_INDEX} is set, as in a Kubernetes indexed Job, but {both} are not"
+            raise UserError(f"{given}; set both, or {number}=1 to run each pod separately")
         return _of_cluster(environ)
     if values["process_id"] is None:
         values["process_id"] = environ.get(KUBERNETES_INDEX)
-    missing = [name for name, value in values.items() if value is None]
-    if missing:
+    if missing := [name for name, value in values.items() if value is None]:
         lacking = " and ".join(f"--{name} (or {FLAGS[name].variable})" for name in missing)
         verb = "is" if len(missing) == 1 else "are"
         raise UserError(f"{lacking} {verb} missing; a run of several processes needs all of --{', --'.join(FLAGS)}")
@@ -100,10 +93,10 @@ def find_place(flags: Mapping[str, str | int | None], environ: Mapping[str, str]
 
 def _of_cluster(environ: Mapping[str, str]) -> Place | None:
     """Return the place that a cluster manager has set. The coordinator is on the first machine, as JAX expects it."""
-    for variables in (OPEN_MPI, SLURM):  # in a SLURM job, mpirun starts the processes
+    for variables, find in ((OPEN_MPI, _of_open_mpi), (SLURM, _of_slurm)):  # in a SLURM job, mpirun starts processes
         if all(name in environ for name in variables) and int(environ[variables[0]]) > 1:
             size, process, device = (int(environ[name]) for name in variables[:3])
-            host, job = _of_open_mpi(environ) if variables == OPEN_MPI else _of_slurm(environ)
+            host, job = find(environ)
             port = environ.get("JAX_COORDINATOR_PORT", 61440 + job % 4096)  # the last ports of all
             return Place(f"{host}:{port}", size, process, device)
     return None
@@ -127,11 +120,8 @@ def bind_address(address: str, environ: Mapping[str, str] = os.environ) -> str |
     """Return the HOST:PORT on which process 0 listens, or None for all addresses of the machine.
 
     It is `address`, to which the processes connect, unless the variable BIND replaces it. Without an own address that
-    others reach, process 0 listens on all, and prints a line about it.
-
-    Raises:
-      UserError: BIND is not an address of this machine.
-      TrainingError: the port is in use.
+    others reach, process 0 listens on all, and prints a line about it. Raises UserError if BIND is not an address of
+    this machine, and TrainingError if the port is in use.
     """
     if BIND in environ:
         if not _is_address(environ[BIND]) or not _own_addresses(BIND, environ[BIND]):

@@ -48,9 +48,8 @@ def meet_processes(place: Place | None) -> None:
 def listen_for_arrays(place: Place | None, num_devices: int) -> None:
     """Let `jax.device_put` send arrays to CPU devices of other processes. Call before JAX touches a device.
 
-    Each process listens on the address from which it reaches the coordinator. GPUs need none of this.
-
-    num_devices: number of CPU devices of this process.
+    Each process listens on the address from which it reaches the coordinator. GPUs need none of this. num_devices: of
+    this process.
     """
     if place is None:
         return
@@ -115,16 +114,16 @@ def first_then_others(what: str) -> Iterator[None]:
         wait(what)
 
 
-class Agreement:
-    """Computes the maximum of a value over all processes at each step and returns it one step later.
+def _mesh_of_all() -> Mesh:
+    return Mesh(np.asarray(cluster.devices()), ("devices",), axis_types=(AxisType.Auto,))
 
-    The delay keeps the loop from waiting for the devices.
-    """
+
+class Agreement:
+    """Computes the maximum of a value over all processes, one step late, so that the loop need not wait for devices."""
 
     def __init__(self) -> None:
         self._pending: jax.Array | int = 0
-        devices = np.asarray(cluster.devices())
-        everywhere = Mesh(devices, ("devices",), axis_types=(AxisType.Auto,))
+        everywhere = _mesh_of_all()
         self._divided = NamedSharding(everywhere, PartitionSpec("devices"))
         self._most = jax.jit(lambda x: x.max(), out_shardings=NamedSharding(everywhere, PartitionSpec()))
 
@@ -141,10 +140,7 @@ class Agreement:
 def local_shard(devices: tuple[jax.Device, ...], num_replicas: int, batch_size: int) -> slice:
     """Return the shard of a batch, as a slice of its examples, that the devices of this process compute.
 
-    Args:
-      devices: the devices of the mesh; the devices of one replica are adjacent.
-      num_replicas: number of shards of a batch.
-      batch_size: number of examples of the batch.
+    devices: the devices of the mesh; the devices of one replica are adjacent.
     """
     mine = [number for number, device in enumerate(devices) if device.process_index == jax.process_index()]
     per_replica, share = len(devices) // num_replicas, batch_size // num_replicas
@@ -156,10 +152,9 @@ def counted_shard(devices: tuple[jax.Device, ...], num_replicas: int, batch_size
 
     A process counts the examples of the replicas whose first device belongs to it.
     """
-    per_replica, share = len(devices) // num_replicas, batch_size // num_replicas
-    first = devices[::per_replica]
-    mine = [number for number, device in enumerate(first) if device.process_index == jax.process_index()]
-    return slice(mine[0] * share, (mine[-1] + 1) * share) if mine else slice(0, 0)
+    first = devices[:: len(devices) // num_replicas]
+    is_any_mine = any(device.process_index == jax.process_index() for device in first)
+    return local_shard(first, num_replicas, batch_size) if is_any_mine else slice(0, 0)
 
 
 def fetch(tree: Tree) -> Tree:
@@ -212,13 +207,12 @@ def divided(tree: Tree) -> Tree:
     """
     if jax.process_count() == 1:
         return tree
-    devices = np.asarray(cluster.devices())
-    everywhere = Mesh(devices, ("devices",), axis_types=(AxisType.Auto,))
+    everywhere = _mesh_of_all()
 
     def over_devices(x: jax.Array | np.ndarray) -> jax.Array:
         if isinstance(x, jax.Array):
             return x
-        dim = next((dim for dim, size in enumerate(x.shape) if size and size % len(devices) == 0), None)
+        dim = next((dim for dim, size in enumerate(x.shape) if size and size % everywhere.size == 0), None)
         spec = PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, "devices")
         return jax.make_array_from_callback(x.shape, NamedSharding(everywhere, spec), lambda index: x[index])
 

@@ -23,13 +23,12 @@ PRINT_SECONDS = 1.0  # time to print the last line, before the process ends
 
 
 class Ending:
-    """Within `with`, the nth signal ends the process, even if the main thread is busy.
+    """Within `with`, the nth signal ends the process with this exit code and text, even if the main thread is busy.
 
     SIGHUP stays ignored under `nohup`. It counts only as the first signal, because a closed terminal can send several.
     """
 
     def __init__(self, nth: int, code: int, text: Callable[[], str]):
-        """nth: the signal that ends the process. code: the exit code. text: returns the message to print."""
         self._nth, self._code, self._text = nth, code, text
 
     def __enter__(self) -> Self:

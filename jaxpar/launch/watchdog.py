@@ -1,8 +1,7 @@
 """Ends a process that hangs, so that the launcher or the cluster can restart the run from its last checkpoint.
 
-A watchdog thread monitors progress: the start or end of a phase of the run, or a batch of an evaluation. After
-`config.watchdog_seconds` without progress, it prints the process, its step and phase and the stacks of all threads, and
-ends the process. A process that waits for a hung process makes no progress either, so it ends in the same way.
+Progress is the start or end of a phase of the run, or a batch of an evaluation. A process that waits for a hung process
+makes no progress either, so it ends in the same way.
 """
 
 import faulthandler
@@ -23,13 +22,12 @@ _STDERR = 2  # the file descriptor
 def check_seconds(seconds: float) -> None:
     """Raise UserError if config.watchdog_seconds is out of range."""
     if seconds != 0 and not 1 <= seconds <= MOST_SECONDS:
-        raise UserError(
-            f"config.watchdog_seconds is {seconds}; it must be 0 (no watchdog), or between 1 and {MOST_SECONDS:g}"
-        )
+        most = f"{MOST_SECONDS:g}"
+        raise UserError(f"config.watchdog_seconds is {seconds}; it must be 0 (no watchdog), or between 1 and {most}")
 
 
 class Watchdog:
-    """Within `with`, ends the process when `phases` has seen no progress for `seconds`; 0: never."""
+    """Within `with`, prints all stacks and ends the process after `seconds` without progress; 0: never."""
 
     def __init__(self, seconds: float, phases: Phases):
         self._seconds, self._phases = seconds, phases
@@ -57,12 +55,10 @@ class Watchdog:
             if self._done.wait(self._look):
                 return
             if time.monotonic() - self._phases.alive_at > self._seconds:
-                self._end()
-
-    def _end(self) -> None:
-        process, number, phases = jax.process_index(), jax.process_count(), self._phases
-        where = f"no progress for {self._seconds:g} s at step {phases.step}, phase {phases.name}"
-        print(f"jaxpar: process {process} of {number} hangs: {where}", file=sys.stderr, flush=True)
+                break
+        where = f"no progress for {self._seconds:g} s at step {self._phases.step}, phase {self._phases.name}"
+        process = f"process {jax.process_index()} of {jax.process_count()}"
+        print(f"jaxpar: {process} hangs: {where}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=_STDERR, all_threads=True)
         # The first process that ends also ends the others. Wait, so that they can print their stacks too.
         time.sleep(2 * self._look)

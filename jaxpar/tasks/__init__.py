@@ -1,8 +1,4 @@
-"""The tasks that a model can be trained for. Each task or family has one file and one entry in TASKS.
-
-A task is an object with the labels, the loss, the metrics and the conversion of outputs to predictions. Only
-`find_task` reads config.task; all other code gets the object.
-"""
+"""The tasks that a model can be trained for. Only `find_task` reads config.task; all other code gets the object."""
 
 from collections.abc import Callable
 
@@ -12,18 +8,7 @@ from jaxpar.errors import check_choice
 from jaxpar.tasks import classification, language_models, regression, token_classification
 from jaxpar.tasks.task import Head, Names, Prediction, Score, Sums, Task, add_up, mean_loss
 
-__all__ = [
-    "TASKS",
-    "Head",
-    "Names",
-    "Prediction",
-    "Score",
-    "Sums",
-    "Task",
-    "add_up",
-    "find_task",
-    "mean_loss",
-]
+__all__ = ["TASKS", "Head", "Names", "Prediction", "Score", "Sums", "Task", "add_up", "find_task", "mean_loss"]
 
 TASKS: dict[str, Callable[[ConfigDict], Task]] = {
     "classification": lambda _config: classification.TASK,

@@ -4,8 +4,7 @@ The weights of the examples, such as class weights, apply to the loss alone. All
 scikit-learn with zero_division=0, precision is 0 for a class that is never predicted, and recall is 0 for a class
 without examples.
 
-Dims: B examples, C classes, K classes of a prediction. In confusion_CC, the first dim is the actual class and the
-second the predicted class.
+Dims: B examples, C classes, K classes of a prediction. The first dim of confusion_CC is the actual class.
 """
 
 from collections.abc import Mapping
@@ -26,23 +25,23 @@ MAX_CLASSES = 256  # a matrix of more classes would be larger than the programs 
 def sums(logits_BC: jax.Array, batch: Mapping[str, jax.Array]) -> Sums:
     """Return the weighted sum of the cross entropy in nats, and the numbers of correct answers and of examples.
 
-    Args:
-      logits_BC: any float dtype; converted to float32.
-      batch: "labels", integers, and "weights", both [B].
+    batch: "labels", integers, and "weights", both [B].
     """
     is_real_B = batch["weights"] > 0
     is_correct_B = jnp.argmax(logits_BC.astype(jnp.float32), axis=-1) == batch["labels"]
-    counts = {"correct": is_real_B & is_correct_B, "examples": is_real_B}
-    terms = {name: jnp.sum(where, dtype=jnp.float32) for name, where in counts.items()}
+    correct = jnp.sum(is_real_B & is_correct_B, dtype=jnp.float32)
+    terms = {"correct": correct, "examples": jnp.sum(is_real_B, dtype=jnp.float32)}
     return cross_entropy.sums(logits_BC, batch)._replace(terms=terms)
 
 
 def evaluation_terms(logits_BC: jax.Array, batch: Mapping[str, jax.Array]) -> Terms:
-    """Return the confusion matrix, unless there are more than MAX_CLASSES classes."""
-    if logits_BC.shape[-1] > MAX_CLASSES:
+    """Return the numbers of examples by actual and predicted class, unless there are more than MAX_CLASSES classes."""
+    num_classes = logits_BC.shape[-1]
+    if num_classes > MAX_CLASSES:
         return {}
-    logits_BC = logits_BC.astype(jnp.float32)
-    return {CONFUSION: count_confusions(logits_BC, batch["labels"], batch["weights"] > 0)}
+    actual_BC = jax.nn.one_hot(batch["labels"], num_classes) * (batch["weights"] > 0)[:, None]
+    predicted_BC = jax.nn.one_hot(jnp.argmax(logits_BC.astype(jnp.float32), axis=-1), num_classes)
+    return {CONFUSION: jnp.einsum("ba,bp->ap", actual_BC, predicted_BC)}
 
 
 def metrics(sums: Sums) -> dict[str, float]:
@@ -91,20 +90,6 @@ class ClassMetrics(NamedTuple):
     recall_C: np.ndarray
     f1_C: np.ndarray
     count_C: np.ndarray
-
-
-def count_confusions(logits_BC: jax.Array, labels_B: jax.Array, is_real_B: jax.Array) -> jax.Array:
-    """Return the number of examples by actual and predicted class, float32 [C, C].
-
-    Args:
-      logits_BC: float32.
-      labels_B: integers.
-      is_real_B: bool, False at padding examples, which are not counted.
-    """
-    num_classes = logits_BC.shape[-1]
-    actual_BC = jax.nn.one_hot(labels_B, num_classes) * is_real_B[:, None]
-    predicted_BC = jax.nn.one_hot(jnp.argmax(logits_BC, axis=-1), num_classes)
-    return jnp.einsum("ba,bp->ap", actual_BC, predicted_BC)
 
 
 def class_metrics(confusion_CC: np.ndarray) -> ClassMetrics:

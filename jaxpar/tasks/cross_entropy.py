@@ -19,9 +19,7 @@ TERMS: dict[str, tuple[int, ...]] = {"correct": ()}
 def sums(logits: jax.Array | TokenLogits, batch: Mapping[str, jax.Array]) -> Sums:
     """Return the sums of the cross entropy in nats and of correct answers, weighted by batch["weights"].
 
-    Args:
-      logits: [..., C], any float dtype; converted to float32. Large `TokenLogits` are computed in chunks.
-      batch: "labels", integers, and "weights", of shape [...].
+    Large `TokenLogits` are computed in chunks. batch: "labels", integers, and "weights", of shape [...].
     """
     labels, weights = batch["labels"], batch["weights"]
     if isinstance(logits, TokenLogits) and logits.num_chunks > 1:
@@ -32,11 +30,9 @@ def sums(logits: jax.Array | TokenLogits, batch: Mapping[str, jax.Array]) -> Sum
 
 
 def top_choices(logits: jax.Array, number: int) -> dict[str, jax.Array]:
-    """Return the most likely classes, `choices`, and their `probabilities`, the most likely first.
+    """Return the `number` most likely of the classes of logits [..., C], `choices`, and their `probabilities`.
 
-    Args:
-      logits: [..., C], any float dtype; converted to float32.
-      number: number k of classes to return; at most C are returned. The results are [..., k].
+    Both are [..., min(number, C)], the most likely class first.
     """
     logits = logits.astype(jnp.float32)
     if number == 1:  # a maximum is much cheaper than a sort
@@ -47,18 +43,11 @@ def top_choices(logits: jax.Array, number: int) -> dict[str, jax.Array]:
 
 
 def ranked_choices(key: str, names: Sequence[str], probabilities: np.ndarray) -> Prediction:
-    """Return the first choice: `{"class": "noun", "probability": 0.9}`. If there are several, `top` lists all.
-
-    Args:
-      key: the key of a name, such as `class`.
-      names: the names of the choices, the most likely first.
-      probabilities: their probabilities, float32 [k].
-    """
-    choices: list[Readable] = [
+    """Return the first choice: `{key: "noun", "probability": 0.9}`. If there are several, `top` lists all."""
+    choices: list[Prediction] = [
         {key: name, "probability": probability} for name, probability in zip(names, probabilities.tolist(), strict=True)
     ]
-    first: Prediction = {key: names[0], "probability": float(probabilities[0])}
-    return {**first, "top": choices} if len(choices) > 1 else first
+    return {**choices[0], "top": list[Readable](choices)} if len(choices) > 1 else choices[0]
 
 
 def accuracy(sums: Sums) -> dict[str, float]:

@@ -34,10 +34,10 @@ def token_choices(logits: jax.Array | TokenLogits, batch: Mapping[str, jax.Array
     """Return the `top_choices` [B, P, K] of the tokens at batch["positions"], without the logits elsewhere."""
     at_BP1 = jnp.maximum(batch["positions"], 0)[..., None]
     if isinstance(logits, TokenLogits):
-        return cross_entropy.top_choices(
-            logits._replace(x=jnp.take_along_axis(logits.x, at_BP1, axis=1)).whole(), top_k
-        )
-    return cross_entropy.top_choices(jnp.take_along_axis(logits, at_BP1, axis=1), top_k)
+        chosen = logits._replace(x=jnp.take_along_axis(logits.x, at_BP1, axis=1)).whole()
+    else:
+        chosen = jnp.take_along_axis(logits, at_BP1, axis=1)
+    return cross_entropy.top_choices(chosen, top_k)
 
 
 def fill_masks(readout: Mapping[str, np.ndarray], batch: Mapping[str, np.ndarray], names: Names) -> list[Prediction]:
@@ -87,10 +87,5 @@ MASKED_LM = Task(
     result_keys={"perplexity": "perplexity"},
 )
 CAUSAL_LM = replace(
-    MASKED_LM,
-    name="causal_lm",
-    labels=Labels.NEXT,
-    head="causal_lm",
-    positions=last_positions,
-    predictions=next_tokens,
+    MASKED_LM, name="causal_lm", labels=Labels.NEXT, head="causal_lm", positions=last_positions, predictions=next_tokens
 )

@@ -35,14 +35,9 @@ def make_regression(config: ConfigDict) -> Task:
 
 
 def sums(outputs_BK: jax.Array, batch: Mapping[str, jax.Array]) -> Sums:
-    """Return the weighted sums over the batch that the loss and the metrics are computed from.
+    """Return the weighted sums over the batch of the squared error, averaged over targets, and of terms by target.
 
-    The loss is the squared error, averaged over targets. The terms are the squared error, the squared target and the
-    target, each per target.
-
-    Args:
-      outputs_BK: predictions, any float dtype; converted to float32.
-      batch: "labels", float32 [B, K], and "weights" [B].
+    batch: "labels", float32 [B, K], and "weights" [B].
     """
     labels_BK, weights_B1 = batch["labels"], batch["weights"][:, None]
     errors_K = jnp.sum(jnp.square(outputs_BK.astype(jnp.float32) - labels_BK) * weights_B1, axis=0)

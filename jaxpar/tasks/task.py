@@ -24,96 +24,64 @@ Head = Literal["example", "token", "masked_lm", "causal_lm"]
 
 
 class Sums(NamedTuple):
-    """Sums over examples, or over their predicted positions; float32 in programs, float64 on the host.
+    """Sums over examples, or over their predicted positions; float32 in programs, float64 on the host."""
 
-    Attributes:
-      loss: sum of weight x loss, a scalar.
-      terms: further sums that the metrics of the task need: `Task.terms` and, in an evaluation, also those of
-        `Task.evaluation_terms`.
-      weight: sum of the weights, a scalar.
-    """
-
-    loss: Scalar
-    terms: Terms
-    weight: Scalar
+    loss: Scalar  # sum of weight x loss
+    terms: Terms  # further sums for the metrics: `Task.terms` and, in an evaluation, also `Task.evaluation_terms`
+    weight: Scalar  # sum of the weights
 
 
 class Score(NamedTuple):
-    """The metric that ranks the runs of a task.
+    """The metric that ranks the runs of a task."""
 
-    Attributes:
-      key: name of the metric in result.json.
-      format: format specification for printing the metric.
-      is_exponential: whether to compare runs by the logarithm of the metric.
-    """
-
-    key: str
-    format: str
-    is_exponential: bool = False
+    key: str  # name of the metric in result.json
+    format: str  # format specification for printing the metric
+    is_exponential: bool = False  # whether to compare runs by the logarithm of the metric
 
 
 class Names(NamedTuple):
-    """Names that make model outputs readable.
+    """Names that make model outputs readable."""
 
-    Attributes:
-      info: properties of the data set, with the names of classes and targets.
-      decode: function from token ids to text, such as a tokenizer's.
-    """
-
-    info: DataInfo
-    decode: Callable[[Sequence[int]], str]
+    info: DataInfo  # properties of the data set, with the names of classes and targets
+    decode: Callable[[Sequence[int]], str]  # token ids -> text, such as a tokenizer's
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, as a key of traced functions
 class Task:
-    """A task that a model can be trained for.
+    """A task that a model can be trained for. `outputs` are those of the model's last layer."""
 
-    Attributes:
-      name: key of the task in TASKS.
-      labels: kind of labels to learn from; data sources without them are rejected.
-      head: kind of head of the model; models without it are rejected. The head returns DataInfo.num_outputs numbers
-        or logits over the vocabulary.
-      terms: shape of each of `Sums.terms`, by name.
-      sums: (output of the model's last layer, batch) -> Sums over the examples of the batch. Examples of weight 0 do
-        not contribute.
-      metrics: Sums on the host, of positive weight -> metrics by name, without the loss. An evaluation can have more
-        metrics than a training step.
-      curve: the metric that is logged and plotted next to the loss.
-      loss_unit: unit of the loss, for the axis label.
-      rate_unit: what a log line counts per second: examples, or tokens, with the MFU if it is known.
-      headline: format string of the last line of a run; its fields are keys of result.json.
-      score: the metric that ranks runs.
-      readout: (output of the model's last layer, batch, top_k) -> arrays by name, with B examples in dim 0: what
-        `predictions` needs of the output. Part of a program, so that little is copied to the host. The batch has the
-        same keys as for `sums`, and `positions`; its labels are not read. top_k: number of choices to rank.
-      predictions: (readout, batch, names) -> predictions for the examples, in order. Runs on the host in NumPy.
-      positions: batch -> batch["positions"] for `readout`, int32 [B, P], the positions of the predicted tokens.
-        None: the task predicts examples or all positions.
-      ranks_choices: whether a prediction is the most likely of several choices, so that top_k can be more than 1.
-      result_keys: name in result.json of a metric of the test split, if it is not test_METRIC.
-      evaluation_terms: (output of the model's last layer, batch) -> sums that are added to `Sums.terms` in an
-        evaluation. They can be larger than those of `sums`, which pass between devices in every training step.
-      logged_only: metrics that metrics.jsonl contains, but not the printed lines of metrics.
-    """
-
-    name: str
-    labels: Labels
+    name: str  # key of the task in TASKS
+    labels: Labels  # kind of labels to learn from; data sources without them are rejected
+    # kind of head of the model; models without it are rejected. The head returns DataInfo.num_outputs numbers, or
+    # logits over the vocabulary.
     head: Head
-    terms: Mapping[str, tuple[int, ...]]
+    terms: Mapping[str, tuple[int, ...]]  # shape of each of `Sums.terms`, by name
+    # (outputs, batch) -> sums over the examples of the batch. Examples of weight 0 do not contribute.
     sums: Callable[[Any, Mapping[str, jax.Array]], Sums]
+    # sums on the host, of positive weight -> metrics by name, without the loss. An evaluation can have more metrics
+    # than a training step.
     metrics: Callable[[Sums], dict[str, float]]
-    curve: str
-    loss_unit: str
-    headline: str
-    score: Score
+    curve: str  # the metric that is logged and plotted next to the loss
+    loss_unit: str  # unit of the loss, for the axis label
+    headline: str  # format string of the last line of a run; its fields are keys of result.json
+    score: Score  # the metric that ranks runs
+    # (outputs, batch, number of choices to rank) -> arrays by name, with B examples in dim 0: what `predictions` needs
+    # of the outputs. Part of a program, so that little is copied to the host. The batch has the same keys as for
+    # `sums`, and `positions`; its labels are not read.
     readout: Callable[[Any, Mapping[str, jax.Array], int], dict[str, jax.Array]]
+    # (readout, batch, names) -> predictions for the examples, in order. Runs on the host in NumPy.
     predictions: Callable[[Mapping[str, np.ndarray], Mapping[str, np.ndarray], Names], list[Prediction]]
+    # batch -> batch["positions"] for `readout`, int32 [B, P], the positions of the predicted tokens. None: the task
+    # predicts examples or all positions.
     positions: Callable[[Mapping[str, np.ndarray]], np.ndarray] | None = None
-    ranks_choices: bool = False
-    rate_unit: str = "examples"
+    ranks_choices: bool = False  # whether a prediction is the most likely of several choices, so top_k can exceed 1
+    rate_unit: str = "examples"  # what a log line counts per second: examples, or tokens, with the MFU if it is known
+    # name in result.json of a metric of the test split, if it is not test_METRIC
     result_keys: Mapping[str, str] = field(default_factory=dict)
+    # (outputs, batch) -> sums that are added to `Sums.terms` in an evaluation. They can be larger than those of `sums`,
+    # which pass between devices in every training step.
     evaluation_terms: Callable[[Any, Mapping[str, jax.Array]], Terms] | None = None
-    logged_only: tuple[str, ...] = ()
+    logged_only: tuple[str, ...] = ()  # metrics that metrics.jsonl contains, but not the printed lines
 
     @property
     def num_sums(self) -> int:
@@ -127,9 +95,8 @@ class Task:
     def evaluation_sums(self, outputs: Any, batch: Mapping[str, jax.Array]) -> Sums:
         """Return `sums` with `evaluation_terms`."""
         sums = self.sums(outputs, batch)
-        if self.evaluation_terms is None:
-            return sums
-        return sums._replace(terms={**sums.terms, **self.evaluation_terms(outputs, batch)})
+        more = self.evaluation_terms(outputs, batch) if self.evaluation_terms else {}
+        return sums._replace(terms={**sums.terms, **more})
 
     def printed(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of a printed line."""

@@ -52,13 +52,9 @@ def _at(x_BT: jax.Array, place_BT: jax.Array, is_there_BT: jax.Array, otherwise:
 
 
 def sums(logits_BTC: jax.Array, batch: Mapping[str, jax.Array]) -> Sums:
-    """Return the sums of the cross entropy and of correct tags, and the counts of entities.
+    """Return the sums of the cross entropy and of correct tags, and the numbers of actual, predicted, matched entities.
 
-    The counts are of actual entities, of predicted entities, and of entities that match.
-
-    Args:
-      logits_BTC: any float dtype; converted to float32.
-      batch: "labels", integers, and "weights", both [B, T]; weights are positive at words.
+    batch: "labels", integers, and "weights", positive at words, both [B, T].
     """
     sums = cross_entropy.sums(logits_BTC, batch)
     is_word_BT = batch["weights"] > 0

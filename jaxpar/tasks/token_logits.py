@@ -70,11 +70,7 @@ def chunked_sums(num_chunks: int, logits: TokenLogits, labels_BT: jax.Array, wei
     The positions are divided, not the examples, because these can be sharded. Only the loss can be differentiated, with
     respect to the logits. The factors of its gradient are in their own dtype, and its sums in float32.
 
-    Args:
-      num_chunks: number of chunks of positions, at most T.
-      logits: the logits.
-      labels_BT: integers.
-      weights_BT: float32.
+    num_chunks: number of chunks of positions, at most T.
     """
 
     def add(sums: LossAndCorrect, chunk: Any) -> tuple[LossAndCorrect, None]:
