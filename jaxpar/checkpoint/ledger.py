@@ -2,10 +2,9 @@
 
     workdir/ledger/PROCESS.jsonl  {"from": 0, "to": 7, "epoch": 0, "rows": [0, 24], "examples": 160, "digest": "9f.."}
 
-A line covers the steps from .. to - 1 of one epoch and one shard of their batches. It is computed from the ids of the
-examples that were loaded and passed to the strategy, not from the planned order of the epoch. A process writes its
-lines before each checkpoint, and a run that resumes removes the lines of later steps, because those steps are repeated.
-docs/checkpoints.md explains what the ledger proves.
+A line covers the steps from .. to - 1 of one epoch and one shard of their batches, and is computed from the ids of the
+examples that were passed to the strategy. A process writes its lines before each checkpoint, and a run that resumes
+removes the lines of later steps. docs/checkpoints.md explains what the ledger proves.
 
 The digest is the sum mod 2^64 of a hash of each example id. It does not depend on the order of examples, on restarts or
 on how batches are sharded between processes, and it changes if an example is replaced by another or used twice.

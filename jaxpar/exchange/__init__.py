@@ -24,7 +24,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxpar.core.plan import Traffic
-from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate, Rule
+from jaxpar.exchange.exchange import DistributedState, Exchange, Rule
 from jaxpar.exchange.named import EXCHANGES, check_options, make_exchange
 from jaxpar.exchange.reduce import Axis
 from jaxpar.layout import Tree
@@ -33,7 +33,6 @@ __all__ = [
     "EXCHANGES",
     "Axis",
     "Exchange",
-    "ExchangeUpdate",
     "Traffic",
     "broadcast",
     "distributed_optimizer",

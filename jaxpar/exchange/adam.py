@@ -34,13 +34,8 @@ def momentum_exchange(axis: Axis, rule: Rule, compressor: Compressor, *, bucket_
     With error feedback on both sides and the scale |x|_2 / sqrt(d), this is 1-bit Adam (Tang et al., 2021,
     algorithm 1). With MinMaxUInt8 and no error feedback, it is QAdam as in Bagua (Gan et al., 2021).
 
-    Args:
-      rule: optax.adamw, its arguments, and the norm to which it clips the gradient. After the warm-up, each replica's
-        local gradient is clipped to that norm. The exchange has the same optimizer state as optax.adamw, so either can
-        continue from the other.
-      compressor: of momentum, in both directions.
-      bucket_bytes: size limit of the buckets of gradients and of momentum.
-      warmup: the share of the steps until v is frozen.
+    The optimizer state is that of optax.adamw, so either can continue from the other. After the warm-up, each replica's
+    local gradient is clipped to the norm of `rule`. warmup: the share of the steps until v is frozen.
     """
     assert rule.adamw is not None
     learning_rate, b1, b2, eps, weight_decay, mask = rule.adamw

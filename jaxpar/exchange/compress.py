@@ -53,11 +53,9 @@ def _no_state(_length: int, _key: jax.Array, _sender: jax.Array | int) -> Tree:
 def min_max_uint8(block: int = 0) -> Compressor:
     """Return Bagua's MinMaxUInt8: a byte for each element, on a scale from the minimum to the maximum of its block.
 
-    block: number of elements that share a range; 0: all.
-
     Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", 2021, section 3.2. If all values are
-    equal, or so large that adjacent floats differ by more than one step of the byte, a quotient may be one step out of
-    range; it is clipped to 0 .. 255.
+    equal, or adjacent floats differ by more than a step of the byte, a quotient may be one step out of range: it is
+    clipped to 0 .. 255. block: elements that share a range; 0: all.
     """
 
     def scale(ranges: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -123,7 +121,6 @@ def onebit(norm: str = "mean", block: int = 0) -> Compressor:
     """Return a compressor that sends the sign of each element as one bit, and a scale.
 
     Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Tang et al., "1-bit Adam", 2021, section 4.
-
     norm: the scale: "mean" of |x| (BytePS), or "l2": |x|_2 / sqrt(L) (DeepSpeed). block: elements that share a scale;
     0: all.
     """
@@ -150,10 +147,7 @@ def onebit(norm: str = "mean", block: int = 0) -> Compressor:
 
 
 def topk(ratio: float) -> Compressor:
-    """Return a compressor that sends the ceil(ratio L) elements of largest magnitude, and their indices.
-
-    Aji and Heafield, "Sparse Communication", 2017.
-    """
+    """Return a compressor that sends the ceil(ratio L) largest elements (Aji and Heafield, 2017), and their indices."""
 
     def encode(x: jax.Array, state: Tree) -> tuple[Payload, Tree]:
         indices = jax.lax.top_k(jnp.abs(x), _share(ratio, len(x)))[1].astype(jnp.int32)

@@ -41,8 +41,7 @@ def fused(
     A bucket depends only on its leaves, so that its transfer can start as soon as the backward pass has computed them.
 
     Args:
-      num_bytes: size limit of a bucket; a larger leaf gets a bucket of its own.
-      cut: split a larger leaf instead.
+      num_bytes: size limit of a bucket; a larger leaf gets a bucket of its own, or is split if `cut`.
       backwards: start with the last leaf, whose gradient is ready first.
       first_bytes: size limit of the first bucket; None: `num_bytes`.
       overfull: close a bucket only once its size has reached the limit, so that its last leaf may exceed it.

@@ -27,11 +27,8 @@ def scatter_gather(axis: Axis, worker: Compressor, server: Compressor) -> Reduce
 
     Bagua's ScatterReduce (Gan et al., 2021, section 3.3), and the compressed all-reduce of 1-bit Adam (Tang et al.,
     2021, section 5), where both compressors have error feedback. BytePS's compression is the same, with a server on
-    each worker's machine.
-
-    Args:
-      worker: compressor of the shards that a replica sends to the servers; it has a state for each shard.
-      server: compressor of the mean that a server sends to all.
+    each worker's machine. worker: compressor of what a replica sends to the servers, with a state for each shard.
+    server: compressor of the mean that a server sends to all.
     """
     n = axis.size
 

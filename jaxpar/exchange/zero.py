@@ -237,8 +237,6 @@ def zero(
       optimizer: its update is passed grad_norm, the norm of the full gradient.
       tree: the parameters or their shapes.
       num_bytes: size limit of the bucket that a collective sends.
-      offload: whether the optimizer state is kept in host memory between updates.
-      codes: what stage 3 sends compressed.
       group: in stage 3, the number of neighbours that share one copy of all arrays; 0: all replicas do. Groups sum
         their gradients once per update, with an all-reduce.
     """

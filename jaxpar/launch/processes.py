@@ -34,9 +34,7 @@ def meet_processes(place: Place | None) -> None:
     # the task id, although the launcher has already divided the GPUs. It would also listen on all addresses.
     address, number, process, device = place
     jax.distributed.initialize(
-        address,
-        number,
-        process,
+        *(address, number, process),
         local_device_ids=device,
         cluster_detection_method="deactivate",
         coordinator_bind_address=bind_address(address) if process == 0 else None,

@@ -1,7 +1,7 @@
 """Token classification: predicts a tag for each word, such as named entities in IOB2 format.
 
-Classes are ordered O, B-TYPE, I-TYPE, B-TYPE, I-TYPE, ..., so the code below needs no class names. The prediction of a
-word is at its first token; all other tokens have weight 0. Entities are defined as in the conlleval script of CoNLL
+Classes are ordered O, B-TYPE, I-TYPE, B-TYPE, I-TYPE, .... The prediction of a word is at its first token; all other
+tokens have weight 0. Entities are defined as in the conlleval script of CoNLL
 2000 and in seqeval's default mode: an entity begins at a B, or at an I that does not follow a B or I of the same type,
 and ends before the first word that does not continue it. Programs count entities example by example, so the sums are
 exact for every division of the batch.

@@ -1,9 +1,8 @@
 """Logits over a vocabulary that are never whole in training: the product of hidden states and the token embedding.
 
-The logits of a large batch are the largest array of a language model: 32 x 1,024 tokens with a vocabulary of 50,304
-take 6.6 GB in float32, several times over in the backward pass. So the last layer returns the factors, and the loss
-computes the product for some positions at a time, together with its gradient. That needs no more products than whole
-logits do (Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3.2, FusedLinearCrossEntropy).
+The logits of 32 x 1,024 tokens with a vocabulary of 50,304 take 6.6 GB in float32, several times over in the backward
+pass. So the last layer returns the factors, and the loss computes the product for some positions at a time, together
+with its gradient. That needs no more products (Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3.2).
 
 Dims: B examples, T positions, D features, V vocabulary; t positions of a chunk.
 """
@@ -67,10 +66,8 @@ def weighted_sums(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> L
 def chunked_sums(num_chunks: int, logits: TokenLogits, labels_BT: jax.Array, weights_BT: jax.Array) -> LossAndCorrect:
     """Return the weighted sums of the cross entropy and of correct answers, without whole logits.
 
-    The positions are divided, not the examples, because these can be sharded. Only the loss can be differentiated, with
-    respect to the logits. The factors of its gradient are in their own dtype, and its sums in float32.
-
-    num_chunks: number of chunks of positions, at most T.
+    The positions are divided, not the examples, because these can be sharded; num_chunks is at most T. Only the loss
+    can be differentiated, by the logits. The factors of its gradient are in their own dtype, and its sums in float32.
     """
 
     def add(sums: LossAndCorrect, chunk: Any) -> tuple[LossAndCorrect, None]:

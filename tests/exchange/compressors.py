@@ -18,45 +18,43 @@ def min_max_uint8(x: np.ndarray) -> np.ndarray:
     return (q + lower) / s
 
 
-def absmax_int8(block: int) -> Lossy:
-    """Return the rounding of x / s to the integers from -127 to 127, times s = max |x| / 127, in blocks."""
+def in_blocks(block: int, lossy: Lossy, dtype: type[np.floating] = np.float32) -> Lossy:
+    """Return the function that applies `lossy` to blocks of this many elements (0: all), in this dtype."""
 
-    def lossy(x: np.ndarray) -> np.ndarray:
-        parts = []
-        for start in range(0, len(x), block or len(x)):
-            part = x[start : start + (block or len(x))].astype(np.float32)
-            scale = max(np.abs(part).max() / np.float32(127), np.finfo(np.float32).tiny)
-            parts.append(np.rint(part / scale) * scale)
+    def lossy_blocks(x: np.ndarray) -> np.ndarray:
+        size = block or len(x)
+        parts = [lossy(x[start : start + size].astype(dtype)) for start in range(0, len(x), size)]
         return np.concatenate(parts).astype(x.dtype)
 
-    return lossy
+    return lossy_blocks
+
+
+def scale_of(part: np.ndarray, top: float) -> np.floating:
+    """Return s = max |x| / top, but no denormal number."""
+    return max(np.abs(part).max() / np.float32(top), np.finfo(np.float32).tiny)
+
+
+def absmax_int8(block: int) -> Lossy:
+    """Return the rounding of x / s to the integers from -127 to 127, times s = max |x| / 127, in blocks."""
+    return in_blocks(block, lambda part: np.rint(part / scale_of(part, 127)) * scale_of(part, 127))
 
 
 def float8(dtype: str, block: int) -> Lossy:
     """Return the rounding of x / s to float8, times s = max |x| / the largest float8, in blocks."""
 
-    def lossy(x: np.ndarray) -> np.ndarray:
-        size, parts = block or len(x), []
-        for start in range(0, len(x), size):
-            part = x[start : start + size].astype(np.float32)
-            scale = max(np.abs(part).max() / np.float32(ml_dtypes.finfo(dtype).max), np.finfo(np.float32).tiny)
-            parts.append((part / scale).astype(dtype).astype(np.float32) * scale)
-        return np.concatenate(parts).astype(x.dtype)
+    def lossy(part: np.ndarray) -> np.ndarray:
+        scale = scale_of(part, float(ml_dtypes.finfo(dtype).max))
+        return (part / scale).astype(dtype).astype(np.float32) * scale
 
-    return lossy
+    return in_blocks(block, lossy)
 
 
 def onebit(norm: str, block: int) -> Lossy:
-    def lossy(x: np.ndarray) -> np.ndarray:
-        size = block or len(x)
-        parts = []
-        for start in range(0, len(x), size):
-            part = x[start : start + size].astype(np.float64)
-            scale = np.abs(part).mean() if norm == "mean" else np.linalg.norm(part) / math.sqrt(len(part))
-            parts.append(np.where(part >= 0, scale, -scale))
-        return np.concatenate(parts).astype(x.dtype)
+    def lossy(part: np.ndarray) -> np.ndarray:
+        scale = np.abs(part).mean() if norm == "mean" else np.linalg.norm(part) / math.sqrt(len(part))
+        return np.where(part >= 0, scale, -scale)
 
-    return lossy
+    return in_blocks(block, lossy, np.float64)
 
 
 def topk(number: int) -> Lossy:
