@@ -188,7 +188,7 @@ def test_the_best_checkpoint_is_exported(
 def test_errors_of_safetensors_leave_nothing(tmp_path: Path) -> None:
     """safetensors raises its own exception when a disk is full."""
     error = r"--output is '.*/a'; it must be a writable file: Error while serializing: I/O error"
-    with pytest.raises(UserError, match=error), completed(tmp_path / "a", is_directory=False) as path:
+    with pytest.raises(UserError, match=error), completed(tmp_path / "a", "file") as path:
         save_file({"a": np.zeros(3)}, path / "b")  # `path` is no directory
     assert not list(tmp_path.iterdir())
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpar import files
-from jaxpar.command_line import Parser, format_rows, output_path, writing
+from jaxpar.command_line import Parser, check_absent, format_rows, output_path, writing
 from jaxpar.errors import UserError, printable
 from jaxpar.use.pages.html import Row
 from jaxpar.use.pages.recorded import RecordedRun, read_run
@@ -27,19 +27,9 @@ def _read_runs(workdirs: list[Path]) -> list[RecordedRun]:
     return [read_run(workdir) for workdir in workdirs]
 
 
-def _check_output(path: Path) -> None:
-    """Raise UserError unless `path` is a new file in a directory."""
-    if path.exists() or path.is_symlink():
-        raise UserError(f"--output is {str(path)!r}, which exists; it must be a new file")
-    if not path.parent.is_dir():
-        raise UserError(
-            f"--output is {str(path)!r}; it must be in an existing directory, and '{path.parent}' is not one"
-        )
-
-
-def _texts(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the _texts of the cells."""
-    return [[cell if isinstance(cell, str) else cell.text for cell in row] for row in rows]
+def cell_texts(row: Row) -> list[str]:
+    """Return the texts of the cells of a row."""
+    return [cell if isinstance(cell, str) else cell.text for cell in row]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -50,12 +40,12 @@ def main(argv: Sequence[str]) -> None:
     arguments = parser.parse(argv)
     if arguments.output:
         with writing("--output", arguments.output):
-            _check_output(arguments.output)
+            check_absent("--output", arguments.output)
     runs = _read_runs(arguments.runs)
     names = ["", *(printable(str(run.workdir)) for run in runs)]
-    print(format_rows(_texts([names, *comparison_rows(runs)])))
+    print(format_rows([names, *map(cell_texts, comparison_rows(runs))]))
     if rows := different_keys(runs):
-        print("\n" + format_rows(_texts([["config key", *names[1:]], *rows])))
+        print("\n" + format_rows([["config key", *names[1:]], *map(cell_texts, rows)]))
     if arguments.output:
         with writing("--output", arguments.output):
             files.write_text(arguments.output, comparison_page(runs))

@@ -16,13 +16,12 @@ from pathlib import Path
 from absl import logging
 
 from jaxpar import checkpoint, data
-from jaxpar.command_line import Parser, choice, integer, output_path
+from jaxpar.command_line import Parser, check_absent, choice, integer, output_path
 from jaxpar.errors import UserError, format_bytes
 from jaxpar.use.export import hugging_face, program
-from jaxpar.use.export.output import check_output, completed, save_state_file
+from jaxpar.use.export.output import completed, save_state_file
 
 FORMATS = ("safetensors", "hf", "stablehlo")
-CHECKPOINTS = ("best", "newest")
 USAGE = "--workdir=runs/quickstart --output=quickstart.safetensors --format=safetensors"
 
 
@@ -40,27 +39,23 @@ def export_run(workdir: Path, output: Path, kind: str, step: int | None = None, 
       UserError: the output exists or cannot be written, there is no such checkpoint, or the format cannot express the
         model.
     """
-    is_directory = kind != "safetensors"
-    check_output(output, is_directory=is_directory)
+    output_kind = "file" if kind == "safetensors" else "directory"
+    check_absent("--output", output, output_kind)
     saved = checkpoint.of_run(workdir, step, best=best)
-    with completed(output, is_directory=is_directory) as path:
-        if is_directory:
-            _write_model(saved, workdir, path, kind)
-        else:
+    with completed(output, output_kind) as path:
+        if kind == "safetensors":
             save_state_file(saved, path)
-    files = sorted(file for file in output.rglob("*") if file.is_file()) or [output]
-    size = format_bytes(sum(file.stat().st_size for file in files))
-    names = ": " + ", ".join(str(file.relative_to(output)) for file in files) if is_directory else ""
+        else:
+            config, info = checkpoint.config_of(saved, workdir), data.read_info(workdir)
+            tokenizer = workdir / "tokenizer.json"
+            if kind == "hf":
+                hugging_face.save_directory(saved.tree["params"], config, info, tokenizer, path)
+            else:
+                program.save_program(saved, config, info, tokenizer, path)
+    files = sorted(file for file in output.rglob("*") if file.is_file())
+    size = format_bytes(sum(file.stat().st_size for file in files or [output]))
+    names = ": " + ", ".join(str(file.relative_to(output)) for file in files) if files else ""
     print(f"{output}: step {saved.step}, {size}{names}")
-
-
-def _write_model(saved: checkpoint.Checkpoint, workdir: Path, directory: Path, kind: str) -> None:
-    config, info = checkpoint.config_of(saved, workdir), data.read_info(workdir)
-    tokenizer = workdir / "tokenizer.json"
-    if kind == "hf":
-        hugging_face.save_directory(saved.tree["params"], config, info, tokenizer, directory)
-    else:
-        program.save_program(saved, config, info, tokenizer, directory)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -69,11 +64,8 @@ def main(argv: Sequence[str]) -> None:
     parser.require("--workdir", USAGE, type=Path, help="workdir of a run")
     parser.require("--output", USAGE, type=output_path, help="file or directory to write; it must not exist")
     parser.require("--format", USAGE, type=choice(FORMATS), help=f"one of {', '.join(FORMATS)}")
-    parser.add_argument(
-        "--checkpoint",
-        type=choice(CHECKPOINTS),
-        help="best: the one with the lowest validation loss (default); or newest",
-    )
+    which = "best: the one with the lowest validation loss (default); or newest"
+    parser.add_argument("--checkpoint", type=choice(("best", "newest")), help=which)
     parser.add_argument("--step", type=integer(0), help="step of the checkpoint, instead of --checkpoint")
     arguments = parser.parse(argv)
     if arguments.step is not None and arguments.checkpoint is not None:

@@ -57,12 +57,8 @@ def main(argv: Sequence[str]) -> None:
     add = parser.add_argument
     add("--verify", type=integer(1), default=0, metavar="N", help="compile the first N, and correct their memory")
     add("--out", type=output_path, metavar="FILE.py", help="write the first one as a config file")
-    add(
-        "--save_cluster",
-        type=output_path,
-        metavar="FILE.toml",
-        help="write the GPUs of --cluster=here as a cluster file",
-    )
+    of_here = "write the GPUs of --cluster=here as a cluster file"
+    add("--save_cluster", type=output_path, metavar="FILE.toml", help=of_here)
     add("--json", action="store_true", help="print all candidates as JSON")
     arguments, overrides = parser.parse_with_overrides(argv)
     begin = time.monotonic()

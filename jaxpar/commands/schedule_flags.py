@@ -45,53 +45,31 @@ _time = number(f"a time between 0 and {LARGEST_VALUE:g}", maximum=LARGEST_VALUE)
 def schedule_parser(description: str | None, prog: str) -> Parser:
     """Make a parser for the flags of a schedule and its action times."""
     result = Parser(description, prog)
-    add = result.add_argument
+    add, number_of = result.add_argument, integer(1)
     add("--schedule", help=f"one of {', '.join((*SCHEDULES, *CONTINUOUS))}, or the path of a CSV table")
-    add("--num_stages", type=integer(1), metavar="P", help="number of devices")
+    add("--num_stages", type=number_of, metavar="P", help="number of devices")
     add("--replicas", type=_replicas, help="number of devices of each stage, such as 2,1, instead of --num_stages")
-    add("--num_microbatches", type=integer(1), metavar="M", help="number of microbatches")
-    add(
-        "--microbatches_per_batch",
-        type=integer(1),
-        metavar="M",
-        help="for a schedule without flush: number of microbatches of a batch (default: the fewest possible)",
-    )
-    add(
-        "--num_chunks",
-        type=integer(1),
-        metavar="V",
-        help="stages per device (default: the number that the schedule defines)",
-    )
+    add("--num_microbatches", type=number_of, metavar="M", help="number of microbatches")
+    per_batch = "for a schedule without flush: number of microbatches of a batch (default: the fewest possible)"
+    add("--microbatches_per_batch", type=number_of, metavar="M", help=per_batch)
+    chunks = "stages per device (default: the number that the schedule defines)"
+    add("--num_chunks", type=number_of, metavar="V", help=chunks)
     for kind, action in (("forward", "F"), ("backward", "B, without W,"), ("weight", "W")):
-        add(
-            f"--{kind}",
-            type=_times,
-            default="1",
-            help=f"time of {action} for one microbatch on one device, or one time per device: 1,1.5,1 (default: 1)",
-        )
+        times = f"time of {action} for one microbatch on one device, or one time per device: 1,1.5,1 (default: 1)"
+        add(f"--{kind}", type=_times, default="1", help=times)
     add("--communication", type=_time, default="0", help="time to send a result to another device (default: 0)")
     add("--auto", action="store_true", help="search for a fast schedule within --memory_limit")
     add("--objective", choices=OBJECTIVES, help="with --auto: the metric to minimize (default: cost)")
-    add(
-        "--memory_limit",
-        type=number("a non-negative number"),
-        help="with --auto: maximum number of microbatches on a device between F and W (default: --num_stages)",
-    )
-    add(
-        "--weight_memory",
-        type=number("a number between 0 and 1", maximum=1),
-        help="with --auto: fraction of a microbatch's memory that is held between B and W, from 0 to 1 (default: 1)",
-    )
+    limit = "with --auto: maximum number of microbatches on a device between F and W (default: --num_stages)"
+    add("--memory_limit", type=number("a non-negative number"), help=limit)
+    share = "with --auto: fraction of a microbatch's memory that is held between B and W, from 0 to 1 (default: 1)"
+    add("--weight_memory", type=number("a number between 0 and 1", maximum=1), help=share)
     add("--save", type=output_path, metavar="FILE.csv", help="write the table to this file")
     return result
 
 
 def find_schedule(arguments: argparse.Namespace) -> tuple[SearchResult, Simulation]:
-    """Return the schedule that the flags select and its simulation. Write the table to --save if that is set.
-
-    Raises:
-      UserError: a flag is invalid.
-    """
+    """Return the schedule that the flags select and its simulation. Write the table to --save if that is set."""
     times, communication = _flagged_times(arguments), arguments.communication
     try:
         result = _auto(arguments, times, communication) if arguments.auto else _named(arguments)
@@ -130,21 +108,20 @@ def _flagged_times(arguments: argparse.Namespace) -> Times:
 
 
 def _named(arguments: argparse.Namespace) -> SearchResult:
+    """Return the table of --schedule."""
     name = arguments.schedule
     if name is None:
         raise UserError("--schedule is missing; it must be a schedule or the path of a CSV table, unless --auto is set")
-    if arguments.objective is not None:
-        raise UserError(f"--objective is {arguments.objective!r}; it must not be set without --auto")
-    for flag in ("memory_limit", "weight_memory"):
-        if getattr(arguments, flag) is not None:
-            raise UserError(f"--{flag} is {getattr(arguments, flag):g}; it must not be set without --auto")
-    if arguments.replicas and name not in {*WITH_REPLICAS, *CONTINUOUS}:
-        raise _refuse_replicas(arguments, f"--schedule={name}")
-    if arguments.microbatches_per_batch and name not in CONTINUOUS:
-        raise _refuse_microbatches_per_batch(arguments, f"--schedule={name}")
-    return SearchResult(
-        Path(name).name, _table_of_file(arguments) if is_table_file(name) else _table_by_name(arguments)
-    )
+    for flag in ("objective", "memory_limit", "weight_memory"):
+        if (value := getattr(arguments, flag)) is not None:
+            shown = f"{value:g}" if isinstance(value, float) else repr(value)
+            raise UserError(f"--{flag} is {shown}; it must not be set without --auto")
+    if name not in {*WITH_REPLICAS, *CONTINUOUS}:
+        _check_no_replicas(arguments, f"--schedule={name}")
+    if name not in CONTINUOUS:
+        _check_no_microbatches_per_batch(arguments, f"--schedule={name}")
+    table = _table_of_file(arguments) if is_table_file(name) else _table_by_name(arguments)
+    return SearchResult(Path(name).name, table)
 
 
 def _table_of_file(arguments: argparse.Namespace) -> Table:
@@ -203,27 +180,26 @@ def _devices_of_stages(arguments: argparse.Namespace) -> tuple[int, ...]:
     return replicas
 
 
-def _refuse_microbatches_per_batch(arguments: argparse.Namespace, without: str) -> UserError:
-    return UserError(
-        f"--microbatches_per_batch is {arguments.microbatches_per_batch}; it must not be set with {without}, only with "
-        f"one of {', '.join(CONTINUOUS)}"
-    )
+def _check_no_microbatches_per_batch(arguments: argparse.Namespace, without: str) -> None:
+    if number := arguments.microbatches_per_batch:
+        rule = f"it must not be set with {without}, only with one of {', '.join(CONTINUOUS)}"
+        raise UserError(f"--microbatches_per_batch is {number}; {rule}")
 
 
-def _refuse_replicas(arguments: argparse.Namespace, without: str) -> UserError:
-    listed, allowed = ",".join(map(str, arguments.replicas)), ", ".join((*WITH_REPLICAS, *CONTINUOUS))
-    return UserError(f"--replicas is {listed}; it must not be set with {without}, only with one of {allowed}")
+def _check_no_replicas(arguments: argparse.Namespace, without: str) -> None:
+    if arguments.replicas:
+        listed, allowed = ",".join(map(str, arguments.replicas)), ", ".join((*WITH_REPLICAS, *CONTINUOUS))
+        raise UserError(f"--replicas is {listed}; it must not be set with {without}, only with one of {allowed}")
 
 
 def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> SearchResult:
+    """Return the best table that a search finds, with one or two chunks unless --num_chunks is set."""
     if arguments.schedule is not None:
         raise UserError(
             f"--schedule is {arguments.schedule!r}; it must not be set with --auto, which searches for a schedule"
         )
-    if arguments.replicas:
-        raise _refuse_replicas(arguments, "--auto")
-    if arguments.microbatches_per_batch:
-        raise _refuse_microbatches_per_batch(arguments, "--auto")
+    _check_no_replicas(arguments, "--auto")
+    _check_no_microbatches_per_batch(arguments, "--auto")
     num_stages, num_microbatches = _required(arguments, "num_stages"), _required(arguments, "num_microbatches")
     _check_devices(times, num_stages)
     limit, weight_memory = _limits(arguments)
@@ -240,7 +216,7 @@ def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> 
         try:
             result = searches(times, communication, limit, *sizes, weight_memory=weight_memory)
         except ValueError:
-            if not candidates and (num_chunks == 2 or arguments.num_chunks is not None):
+            if not candidates and num_chunks == numbers_of_chunks[-1]:
                 raise
             continue
         simulation = simulate_table(result.table, times, communication)
@@ -271,9 +247,8 @@ def _required(arguments: argparse.Namespace, flag: str) -> int:
 def _check_devices(times: Times, num_devices: int) -> None:
     for flag, of_devices in times._asdict().items():
         if isinstance(of_devices, list) and len(of_devices) != num_devices:
-            raise UserError(
-                f"--{flag} has {len(of_devices)} times; it must have one, or one per device ({num_devices})"
-            )
+            number = len(of_devices)
+            raise UserError(f"--{flag} has {number} times; it must have one, or one per device ({num_devices})")
 
 
 def _replicas(text: str) -> tuple[int, ...]:

@@ -26,16 +26,7 @@ from collections.abc import Sequence
 from jaxpar.commands import schedule_flags as options
 from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS
 
-_METRICS = (
-    "makespan",
-    "cost",
-    "bubble_rate",
-    "lockstep",
-    "idle",
-    "idle_in_span",
-    "peak_in_flight",
-    "peak_stashed",
-)
+_METRICS = ("makespan", "cost", "bubble_rate", "lockstep", "idle", "idle_in_span", "peak_in_flight", "peak_stashed")
 
 
 def main(argv: Sequence[str]) -> None:

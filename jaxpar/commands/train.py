@@ -152,14 +152,13 @@ def _main(argv: list[str]) -> int:
             f"--stopped_exit_code is {stopped}; it must be 0, or {STOPPED_CODES[0]} to {STOPPED_CODES[-1]}, "
             "because other codes are reserved"
         )
-    place = {name: values[name].value for name in FLAGS}
     with Ending(nth=1, code=stopped, text=lambda: _stopped(argv, early=not Interrupt.was_entered)):
         config = configs.load_config(values.config)
         given = configs.override(config, overrides)
         if values.print_config:
             print(config_help.format_flags(config))
             return 0
-        return _train(config, given, Path(values.workdir), place, argv, stopped)
+        return _train(config, given, values, argv)
 
 
 def _flags() -> flags.FlagValues:
@@ -182,32 +181,25 @@ def _help() -> str:
     return f"{text}\n{config_help.describe_overview()}"
 
 
-def _train(
-    config: ConfigDict,
-    given: set[str],
-    workdir: Path,
-    place: dict[str, str | int | None],
-    argv: list[str],
-    stopped_exit_code: int,
-) -> int:
+def _train(config: ConfigDict, given: set[str], values: flags.FlagValues, argv: list[str]) -> int:
     # Imported late, because JAX must be configured before it is used and --help does not need it.
     from jaxpar import data, tasks, training
     from jaxpar.core import mesh
     from jaxpar.launch import processes
 
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
-    found = find_place(place)
+    workdir, found = Path(values.workdir), find_place({name: values[name].value for name in FLAGS})
     if mesh.sends_between_cpus(config):
         processes.listen_for_arrays(found, config.mesh.virtual_cpu_devices)
     processes.meet_processes(found)
     try:
         result = training.train_config(config, workdir, Interrupt(), given=given)
     except training.Stopped as stopped:
-        print(printable(f"{stopped}\n{_resume(argv)}", keep="\n"), flush=True)
-        return stopped_exit_code
+        print(printable(f"{stopped}\nresume    {resume_command(argv)}", keep="\n"), flush=True)
+        return int(values.stopped_exit_code)
     except StoppedEarly:
         print(_stopped(argv, early=True), flush=True)
-        return stopped_exit_code
+        return int(values.stopped_exit_code)
     closing = _closing(result, workdir, tasks.find_task(config).headline, changes_to_try(config))
     print(printable(closing, keep="\n"), flush=True)
     return 0
@@ -216,11 +208,7 @@ def _train(
 def _stopped(argv: Sequence[str], *, early: bool) -> str:
     """Return the lines to print if a signal stopped the run outside the training loop, with nothing to save."""
     when = "before the first step" if early else "after the last step, before the result was written"
-    return f"stopped {when}\n{_resume(argv)}"
-
-
-def _resume(argv: Sequence[str]) -> str:
-    return f"resume    {resume_command(argv)}"
+    return f"stopped {when}\nresume    {resume_command(argv)}"
 
 
 def resume_command(argv: Sequence[str]) -> str:
@@ -243,24 +231,9 @@ def changes_to_try(config: ConfigDict) -> list[str]:
 
 
 def _closing(result: Mapping[str, Any], workdir: Path, headline: str, changes: Sequence[str]) -> str:
-    """Return the lines to print at the end of a run.
-
-    Args:
-      result: the contents of result.json.
-      workdir: directory of the run.
-      headline: format string of the task's main metric.
-      changes: flags to try next.
-    """
+    """Return the lines to print at the end of a run. headline: of the task. changes: flags to try next."""
     reached = headline.format(**result) if "test_loss" in result else "finished"
-    left = (
-        "result.json",
-        "report.html",
-        "metrics.jsonl",
-        "curves.png",
-        "confusion.png",
-        "checkpoints/",
-        "tensorboard/",
-    )
+    left = "result.json", "report.html", "metrics.jsonl", "curves.png", "confusion.png", "checkpoints/", "tensorboard/"
     results = ", ".join(name for name in left if (workdir / name).exists())
     rate = f", {result['examples_per_second']:,.0f} examples/s" if "examples_per_second" in result else ""
     first = f"try {' or '.join(changes)} with a new --workdir;\n          " if changes else ""

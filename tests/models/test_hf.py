@@ -55,7 +55,7 @@ def load(name: str, directory: Path | None = None, **overrides: Any) -> tuple[Mo
 
 
 def export(params: Any, config: ConfigDict, tokenizer: Path, out: Path, info: DataInfo | None = None) -> None:
-    with completed(out, is_directory=True) as directory:
+    with completed(out, "directory") as directory:
         save_directory(params, config, info or info_of(config), tokenizer, directory)
 
 

@@ -17,48 +17,33 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jaxpar.checkpoint import Checkpoint
+from jaxpar.command_line import check_absent
 from jaxpar.errors import UserError
 from jaxpar.files import path_error
 
 
-def check_output(path: Path, *, is_directory: bool) -> None:
-    """Raise UserError if the output exists, except for an empty directory, or if its parent is not a directory."""
-    if not path.parent.is_dir():
-        raise UserError(f"--output is '{path}'; it must be in an existing directory, and '{path.parent}' is not one")
-    is_empty = is_directory and path.is_dir() and not any(path.iterdir())
-    if (path.exists() or path.is_symlink()) and not is_empty:
-        raise UserError(f"--output is '{path}', which exists; it must be a new {_kind(is_directory)}")
-
-
 @contextlib.contextmanager
-def completed(path: Path, *, is_directory: bool) -> Iterator[Path]:
+def completed(path: Path, kind: str) -> Iterator[Path]:
     """Yield a path to write instead of `path`. At the end it is renamed to `path`; after an error, it is removed.
 
-    Raises:
-      UserError: the output exists, or cannot be written.
+    Raises UserError if the output exists or cannot be written. kind: file, or directory, which is made.
     """
-    check_output(path, is_directory=is_directory)
+    check_absent("--output", path, kind)
     folder = None
     try:
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
         temporary = folder / path.name
-        if is_directory:
+        if kind == "directory":
             temporary.mkdir()
         yield temporary
         temporary.replace(path)
     except OSError as error:
-        raise UserError(
-            f"--output is '{path}', {path_error(error)}; it must be a writable {_kind(is_directory)}"
-        ) from error
+        raise UserError(f"--output is '{path}', {path_error(error)}; it must be a writable {kind}") from error
     except SafetensorError as error:
-        raise UserError(f"--output is '{path}'; it must be a writable {_kind(is_directory)}: {error}") from error
+        raise UserError(f"--output is '{path}'; it must be a writable {kind}: {error}") from error
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _kind(is_directory: bool) -> str:
-    return "directory" if is_directory else "file"
 
 
 def save_state_file(saved: Checkpoint, file: Path) -> None:
@@ -66,9 +51,6 @@ def save_state_file(saved: Checkpoint, file: Path) -> None:
 
     The name of an array is its path in the canonical state, joined by dots. The metadata in the header of the file is
     the info of the checkpoint without its checksums. docs/checkpoints.md specifies both.
-
-    Raises:
-      OSError, SafetensorError: the file cannot be written.
     """
     arrays = {name: np.asarray(x, order="C") for name, x in flatten_dict(saved.tree, sep=".").items()}
     assert len(arrays) == len(jax.tree.leaves(saved.tree)), "array names are not unique"

@@ -36,15 +36,13 @@ class TextPiece(NamedTuple):
     number: int  # number of the prompt
     token: int | None  # the token, or None at the end of a text that the model ended
     text: str  # its characters; '' while a character is not complete
-    # why the text ends here: 'end of text' (the model ended it), 'length' (max_tokens, or the longest text of the
-    # model); '' if it continues
-    end: str
+    end: str  # why it ends here: 'end of text', 'length' (max_tokens, or the model's longest text); '' if it continues
 
 
 class Completion(NamedTuple):
     """The continuation of a prompt."""
 
-    prompt: str  # the prompt
+    prompt: str
     text: str  # the continuation, without the prompt and the end-of-text token
     tokens: list[int]  # its tokens
     end: str  # why it ended, see `TextPiece`
@@ -60,7 +58,7 @@ class Request(NamedTuple):
 
     tokens: list[int]  # the tokens of the prompt, at least one
     max_tokens: int  # the longest continuation
-    sampling: Sampling  # how tokens are chosen
+    sampling: Sampling
 
 
 class Generator:
@@ -92,14 +90,9 @@ class Generator:
         self._next = jax.jit(self._next_token, donate_argnames="stored")
 
     def encode(self, prompt: str) -> list[int]:
-        """Return the tokens of a prompt; an empty one begins with the end-of-text token, as a text in training does.
-
-        Raises:
-          UserError: the prompt has characters without a token, or leaves no room for a token.
-        """
+        """Return the tokens of a prompt; an empty one begins with the end-of-text token, as a text in training does."""
         check_unicode(prompt, "the prompt")
-        unseen = unseen_characters(self.tokenizer, prompt)
-        if unseen:
+        if unseen := unseen_characters(self.tokenizer, prompt):
             raise UserError(f"the prompt is {prompt!r:.80}; it must not contain {unseen[0]!r}, which has no token")
         tokens = list(self.tokenizer.encode(prompt, add_special_tokens=False).ids)
         if not tokens:
@@ -116,13 +109,8 @@ class Generator:
     def stream(self, prompts: Sequence[str], max_tokens: int, sampling: Sampling) -> Iterator[TextPiece]:
         """Yield the continuations piece by piece: in each step, one piece of each text that has not ended.
 
-        Args:
-          prompts: one or more texts to continue, all at the same time.
-          max_tokens: the longest continuation.
-          sampling: how tokens are chosen. Text i has the seed sampling.seed + i.
-
-        Raises:
-          UserError: an argument is invalid; raised before anything is computed.
+        All texts are continued at the same time. Text i has the seed sampling.seed + i. Raises UserError for an invalid
+        argument before anything is computed.
         """
         sampling.check()
         if not prompts:
@@ -134,7 +122,7 @@ class Generator:
         return self.stream_requests(texts)
 
     def request(self, prompt: str, max_tokens: int, sampling: Sampling) -> Request:
-        """Check a request and return it. Raises UserError if an argument is invalid."""
+        """Check a request and return it."""
         sampling.check()
         if max_tokens < 1:
             raise UserError(f"max_tokens is {max_tokens!r:.60}; it must be at least 1")
@@ -149,7 +137,8 @@ class Generator:
 
     def stream_requests(self, requests: Sequence[Request]) -> Iterator[TextPiece]:
         """Yield the continuations for requests, as `stream` does."""
-        texts = [_Text(self.tokenizer, self._end, self._limit(request)) for request in requests]
+        limits = [min(request.max_tokens, self.max_length - len(request.tokens)) for request in requests]
+        texts = [_Text(self.tokenizer, self._end, limit) for limit in limits]
         number = _power_of_two(len(requests))
         lengths_B = np.ones(number, np.int32)
         lengths_B[: len(requests)] = [len(request.tokens) for request in requests]
@@ -158,7 +147,7 @@ class Generator:
             row[: len(request.tokens)] = request.tokens
         padding = [Sampling()] * (number - len(requests))
         samplings = stack_samplings([request.sampling for request in requests] + padding, self._vocab_size)
-        steps = max(text.limit for text in texts)
+        steps = max(limits)
         size = self._padded(prompts_BT.shape[1] + steps, SMALLEST_TEXT)
         tokens_B, stored = self._read(self._params, prompts_BT, lengths_B, samplings, size=size)
         for step in range(steps):
@@ -179,41 +168,24 @@ class Generator:
         for number, length in [*((number, 1) for number in numbers), *((1, length) for length in shortest.values())]:
             next(self.stream_requests([Request([0] * length, max_tokens, Sampling())] * number))
 
-    def _limit(self, request: Request) -> int:
-        """Return the largest number of new tokens, at least 1."""
-        return min(request.max_tokens, self.max_length - len(request.tokens))
-
     def _padded(self, length: int, smallest: int) -> int:
         """Return the length for which a program is compiled."""
         return min(smallest * _power_of_two(-(-length // smallest)), self.max_length)
 
     def _read_prompts(
-        self,
-        params: Params,
-        prompts_BT: jax.Array,
-        lengths_B: jax.Array,
-        samplings: Samplings,
-        *,
-        size: int,
+        self, params: Params, prompts_BT: jax.Array, lengths_B: jax.Array, samplings: Samplings, *, size: int
     ) -> tuple[jax.Array, Stored]:
         """Return the first new token of each text, and the cache of `size` positions."""
         spec = self._spec
         shape = (len(prompts_BT), size, spec.num_kv_heads, spec.head_dim)
-        cache = KeyValueCache(
-            empty(spec.num_layers * spec.num_applications, shape, spec.dtype), jnp.zeros_like(lengths_B)
-        )
+        stored = empty(spec.num_layers * spec.num_applications, shape, spec.dtype)
+        cache = KeyValueCache(stored, jnp.zeros_like(lengths_B))
         x_BTD = self._model.extend(params, prompts_BT, cache)
         x_B1D = jnp.take_along_axis(x_BTD, (lengths_B - 1)[:, None, None], axis=1)
         return self._choose(params, x_B1D, samplings, lengths_B), cache.extended()
 
     def _next_token(
-        self,
-        params: Params,
-        tokens_B: jax.Array,
-        positions_B: jax.Array,
-        samplings: Samplings,
-        *,
-        stored: Stored,
+        self, params: Params, tokens_B: jax.Array, positions_B: jax.Array, samplings: Samplings, *, stored: Stored
     ) -> tuple[jax.Array, Stored]:
         """Return the token after each of tokens_B, which are at positions_B, and the extended cache."""
         cache = KeyValueCache(stored, positions_B)
@@ -229,18 +201,17 @@ class _Text:
     """A text that grows token by token."""
 
     def __init__(self, tokenizer: Tokenizer, end_of_text: int | None, limit: int):
-        self._tokenizer, self._end_of_text, self.limit = tokenizer, end_of_text, limit
+        self._tokenizer, self._end_of_text, self._left = tokenizer, end_of_text, limit
         self._decoder = DecodeStream(skip_special_tokens=True)
-        self._number = 0
         self.end = ""
 
     def add(self, token: int) -> tuple[int | None, str, str]:
         """Return the token, its text, and why the text ends, as in `TextPiece`."""
-        self._number += 1
+        self._left -= 1
         if token == self._end_of_text:
             self.end = "end of text"
             return None, "", self.end
-        self.end = "length" if self._number == self.limit else ""
+        self.end = "length" if not self._left else ""
         return token, self._decoder.step(self._tokenizer, token) or "", self.end
 
 
@@ -251,9 +222,7 @@ def unseen_characters(tokenizer: Tokenizer, text: str) -> list[str]:
     known = np.zeros(len(text), bool)
     for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
         known[start:stop] |= token not in unknown
-    return [
-        character for character, is_known in zip(text, known, strict=True) if not is_known and not character.isspace()
-    ]
+    return [one for one, is_known in zip(text, known, strict=True) if not (is_known or one.isspace())]
 
 
 def _power_of_two(number: int) -> int:

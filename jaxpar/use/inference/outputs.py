@@ -7,10 +7,11 @@ import contextlib
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from jaxpar.command_line import check_absent
 from jaxpar.errors import UserError
 from jaxpar.files import unwritable, without_nonfinite
 from jaxpar.tasks import Prediction
@@ -18,7 +19,6 @@ from jaxpar.use.inference.inputs import Record
 
 TABLE_FORMATS = ("csv", "jsonl", "parquet")
 Write = Callable[[Sequence[Record], Sequence[Prediction]], None]  # writes consecutive examples
-Merged = Sequence[Mapping[str, Any]]
 
 
 def check_table_file(path: Path) -> None:
@@ -26,20 +26,14 @@ def check_table_file(path: Path) -> None:
     if path.suffix.removeprefix(".") not in TABLE_FORMATS:
         endings = ", ".join(f".{name}" for name in TABLE_FORMATS)
         raise UserError(f"--output is {str(path)!r}; its extension must be one of {endings}")
-    if path.exists() or path.is_symlink():
-        raise UserError(f"--output is {str(path)!r}, which exists; it must be a new file")
-    if not path.parent.is_dir():
-        raise UserError(
-            f"--output is {str(path)!r}; it must be in an existing directory, and '{path.parent}' is not one"
-        )
+    check_absent("--output", path)
 
 
 class _Merger:
     """Adds predictions to the columns of the input."""
 
     def __init__(self) -> None:
-        # name of the column of each prediction: its own or, if the first record has a column of this name,
-        # `predicted_NAME`
+        # the column of each prediction: its own name, or `predicted_NAME` if the first record has a column of this name
         self.names: dict[str, str] = {}
 
     def __call__(self, records: Sequence[Record], predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
@@ -74,7 +68,7 @@ def open_output(path: Path | None, kind: str, schema: Any = None) -> Iterator[Wr
     """
     merge = _Merger()
     if path is None:
-        yield _writer(sys.stdout, kind, merge)
+        yield _text_writer(sys.stdout, kind, merge)
         sys.stdout.flush()
         return
     temporary = path.with_name(f"{path.name}.tmp")
@@ -85,7 +79,7 @@ def open_output(path: Path | None, kind: str, schema: Any = None) -> Iterator[Wr
                 yield write
         else:
             with temporary.open("x", encoding="utf-8", newline="") as file:
-                yield _writer(file, kind, merge)
+                yield _text_writer(file, kind, merge)
         temporary.replace(path)
     except OSError as error:
         raise UserError(f"--output is {str(path)!r}; it must be {unwritable(path, error)}") from error
@@ -94,35 +88,27 @@ def open_output(path: Path | None, kind: str, schema: Any = None) -> Iterator[Wr
             temporary.unlink(missing_ok=True)
 
 
-def _writer(file: TextIO, kind: str, merge: _Merger) -> Write:
-    write_records = _write_json if kind == "jsonl" else _csv_writer()
+def _text_writer(file: TextIO, kind: str, merge: _Merger) -> Write:
+    """Return the function that writes predictions as jsonl or csv."""
+    header: list[str] = []
+    table = csv.writer(file, lineterminator="\n")
 
     def write(records: Sequence[Record], predictions: Sequence[Prediction]) -> None:
-        write_records(file, merge(records, predictions))
+        merged = merge(records, predictions)
+        if kind == "jsonl":
+            file.writelines(f"{to_json(record)}\n" for record in merged)
+            return
+        if not header:
+            header.extend(merged[0])
+            table.writerow(header)
+        table.writerows([_as_text(value) for value in _values(record, header)] for record in merged)
 
     return write
-
-
-def _write_json(file: TextIO, records: Merged) -> None:
-    file.writelines(f"{to_json(record)}\n" for record in records)
 
 
 def to_json(value: Any) -> str:
     """Return a value as JSON in one line. Values of other types, such as dates in parquet files, become texts."""
     return json.dumps(without_nonfinite(value), ensure_ascii=False, allow_nan=False, default=str)
-
-
-def _csv_writer() -> Callable[[TextIO, Merged], None]:
-    header: list[str] = []
-
-    def write(file: TextIO, records: Merged) -> None:
-        writer = csv.writer(file, lineterminator="\n")
-        if not header:
-            header.extend(records[0])
-            writer.writerow(header)
-        writer.writerows([_as_text(value) for value in _values(record, header)] for record in records)
-
-    return write
 
 
 def _as_text(value: Any) -> str:
@@ -149,20 +135,18 @@ def _open_parquet(path: Path, schema: Any, merge: _Merger) -> Iterator[Write]:
     import pyarrow.parquet as pq
 
     of_input = {field.name: field.type for field in schema} if schema else {}
-    writers: list[pq.ParquetWriter] = []
+    writer: pq.ParquetWriter | None = None
 
-    def new_schema(record: Mapping[str, Any]) -> pa.Schema:
-        predicted = set(merge.names.values())
-        numbers = [name for name in predicted if isinstance(record[name], float)]
-        return pa.schema(
-            [(name, of_input.get(name) or (pa.float64() if name in numbers else pa.string())) for name in record]
-        )
+    def type_of(name: str, value: Any) -> pa.DataType:
+        is_number = isinstance(value, float) and name in merge.names.values()
+        return of_input.get(name) or (pa.float64() if is_number else pa.string())
 
     def write(records: Sequence[Record], predictions: Sequence[Prediction]) -> None:
+        nonlocal writer
         merged = merge(records, predictions)
-        if not writers:
-            writers.append(stack.enter_context(pq.ParquetWriter(path, new_schema(merged[0]))))
-        [writer] = writers
+        if writer is None:
+            fields = [(name, type_of(name, value)) for name, value in merged[0].items()]
+            writer = stack.enter_context(pq.ParquetWriter(path, pa.schema(fields)))
         columns = zip(*(_values(record, writer.schema.names) for record in merged), strict=True)
         arrays = []
         for field, values in zip(writer.schema, columns, strict=True):

@@ -43,10 +43,9 @@ class Predictor:
     def __init__(self, trained: Trained, batch_size: int | None = None):
         """Define the programs. batch_size: is rounded up to a multiple of the devices; None: that of evaluations."""
         mesh, model, task = trained.mesh, trained.model, trained.task
-        self.trained = trained  # the trained model
+        self.trained = trained
         size = batch_size or trained.config.eval.batch_size or trained.config.batch_size
-        # the largest number of examples of a batch, a multiple of the number of devices
-        self.batch_size = -(-size // mesh.size) * mesh.size
+        self.batch_size = -(-size // mesh.size) * mesh.size  # the most examples of a batch
         self._place = batch_placer(mesh)
 
         def readout(params: Params, batch: Batch, top_k: int) -> dict[str, jax.Array]:
@@ -64,6 +63,10 @@ class Predictor:
         n = self.trained.mesh.size
         powers = itertools.takewhile(lambda size: size < self.batch_size, (n * 4**e for e in itertools.count()))
         return [*powers, self.batch_size]
+
+    def _size(self, num_examples: int) -> int:
+        """Return the size of the batches for a split: the smallest one if a batch of it is enough."""
+        return next((size for size in self.sizes if size >= num_examples), self.batch_size)
 
     def check_top_k(self, name: str, top_k: int) -> None:
         """Raise UserError if the task cannot list that many choices. name: of the option, for the message."""
@@ -101,10 +104,6 @@ class Predictor:
                     batch["positions"] = trained.task.positions(batch)
                 readout = self._readout(trained.params, self._place(batch), top_k)
                 yield _Computing(source, step == batches.steps_per_epoch - 1, ids_B, batch, readout)
-
-    def _size(self, num_examples: int) -> int:
-        """Return the size of the batches for a split: the smallest one if a batch of it is enough."""
-        return next((size for size in self.sizes if size >= num_examples), self.batch_size)
 
     def metrics(self, split: data.Split) -> dict[str, float]:
         """Return the loss and the metrics of a split with labels, as the evaluations of a run compute them."""

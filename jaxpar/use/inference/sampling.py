@@ -28,7 +28,7 @@ class Sampling(NamedTuple):
             kinds = int if name in ("top_k", "seed") else int | float
             if isinstance(value, bool) or not isinstance(value, kinds):
                 kind = "an integer" if kinds is int else "a number"
-                raise UserError(f"{prefix}{name} is {value!r}; it must be {kind}")
+                raise UserError(f"{prefix}{name} is {value!r:.60}; it must be {kind}")
         if self.temperature != 0 and not COLDEST <= self.temperature <= HOTTEST:
             raise UserError(
                 f"{prefix}temperature is {self.temperature!r:.30}; it must be 0, or from {COLDEST} to {HOTTEST:,}"
@@ -67,13 +67,7 @@ def stack_samplings(samplings: Sequence[Sampling], vocab_size: int) -> Samplings
 
 
 def choose_tokens(logits_BV: jax.Array, samplings: Samplings, positions_B: jax.Array) -> jax.Array:
-    """Return the next token of each text, int32 [B].
-
-    Args:
-      logits_BV: float32.
-      samplings: temperature, then top_k, then top_p apply.
-      positions_B: position of the next token.
-    """
+    """Return the next token of each text, int32 [B], at positions_B. Temperature, then top_k, then top_p apply."""
     temperatures_B, top_ks_B, top_ps_B, seeds_B = map(jnp.asarray, samplings)
     best_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 

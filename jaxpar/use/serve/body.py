@@ -11,6 +11,7 @@ from jaxpar.errors import UserError
 from jaxpar.files import parse_json
 
 DISCARDED = 64 * 2**20  # bytes of too large a body that are read, so that its client can read the answer
+VALUE_KINDS = {"an integer": int, "true or false": bool, "a string": str, "a list": list}  # what a value of JSON must be
 
 
 class Limits(NamedTuple):
@@ -27,39 +28,32 @@ class Limits(NamedTuple):
 async def read_object(request: Request, limits: Limits) -> Mapping[str, Any]:
     """Return the JSON object in the body.
 
-    Raises:
-      HTTPException: the body is too large, too slow, or of another type.
-      UserError: it is not a JSON object.
+    Raises HTTPException if the body is too large, too slow, or of another type, and UserError if it is no JSON object.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip()
     if kind.lower() != "application/json":  # other sites' pages can send some other types without asking first
         raise HTTPException(415, f"the content type is {kind!r:.60}; it must be 'application/json'")
+    chunks, size = [], 0
     try:
         async with asyncio.timeout(limits.seconds):
-            body = await _read(request, limits.body_bytes)
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size <= limits.body_bytes:
+                    chunks.append(chunk)
+                elif size > DISCARDED:
+                    break
     except TimeoutError:
         line = f"the body must arrive within {limits.seconds:g} seconds"
         raise HTTPException(408, line, {"Connection": "close"}) from None
+    if size > limits.body_bytes:
+        raise HTTPException(413, f"the body must have at most {limits.body_bytes:,} bytes")
     try:
-        values = parse_json(body.decode())
+        values = parse_json(b"".join(chunks).decode())
     except ValueError as error:  # of UTF-8 or JSON
         raise UserError(f"the body must be JSON: {error}") from None
     if not isinstance(values, dict):
         raise UserError(f"the body is JSON of type {type(values).__name__}; it must be an object")
     return values
-
-
-async def _read(request: Request, largest: int) -> bytes:
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= largest:
-            chunks.append(chunk)
-        elif size > DISCARDED:
-            break
-    if size > largest:
-        raise HTTPException(413, f"the body must have at most {largest:,} bytes")
-    return b"".join(chunks)
 
 
 def check_keys(values: Mapping[str, Any], required: set[str], optional: set[str]) -> None:
@@ -70,17 +64,9 @@ def check_keys(values: Mapping[str, Any], required: set[str], optional: set[str]
         raise UserError(f"{name} is missing; it must be set")
 
 
-def take_number(values: Mapping[str, Any], name: str, default: Any, kind: type) -> Any:
-    """Return a number of the object. Raises UserError if it is of another type."""
+def take(values: Mapping[str, Any], name: str, kind: str, default: Any = None) -> Any:
+    """Return a value of the object. Raises UserError if it is not of a kind of VALUE_KINDS."""
     value = values.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
-        raise UserError(f"{name} is {value!r:.60}; it must be {'an integer' if kind is int else 'a number'}")
-    return value
-
-
-def take_flag(values: Mapping[str, Any], name: str) -> bool:
-    """Return a boolean of the object, by default False. Raises UserError if it is of another type."""
-    value = values.get(name, False)
-    if not isinstance(value, bool):
-        raise UserError(f"{name} is {value!r:.60}; it must be true or false")
+    if type(value) is not VALUE_KINDS[kind]:  # True is an instance of int
+        raise UserError(f"{name} is {value!r:.60}; it must be {kind}")
     return value

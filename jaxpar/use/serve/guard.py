@@ -26,12 +26,9 @@ class Guard:
     """ASGI middleware that refuses requests for other hosts than its own, and those of pages of other sites."""
 
     def __init__(self, app: ASGIApp, host: str, allowed: Collection[str]):
-        """Guard an application.
+        """Guard an application that is bound to `host`.
 
-        Args:
-          app: the application.
-          host: name or address that it was bound to.
-          allowed: other names, such as that of a proxy. Pages of these hosts may send requests, too.
+        allowed: other names, such as that of a proxy. Pages of these hosts may send requests, too.
         """
         self._app, self._allowed = app, {name.lower() for name in allowed}
         self._hosts = {*THIS_MACHINE, host.lower(), *self._allowed}
@@ -43,7 +40,9 @@ class Guard:
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
-        if host_name(host) not in {*self._hosts, _local_address(scope)}:
+        local = ip_address(scope["server"][0])  # the address of this machine to which the client has connected
+        local = (local.ipv4_mapped if isinstance(local, IPv6Address) else None) or local
+        if host_name(host) not in {*self._hosts, str(local)}:
             rule = f"one of {', '.join(sorted(self._hosts))}, or of --allowed_hosts of `jaxpar serve`"
             return refusal(400, f"the host is {host!r:.60}; it must be {rule}")
         if origin is not None:
@@ -64,12 +63,6 @@ def host_name(host: str) -> str:
         return (urlsplit(f"//{host}").hostname or "").removesuffix(".")
     except ValueError:  # of brackets
         return ""
-
-
-def _local_address(scope: Scope) -> str:
-    """Return the address of this machine to which the client has connected."""
-    address = ip_address(scope["server"][0])
-    return str((address.ipv4_mapped if isinstance(address, IPv6Address) else None) or address)
 
 
 def render_page(facts: Mapping[str, Any]) -> str:

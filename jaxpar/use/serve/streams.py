@@ -21,11 +21,10 @@ class _Stream:
     """The continuation of one request while it is computed."""
 
     def __init__(self, request: Request):
-        self.request = request  # the request
+        self.request = request
         # the pieces that were computed and not read yet; last, the exception if computing failed
         self.pieces: asyncio.Queue[TextPiece | BaseException] = asyncio.Queue()
-        # whether the stream has no reader left, because it has ended or the client has disconnected
-        self.is_left = False
+        self.is_left = False  # whether it has no reader left: it has ended, or its client has disconnected
         self._loop = asyncio.get_running_loop()
         self._num_added = 0
 
@@ -58,13 +57,9 @@ class Continuations:
         return self._batcher.num_waiting
 
     async def __call__(self, request: Request) -> AsyncGenerator[TextPiece, None]:
-        """Yield the pieces of a continuation; the last one has an `end`.
+        """Yield the pieces of a continuation; the last one has an `end`. Raises QueueFull, and what the model raises.
 
         If the reader closes the generator, the text is no longer computed, unless it shares its batch with others.
-
-        Raises:
-          QueueFull: too many texts wait already.
-          Exception: what the model raised.
         """
         stream = _Stream(request)
         computing = asyncio.create_task(self._batcher([stream]))
