@@ -23,9 +23,9 @@ from jaxpar import checkpoint, data, models, training
 from jaxpar import config as configs
 from jaxpar.cluster import find_cluster
 from jaxpar.commands import export
+from jaxpar.commands.export import completed
 from jaxpar.errors import UserError, format_bytes
-from jaxpar.use.export import hugging_face, output
-from jaxpar.use.export.output import completed
+from jaxpar.use.export import hugging_face
 from tests.docs.test_pages import blocks
 from tests.models.small import fast_jit
 from tests.runs import change_info, run_script, small_config
@@ -246,7 +246,7 @@ def test_an_export_that_fails_leaves_nothing(
     def full(*_arguments: Any, **_options: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for module, name in ((output, "save_file"), (hugging_face, "save_file"), (shutil, "copyfile")):
+    for module, name in ((export, "save_file"), (hugging_face, "save_file"), (shutil, "copyfile")):
         monkeypatch.setattr(module, name, full)
     assert run(monkeypatch, workdir, tmp_path / "out", kind=kind) == 2
     thing = "file" if kind == "safetensors" else "directory"

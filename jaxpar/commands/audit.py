@@ -43,7 +43,6 @@ from jaxpar.inspect.audit_report import audit_run, format_audit
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit code."""
     parser = ConfigParser(__doc__, "jaxpar audit")
     add = parser.add_argument
     add("--target", help="compile for these GPUs, such as h100:8, h100:16x8 (hosts x GPUs) or here")

@@ -23,7 +23,6 @@ from jaxpar.inspect.certificate_report import certify, format_certificate
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit code."""
     parser = ConfigParser(__doc__, "jaxpar certify")
     steps = f"number of steps, up to {MOST_STEPS}; the learning rate schedule spans them"
     passes = "number of microbatches into which the reference divides a batch"

@@ -36,7 +36,6 @@ from jaxpar.strategies.pipeline.tables.simulate import LARGEST_VALUE
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train all cases, and write the table and the plot."""
     parser = ConfigParser(__doc__, "jaxpar compare pipelines")
     add, kinds = parser.add_argument, gpu_kinds()
     add("--workdir", type=output_path, default="runs/pipelines", help="directory of the runs")

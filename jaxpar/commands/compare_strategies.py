@@ -28,7 +28,6 @@ from jaxpar.errors import FAILED
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train all strategies, and return the exit code."""
     parser = ConfigParser(__doc__, "jaxpar compare strategies", "configs/compare_bert.py")
     parser.add_argument("--workdir", type=output_path, default="runs/compare", help="directory of the runs")
     parser.add_names("--strategies", COMPARED)

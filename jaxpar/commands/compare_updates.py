@@ -27,7 +27,6 @@ from jaxpar.compare.updates import UPDATE_CASES, compare_updates
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run all cases, and write the table and the plot."""
     parser = ConfigParser(__doc__, "jaxpar compare updates")
     add, at_least_1 = parser.add_argument, number("a number of at least 1", minimum=1)
     add("--workdir", type=output_path, default="runs/updates", help="directory of the runs")

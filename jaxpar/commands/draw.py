@@ -16,7 +16,6 @@ MAX_CELLS = 10_000_000  # of a text: 50 MB
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command line."""
     parser = options.schedule_parser(__doc__, "jaxpar draw")
     parser.add_argument("--out", type=output_path, metavar="FILE.{txt,svg,png}", help="file to write")
     arguments = parser.parse(argv)

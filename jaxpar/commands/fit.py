@@ -35,7 +35,6 @@ from jaxpar.strategies.pipeline.executor.stage_programs import REMATS
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit code."""
     parser = ConfigParser(__doc__, "jaxpar fit")
     parser.require("--target", "--target=h100:8", help="the GPUs, such as h100:8, h100:16x8 (hosts x GPUs) or here")
     add, vary = parser.add_argument, (fit.BATCH, fit.MICROBATCH)

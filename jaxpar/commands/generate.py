@@ -92,7 +92,6 @@ def generate(
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command line."""
     parser = Parser(__doc__, "jaxpar generate")
     example, add = '--workdir=runs/gpt --prompt="a small"', parser.add_argument
     parser.require("--workdir", example, type=Path, help="workdir of a run, or directory of a GPT-2")

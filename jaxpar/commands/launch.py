@@ -24,7 +24,6 @@ from jaxpar.launch.place import FLAGS
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit code."""
     signals: list[int] = []
     with forwarded(signals):
         parser = Parser(__doc__, "jaxpar launch", BEHIND)

@@ -12,17 +12,9 @@ from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxpar.choose import pipedream
 from jaxpar.choose.costs.profile import LayerProfile, read_profile
-from jaxpar.choose.pipedream import (
-    COMMUNICATION_MODELS,
-    MAX_WORK,
-    WORK_PER_SECOND,
-    Level,
-    StagePlan,
-    StageSearch,
-    most_workers,
-    search_work,
-)
+from jaxpar.choose.pipedream import Level, StagePlan
 from jaxpar.command_line import Parser, choice, format_rows, integer, missing, number
 from jaxpar.errors import UserError, format_count
 from jaxpar.files import json_text
@@ -85,7 +77,6 @@ def _as_text(plan: StagePlan, layers: list[LayerProfile]) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command line."""
     parser = Parser(__doc__, "jaxpar partition")
     require, add = parser.require, parser.add_argument
     require("--profile", "--profile=profile.json", type=Path, metavar="FILE.json", help="the profile of the model")
@@ -94,14 +85,10 @@ def main(argv: Sequence[str]) -> None:
     add("--levels", type=levels, help=f"a hierarchy instead of --bandwidth: {RULE}")
     limit = number("a non-negative number of bytes")
     add("--memory_limit", type=limit, default=0.0, help="bytes of a worker; 0 (default): no limit")
-    add(
-        "--communication_model",
-        type=choice(COMMUNICATION_MODELS),
-        metavar="|".join(COMMUNICATION_MODELS),
-        default="ring",
-        help="time of a gradient exchange: of a ring all-reduce (default), or by the formula of PipeDream's paper or "
-        "released code",
-    )
+    models = pipedream.COMMUNICATION_MODELS
+    model = "time of a gradient exchange: of a ring all-reduce (default), or by the formula of PipeDream's paper or "
+    model += "released code"
+    add("--communication_model", type=choice(models), metavar="|".join(models), default="ring", help=model)
     add("--straight", action="store_true", help="give every stage one worker")
     add("--no_transfers", action="store_true", help="ignore the transfers of activations and gradients between stages")
     add("--json", action="store_true", help="print one JSON object")
@@ -109,19 +96,20 @@ def main(argv: Sequence[str]) -> None:
     layers, num_workers = read_profile(arguments.profile), arguments.num_workers
     of_layers = format_count(len(layers), "layer")
     chosen_levels = hierarchy(num_workers, arguments.bandwidth, arguments.levels)
-    if num_workers > (most := most_workers(len(layers))):
+    if num_workers > (most := pipedream.most_workers(len(layers))):
         raise UserError(
             f"--num_workers is {num_workers}; it must be at most {most} for a profile of {of_layers}, because the "
             "search would take too long"
         )
-    work = search_work(len(layers), chosen_levels, has_limit=bool(arguments.memory_limit))
-    if len(chosen_levels) > 1 and work > MAX_WORK:
+    work = pipedream.search_work(len(layers), chosen_levels, has_limit=bool(arguments.memory_limit))
+    if len(chosen_levels) > 1 and work > pipedream.MAX_WORK:
+        seconds, most_seconds = (one / pipedream.WORK_PER_SECOND for one in (work, pipedream.MAX_WORK))
         raise UserError(
             f"--levels has {len(chosen_levels)} levels; for {of_layers} and {num_workers} workers the search would "
-            f"take about {work / WORK_PER_SECOND:,.0f} s, and it must take at most {MAX_WORK / WORK_PER_SECOND:,.0f} "
-            "s; merge layers, or use fewer workers"
+            f"take about {seconds:,.0f} s, and it must take at most {most_seconds:,.0f} s; merge layers, or use fewer "
+            "workers"
         )
-    plan = StageSearch(
+    plan = pipedream.StageSearch(
         layers,
         chosen_levels,
         model=arguments.communication_model,

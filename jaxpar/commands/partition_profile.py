@@ -24,7 +24,6 @@ from jaxpar.run.unused import EFFECTS
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command line."""
     parser = ConfigParser(__doc__, "jaxpar partition profile")
     parser.require("--out", "--out=profile.json", type=output_path, metavar="FILE.json", help="the file to write")
     add, kinds = parser.add_argument, gpu_kinds()

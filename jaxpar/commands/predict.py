@@ -93,7 +93,6 @@ def _ask(trained: Trained, top_k: int) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command line."""
     parser = Parser(__doc__, "jaxpar predict")
     add, formats = parser.add_argument, [*INPUT_READERS, "npy"]
     example, rule = "--workdir=runs/quickstart", "the workdir of a run"

@@ -8,29 +8,12 @@ from jaxpar.choose.search.lockstep_search import lockstep_bound, search_lockstep
 from jaxpar.choose.search.search import SearchResult, search
 from jaxpar.command_line import Parser, integer, missing, number, output_path, writing
 from jaxpar.errors import UserError
-from jaxpar.strategies.pipeline.tables.periodic import (
-    CONTINUOUS,
-    continuous_obstacle,
-    fewest_microbatches,
-    periodic_table,
-)
+from jaxpar.strategies.pipeline.tables import periodic, simulate
+from jaxpar.strategies.pipeline.tables import schedule as schedules
+from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS
 from jaxpar.strategies.pipeline.tables.replicated import WITH_REPLICAS, parse_replicas, replicated_table
-from jaxpar.strategies.pipeline.tables.schedule import (
-    MAX_TABLE_SIZE,
-    SCHEDULES,
-    make_table,
-    schedule_obstacle,
-    size_obstacle,
-    unknown_schedule,
-    unrolled_table,
-)
-from jaxpar.strategies.pipeline.tables.simulate import (
-    LARGEST_VALUE,
-    Simulation,
-    Times,
-    simulate_table,
-    steady_bubble_rate,
-)
+from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES
+from jaxpar.strategies.pipeline.tables.simulate import LARGEST_VALUE, Simulation, Times
 from jaxpar.strategies.pipeline.tables.table import Table
 from jaxpar.strategies.pipeline.tables.table_file import is_table_file, read_table, write_table
 
@@ -74,7 +57,7 @@ def find_schedule(arguments: argparse.Namespace) -> tuple[SearchResult, Simulati
     try:
         result = _auto(arguments, times, communication) if arguments.auto else _named(arguments)
         _check_devices(times, result.table.num_devices)
-        simulation = simulate_table(result.table, times, communication)
+        simulation = simulate.simulate_table(result.table, times, communication)
         if arguments.save:
             with writing("--save", arguments.save):
                 write_table(result.table, arguments.save)
@@ -83,7 +66,7 @@ def find_schedule(arguments: argparse.Namespace) -> tuple[SearchResult, Simulati
         flag = "num_stages" if name == "num_devices" else name
         if flag == "num_stages" and arguments.replicas:
             listed = ",".join(map(str, arguments.replicas))
-            of = "devices" if sum(arguments.replicas) > MAX_TABLE_SIZE else "stages"
+            of = "devices" if sum(arguments.replicas) > schedules.MAX_TABLE_SIZE else "stages"
             number, _, rule = rest.partition("; it must ")
             raise UserError(f"--replicas is {listed}, whose number of {of} {number}; it must {rule}") from error
         raise UserError(f"--{flag}{space}{rest}" if flag in vars(arguments) else str(error)) from error
@@ -92,8 +75,10 @@ def find_schedule(arguments: argparse.Namespace) -> tuple[SearchResult, Simulati
 
 def steady_bubble(arguments: argparse.Namespace) -> float:
     """Return the bubble rate of a schedule without flush once the pipeline is full. The flags must be valid."""
-    table = periodic_table(arguments.schedule, _devices_of_stages(arguments), _microbatches_per_batch(arguments))
-    return float(steady_bubble_rate(table, _flagged_times(arguments), arguments.communication))
+    table = periodic.periodic_table(
+        arguments.schedule, _devices_of_stages(arguments), _microbatches_per_batch(arguments)
+    )
+    return float(simulate.steady_bubble_rate(table, _flagged_times(arguments), arguments.communication))
 
 
 def flagged_bound(arguments: argparse.Namespace, table: Table) -> float:
@@ -139,11 +124,11 @@ def _table_of_file(arguments: argparse.Namespace) -> Table:
 def _table_by_name(arguments: argparse.Namespace) -> Table:
     name = arguments.schedule
     if name not in {*SCHEDULES, *CONTINUOUS}:
-        raise ValueError(unknown_schedule("schedule", name))
+        raise ValueError(schedules.unknown_schedule("schedule", name))
     num_devices = sum(arguments.replicas) if arguments.replicas else _required(arguments, "num_stages")
     m = _required(arguments, "num_microbatches")
     v = arguments.num_chunks or (SCHEDULES[name].num_chunks if name in SCHEDULES else 1)
-    if reason := size_obstacle(num_devices, m, v):
+    if reason := schedules.size_obstacle(num_devices, m, v):
         raise ValueError(reason)
     _announce("making and simulating the table", TABLE_SECONDS * num_devices * v * m)
     replicas = _devices_of_stages(arguments)
@@ -155,19 +140,19 @@ def _table_by_name(arguments: argparse.Namespace) -> Table:
         )
     if name in CONTINUOUS:
         per_batch = _microbatches_per_batch(arguments)
-        if reason := continuous_obstacle(name, replicas, num_microbatches=per_batch, num_chunks=v):
+        if reason := periodic.continuous_obstacle(name, replicas, num_microbatches=per_batch, num_chunks=v):
             raise ValueError(reason.replace("num_microbatches", "microbatches_per_batch"))
-        return unrolled_table(name, replicas, per_batch, m)
+        return schedules.unrolled_table(name, replicas, per_batch, m)
     if max(replicas) == 1:
-        return make_table(name, num_devices=len(replicas), num_microbatches=m, num_chunks=v)
-    if reason := schedule_obstacle(name, num_devices=num_devices, num_microbatches=m, num_chunks=v):
+        return schedules.make_table(name, num_devices=len(replicas), num_microbatches=m, num_chunks=v)
+    if reason := schedules.schedule_obstacle(name, num_devices=num_devices, num_microbatches=m, num_chunks=v):
         raise ValueError(reason)
     return replicated_table(name, replicas, m)
 
 
 def _microbatches_per_batch(arguments: argparse.Namespace) -> int:
     number: int | None = arguments.microbatches_per_batch
-    return number or fewest_microbatches(arguments.schedule, _devices_of_stages(arguments))
+    return number or periodic.fewest_microbatches(arguments.schedule, _devices_of_stages(arguments))
 
 
 def _devices_of_stages(arguments: argparse.Namespace) -> tuple[int, ...]:
@@ -182,8 +167,10 @@ def _devices_of_stages(arguments: argparse.Namespace) -> tuple[int, ...]:
 
 def _check_no_microbatches_per_batch(arguments: argparse.Namespace, without: str) -> None:
     if number := arguments.microbatches_per_batch:
-        rule = f"it must not be set with {without}, only with one of {', '.join(CONTINUOUS)}"
-        raise UserError(f"--microbatches_per_batch is {number}; {rule}")
+        raise UserError(
+            f"--microbatches_per_batch is {number}; it must not be set with {without}, only with one of "
+            f"{', '.join(CONTINUOUS)}"
+        )
 
 
 def _check_no_replicas(arguments: argparse.Namespace, without: str) -> None:
@@ -207,7 +194,7 @@ def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> 
     searches = search_lockstep if is_lockstep else search
     numbers_of_chunks = (1, 2) if arguments.num_chunks is None else (arguments.num_chunks,)
     for num_chunks in numbers_of_chunks:
-        if reason := size_obstacle(num_stages, num_microbatches, num_chunks):
+        if reason := schedules.size_obstacle(num_stages, num_microbatches, num_chunks):
             raise ValueError(reason)
     _announce("searching", SEARCH_SECONDS * num_stages * num_microbatches)
     candidates: list[tuple[float, int, SearchResult]] = []
@@ -219,7 +206,7 @@ def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> 
             if not candidates and num_chunks == numbers_of_chunks[-1]:
                 raise
             continue
-        simulation = simulate_table(result.table, times, communication)
+        simulation = simulate.simulate_table(result.table, times, communication)
         candidates.append((simulation.lockstep if is_lockstep else simulation.cost, num_chunks, result))
     return min(candidates)[-1]
 

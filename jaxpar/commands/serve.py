@@ -58,7 +58,6 @@ def _free_port(host: str, port: int) -> Iterator[None]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command line."""
     parser = Parser(__doc__, "jaxpar serve")
     parser.require("--workdir", "--workdir=runs/quickstart", rule="the workdir of a run", type=Path, help="of a run")
     add = parser.add_argument
@@ -92,7 +91,7 @@ def main(argv: Sequence[str]) -> None:
 def serve(arguments: Namespace, allowed_hosts: Collection[str]) -> None:
     """Serve until a signal ends the service."""
     from jaxpar.use.serve.app import Service
-    from jaxpar.use.serve.body import Limits
+    from jaxpar.use.serve.guard import Limits
     from jaxpar.use.serve.server import BACKLOG, DrainingServer
 
     workdir, host, port, seconds = arguments.workdir, arguments.host, arguments.port, arguments.max_seconds

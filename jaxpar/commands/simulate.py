@@ -30,7 +30,6 @@ _METRICS = ("makespan", "cost", "bubble_rate", "lockstep", "idle", "idle_in_span
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command line."""
     parser = options.schedule_parser(__doc__, "jaxpar simulate")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse(argv)

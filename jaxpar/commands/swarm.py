@@ -29,7 +29,6 @@ UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit code."""
     parser = Parser(__doc__, "jaxpar swarm", BEHIND)
     parser.add_argument("--peers", type=integer(1), default=6, help="number of peers (default: 6)")
     parser.add_argument("--stages", type=integer(1), default=3, help="number of stages (default: 3)")

@@ -42,7 +42,6 @@ _READ = {
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the report."""
     arguments = read_flags(argv)
     lines, metrics = REPORTS[arguments.report](arguments)
     print(json.dumps(metrics) if arguments.json else "\n".join(lines))

@@ -30,27 +30,10 @@ from typing import Any
 from absl import flags, logging
 from ml_collections import ConfigDict
 
-from jaxpar import command_line, config_help
+from jaxpar import command_line, config_help, errors
 from jaxpar import config as configs
 from jaxpar.command_line import OVERRIDE
-from jaxpar.errors import (
-    CLOSED,
-    FAILED,
-    STOPPED_CODES,
-    USER_ERROR,
-    TrainingError,
-    UserError,
-    discard,
-    fail,
-    format_count,
-    is_closed_output,
-    is_failure,
-    is_refused,
-    message_of_exit,
-    printable,
-    too_long,
-    unwritten_output,
-)
+from jaxpar.errors import TrainingError, UserError, fail, format_count, printable
 from jaxpar.files import disk_error
 from jaxpar.host_memory import memory_error
 from jaxpar.launch.launcher import end_with_launcher
@@ -69,8 +52,10 @@ def run() -> None:
         if not _has_others():
             raise
         traceback.print_exc()
-        code = FAILED
-    if is_failure(code) and _has_others():  # a normal exit would deadlock: JAX waits for processes waiting for this one
+        code = errors.FAILED
+    if (
+        errors.is_failure(code) and _has_others()
+    ):  # a normal exit would deadlock: JAX waits for processes waiting for this one
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -84,9 +69,8 @@ def _has_others() -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit code."""
     if sys.stdout is None:
-        return fail(CLOSED)
+        return fail(errors.CLOSED)
     # Orbax and asyncio log the exceptions that they raise as errors, with tracebacks.
     logging.set_verbosity(logging.FATAL)
     getLogger("asyncio").setLevel(CRITICAL)
@@ -95,32 +79,34 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        return fail(str(error), USER_ERROR)
+        return fail(str(error), errors.USER_ERROR)
     except TrainingError as error:
-        return fail(str(error), FAILED)
+        return fail(str(error), errors.FAILED)
     except (SystemExit, KeyboardInterrupt) as error:  # raised by a user's file, because signals are handled otherwise
-        return fail(message_of_exit(error))
+        return fail(errors.message_of_exit(error))
     except OSError as error:
-        reason = unwritten_output(error)
-        if reason or is_closed_output(error):
-            discard(sys.stdout)
+        reason = errors.unwritten_output(error)
+        if reason or errors.is_closed_output(error):
+            errors.discard(sys.stdout)
         if reason:
             return fail(f"{reason}; the existing checkpoints are intact")
-        if is_closed_output(error):
+        if errors.is_closed_output(error):
             is_training = any(argument.partition("=")[0] == "--workdir" for argument in argv)
-            return fail(CLOSED_OUTPUT, FAILED) if is_training else FAILED  # silent, as other programs before `head`
-        if reason := too_long(error, argv):
+            return (
+                fail(CLOSED_OUTPUT, errors.FAILED) if is_training else errors.FAILED
+            )  # silent, as other programs before `head`
+        if reason := errors.too_long(error, argv):
             return fail(reason)
         if not disk_error(error):
             raise
         what = f"{error.filename or 'the disk'}: {error.strerror}"
-        return fail(f"{what}; the existing checkpoints are intact", USER_ERROR)
+        return fail(f"{what}; the existing checkpoints are intact", errors.USER_ERROR)
     except (MemoryError, RuntimeError) as error:  # JAX raises a RuntimeError
         reason = memory_error(error)
         if reason is None:
             raise
         smaller = "lower config.batch_size or config.data.max_length, or choose a smaller config.model"
-        return fail(f"out of memory ({reason}); {smaller}; the existing checkpoints are intact", USER_ERROR)
+        return fail(f"out of memory ({reason}); {smaller}; the existing checkpoints are intact", errors.USER_ERROR)
 
 
 def _main(argv: list[str]) -> int:
@@ -147,11 +133,9 @@ def _main(argv: list[str]) -> int:
         if not values[name].value:
             raise command_line.missing(f"--{name}", command_line.EXAMPLE)
     stopped = values.stopped_exit_code
-    if is_failure(stopped):
-        raise UserError(
-            f"--stopped_exit_code is {stopped}; it must be 0, or {STOPPED_CODES[0]} to {STOPPED_CODES[-1]}, "
-            "because other codes are reserved"
-        )
+    if errors.is_failure(stopped):
+        codes = f"{errors.STOPPED_CODES[0]} to {errors.STOPPED_CODES[-1]}"
+        raise UserError(f"--stopped_exit_code is {stopped}; it must be 0, or {codes}, because other codes are reserved")
     with Ending(nth=1, code=stopped, text=lambda: _stopped(argv, early=not Interrupt.was_entered)):
         config = configs.load_config(values.config)
         given = configs.override(config, overrides)
@@ -223,7 +207,7 @@ def changes_to_try(config: ConfigDict) -> list[str]:
     flags, found = [], cluster.find_cluster()
     other = config.copy_and_resolve_references()
     other.strategy = "data_parallel" if config.strategy == "single" else "single"
-    if found.num_devices > 1 and not is_refused(strategies.decide, other, found):
+    if found.num_devices > 1 and not errors.is_refused(strategies.decide, other, found):
         flags.append(f"--config.strategy={other.strategy}")
     if (config.model.name, config.model.size, config.model.init_from) == ("bert", "tiny", ""):
         flags.append("--config.model.size=mini")

@@ -14,26 +14,28 @@ Mistakes are answered with {"error": LINE} and a 4xx status, a full queue with 5
 
 import asyncio
 import contextlib
+import json
+import sys
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+import traceback
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from jaxpar.errors import UserError
 from jaxpar.tasks import Prediction
 from jaxpar.use.inference.api import InferenceModel, Text
-from jaxpar.use.inference.generate import Completion
+from jaxpar.use.inference.generate import Completion, TextPiece
 from jaxpar.use.inference.sampling import Sampling
-from jaxpar.use.serve.batching import Batcher, Latencies, QueueFull
-from jaxpar.use.serve.body import Limits, check_keys, read_object, take
-from jaxpar.use.serve.guard import Guard, refusal, render_page, security_headers
-from jaxpar.use.serve.streams import Continuations, EventStream, failure
+from jaxpar.use.serve import guard
+from jaxpar.use.serve.batching import Batcher, Continuations, Latencies, QueueFull
 
 DEFAULT_TOKENS = 100  # length of a continuation
 MOST_CHOICES = 10  # that a prediction lists: programs differ by their number, so all predictions are computed with it
@@ -43,7 +45,7 @@ Endpoint = Callable[[Mapping[str, Any]], Coroutine[Any, Any, Response]]
 class Service:
     """A model, the queues in front of it, and the routes."""
 
-    def __init__(self, model: InferenceModel, limits: Limits):
+    def __init__(self, model: InferenceModel, limits: guard.Limits):
         """Prepare the service. Raises UserError if the model does not read texts."""
         self._model, self._limits, self._trained = model, limits, model.trained
         task, config = self._trained.task, self._trained.config
@@ -69,8 +71,8 @@ class Service:
             "generates": self._continuations is not None,
             "ranks": task.ranks_choices,
         }
-        self._page = render_page(self._facts)
-        self.headers = security_headers(self._page)
+        self._page = guard.render_page(self._facts)
+        self.headers = guard.security_headers(self._page)
         self.latencies = Latencies()
 
     def warm_up(self) -> None:
@@ -87,8 +89,8 @@ class Service:
             Route("/predict", self._route(self._answer_predict), methods=["POST"]),
             Route("/generate", self._route(self._answer_generate), methods=["POST"]),
         ]
-        guard = Middleware(Guard, host=host, allowed=allowed_hosts)
-        app = Starlette(routes=routes, middleware=[guard], exception_handlers={HTTPException: _error})
+        middleware = [Middleware(guard.Guard, host=host, allowed=allowed_hosts)]
+        app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _error})
         app.router.redirect_slashes = False  # /predict/ is another path
         return app
 
@@ -117,18 +119,18 @@ class Service:
         async def route(request: Request) -> Response:
             begin = time.perf_counter()
             try:
-                response = await _unless_gone(request, answer(await read_object(request, self._limits)))
+                response = await _unless_gone(request, answer(await guard.read_object(request, self._limits)))
             except UserError as error:
-                return refusal(400, str(error))
+                return guard.refusal(400, str(error))
             except QueueFull:
                 line = f"the queue is full ({self._limits.waiting} texts); try again later"
-                return refusal(503, line, {"Retry-After": "1"})
+                return guard.refusal(503, line, {"Retry-After": "1"})
             except ClientDisconnect:
-                return refusal(400, "the client has disconnected")
+                return guard.refusal(400, "the client has disconnected")
             except HTTPException:
                 raise
             except Exception as error:  # a fault of the service; it continues
-                return refusal(500, failure(error))
+                return guard.refusal(500, failure(error))
             if isinstance(response, EventStream):
                 response.on_end = lambda: self.latencies.add(begin)
             else:
@@ -138,8 +140,8 @@ class Service:
         return route
 
     async def _answer_predict(self, values: Mapping[str, Any]) -> Response:
-        check_keys(values, {"texts"}, {"top_k"})
-        top_k, texts = take(values, "top_k", "an integer", 1), take(values, "texts", "a list")
+        guard.check_keys(values, {"texts"}, {"top_k"})
+        top_k, texts = guard.take(values, "top_k", "an integer", 1), guard.take(values, "texts", "a list")
         if len(texts) > self._limits.texts:
             raise HTTPException(413, f"texts has {len(texts):,} texts; it must have at most {self._limits.texts}")
         for number, text in enumerate(texts):
@@ -157,13 +159,13 @@ class Service:
         if self._continuations is None:
             name = self._trained.task.name
             raise UserError(f"the task of the model is {name!r}; to generate, it must be 'causal_lm'")
-        check_keys(values, {"prompt"}, {"max_tokens", "temperature", "top_k", "top_p", "seed", "stream"})
-        max_tokens = take(values, "max_tokens", "an integer", self._default_tokens)
-        prompt = take(values, "prompt", "a string")
+        guard.check_keys(values, {"prompt"}, {"max_tokens", "temperature", "top_k", "top_p", "seed", "stream"})
+        max_tokens = guard.take(values, "max_tokens", "an integer", self._default_tokens)
+        prompt = guard.take(values, "prompt", "a string")
         self._check_text("prompt", prompt)
         if max_tokens > self._limits.tokens:
             raise UserError(f"max_tokens is {max_tokens!r:.60}; it must be at most {self._limits.tokens}")
-        is_streamed = take(values, "stream", "true or false", False)
+        is_streamed = guard.take(values, "stream", "true or false", False)
         sampling = Sampling(**{name: values[name] for name in Sampling._fields if name in values})
         pieces = self._continuations(self._model.generator.request(prompt, max_tokens, sampling))
         async with contextlib.AsyncExitStack() as stack:
@@ -213,7 +215,7 @@ async def _error(request: Request, error: Exception) -> Response:
     if error.status_code in (404, 405):
         routes = [f"{method} {one.path}" for one in request.app.routes for method in sorted(one.methods - {"HEAD"})]
         line = f"the request is {request.method} {request.url.path:.60}; it must be one of {', '.join(routes)}"
-    return refusal(error.status_code, line, error.headers)
+    return guard.refusal(error.status_code, line, error.headers)
 
 
 def _with_choices(value: Any, number: int) -> Any:
@@ -224,3 +226,46 @@ def _with_choices(value: Any, number: int) -> Any:
         return value
     rest = {name: _with_choices(one, number) for name, one in value.items() if name != "top"}
     return {**rest, "top": value["top"][:number]} if number > 1 and "top" in value else rest
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events: one per piece of text, and then one with the whole continuation."""
+
+    on_end: Callable[[], None]  # function that is called after the last event
+
+    def __init__(self, completion: Completion, pieces: AsyncGenerator[TextPiece, None], step: int):
+        """Continue a continuation, which has its first piece, with the other pieces."""
+        self._pieces = pieces
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # proxies send each event at once
+        super().__init__(self._events(completion, step), headers=headers, media_type="text/event-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events, and stop if the client goes away."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._pieces.aclose()
+
+    async def _events(self, completion: Completion, step: int) -> AsyncGenerator[str, None]:
+        try:
+            if completion.text:
+                yield _event({"piece": completion.text})
+            async for piece in self._pieces:
+                completion = completion.extended(piece)
+                if piece.text:
+                    yield _event({"piece": piece.text})
+        except Exception as error:  # a fault of the service; it continues
+            yield _event({"error": failure(error)})
+            return
+        yield _event(completion._asdict() | {"step": step})
+        self.on_end()
+
+
+def _event(values: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(values, ensure_ascii=False)}\n\n"
+
+
+def failure(error: Exception) -> str:
+    """Print the traceback of a fault of the service, and return the line for the client."""
+    traceback.print_exception(error, file=sys.stderr)
+    return f"the model failed: {type(error).__name__}"

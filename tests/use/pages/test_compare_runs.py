@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from jaxpar.commands import compare_runs
+from jaxpar.commands.compare_runs import comparison_page
 from jaxpar.use.pages.recorded import read_run
-from jaxpar.use.pages.runs_page import comparison_page
 from tests.html_pages import check_alone
 from tests.runs import run_script, script_error
 from tests.use.pages.recorded_runs import write_run

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxpar.use.inference.generate import Completion, Request, TextPiece, _Text
 from jaxpar.use.inference.sampling import Sampling
-from jaxpar.use.serve.streams import Continuations, EventStream
+from jaxpar.use.serve.app import EventStream
+from jaxpar.use.serve.batching import Continuations
 
 FAULTY = 66  # a request with this token fails at its third piece
 
