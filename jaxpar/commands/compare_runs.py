@@ -32,29 +32,22 @@ def main(argv: Sequence[str]) -> None:
     if arguments.output:
         with writing("--output", arguments.output):
             check_absent("--output", arguments.output)
-    runs = _read_runs(arguments.runs)
-    names = ["", *(printable(str(run.workdir)) for run in runs)]
-    print(format_rows([names, *map(_texts, comparison_rows(runs))]))
-    if rows := different_keys(runs):
-        print("\n" + format_rows([["config key", *names[1:]], *map(_texts, rows)]))
-    if arguments.output:
-        with writing("--output", arguments.output):
-            files.write_text(arguments.output, comparison_page(runs))
-        print(f"\npage  {arguments.output}")
-
-
-def _read_runs(workdirs: list[Path]) -> list[RecordedRun]:
-    """Return the runs. Raises UserError for fewer than two, for one that occurs twice, and for one without metrics."""
+    workdirs = arguments.runs
     if len(workdirs) < 2:
         raise UserError(f"the argument RUNS is {workdirs[0]}; it must be at least two workdirs, as in runs/a runs/b")
     for place, workdir in enumerate(workdirs):
         if workdir.resolve() in [other.resolve() for other in workdirs[:place]]:
             raise UserError(f"the argument RUNS contains {workdir} twice; each workdir must be another one")
-    return [read_run(workdir) for workdir in workdirs]
-
-
-def _texts(row: Row) -> list[str]:
-    return [cell if isinstance(cell, str) else cell.text for cell in row]
+    runs = [read_run(workdir) for workdir in workdirs]
+    names = ["", *(printable(str(run.workdir)) for run in runs)]
+    results = [[cell if isinstance(cell, str) else cell.text for cell in row] for row in comparison_rows(runs)]
+    print(format_rows([names, *results]))
+    if rows := different_keys(runs):
+        print("\n" + format_rows([["config key", *names[1:]], *rows]))
+    if arguments.output:
+        with writing("--output", arguments.output):
+            files.write_text(arguments.output, comparison_page(runs))
+        print(f"\npage  {arguments.output}")
 
 
 def comparison_rows(runs: Sequence[RecordedRun]) -> list[Row]:
@@ -84,7 +77,7 @@ def _numbers(results: Sequence[Mapping[str, Any]], name: str) -> list[str | Cell
     return [number_cell(result[name]) if name in result else "" for result in results]
 
 
-def different_keys(runs: Sequence[RecordedRun]) -> list[Row]:
+def different_keys(runs: Sequence[RecordedRun]) -> list[list[str]]:
     """Return a row for each config key in which the runs differ: its name, and its value for each run."""
     values = [configs.keys(run.config) for run in runs]
     return [

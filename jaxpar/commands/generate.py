@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> None:
     logging.set_verbosity(logging.FATAL)  # orbax also logs the errors that it raises
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     sampling.check("--")
-    if sampling.is_greedy and (sampling.top_k or sampling.top_p < 1):
+    if sampling.temperature == 0 and (sampling.top_k or sampling.top_p < 1):
         _log("--top_k and --top_p have no effect without --temperature, because the most likely token is chosen")
     workdir: Path = arguments.workdir
     if is_pretrained(workdir):

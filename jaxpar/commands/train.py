@@ -40,7 +40,8 @@ from jaxpar.launch.launcher import end_with_launcher
 from jaxpar.launch.place import FLAGS, command_of, find_place
 from jaxpar.launch.signals import Ending, Interrupt, StoppedEarly
 
-CLOSED_OUTPUT = "the reader of the output has closed it, and the run ended; the existing checkpoints are intact"
+INTACT = "the existing checkpoints are intact"
+CLOSED_OUTPUT = f"the reader of the output has closed it, and the run ended; {INTACT}"
 
 
 def run() -> None:
@@ -53,9 +54,8 @@ def run() -> None:
             raise
         traceback.print_exc()
         code = errors.FAILED
-    if (
-        errors.is_failure(code) and _has_others()
-    ):  # a normal exit would deadlock: JAX waits for processes waiting for this one
+    if errors.is_failure(code) and _has_others():
+        # A normal exit would deadlock: JAX waits for processes waiting for this one.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -79,34 +79,31 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        return fail(str(error), errors.USER_ERROR)
+        return fail(str(error))
     except TrainingError as error:
         return fail(str(error), errors.FAILED)
     except (SystemExit, KeyboardInterrupt) as error:  # raised by a user's file, because signals are handled otherwise
         return fail(errors.message_of_exit(error))
     except OSError as error:
-        reason = errors.unwritten_output(error)
-        if reason or errors.is_closed_output(error):
+        if reason := errors.unwritten_output(error):
             errors.discard(sys.stdout)
-        if reason:
-            return fail(f"{reason}; the existing checkpoints are intact")
+            return fail(f"{reason}; {INTACT}")
         if errors.is_closed_output(error):
+            errors.discard(sys.stdout)
             is_training = any(argument.partition("=")[0] == "--workdir" for argument in argv)
-            return (
-                fail(CLOSED_OUTPUT, errors.FAILED) if is_training else errors.FAILED
-            )  # silent, as other programs before `head`
+            # Silent without a run, as other programs before `head`.
+            return fail(CLOSED_OUTPUT, errors.FAILED) if is_training else errors.FAILED
         if reason := errors.too_long(error, argv):
             return fail(reason)
         if not disk_error(error):
             raise
-        what = f"{error.filename or 'the disk'}: {error.strerror}"
-        return fail(f"{what}; the existing checkpoints are intact", errors.USER_ERROR)
+        return fail(f"{error.filename or 'the disk'}: {error.strerror}; {INTACT}")
     except (MemoryError, RuntimeError) as error:  # JAX raises a RuntimeError
         reason = memory_error(error)
         if reason is None:
             raise
         smaller = "lower config.batch_size or config.data.max_length, or choose a smaller config.model"
-        return fail(f"out of memory ({reason}); {smaller}; the existing checkpoints are intact", errors.USER_ERROR)
+        return fail(f"out of memory ({reason}); {smaller}; {INTACT}")
 
 
 def _main(argv: list[str]) -> int:

@@ -124,15 +124,9 @@ def is_pretrained(directory: Path) -> bool:
 def load_language_model(
     directory: Path, devices: Sequence[jax.Device] | None = None, *, log: Callable[[str], None] = print
 ) -> Trained:
-    """Load a causal language model from a directory that contains config.json, weights and a tokenizer.
+    """Load a causal language model from a directory, as for config.model.init_from, with a tokenizer.
 
-    Args:
-      directory: the directory, as for config.model.init_from.
-      devices: the devices to use; None: all.
-      log: called with one line about the weights.
-
-    Raises:
-      UserError: a file is missing or damaged, or the model is of another kind.
+    Raises UserError if a file is missing or damaged, or the model is of another kind. log: takes a line about weights.
     """
     config = configs.default_config()
     config.task, config.model.name, config.model.init_from = "causal_lm", "gpt", str(directory)

@@ -29,29 +29,26 @@ def check_table_file(path: Path) -> None:
     check_absent("--output", path)
 
 
-class _Merger:
-    """Adds predictions to the columns of the input."""
+def _merge(names: dict[str, str], records: Sequence[Record], predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
+    """Add predictions to the columns of the input. Raises UserError for a later record with a column of their name.
 
-    def __init__(self) -> None:
-        # the column of each prediction: its own name, or `predicted_NAME` if the first record has a column of this name
-        self.names: dict[str, str] = {}
-
-    def __call__(self, records: Sequence[Record], predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
-        """Return the merged records. Raises UserError for a later record with a column of the name of a prediction."""
-        for name in () if self.names else predictions[0]:
-            self.names[name] = name
-            while self.names[name] in records[0]:
-                self.names[name] = f"predicted_{self.names[name]}"
-        for record in records:
-            if both := sorted(record.keys() & set(self.names.values())):
-                raise UserError(
-                    f"a record has the key {both[0]!r}, which the first one lacks, and which is the name of a "
-                    "prediction; rename it, or add it to the first record"
-                )
-        return [
-            {**record, **{self.names[name]: value for name, value in prediction.items()}}
-            for record, prediction in zip(records, predictions, strict=True)
-        ]
+    names: is empty at first. The column of each prediction: its own name, or `predicted_NAME` if the first record has a
+    column of this name.
+    """
+    for name in () if names else predictions[0]:
+        names[name] = name
+        while names[name] in records[0]:
+            names[name] = f"predicted_{names[name]}"
+    for record in records:
+        if both := sorted(record.keys() & set(names.values())):
+            raise UserError(
+                f"a record has the key {both[0]!r}, which the first one lacks, and which is the name of a "
+                "prediction; rename it, or add it to the first record"
+            )
+    return [
+        {**record, **{names[name]: value for name, value in prediction.items()}}
+        for record, prediction in zip(records, predictions, strict=True)
+    ]
 
 
 @contextlib.contextmanager
@@ -66,20 +63,19 @@ def open_output(path: Path | None, kind: str, schema: Any = None) -> Iterator[Wr
     Raises:
       UserError: the file cannot be written.
     """
-    merge = _Merger()
     if path is None:
-        yield _text_writer(sys.stdout, kind, merge)
+        yield _text_writer(sys.stdout, kind)
         sys.stdout.flush()
         return
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         temporary.unlink(missing_ok=True)  # left over from a crash; a link is replaced, not followed
         if kind == "parquet":
-            with _open_parquet(temporary, schema, merge) as write:
+            with _open_parquet(temporary, schema) as write:
                 yield write
         else:
             with temporary.open("x", encoding="utf-8", newline="") as file:
-                yield _text_writer(file, kind, merge)
+                yield _text_writer(file, kind)
         temporary.replace(path)
     except OSError as error:
         raise UserError(f"--output is {str(path)!r}; it must be {unwritable(path, error)}") from error
@@ -88,13 +84,14 @@ def open_output(path: Path | None, kind: str, schema: Any = None) -> Iterator[Wr
             temporary.unlink(missing_ok=True)
 
 
-def _text_writer(file: TextIO, kind: str, merge: _Merger) -> Write:
+def _text_writer(file: TextIO, kind: str) -> Write:
     """Return the function that writes predictions as jsonl or csv."""
+    names: dict[str, str] = {}
     header: list[str] = []
     table = csv.writer(file, lineterminator="\n")
 
     def write(records: Sequence[Record], predictions: Sequence[Prediction]) -> None:
-        merged = merge(records, predictions)
+        merged = _merge(names, records, predictions)
         if kind == "jsonl":
             file.writelines(f"{to_json(record)}\n" for record in merged)
             return
@@ -129,21 +126,22 @@ def _values(record: Record, header: Sequence[str]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _open_parquet(path: Path, schema: Any, merge: _Merger) -> Iterator[Write]:
+def _open_parquet(path: Path, schema: Any) -> Iterator[Write]:
     """Return, for a `with` block, the function that writes predictions to a parquet file. schema: see `open_output`."""
     import pyarrow as pa  # imported lazily: it takes a third of a second
     import pyarrow.parquet as pq
 
     of_input = {field.name: field.type for field in schema} if schema else {}
+    names: dict[str, str] = {}
     writer: pq.ParquetWriter | None = None
 
     def type_of(name: str, value: Any) -> pa.DataType:
-        is_number = isinstance(value, float) and name in merge.names.values()
+        is_number = isinstance(value, float) and name in names.values()
         return of_input.get(name) or (pa.float64() if is_number else pa.string())
 
     def write(records: Sequence[Record], predictions: Sequence[Prediction]) -> None:
         nonlocal writer
-        merged = merge(records, predictions)
+        merged = _merge(names, records, predictions)
         if writer is None:
             fields = [(name, type_of(name, value)) for name, value in merged[0].items()]
             writer = stack.enter_context(pq.ParquetWriter(path, pa.schema(fields)))

@@ -8,8 +8,8 @@ Dims: B examples of a batch.
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -25,16 +25,6 @@ from jaxpar.use.inference.load import Trained
 BATCHES_AHEAD = 2  # batches in flight, enough to keep the devices from waiting for the host
 Item = TypeVar("Item")
 Source = TypeVar("Source")  # what the caller knows about a split, such as its rows
-
-
-class _Computing(NamedTuple, Generic[Source]):
-    """A batch that the devices compute."""
-
-    source: Source  # the source of its split
-    is_last: bool  # whether it is the last batch of the split
-    ids_B: np.ndarray  # index of each example in the split, or -1 for padding examples
-    batch: Mapping[str, np.ndarray]
-    readout: Any
 
 
 class Predictor:
@@ -83,27 +73,29 @@ class Predictor:
         The devices compute the next batches, also those of the next split, while the caller uses the predictions.
         top_k: number of choices that a prediction lists.
         """
+        trained = self.trained
+
+        def compute() -> Iterator[tuple[Source, bool, np.ndarray, dict[str, Any], dict[str, jax.Array]]]:
+            """Start to compute the readout of each batch."""
+            for source, split in splits:
+                size, seed = self._size(len(split)), trained.config.seed
+                batches = data.Batches(split, batch_size=size, seed=seed, shuffle=False)
+                for step in range(batches.steps_per_epoch):
+                    batch = batches.batch(step, with_example_ids=True)
+                    ids_B = batch.pop("example_ids")  # index of each example in the split, or -1 for padding examples
+                    if trained.task.positions:
+                        batch["positions"] = trained.task.positions(batch)
+                    readout = self._readout(trained.params, self._place(batch), top_k)
+                    yield source, step == batches.steps_per_epoch - 1, ids_B, batch, readout
+
         found: dict[int, Prediction] = {}
-        for source, is_last, ids_B, batch, readout in _ahead(self._compute(splits, top_k), BATCHES_AHEAD):
-            predictions = self.trained.task.predictions(jax.device_get(readout), batch, self.trained.names)
+        for source, is_last, ids_B, batch, readout in _ahead(compute(), BATCHES_AHEAD):
+            predictions = trained.task.predictions(jax.device_get(readout), batch, trained.names)
             found.update(zip(ids_B.tolist(), predictions, strict=True))
             if is_last:
                 found.pop(-1, None)
                 yield source, [found[number] for number in range(len(found))]
                 found = {}
-
-    def _compute(self, splits: Iterable[tuple[Source, data.Split]], top_k: int) -> Iterator[_Computing[Source]]:
-        """Start to compute the readout of each batch."""
-        trained = self.trained
-        for source, split in splits:
-            batches = data.Batches(split, batch_size=self._size(len(split)), seed=trained.config.seed, shuffle=False)
-            for step in range(batches.steps_per_epoch):
-                batch = batches.batch(step, with_example_ids=True)
-                ids_B = batch.pop("example_ids")
-                if trained.task.positions:
-                    batch["positions"] = trained.task.positions(batch)
-                readout = self._readout(trained.params, self._place(batch), top_k)
-                yield _Computing(source, step == batches.steps_per_epoch - 1, ids_B, batch, readout)
 
     def metrics(self, split: data.Split) -> dict[str, float]:
         """Return the loss and the metrics of a split with labels, as the evaluations of a run compute them."""

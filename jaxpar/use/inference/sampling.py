@@ -40,11 +40,6 @@ class Sampling(NamedTuple):
         if not 0 <= self.seed < 2**32:
             raise UserError(f"{prefix}seed is {self.seed!r:.60}; it must be at least 0 and less than 2**32")
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is always chosen."""
-        return self.temperature == 0
-
 
 class Samplings(NamedTuple):
     """The options of several texts, as arrays, so that one program computes all options."""

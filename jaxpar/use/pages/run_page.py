@@ -58,6 +58,11 @@ def run_page(run: RecordedRun, plan: Plan[object], num_steps: int, timelines: Ma
     result, baseline = f"Reached {headline(run)}.", run.result.get("test_majority_accuracy")
     if baseline is not None:
         result += f" Always predicting the most frequent class: {baseline:.2%}."
+    rates = []
+    for name, label in LABELS.items():
+        points = run.points("train", name)
+        is_drawn = any(value for _, value in points)  # not if it is 0 in all log intervals
+        rates.append(line_chart(as_title(label), [Series(label, points)] if is_drawn else []))
     curves = [_curve(run, "loss", loss_unit(run.task)), _curve(run, run.task.curve)]
     return document(
         title,
@@ -66,7 +71,7 @@ def run_page(run: RecordedRun, plan: Plan[object], num_steps: int, timelines: Ma
             section("Result", paragraph(result), table(_result_rows(run, num_steps))),
             section("Curves", pictures(curves)),
             section("Classes", *_classes(run.result)),
-            section("Rates", pictures([line_chart(as_title(LABELS[name]), _rate(run, name)) for name in LABELS])),
+            section("Rates", pictures(rates)),
             section("Time", *_seconds(run)),
             section("Schedule", *([paragraph("Rows: devices; numbers: microbatches."), *charts] if charts else [])),
             section("Memory", _memory_table(plan)),
@@ -145,12 +150,6 @@ def _curve(run: RecordedRun, name: str, title: str = "") -> str:
     """Return the chart of a metric on all splits."""
     series = [Series(split, run.points(split, name), is_marked=split != "train") for split in CURVE_SPLITS]
     return line_chart(title or as_title(metric_label(name)), series)
-
-
-def _rate(run: RecordedRun, name: str) -> list[Series]:
-    """Return the curve of a metric of the log intervals; none if it is 0 in all of them."""
-    points = run.points("train", name)
-    return [Series(LABELS[name], points)] if any(value for _, value in points) else []
 
 
 def _classes(result: Mapping[str, Any]) -> list[str]:
