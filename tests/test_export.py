@@ -235,11 +235,7 @@ def test_mistakes_end_in_one_line(
 
 @pytest.mark.parametrize("kind", export.FORMATS)
 def test_an_export_that_fails_leaves_nothing(
-    kind: str,
-    workdir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    kind: str, workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The disk becomes full while the last file is written."""
 

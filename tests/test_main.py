@@ -197,8 +197,7 @@ def test_epochs_with_too_many_steps(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "strategy"),
-    [("profile", "(3, 17)", "data_parallel"), ("pipeline.trace", "17", "pipeline")],
+    ("key", "value", "strategy"), [("profile", "(3, 17)", "data_parallel"), ("pipeline.trace", "17", "pipeline")]
 )
 def test_a_measured_step_after_the_last_one(
     key: str, value: str, strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -438,10 +437,7 @@ def test_control_characters_of_names_are_printed_escaped(tmp_path: Path, capsys:
 
 def test_a_second_signal_ends_the_process_immediately() -> None:
     process = subprocess.run(
-        [sys.executable, "-c", TWO_SIGNALS],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", TWO_SIGNALS], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert process.returncode == 130
     assert "stopped immediately" in process.stdout

@@ -22,9 +22,8 @@ from absl import logging
 
 from jaxpar.command_line import Parser, integer, number
 from jaxpar.errors import UserError, printable
-from jaxpar.use.inference.generate import Generator
+from jaxpar.use.inference.generate import Generator, Sampling
 from jaxpar.use.inference.load import is_pretrained, load_language_model, load_trained, prepare
-from jaxpar.use.inference.sampling import Sampling
 
 TOGETHER = 16  # prompts of the standard input that are continued at the same time
 

@@ -18,10 +18,9 @@ from jaxpar.data.encoder import Encoder
 from jaxpar.errors import UserError
 from jaxpar.tasks import Prediction
 from jaxpar.use.inference import inputs
-from jaxpar.use.inference.generate import Completion, Generator
+from jaxpar.use.inference.generate import Completion, Generator, Sampling
 from jaxpar.use.inference.load import Trained, load_trained
 from jaxpar.use.inference.predictor import Predictor
-from jaxpar.use.inference.sampling import Sampling
 
 Text = str | Sequence[str]  # a text; a pair of texts; or a list of words
 

@@ -32,8 +32,7 @@ from starlette.types import Receive, Scope, Send
 from jaxpar.errors import UserError
 from jaxpar.tasks import Prediction
 from jaxpar.use.inference.api import InferenceModel, Text
-from jaxpar.use.inference.generate import Completion, TextPiece
-from jaxpar.use.inference.sampling import Sampling
+from jaxpar.use.inference.generate import Completion, Sampling, TextPiece
 from jaxpar.use.serve import guard
 from jaxpar.use.serve.batching import Batcher, Continuations, Latencies, QueueFull
 

@@ -32,7 +32,7 @@ def test_the_table_and_the_page(
     assert ["test loss", "0.6094", ""] in page.rows
     assert ["optimizer.lr", "0.001", "0.25"] in page.rows
     assert [text for text in page.texts if "train" in text or "validation" in text] == [
-        *("Loss (nats), train", "Loss (nats), validation", "Accuracy, train", "Accuracy, validation"),
+        *("Loss (nats), train", "Loss (nats), validation", "Accuracy, train", "Accuracy, validation")
     ]
     assert page.texts.count(f"{other} ") == 6  # in the legend of each curve
 
