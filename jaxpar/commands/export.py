@@ -50,20 +50,8 @@ def main(argv: Sequence[str]) -> None:
     export_run(arguments.workdir, arguments.output, arguments.format, arguments.step, best=best)
 
 
-def export_run(workdir: Path, output: Path, kind: str, step: int | None = None, *, best: bool = True) -> None:
-    """Write a checkpoint of the run in `workdir` to `output`, which appears only when it is complete.
-
-    Args:
-      workdir: the workdir of the run.
-      output: a file for safetensors, otherwise a directory, which can exist if it is empty.
-      kind: one of FORMATS.
-      step: the step of the checkpoint. None: that of the best or the newest one.
-      best: whether to prefer the checkpoint with the lowest validation loss to the newest one.
-
-    Raises:
-      UserError: the output exists or cannot be written, there is no such checkpoint, or the format cannot express the
-        model.
-    """
+def export_run(workdir: Path, output: Path, kind: str, step: int | None, *, best: bool) -> None:
+    """Write a checkpoint of a run to `output`: a file for safetensors, otherwise a directory. kind: one of FORMATS."""
     output_kind = "file" if kind == "safetensors" else "directory"
     check_absent("--output", output, output_kind)
     saved = checkpoint.of_run(workdir, step, best=best)

@@ -55,13 +55,8 @@ def _merge(names: dict[str, str], records: Sequence[Record], predictions: Sequen
 def open_output(path: Path | None, kind: str, schema: Any = None) -> Iterator[Write]:
     """Return, for a `with` block, the function that writes predictions. If the block raises, no file is left.
 
-    Args:
-      path: the file, which must not exist; None: the standard output.
-      kind: one of TABLE_FORMATS.
-      schema: for parquet, the pyarrow.Schema of the columns of the input; None: they are texts.
-
-    Raises:
-      UserError: the file cannot be written.
+    path: a new file; None: the standard output. kind: one of TABLE_FORMATS. schema: for parquet, the pyarrow.Schema of
+    the columns of the input; None: they are texts.
     """
     if path is None:
         yield _text_writer(sys.stdout, kind)

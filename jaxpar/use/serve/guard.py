@@ -27,12 +27,7 @@ from jaxpar.files import parse_json
 
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 DISCARDED = 64 * 2**20  # bytes of too large a body that are read, so that its client can read the answer
-VALUE_KINDS = {
-    "an integer": int,
-    "true or false": bool,
-    "a string": str,
-    "a list": list,
-}  # what a value of JSON must be
+VALUE_KINDS = {"an integer": int, "true or false": bool, "a string": str, "a list": list}  # of values of JSON
 
 
 class Guard:
