@@ -22,28 +22,18 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, description: str | None, prog: str | None = None, others: str = "") -> None:
         """Make a parser with the flag --help.
 
-        Args:
-          description: text for --help.
-          prog: the command, if it differs from the file.
-          others: what an argument can be instead of a flag of this parser, as the end of an error message.
+        others: what an argument can be instead of a flag of this parser, as the end of an error message.
         """
         super().__init__(
-            prog=prog,
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
+            prog, None, description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
         self._others = others
         self._required: dict[str, tuple[str, str, str]] = {}  # arguments of `missing`, by name in argparse's errors
 
     def require(self, name: str, example: str, *, rule: str = "set", **options: Any) -> None:
-        """Add a flag, or an argument without a flag, that the command line must contain.
+        """Add a flag, or an argument without a flag, that the command line must contain. options: of `add_argument`.
 
-        Args:
-          name: `--FLAG`, or the name of the argument.
-          example: a part of a command line that contains it, for the error message.
-          rule: what it must be, for the error message.
-          options: as for `add_argument`.
+        example, rule: for the error message, a part of a command line that contains it, and what it must be.
         """
         if name.startswith("-"):
             self.add_argument(name, required=True, **options)
@@ -51,6 +41,13 @@ class Parser(argparse.ArgumentParser):
         else:
             self.add_argument(name, metavar=name.upper(), **options)
             self._required[name.upper()] = (f"the argument {name.upper()}", example, rule)
+
+    def add_names(self, flag: str, choices: Iterable[str]) -> None:
+        """Add a flag whose value is a list of some of `choices`, by default all."""
+        choices = list(choices)
+        self.add_argument(
+            flag, type=names(choices), default=choices, help=f"some of {', '.join(choices)} (default: all)"
+        )
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse `argv`, by default the command line of this process."""
@@ -75,10 +72,7 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse `argv` up to `--`. Also return the arguments of `jaxpar train`, which follow it.
 
-        Args:
-          argv: the command line.
-          example: flags of this parser, for an error message.
-          reserved: names of flags of `jaxpar train` that this command sets.
+        example: flags of this parser, for an error message. reserved: flags of `jaxpar train` that this command sets.
         """
         end = argv.index("--") if "--" in argv else len(argv)
         arguments, rest = self.parse(argv[:end]), list(argv[end + 1 :])
@@ -140,6 +134,20 @@ def split_overrides(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
             overrides.append(arguments[0])
             arguments = arguments[1:]
     return others, overrides
+
+
+def check_folder(flag: str, path: Path) -> None:
+    """Raise UserError unless the file or directory that a flag names is in an existing directory."""
+    if not path.parent.is_dir():
+        raise UserError(f"{flag} is {str(path)!r}; it must be in an existing directory, and '{path.parent}' is not one")
+
+
+def check_absent(flag: str, path: Path, kind: str = "file") -> None:
+    """Raise UserError unless a flag names a new file, or a new or empty directory, in an existing directory."""
+    is_empty = kind == "directory" and path.is_dir() and not any(path.iterdir())
+    if (path.exists() or path.is_symlink()) and not is_empty:
+        raise UserError(f"{flag} is {str(path)!r}, which exists; it must be a new {kind}")
+    check_folder(flag, path)
 
 
 @contextlib.contextmanager
@@ -212,8 +220,7 @@ def choice(choices: Iterable[str], *, ignore_case: bool = False) -> Callable[[st
     def parse(text: str) -> str:
         value = text.lower() if ignore_case else text
         if value not in choices:
-            hint = nearest(value, choices)
-            raise argparse.ArgumentTypeError(f"{text!r}; it must be one of {', '.join(choices)}{hint and '.' + hint}")
+            raise _no_choice(text, value, "one of", choices)
         return value
 
     return parse
@@ -227,12 +234,15 @@ def names(choices: Iterable[str]) -> Callable[[str], list[str]]:
         values = [name.strip() for name in text.split(",")]
         for value in values:
             if value not in choices:
-                hint = nearest(value, choices)
-                one_or_more = f"one or more of {', '.join(choices)}"
-                raise argparse.ArgumentTypeError(f"{text!r}; it must be {one_or_more}{hint and '.' + hint}")
+                raise _no_choice(text, value, "one or more of", choices)
         return list(dict.fromkeys(values))
 
     return parse
+
+
+def _no_choice(text: str, value: str, rule: str, choices: list[str]) -> argparse.ArgumentTypeError:
+    hint = nearest(value, choices)
+    return argparse.ArgumentTypeError(f"{text!r}; it must be {rule} {', '.join(choices)}{hint and '.' + hint}")
 
 
 # ---- output -----------------------------------------------------------------------------------------------------

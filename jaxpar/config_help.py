@@ -24,9 +24,8 @@ class Described(NamedTuple):
 
     name: str  # dotted name
     comment: str  # the comment next to its line or, if there is none, the comment above it
-    # the comment above a key that also has one next to its line: it describes this key and the keys below it
-    heading: str
-    is_section: bool  # whether this is a section
+    heading: str  # the comment above a key that also has one next to its line, for this key and those below it
+    is_section: bool
 
 
 def describe_overview() -> str:
@@ -39,10 +38,7 @@ def describe_overview() -> str:
 
 
 def describe_keys(topic: str) -> str:
-    """Return the keys of a section, or a single key, as flags with their defaults and comments.
-
-    Raises UserError if there is no such section or key.
-    """
+    """Return the keys of a section, or a single key, as flags with their defaults and comments."""
     topic, every, defaults = topic.removeprefix(f"{TOP}."), list(described()), configs.keys(configs.default_config())
     if topic == TOP:
         chosen = [one for one in every if "." not in one.name and not one.is_section]
@@ -79,18 +75,13 @@ def described() -> Iterator[Described]:
             name = f"{sections[variable]}.{rest}".removeprefix(".")
             sections |= {other.id: name for other in node.targets if isinstance(other, ast.Name)}
             inline = comments.get(node.end_lineno or node.lineno, "")
-            above = " ".join(_block(comments, before, node.lineno))
+            first = node.lineno  # of the comment right above the statement
+            while first - 1 > before and first - 1 in comments:
+                first -= 1
+            above = " ".join(comments[line] for line in range(first, node.lineno))
             is_section = ast.unparse(node.value) == "ConfigDict()"
             yield Described(name, inline or above, above if inline else "", is_section)
         before = node.end_lineno or node.lineno
-
-
-def _block(comments: dict[int, str], before: int, line: int) -> list[str]:
-    """Return the lines of the comment right above a line, but below the line `before`."""
-    first = line
-    while first - 1 > before and first - 1 in comments:
-        first -= 1
-    return [comments[number] for number in range(first, line)]
 
 
 def _wrapped(text: str, indent: str, hanging: int = 0) -> str:

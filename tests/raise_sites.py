@@ -17,7 +17,7 @@ OF_SEVERAL = {
     "run/build.py: this if changed else 'another process differs from process 0; see the error",
 }
 # Files whose errors are raised in the process of the service that tests/use/serve/test_serve.py starts.
-OF_SERVICE = ("use/serve/app.py", "use/serve/body.py")
+OF_SERVICE = ("use/serve/app.py", "use/serve/guard.py")
 
 
 class Site(NamedTuple):

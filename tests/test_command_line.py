@@ -33,7 +33,7 @@ from jaxpar.commands import (
     swarm_simulate,
 )
 from jaxpar.errors import TrainingError, UserError, exit_code
-from jaxpar.use.inference.sampling import Sampling
+from jaxpar.use.inference.generate import Sampling
 from scripts.bench import peers, pipeline
 from tests.runs import script_error
 
@@ -203,11 +203,7 @@ OUTPUTS: list[tuple[ModuleType, str]] = [
 
 @pytest.mark.parametrize(("script", "flag"), OUTPUTS, ids=lambda one: one if isinstance(one, str) else one.__name__)
 def test_no_script_writes_into_a_run(
-    script: ModuleType,
-    flag: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    script: ModuleType, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     (run / "checkpoints" / "5").mkdir(parents=True)

@@ -132,7 +132,6 @@ def test_a_full_disk_for_the_output_and_long_names(
     argv = ["jaxpar", f"--workdir=/runs/{name}", "--config.data.train", "y" * 300]
     monkeypatch.setattr("sys.argv", argv)
     monkeypatch.setattr(errors, "discard", lambda _stream: None)
-    monkeypatch.setattr(train, "discard", lambda _stream: None)
     for message, error in cases.items():
 
         def raises(*_: object, error: OSError = error) -> int:

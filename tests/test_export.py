@@ -23,9 +23,9 @@ from jaxpar import checkpoint, data, models, training
 from jaxpar import config as configs
 from jaxpar.cluster import find_cluster
 from jaxpar.commands import export
+from jaxpar.commands.export import completed
 from jaxpar.errors import UserError, format_bytes
-from jaxpar.use.export import hugging_face, output
-from jaxpar.use.export.output import completed
+from jaxpar.use.export import hugging_face
 from tests.docs.test_pages import blocks
 from tests.models.small import fast_jit
 from tests.runs import change_info, run_script, small_config
@@ -188,7 +188,7 @@ def test_the_best_checkpoint_is_exported(
 def test_errors_of_safetensors_leave_nothing(tmp_path: Path) -> None:
     """safetensors raises its own exception when a disk is full."""
     error = r"--output is '.*/a'; it must be a writable file: Error while serializing: I/O error"
-    with pytest.raises(UserError, match=error), completed(tmp_path / "a", is_directory=False) as path:
+    with pytest.raises(UserError, match=error), completed(tmp_path / "a", "file") as path:
         save_file({"a": np.zeros(3)}, path / "b")  # `path` is no directory
     assert not list(tmp_path.iterdir())
 
@@ -235,18 +235,14 @@ def test_mistakes_end_in_one_line(
 
 @pytest.mark.parametrize("kind", export.FORMATS)
 def test_an_export_that_fails_leaves_nothing(
-    kind: str,
-    workdir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    kind: str, workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The disk becomes full while the last file is written."""
 
     def full(*_arguments: Any, **_options: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for module, name in ((output, "save_file"), (hugging_face, "save_file"), (shutil, "copyfile")):
+    for module, name in ((export, "save_file"), (hugging_face, "save_file"), (shutil, "copyfile")):
         monkeypatch.setattr(module, name, full)
     assert run(monkeypatch, workdir, tmp_path / "out", kind=kind) == 2
     thing = "file" if kind == "safetensors" else "directory"

@@ -12,7 +12,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +43,11 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert len(lines) == 1, captured.err
     assert lines[0].startswith("jaxpar: ")
     return lines[0]
+
+
+def small(folder: Path, *arguments: str, workdir: str = "run") -> list[str]:
+    """Return the arguments of the small run in a folder."""
+    return ["--config=configs/default.py", f"--workdir={folder}/{workdir}", *small_arguments(folder), *arguments]
 
 
 MISTAKES = {
@@ -181,30 +185,23 @@ def test_mistakes_end_in_one_line_and_leave_nothing(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, message = MISTAKES[name]
-    workdir = tmp_path / "run"
-    line = mistake(
-        capsys, "--config=configs/default.py", f"--workdir={workdir}", *small_arguments(tmp_path), *arguments
-    )
-    assert message in line
-    assert not workdir.exists()
+    assert message in mistake(capsys, *small(tmp_path, *arguments))
+    assert not (tmp_path / "run").exists()
 
 
 def test_epochs_with_too_many_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Found as soon as the data is read."""
-    arguments = small_arguments(tmp_path), "--config.num_steps=0", "--config.num_epochs=2e9"
-    line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *arguments[0], *arguments[1:])
+    line = mistake(capsys, *small(tmp_path, "--config.num_steps=0", "--config.num_epochs=2e9"))
     assert "config.num_epochs is 2000000000.0, which is" in line
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "strategy"),
-    [("profile", "(3, 17)", "data_parallel"), ("pipeline.trace", "17", "pipeline")],
+    ("key", "value", "strategy"), [("profile", "(3, 17)", "data_parallel"), ("pipeline.trace", "17", "pipeline")]
 )
 def test_a_measured_step_after_the_last_one(
     key: str, value: str, strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [*small_arguments(tmp_path), f"--config.strategy={strategy}", f"--config.{key}={value}"]
-    line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *arguments)
+    line = mistake(capsys, *small(tmp_path, f"--config.strategy={strategy}", f"--config.{key}={value}"))
     assert line == f"jaxpar: config.{key} is {value}; it must be at most 16, the last step of the run"
 
 
@@ -217,22 +214,18 @@ def test_batches_larger_than_the_host_memory(
     of three more.
     """
     monkeypatch.setattr(memory, "host_bytes", lambda: 12 * 24 * 92 - 1)
-    arguments = ["--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(tmp_path)]
-    line = mistake(capsys, *arguments)
+    line = mistake(capsys, *small(tmp_path))
     assert "config.batch_size is 24, which needs 26.5 kB of host memory for preparing and holding 9 batches; it" in line
     monkeypatch.setattr(memory, "host_bytes", lambda: 12 * 24 * 92)
-    line = mistake(capsys, *arguments, "--config.eval.batch_size=240")  # a single batch holds the split
-    assert (
-        "config.eval.batch_size is 240, which needs 88.3 kB of host memory for preparing and holding 1 batch; it"
-        in line
-    )
+    line = mistake(capsys, *small(tmp_path, "--config.eval.batch_size=240"))  # a single batch holds the split
+    needs = "which needs 88.3 kB of host memory for preparing and holding 1 batch; it"
+    assert f"config.eval.batch_size is 240, {needs}" in line
 
 
 def test_a_text_length_whose_positions_exceed_the_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Batches are short, because the texts are, but the model has an embedding for every position."""
     changes = ["--config.data.max_length=1000000000", "--config.batch_size=2", "--config.model.hidden_size=64"]
-    arguments = ["--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(tmp_path)]
-    line = mistake(capsys, *arguments, *changes)
+    line = mistake(capsys, *small(tmp_path, *changes))
     assert "config.strategy is 'data_parallel', which needs 1.54 TB on devices 0 to 1 (parameters 512 GB" in line
     assert "the memory of this machine" in line
 
@@ -253,7 +246,7 @@ def test_running_out_of_memory(
         raise error
 
     monkeypatch.setattr(training, "train_config", fails)
-    line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(tmp_path))
+    line = mistake(capsys, *small(tmp_path))
     assert line.startswith(f"jaxpar: out of memory ({reason}); lower config.batch_size or ")
     assert memory.memory_error(RuntimeError("INTERNAL: something else")) is None
 
@@ -285,39 +278,33 @@ DAMAGED_FILES = {
 @pytest.mark.parametrize("name", DAMAGED_FILES)
 def test_damaged_data(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content, message = DAMAGED_FILES[name]
-    arguments = small_arguments(tmp_path)
+    arguments = small(tmp_path)
     (tmp_path / "data.csv").write_bytes(content)
-    assert message in mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *arguments)
+    assert message in mistake(capsys, *arguments)
 
 
 def test_a_label_that_training_never_saw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "test.csv").write_text("text,label\nred cat,purple\n")
-    line = mistake(
-        capsys,
-        "--config=configs/default.py",
-        f"--workdir={tmp_path}/run",
-        *small_arguments(tmp_path),
-        f"--config.data.test={tmp_path}/test.csv",
-    )
+    line = mistake(capsys, *small(tmp_path, f"--config.data.test={tmp_path}/test.csv"))
     assert "purple" in line
     assert "test.csv:2" in line
 
 
 def test_a_label_that_the_split_took_from_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With 60 labels of one example each, some labels occur only in the validation or test split."""
-    arguments = small_arguments(tmp_path)
+    arguments = small(tmp_path)
     with (tmp_path / "data.csv").open("a") as file:
         file.writelines(f"lonely {number},only{number}\n" for number in range(60))
-    line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *arguments)
+    line = mistake(capsys, *arguments)
     assert "data.csv', whose label 'only" in line
     assert "so rare that the split by hash puts it only into" in line
 
 
 def test_a_workdir_that_cannot_be_created(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/file/run", *small_arguments(tmp_path))
+    line = mistake(capsys, *small(tmp_path, workdir="file/run"))
     assert f"--workdir is '{tmp_path}/file/run', which is inside a file; it must be a writable directory" in line
-    line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/file", *small_arguments(tmp_path))
+    line = mistake(capsys, *small(tmp_path, workdir="file"))
     assert f"--workdir is '{tmp_path}/file', which is a file; it must be a writable directory" in line
 
 
@@ -325,7 +312,7 @@ def test_a_disk_without_room(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1000))
-    line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(tmp_path))
+    line = mistake(capsys, *small(tmp_path))
     # 4,220 parameters with Adam's two moments and counter, 4 bytes each
     assert "on a disk with 1 kB free; it must have" in line
     assert "kB free, for 4 of 4 checkpoints" in line
@@ -334,7 +321,7 @@ def test_a_disk_without_room(
 def test_a_disk_that_fills_up_while_saving(tmp_path: Path) -> None:
     """Real writes of orbax fail, because files are limited to 20 kB, less than a checkpoint of this model."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
-    arguments = command(tmp_path, tmp_path / "run")[4:]
+    arguments = command(tmp_path)[4:]
     cache = str(tmp_path / "cache")  # its entries are truncated, so other tests must not read them
     process = subprocess.run(
         [sys.executable, "-c", f"{limit}; from jaxpar.commands import train; train.run()", *arguments],
@@ -384,12 +371,7 @@ def test_exit_codes_of_failed_checkpoint_writes(
 def test_the_exit_code_of_a_stopped_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = [
-        "--config=configs/default.py",
-        f"--workdir={tmp_path}/run",
-        *small_arguments(tmp_path),
-        "--stopped_exit_code=75",
-    ]
+    arguments = small(tmp_path, "--stopped_exit_code=75")
     with monkeypatch.context() as patch:
         stop_at(patch, 2, signal.SIGTERM)
         assert run(*arguments) == 75
@@ -438,10 +420,7 @@ def test_control_characters_of_names_are_printed_escaped(tmp_path: Path, capsys:
 
 def test_a_second_signal_ends_the_process_immediately() -> None:
     process = subprocess.run(
-        [sys.executable, "-c", TWO_SIGNALS],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", TWO_SIGNALS], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert process.returncode == 130
     assert "stopped immediately" in process.stdout
@@ -515,7 +494,7 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     terminal, own = pty.openpty()
     fcntl.ioctl(own, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
     start = "import os, runpy, sys; os.login_tty(int(sys.argv.pop(1))); runpy.run_module('jaxpar', run_name='__main__')"
-    _, _, _, *arguments = command(tmp_path, tmp_path / "run", "--config.num_epochs=10000")
+    _, _, _, *arguments = command(tmp_path, "--config.num_epochs=10000")
     with subprocess.Popen(
         [sys.executable, "-c", start, str(own), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
@@ -542,9 +521,7 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_training", [False, True])
 def test_a_reader_that_closes_the_output(is_training: bool, tmp_path: Path) -> None:
     """As `| head` does. A run reports it, because it ends."""
-    arguments = (
-        command(tmp_path, tmp_path / "run") if is_training else [sys.executable, "-m", "jaxpar", "train", "--help"]
-    )
+    arguments = command(tmp_path) if is_training else [sys.executable, "-m", "jaxpar", "train", "--help"]
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(arguments, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
@@ -552,18 +529,9 @@ def test_a_reader_that_closes_the_output(is_training: bool, tmp_path: Path) -> N
     assert (done.returncode, done.stderr) == (1, f"jaxpar: {train.CLOSED_OUTPUT}\n" if is_training else "")
 
 
-def command(folder: Path, workdir: Path, *overrides: str) -> list[str]:
+def command(folder: Path, *overrides: str) -> list[str]:
     """Return the command that starts the small run in a separate process."""
-    arguments = ["--config=configs/default.py", f"--workdir={workdir}", *small_arguments(folder), *overrides]
-    return [sys.executable, "-m", "jaxpar", "train", *arguments, "--config.mesh.virtual_cpu_devices=2"]
-
-
-def wait_for_checkpoint(process: subprocess.Popen[str], workdir: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
-    while max(checkpoint.steps(workdir / "checkpoints"), default=0) < step:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    return [sys.executable, "-m", "jaxpar", "train", *small(folder, *overrides, "--config.mesh.virtual_cpu_devices=2")]
 
 
 def test_a_closed_output(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

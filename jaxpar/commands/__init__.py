@@ -41,8 +41,7 @@ def run_command() -> None:
     module = import_module(f"jaxpar.commands.{name.replace(' ', '_')}")
     if name == "train":
         module.run()
-    flags = words[len(name.split()) :]
-    code = exit_code(lambda: module.main(flags))
+    code = exit_code(lambda: module.main(words[len(name.split()) :]))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # from here on, Ctrl-C ends the process without a traceback
     sys.exit(code)
 

@@ -37,22 +37,19 @@ from pathlib import Path
 
 from jaxpar.choose.costs.rates import check_rates
 from jaxpar.cluster.target import find_target
-from jaxpar.commands.config_flags import ConfigParser, prepare_config
+from jaxpar.commands.config_flags import ConfigParser
 from jaxpar.errors import UserError
 from jaxpar.inspect.audit_report import audit_run, format_audit
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit code."""
     parser = ConfigParser(__doc__, "jaxpar audit")
-    parser.add_argument("--target", help="compile for these GPUs, such as h100:8, h100:16x8 (hosts x GPUs) or here")
-    parser.add_argument(
-        "--program", action="store_true", help="with --target: describe the schedule of the GPU program"
-    )
-    parser.add_argument("--time", action="store_true", help="with --target: predict the time of a step")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    arguments, _, config = parser.read(argv)
-    prepare_config(config)
+    add = parser.add_argument
+    add("--target", help="compile for these GPUs, such as h100:8, h100:16x8 (hosts x GPUs) or here")
+    add("--program", action="store_true", help="with --target: describe the schedule of the GPU program")
+    add("--time", action="store_true", help="with --target: predict the time of a step")
+    add("--json", action="store_true", help="print one JSON object instead of tables")
+    arguments, config = parser.read(argv)
     for flag in ("program", "time"):
         if getattr(arguments, flag) and arguments.target is None:
             raise UserError(f"--{flag} is set; it must be set with --target, because it describes a program for GPUs")

@@ -15,7 +15,7 @@ different numbers by design; 1 if they are outside the tolerance, or if the trai
 from collections.abc import Sequence
 
 from jaxpar import files
-from jaxpar.command_line import integer, output_path
+from jaxpar.command_line import check_folder, integer, output_path
 from jaxpar.commands.config_flags import ConfigParser
 from jaxpar.errors import UserError
 from jaxpar.inspect.certificate import MOST_STEPS
@@ -23,29 +23,17 @@ from jaxpar.inspect.certificate_report import certify, format_certificate
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit code."""
     parser = ConfigParser(__doc__, "jaxpar certify")
-    parser.add_argument(
-        "--num_steps",
-        type=integer(1, MOST_STEPS),
-        default=10,
-        help=f"number of steps, up to {MOST_STEPS}; the learning rate schedule spans them",
-    )
-    parser.add_argument(
-        "--reference_passes",
-        type=integer(1),
-        default=1,
-        help="number of microbatches into which the reference divides a batch",
-    )
+    steps = f"number of steps, up to {MOST_STEPS}; the learning rate schedule spans them"
+    passes = "number of microbatches into which the reference divides a batch"
+    parser.add_argument("--num_steps", type=integer(1, MOST_STEPS), default=10, help=steps)
+    parser.add_argument("--reference_passes", type=integer(1), default=1, help=passes)
     parser.add_argument("--output", type=output_path, default="certificate.json", help="JSON file to write")
-    arguments, _, config = parser.read(argv)
+    arguments, config = parser.read(argv)
     output = arguments.output
     if output.is_dir():
         raise UserError(f"--output is '{output}', which is a directory; it must be a file")
-    if not output.parent.is_dir():
-        raise UserError(
-            f"--output is '{output}'; it must be in an existing directory, and '{output.parent}' is not one"
-        )
+    check_folder("--output", output)
     certified = certify(config, arguments.num_steps, arguments.reference_passes)
     files.write_text(output, files.json_text(certified, indent=1) + "\n")
     print(f"{format_certificate(certified)}\nwritten    {output}")

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from jaxpar import cluster as clusters
 from jaxpar.cluster import Link
 from jaxpar.cluster.gpus import gpu_kinds
-from jaxpar.command_line import choice, integer, names, number, output_path
+from jaxpar.command_line import choice, integer, number, output_path
 from jaxpar.commands.config_flags import ConfigParser
 from jaxpar.compare.pipelines import PIPELINE_CASES, compare_pipelines
 from jaxpar.core.mesh import DATA, STAGE
@@ -36,40 +36,27 @@ from jaxpar.strategies.pipeline.tables.simulate import LARGEST_VALUE
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train all cases, and write the table and the plot."""
     parser = ConfigParser(__doc__, "jaxpar compare pipelines")
-    add = parser.add_argument
+    add, kinds = parser.add_argument, gpu_kinds()
     add("--workdir", type=output_path, default="runs/pipelines", help="directory of the runs")
     add("--stages", type=integer(2), default=2, help="number of devices: stages, or replicas of ddp")
     add("--num_microbatches", type=integer(1), default=8, help="number of microbatches of a batch")
     add("--target", type=number("a number between 0 and 1", maximum=1), default=0.7, help="accuracy to reach")
-    add(
-        "--cases",
-        type=names(PIPELINE_CASES),
-        default=list(PIPELINE_CASES),
-        help=f"some of {', '.join(PIPELINE_CASES)} (default: all)",
-    )
-    kinds = gpu_kinds()
+    parser.add_names("--cases", PIPELINE_CASES)
     add("--device", type=choice(kinds, ignore_case=True), default="v100", help=f"GPU: {', '.join(kinds)}")
     rate = number("at least 1 byte per second", minimum=1)
     add("--bandwidth", type=rate, default=1.5e11, help="of each link, in bytes per second")
-    add(
-        "--latency",
-        type=number(f"a time between 0 and {LARGEST_VALUE:g}", maximum=LARGEST_VALUE),
-        default=5e-6,
-        help="of each link, in seconds",
-    )
+    latency = number(f"a time between 0 and {LARGEST_VALUE:g}", maximum=LARGEST_VALUE)
+    add("--latency", type=latency, default=5e-6, help="of each link, in seconds")
     arguments, overrides = parser.parse_with_overrides(argv)
     link = Link(arguments.bandwidth, arguments.latency)
-    cluster = clusters.named_cluster(arguments.device, arguments.stages, links={DATA: link, STAGE: link})
-    workdir = arguments.workdir
     lines = compare_pipelines(
         arguments.config,
         overrides,
-        workdir,
-        cluster,
+        arguments.workdir,
+        clusters.named_cluster(arguments.device, arguments.stages, links={DATA: link, STAGE: link}),
         num_microbatches=arguments.num_microbatches,
         target=arguments.target,
         cases=arguments.cases,
     )
-    print("\n".join(["", *lines, "", f"picture   {workdir}/pipelines.png"]))
+    print("\n".join(["", *lines, "", f"picture   {arguments.workdir}/pipelines.png"]))

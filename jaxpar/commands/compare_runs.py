@@ -6,57 +6,114 @@ The runs can be of any tasks, models and strategies, and need not be finished. W
 self-contained HTML page. To train a config with every strategy and compare them, use `jaxpar compare strategies`.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from jaxpar import config as configs
 from jaxpar import files
-from jaxpar.command_line import Parser, format_rows, output_path, writing
+from jaxpar.command_line import Parser, check_absent, format_rows, output_path, writing
 from jaxpar.errors import UserError, printable
-from jaxpar.use.pages.html import Row
+from jaxpar.run import report
+from jaxpar.use.pages.charts import Series, line_chart
+from jaxpar.use.pages.html import Cell, Row, document, number_cell, section, table
 from jaxpar.use.pages.recorded import RecordedRun, read_run
-from jaxpar.use.pages.runs_page import comparison_page, comparison_rows, different_keys
+from jaxpar.use.pages.run_page import LABELS, as_title, certificate, loss_unit, metric_label, pictures
 
-
-def _read_runs(workdirs: list[Path]) -> list[RecordedRun]:
-    """Return the runs. Raises UserError for fewer than two, for one that occurs twice, and for one without metrics."""
-    if len(workdirs) < 2:
-        raise UserError(f"the argument RUNS is {workdirs[0]}; it must be at least two workdirs, as in runs/a runs/b")
-    for place, workdir in enumerate(workdirs):
-        if workdir.resolve() in [other.resolve() for other in workdirs[:place]]:
-            raise UserError(f"the argument RUNS contains {workdir} twice; each workdir must be another one")
-    return [read_run(workdir) for workdir in workdirs]
-
-
-def _check_output(path: Path) -> None:
-    """Raise UserError unless `path` is a new file in a directory."""
-    if path.exists() or path.is_symlink():
-        raise UserError(f"--output is {str(path)!r}, which exists; it must be a new file")
-    if not path.parent.is_dir():
-        raise UserError(
-            f"--output is {str(path)!r}; it must be in an existing directory, and '{path.parent}' is not one"
-        )
-
-
-def _texts(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the _texts of the cells."""
-    return [[cell if isinstance(cell, str) else cell.text for cell in row] for row in rows]
+CURVES = ("examples_per_second", "mfu")  # curves of the log intervals in the page
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command line."""
     parser = Parser(__doc__, "jaxpar compare runs")
     parser.require("runs", "runs/a runs/b", nargs="+", type=Path, help="workdirs of runs")
     parser.add_argument("--output", type=output_path, help="new HTML file")
     arguments = parser.parse(argv)
     if arguments.output:
         with writing("--output", arguments.output):
-            _check_output(arguments.output)
-    runs = _read_runs(arguments.runs)
+            check_absent("--output", arguments.output)
+    workdirs = arguments.runs
+    if len(workdirs) < 2:
+        raise UserError(f"the argument RUNS is {workdirs[0]}; it must be at least two workdirs, as in runs/a runs/b")
+    for place, workdir in enumerate(workdirs):
+        if workdir.resolve() in [other.resolve() for other in workdirs[:place]]:
+            raise UserError(f"the argument RUNS contains {workdir} twice; each workdir must be another one")
+    runs = [read_run(workdir) for workdir in workdirs]
     names = ["", *(printable(str(run.workdir)) for run in runs)]
-    print(format_rows(_texts([names, *comparison_rows(runs)])))
+    results = [[cell if isinstance(cell, str) else cell.text for cell in row] for row in comparison_rows(runs)]
+    print(format_rows([names, *results]))
     if rows := different_keys(runs):
-        print("\n" + format_rows(_texts([["config key", *names[1:]], *rows])))
+        print("\n" + format_rows([["config key", *names[1:]], *rows]))
     if arguments.output:
         with writing("--output", arguments.output):
             files.write_text(arguments.output, comparison_page(runs))
         print(f"\npage  {arguments.output}")
+
+
+def comparison_rows(runs: Sequence[RecordedRun]) -> list[Row]:
+    """Return a row for each property: its name, and its value for each run; empty if a run lacks it."""
+    tested, results = [run.tested() for run in runs], [run.result for run in runs]
+    devices = [f"{len(result['devices'])} x {result['device_kind']}" if result else "" for result in results]
+    states = [
+        "unfinished" if not result else "stopped early" if "stopped_early" in result else "finished"
+        for result in results
+    ]
+    rows: list[Row] = [
+        ["strategy", *(run.config.strategy for run in runs)],
+        ["devices", *devices],
+        ["state", *states],
+        ["steps", *(number_cell(run.steps) for run in runs)],
+    ]
+    names = dict.fromkeys(name for of_run in tested for name in of_run)
+    rows += [[metric_label(name), *_numbers(tested, name)] for name in names]
+    of_result = {"train_loss": "training loss", "skipped_steps": "skipped steps"}
+    of_result |= {name: LABELS[name] for name in report.RATES if any(name in result for result in results)}
+    rows += [[heading, *_numbers(results, name)] for name, heading in of_result.items()]
+    verdicts = [certificate(run) for run in runs]
+    return [*rows, ["certificate", *verdicts]] if any(verdicts) else rows
+
+
+def _numbers(results: Sequence[Mapping[str, Any]], name: str) -> list[str | Cell]:
+    return [number_cell(result[name]) if name in result else "" for result in results]
+
+
+def different_keys(runs: Sequence[RecordedRun]) -> list[list[str]]:
+    """Return a row for each config key in which the runs differ: its name, and its value for each run."""
+    values = [configs.keys(run.config) for run in runs]
+    return [
+        [key, *(repr(of_run[key]) for of_run in values)]
+        for key in values[0]
+        if len({json.dumps(of_run[key]) for of_run in values}) > 1
+    ]
+
+
+def comparison_page(runs: Sequence[RecordedRun]) -> str:
+    """Return the page. Losses in different units, and metrics of different tasks, have charts of their own."""
+    names = [str(run.workdir) for run in runs]
+    losses = {loss_unit(run.task): "loss" for run in runs}
+    metrics = {as_title(metric_label(run.task.curve)): run.task.curve for run in runs}
+    charts = [
+        _chart(f"{title}, {split}", runs, split, metric)
+        for title, metric in {**losses, **metrics}.items()
+        for split in ("train", "validation")
+    ]
+    charts += [_chart(as_title(LABELS[name]), runs, "train", name) for name in CURVES]
+    rows = different_keys(runs)
+    return document(
+        f"Comparison of {len(runs)} runs",
+        [
+            section("Results", table(comparison_rows(runs), ["", *names])),
+            section("Curves", pictures(charts)),
+            section("Config keys that differ", table(rows, ["key", *names]) if rows else ""),
+        ],
+    )
+
+
+def _chart(title: str, runs: Sequence[RecordedRun], split: str, metric: str) -> str:
+    """Return the chart of a metric of the runs. If it is a loss, only of those whose loss the title names."""
+    series = []
+    for run in runs:
+        is_other = metric == "loss" and not title.startswith(loss_unit(run.task))
+        points = [] if is_other else run.points(split, metric)
+        series.append(Series(str(run.workdir), points, is_marked=split == "validation"))
+    return line_chart(title, series)

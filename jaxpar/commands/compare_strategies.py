@@ -21,22 +21,16 @@ the current run after it has saved its state.
 from collections.abc import Sequence
 
 from jaxpar.cluster.files import find_named
-from jaxpar.command_line import integer, names, output_path
+from jaxpar.command_line import integer, output_path
 from jaxpar.commands.config_flags import ConfigParser
 from jaxpar.compare.strategies import COMPARED, compare_strategies
 from jaxpar.errors import FAILED
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train all strategies, and return the exit code."""
     parser = ConfigParser(__doc__, "jaxpar compare strategies", "configs/compare_bert.py")
     parser.add_argument("--workdir", type=output_path, default="runs/compare", help="directory of the runs")
-    parser.add_argument(
-        "--strategies",
-        type=names(COMPARED),
-        default=list(COMPARED),
-        help=f"some of {', '.join(COMPARED)} (default: all)",
-    )
+    parser.add_names("--strategies", COMPARED)
     parser.add_argument("--devices", type=integer(2), help="number of devices (default: all)")
     parser.add_argument("--cluster", metavar="FILE|NAME:HOSTSxDEVICES", help="also predict times on this cluster")
     arguments, overrides = parser.parse_with_overrides(argv)

@@ -21,36 +21,21 @@ changes them.
 
 from collections.abc import Sequence
 
-from jaxpar.command_line import integer, names, number, output_path
+from jaxpar.command_line import integer, number, output_path
 from jaxpar.commands.config_flags import ConfigParser
 from jaxpar.compare.updates import UPDATE_CASES, compare_updates
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run all cases, and write the table and the plot."""
     parser = ConfigParser(__doc__, "jaxpar compare updates")
-    parser.add_argument("--workdir", type=output_path, default="runs/updates", help="directory of the runs")
-    parser.add_argument("--workers", type=integer(1), default=4, help="number of workers")
-    parser.add_argument(
-        "--slowdown",
-        type=number("a number of at least 1", minimum=1),
-        default=4.0,
-        help="how many times slower the straggler is",
-    )
-    parser.add_argument(
-        "--cases",
-        type=names(UPDATE_CASES),
-        default=list(UPDATE_CASES),
-        help=f"some of {', '.join(UPDATE_CASES)} (default: all)",
-    )
+    add, at_least_1 = parser.add_argument, number("a number of at least 1", minimum=1)
+    add("--workdir", type=output_path, default="runs/updates", help="directory of the runs")
+    add("--workers", type=integer(1), default=4, help="number of workers")
+    add("--slowdown", type=at_least_1, default=4.0, help="how many times slower the straggler is")
+    parser.add_names("--cases", UPDATE_CASES)
     arguments, overrides = parser.parse_with_overrides(argv)
-    workdir = arguments.workdir
+    workdir, workers, slowdown = arguments.workdir, arguments.workers, arguments.slowdown
     lines = compare_updates(
-        arguments.config,
-        overrides,
-        workdir,
-        num_workers=arguments.workers,
-        slowdown=arguments.slowdown,
-        cases=arguments.cases,
+        arguments.config, overrides, workdir, num_workers=workers, slowdown=slowdown, cases=arguments.cases
     )
     print("\n".join(["", *lines, "", f"picture   {workdir}/updates.png"]))

@@ -23,13 +23,12 @@ class ConfigParser(Parser):
 
     def read(
         self, argv: Sequence[str], effects: Collection[Any] = EVERY_EFFECT
-    ) -> tuple[argparse.Namespace, list[str], ConfigDict]:
-        """Return the arguments, the overrides of the config, and the config with them.
-
-        effects: those that an override must have, as in `check_unused_keys`.
-        """
+    ) -> tuple[argparse.Namespace, ConfigDict]:
+        """Return the arguments and the config, for which JAX is configured. effects: as in `load_checked`."""
         arguments, overrides = self.parse_with_overrides(argv)
-        return arguments, overrides, load_checked(arguments.config, overrides, effects)
+        config = load_checked(arguments.config, overrides, effects)
+        mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+        return arguments, config
 
 
 def load_checked(name: str, overrides: Sequence[str], effects: Collection[Any] = EVERY_EFFECT) -> ConfigDict:
@@ -37,8 +36,3 @@ def load_checked(name: str, overrides: Sequence[str], effects: Collection[Any] =
     config = configs.load_config(name)
     check_unused_keys(config, configs.override(config, overrides), effects)
     return config
-
-
-def prepare_config(config: ConfigDict) -> None:
-    """Configure JAX for a config, before its first use."""
-    mesh.prepare_jax(config, data.cache_dir(config) / "xla")

@@ -16,26 +16,26 @@ MAX_CELLS = 10_000_000  # of a text: 50 MB
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command line."""
     parser = options.schedule_parser(__doc__, "jaxpar draw")
     parser.add_argument("--out", type=output_path, metavar="FILE.{txt,svg,png}", help="file to write")
     arguments = parser.parse(argv)
-    if arguments.out is None or arguments.out.suffix not in SUFFIXES:
-        out = "missing" if arguments.out is None else repr(str(arguments.out))
-        raise UserError(f"--out is {out}; it must end in one of {', '.join(SUFFIXES)}")
+    path = arguments.out
+    if path is None or path.suffix not in SUFFIXES:
+        given = "missing" if path is None else repr(str(path))
+        raise UserError(f"--out is {given}; it must end in one of {', '.join(SUFFIXES)}")
     schedule, simulation = options.find_schedule(arguments)
     table = schedule.table
-    if arguments.out.suffix == ".txt" and table.num_devices * table.num_clocks > MAX_CELLS:
+    if path.suffix == ".txt" and table.num_devices * table.num_clocks > MAX_CELLS:
         raise UserError(
-            f"--out is '{arguments.out}'; it must end in .svg or .png with {table.num_devices:,} devices and "
+            f"--out is '{path}'; it must end in .svg or .png with {table.num_devices:,} devices and "
             f"{table.num_clocks:,} clocks, because a text has at most {MAX_CELLS:,} cells"
         )
     title = (
         f"{schedule.policy}, {table.num_devices} devices, {table.num_microbatches} microbatches: "
         f"bubble {simulation.bubble_rate:.1%}"
     )
-    with writing("--out", arguments.out):
-        if arguments.out.suffix == ".txt":
-            arguments.out.write_text(f"{title}\n{draw.format_table(table)}\n")
+    with writing("--out", path):
+        if path.suffix == ".txt":
+            path.write_text(f"{title}\n{draw.format_table(table)}\n")
         else:
-            draw.save_charts(arguments.out, [(title, simulation.timeline)])
+            draw.save_charts(path, [(title, simulation.timeline)])

@@ -26,7 +26,7 @@ from jaxpar.choose.planner import AUTO_STRATEGY
 from jaxpar.choose.stages import until_chosen
 from jaxpar.cluster.target import Target, find_target, what_jax_takes
 from jaxpar.command_line import choice, names
-from jaxpar.commands.config_flags import ConfigParser, prepare_config
+from jaxpar.commands.config_flags import ConfigParser
 from jaxpar.errors import format_bytes
 from jaxpar.inspect import fit
 from jaxpar.inspect.fit import Fit, Sizes, Tried
@@ -35,27 +35,24 @@ from jaxpar.strategies.pipeline.executor.stage_programs import REMATS
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit code."""
     parser = ConfigParser(__doc__, "jaxpar fit")
     parser.require("--target", "--target=h100:8", help="the GPUs, such as h100:8, h100:16x8 (hosts x GPUs) or here")
-    vary = (fit.BATCH, fit.MICROBATCH)
-    parser.add_argument("--vary", type=choice(vary), default=fit.BATCH, help="what to vary: batch or microbatch")
-    parser.add_argument(
-        "--remat", type=names(REMATS), default=list(REMATS), help="some of full,none,dots; default: all"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    arguments, _, config = parser.read(argv)
-    prepare_config(config)
+    add, vary = parser.add_argument, (fit.BATCH, fit.MICROBATCH)
+    add("--vary", type=choice(vary), default=fit.BATCH, help="what to vary: batch or microbatch")
+    add("--remat", type=names(REMATS), default=list(REMATS), help="some of full,none,dots; default: all")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
+    arguments, config = parser.read(argv)
     target = find_target(arguments.target)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         if config.strategy == AUTO_STRATEGY:
             config = choose(config, Path(folder), target).config
         fit.check_strategy(config)
         model, sizes, fits = _run(config, Path(folder), target, arguments.vary, arguments.remat)
+    value_of = dict(zip(sizes.sizes, sizes.values, strict=True))
     if arguments.json:
-        print(json.dumps({"model": model, **_as_json(config, target, sizes, fits)}, indent=1))
+        print(json.dumps({"model": model, **_as_json(config, target, sizes.key, value_of, fits)}, indent=1))
     else:
-        print(model, _as_text(config, target, sizes, fits), sep="\n")
+        print(model, *_as_text(config, target, sizes.key, value_of, fits), sep="\n")
     return 0 if any(one.largest for one in fits) else 1
 
 
@@ -71,20 +68,15 @@ def _run(config: Any, workdir: Path, target: Target, vary: str, remats: list[str
         sizes = fit.microbatch_sizes(config, decision, target)
 
     def report(remat: str, tried: Tried) -> None:
-        print(
-            f"remat {remat}, {vary} of {tried.size:,}: {tried.reason or format_tried(tried)}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"remat {remat}, {vary} of {tried.size:,}: {_outcome(tried)}", file=sys.stderr, flush=True)
 
     info, problem = loaded.dataset.info, loaded.problem
     model = models.describe_model(config, problem.model, problem.batch)
     return model, sizes, list(fit.find_fits(config, problem, info, target, sizes, remats, report))
 
 
-def format_tried(tried: Tried) -> str:
-    """Format what a size needs: `needs 12.31 GB`."""
-    return f"needs {exact(tried.needed_bytes)}"
+def _outcome(tried: Tried) -> str:
+    return tried.reason or f"needs {exact(tried.needed_bytes)}"
 
 
 def exact(nbytes: float) -> str:
@@ -92,43 +84,35 @@ def exact(nbytes: float) -> str:
     return format_bytes(nbytes, digits=4)
 
 
-def _as_json(config: Any, target: Target, sizes: Sizes, fits: list[Fit]) -> dict[str, Any]:
-    """Return the result as a JSON object."""
-    value_of = dict(zip(sizes.sizes, sizes.values, strict=True))
+def _as_json(config: Any, target: Target, key: str, value_of: dict[int, int], fits: list[Fit]) -> dict[str, Any]:
+    """Return the result. value_of: the value of the config key for each size."""
 
     def row(tried: Tried | None) -> dict[str, Any] | None:
         if tried is None:
             return None
         finite = None if tried.reason else tried.needed_bytes
-        return {"size": tried.size, sizes.key: value_of[tried.size], "needed": finite, "reason": tried.reason}
+        return {"size": tried.size, key: value_of[tried.size], "needed": finite, "reason": tried.reason}
 
+    remat = fit.remat_key(config)
     return {
         "usable_bytes": target.usable_bytes,
         "memory_bytes": target.memory_bytes,
-        "fits": [
-            {fit.remat_key(config): one.remat, "largest": row(one.largest), "following": row(one.following)}
-            for one in fits
-        ],
+        "fits": [{remat: one.remat, "largest": row(one.largest), "following": row(one.following)} for one in fits],
     }
 
 
-def _as_text(config: Any, target: Target, sizes: Sizes, fits: list[Fit]) -> str:
-    """Return the result as a table."""
-    what = "batch_size" if sizes.key == "batch_size" else "microbatch"
-    value_of = dict(zip(sizes.sizes, sizes.values, strict=True))
-    lines = [
-        what_jax_takes(target.usable_bytes, digits=4),
-        "",
-        f"{fit.remat_key(config):14} {'largest ' + what:>18} {'needs':>9}  next",
-    ]
+def _as_text(config: Any, target: Target, key: str, value_of: dict[int, int], fits: list[Fit]) -> list[str]:
+    """Return the result as the lines of a table. value_of: the value of the config key for each size."""
+    what = "batch_size" if key == "batch_size" else "microbatch"
+    lines = [what_jax_takes(target.usable_bytes, digits=4), ""]
+    lines.append(f"{fit.remat_key(config):14} {'largest ' + what:>18} {'needs':>9}  next")
     for one in fits:
         size, needed = (f"{one.largest.size:,}", exact(one.largest.needed_bytes)) if one.largest else ("none", "")
-        if one.following is None:
-            following = "this is the largest possible"
-        else:
-            following = f"{one.following.size:,} {one.following.reason or format_tried(one.following)}"
+        following = "this is the largest possible"
+        if one.following is not None:
+            following = f"{one.following.size:,} {_outcome(one.following)}"
         lines.append(f"{one.remat:14} {size:>18} {needed:>9}  {following}")
     if what == "microbatch":
         found = [(one.remat, value_of[one.largest.size]) for one in fits if one.largest]
-        lines += ["", *(f"config.{sizes.key}={value} with remat {remat}" for remat, value in found)]
-    return "\n".join(lines)
+        lines += ["", *(f"config.{key}={value} with remat {remat}" for remat, value in found)]
+    return lines

@@ -12,6 +12,7 @@ of the fewest whose probabilities sum up to --top_p. The same seed gives the sam
 """
 
 import contextlib
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,9 +22,8 @@ from absl import logging
 
 from jaxpar.command_line import Parser, integer, number
 from jaxpar.errors import UserError, printable
-from jaxpar.use.inference.generate import Completion, Generator
+from jaxpar.use.inference.generate import Generator, Sampling
 from jaxpar.use.inference.load import is_pretrained, load_language_model, load_trained, prepare
-from jaxpar.use.inference.sampling import Sampling
 
 TOGETHER = 16  # prompts of the standard input that are continued at the same time
 
@@ -46,12 +46,6 @@ def print_stream(generator: Generator, prompt: str, max_tokens: int, sampling: S
         _log("the model ended the text at once")
 
 
-def print_completion(completion: Completion, as_json: bool) -> None:
-    """Print a whole continuation."""
-    line = json.dumps(completion._asdict(), ensure_ascii=False) if as_json else completion.prompt + completion.text
-    print(line, flush=True)
-
-
 def _ask(generator: Generator, max_tokens: int, sampling: Sampling) -> None:
     """Ask for prompts in the terminal until the end of the input."""
     _log("Enter a text to continue; Ctrl-D ends.")
@@ -67,17 +61,12 @@ def _ask(generator: Generator, max_tokens: int, sampling: Sampling) -> None:
 
 def groups_of_lines() -> Iterator[list[str]]:
     """Yield the lines of the standard input, TOGETHER at a time."""
-    group: list[str] = []
+    lines = (line.rstrip("\r\n") for line in sys.stdin)
     try:
-        for line in sys.stdin:
-            group.append(line.rstrip("\r\n"))
-            if len(group) == TOGETHER:
-                yield group
-                group = []
+        while group := list(itertools.islice(lines, TOGETHER)):
+            yield group
     except UnicodeDecodeError:
         raise UserError("the standard input is not UTF-8; it must be text in UTF-8") from None
-    if group:
-        yield group
 
 
 def generate(
@@ -95,40 +84,31 @@ def generate(
     is_empty = True
     for group in groups_of_lines() if prompts is None else [list(prompts)]:
         is_empty = False
-        for completion in generator(group, max_tokens, sampling):
-            print_completion(completion, as_json)
+        for one in generator(group, max_tokens, sampling):
+            print(json.dumps(one._asdict(), ensure_ascii=False) if as_json else one.prompt + one.text, flush=True)
     if is_empty:
         raise UserError("the standard input is empty; it must have a prompt in each line")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command line."""
     parser = Parser(__doc__, "jaxpar generate")
-    example = '--workdir=runs/gpt --prompt="a small"'
+    example, add = '--workdir=runs/gpt --prompt="a small"', parser.add_argument
     parser.require("--workdir", example, type=Path, help="workdir of a run, or directory of a GPT-2")
-    parser.add_argument("--prompt", action="append", help="text to continue; repeat it for several texts")
-    parser.add_argument("--max_tokens", type=integer(1), default=100, help="longest continuation (default: 100)")
-    parser.add_argument(
-        "--temperature",
-        type=number("a number of at least 0"),
-        default=0.0,
-        help="divisor of the logits (default: 0, which chooses the most likely token)",
-    )
-    parser.add_argument("--top_k", type=integer(0), default=0, help="number of tokens to draw from (default: 0, all)")
-    parser.add_argument(
-        "--top_p",
-        type=number("a number from 0 to 1", 0, 1),
-        default=1.0,
-        help="draw from the fewest tokens with this probability (default: 1, all)",
-    )
-    parser.add_argument("--seed", type=integer(0), default=0, help="seed of the random numbers (default: 0)")
-    parser.add_argument("--step", type=integer(0), help="step of the checkpoint (default: the best one)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    add("--prompt", action="append", help="text to continue; repeat it for several texts")
+    add("--max_tokens", type=integer(1), default=100, help="longest continuation (default: 100)")
+    temperature = "divisor of the logits (default: 0, which chooses the most likely token)"
+    add("--temperature", type=number("a number of at least 0"), default=0.0, help=temperature)
+    add("--top_k", type=integer(0), default=0, help="number of tokens to draw from (default: 0, all)")
+    top_p = "draw from the fewest tokens with this probability (default: 1, all)"
+    add("--top_p", type=number("a number from 0 to 1", 0, 1), default=1.0, help=top_p)
+    add("--seed", type=integer(0), default=0, help="seed of the random numbers (default: 0)")
+    add("--step", type=integer(0), help="step of the checkpoint (default: the best one)")
+    add("--json", action="store_true", help="print one JSON object a line")
     arguments = parser.parse(argv)
     logging.set_verbosity(logging.FATAL)  # orbax also logs the errors that it raises
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     sampling.check("--")
-    if sampling.is_greedy and (sampling.top_k or sampling.top_p < 1):
+    if sampling.temperature == 0 and (sampling.top_k or sampling.top_p < 1):
         _log("--top_k and --top_p have no effect without --temperature, because the most likely token is chosen")
     workdir: Path = arguments.workdir
     if is_pretrained(workdir):

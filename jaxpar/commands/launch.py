@@ -15,7 +15,6 @@ Exit codes:
   other  the exit code of the process that failed, or 128 + N if signal N killed it
 """
 
-import argparse
 from collections.abc import Sequence
 
 from jaxpar.command_line import BEHIND, Parser, integer
@@ -25,23 +24,16 @@ from jaxpar.launch.place import FLAGS
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit code."""
     signals: list[int] = []
     with forwarded(signals):
-        arguments, rest = _read_arguments(argv)
+        parser = Parser(__doc__, "jaxpar launch", BEHIND)
+        parser.require("--num_processes", "--num_processes=2", type=integer(1), help="number of processes, 1 or more")
+        restarts = "maximum number of restarts after a failure (default: 0)"
+        parser.add_argument("--max_restarts", type=integer(0), default=0, help=restarts)
+        arguments, rest = parser.parse_before_training(argv, "--num_processes=2", FLAGS)
         number = arguments.num_processes
         check_capacity(number)
         gpus = visible_gpus()
         if len(gpus) % number:
             raise UserError(f"--num_processes is {number}; it must divide the number of visible GPUs, {len(gpus)}")
         return run_processes(number, arguments.max_restarts, rest, gpus, signals)
-
-
-def _read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the arguments of the launcher, and those of `jaxpar train`, which follow `--`."""
-    parser = Parser(__doc__, "jaxpar launch", BEHIND)
-    parser.require("--num_processes", "--num_processes=2", type=integer(1), help="number of processes, 1 or more")
-    parser.add_argument(
-        "--max_restarts", type=integer(0), default=0, help="maximum number of restarts after a failure (default: 0)"
-    )
-    return parser.parse_before_training(argv, "--num_processes=2", FLAGS)

@@ -12,17 +12,9 @@ from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxpar.choose import pipedream
 from jaxpar.choose.costs.profile import LayerProfile, read_profile
-from jaxpar.choose.pipedream import (
-    COMMUNICATION_MODELS,
-    MAX_WORK,
-    WORK_PER_SECOND,
-    Level,
-    StagePlan,
-    StageSearch,
-    most_workers,
-    search_work,
-)
+from jaxpar.choose.pipedream import Level, StagePlan
 from jaxpar.command_line import Parser, choice, format_rows, integer, missing, number
 from jaxpar.errors import UserError, format_count
 from jaxpar.files import json_text
@@ -59,7 +51,6 @@ def hierarchy(num_workers: int, bandwidth: float | None, given: list[Level] | No
 
 
 def _as_json(plan: StagePlan) -> str:
-    """Return the plan as a JSON object."""
     time = plan.seconds_per_microbatch
     return json_text(
         {
@@ -73,83 +64,64 @@ def _as_json(plan: StagePlan) -> str:
 
 
 def _as_text(plan: StagePlan, layers: list[LayerProfile]) -> str:
-    """Return the plan as lines: a table of the stages, and the predictions."""
     rows = [("stage", "layers", "replicas", "first layer", "last layer")]
     for index, (first, last, replicas) in enumerate(plan.stages):
         rows.append((str(index), f"{first}-{last}", str(replicas), layers[first].name, layers[last].name))
     time = plan.seconds_per_microbatch
     lines = [format_rows(rows), "", f"time per microbatch   {time:.6g} s"]
     if time:
-        lines += [
-            f"data parallelism      {plan.data_parallel_seconds / time:.3g} times as long",
-            f"model parallelism     {plan.model_parallel_seconds / time:.3g} times as long",
-        ]
-    return "\n".join(
-        [
-            *lines,
-            f"in flight             {format_count(plan.num_in_flight, 'microbatch')} per device of the first stage",
-        ]
-    )
+        lines.append(f"data parallelism      {plan.data_parallel_seconds / time:.3g} times as long")
+        lines.append(f"model parallelism     {plan.model_parallel_seconds / time:.3g} times as long")
+    in_flight = format_count(plan.num_in_flight, "microbatch")
+    return "\n".join([*lines, f"in flight             {in_flight} per device of the first stage"])
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command line."""
     parser = Parser(__doc__, "jaxpar partition")
-    parser.require(
-        "--profile", "--profile=profile.json", type=Path, metavar="FILE.json", help="the profile of the model"
-    )
-    parser.require(
-        "--num_workers", "--num_workers=16", type=integer(1), metavar="N", help="number of workers (devices)"
-    )
-    add = parser.add_argument
+    require, add = parser.require, parser.add_argument
+    require("--profile", "--profile=profile.json", type=Path, metavar="FILE.json", help="the profile of the model")
+    require("--num_workers", "--num_workers=16", type=integer(1), metavar="N", help="number of workers (devices)")
     add("--bandwidth", type=number("at least 1 byte per second", minimum=1), help="bytes per second")
     add("--levels", type=levels, help=f"a hierarchy instead of --bandwidth: {RULE}")
-    add(
-        "--memory_limit",
-        type=number("a non-negative number of bytes"),
-        default=0.0,
-        help="bytes of a worker; 0 (default): no limit",
-    )
-    add(
-        "--communication_model",
-        type=choice(COMMUNICATION_MODELS),
-        metavar="|".join(COMMUNICATION_MODELS),
-        default="ring",
-        help="time of a gradient exchange: of a ring all-reduce (default), or by the formula of PipeDream's paper or "
-        "released code",
-    )
+    limit = number("a non-negative number of bytes")
+    add("--memory_limit", type=limit, default=0.0, help="bytes of a worker; 0 (default): no limit")
+    models = pipedream.COMMUNICATION_MODELS
+    model = "time of a gradient exchange: of a ring all-reduce (default), or by the formula of PipeDream's paper or "
+    model += "released code"
+    add("--communication_model", type=choice(models), metavar="|".join(models), default="ring", help=model)
     add("--straight", action="store_true", help="give every stage one worker")
     add("--no_transfers", action="store_true", help="ignore the transfers of activations and gradients between stages")
     add("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse(argv)
-    layers = read_profile(arguments.profile)
-    chosen_levels = hierarchy(arguments.num_workers, arguments.bandwidth, arguments.levels)
-    if arguments.num_workers > (most := most_workers(len(layers))):
+    layers, num_workers = read_profile(arguments.profile), arguments.num_workers
+    of_layers = format_count(len(layers), "layer")
+    chosen_levels = hierarchy(num_workers, arguments.bandwidth, arguments.levels)
+    if num_workers > (most := pipedream.most_workers(len(layers))):
         raise UserError(
-            f"--num_workers is {arguments.num_workers}; it must be at most {most} for a profile of "
-            f"{format_count(len(layers), 'layer')}, because the search would take too long"
+            f"--num_workers is {num_workers}; it must be at most {most} for a profile of {of_layers}, because the "
+            "search would take too long"
         )
-    work = search_work(len(layers), chosen_levels, has_limit=bool(arguments.memory_limit))
-    if len(chosen_levels) > 1 and work > MAX_WORK:
+    work = pipedream.search_work(len(layers), chosen_levels, has_limit=bool(arguments.memory_limit))
+    if len(chosen_levels) > 1 and work > pipedream.MAX_WORK:
+        seconds, most_seconds = (one / pipedream.WORK_PER_SECOND for one in (work, pipedream.MAX_WORK))
         raise UserError(
-            f"--levels has {len(chosen_levels)} levels; for {format_count(len(layers), 'layer')} and "
-            f"{arguments.num_workers} workers the search would take about {work / WORK_PER_SECOND:,.0f} s, and it must "
-            f"take at most {MAX_WORK / WORK_PER_SECOND:,.0f} s; merge layers, or use fewer workers"
+            f"--levels has {len(chosen_levels)} levels; for {of_layers} and {num_workers} workers the search would "
+            f"take about {seconds:,.0f} s, and it must take at most {most_seconds:,.0f} s; merge layers, or use fewer "
+            "workers"
         )
-    search = StageSearch(
+    plan = pipedream.StageSearch(
         layers,
         chosen_levels,
         model=arguments.communication_model,
         transfers=not arguments.no_transfers,
         straight=arguments.straight,
         memory_limit=arguments.memory_limit or math.inf,
-    )
-    plan = search.find()
+    ).find()
     most_stages = 1 + sum(layer.can_cut for layer in layers[:-1])
-    if plan is None and arguments.straight and most_stages < arguments.num_workers:
+    if plan is None and arguments.straight and most_stages < num_workers:
         raise UserError(
-            f"--num_workers is {arguments.num_workers}; it must be at most {most_stages}, the number of stages that "
-            f"the {format_count(len(layers), 'layer')} can be cut into, with --straight"
+            f"--num_workers is {num_workers}; it must be at most {most_stages}, the number of stages that the "
+            f"{of_layers} can be cut into, with --straight"
         )
     if plan is None:
         raise UserError(f"--memory_limit is {arguments.memory_limit:g}; it must be larger, because no plan fits")

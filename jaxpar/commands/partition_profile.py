@@ -13,37 +13,27 @@ from pathlib import Path
 from jaxpar import cluster as clusters
 from jaxpar.choose.auto import measure_layers
 from jaxpar.choose.costs.layers import TracedLayers
-from jaxpar.choose.costs.profile import LayerProfile, write_profile
+from jaxpar.choose.costs.profile import write_profile
 from jaxpar.choose.stages import until_chosen
 from jaxpar.cluster.gpus import gpu_kinds
 from jaxpar.command_line import check_new_file, choice, format_rows, integer, output_path, writing
-from jaxpar.commands.config_flags import ConfigParser, prepare_config
+from jaxpar.commands.config_flags import ConfigParser
 from jaxpar.errors import UserError, format_bytes
 from jaxpar.run import build
 from jaxpar.run.unused import EFFECTS
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command line."""
     parser = ConfigParser(__doc__, "jaxpar partition profile")
     parser.require("--out", "--out=profile.json", type=output_path, metavar="FILE.json", help="the file to write")
-    add = parser.add_argument
-    add(
-        "--device",
-        type=choice(gpu_kinds(), ignore_case=True),
-        metavar="KIND",
-        help=f"estimate the times on this GPU: {', '.join(gpu_kinds())}",
-    )
-    add(
-        "--microbatch_size",
-        type=integer(1),
-        metavar="B",
-        help="examples of a microbatch (default: config.batch_size divided by the replicas and microbatches)",
-    )
+    add, kinds = parser.add_argument, gpu_kinds()
+    on = f"estimate the times on this GPU: {', '.join(kinds)}"
+    of = "examples of a microbatch (default: config.batch_size divided by the replicas and microbatches)"
+    add("--device", type=choice(kinds, ignore_case=True), metavar="KIND", help=on)
+    add("--microbatch_size", type=integer(1), metavar="B", help=of)
     add("--repeats", type=integer(1), default=10, metavar="N", help="measurements of each layer (default: 10)")
-    arguments, _, config = parser.read(argv, EFFECTS)  # a profile is for any strategy
+    arguments, config = parser.read(argv, EFFECTS)  # a profile is for any strategy
     check_new_file("--out", arguments.out)
-    prepare_config(config)
     with tempfile.TemporaryDirectory() as folder:
         there = clusters.find_cluster()
         stand_in = until_chosen(config, there, build.check_inputs(config, there))
@@ -59,13 +49,8 @@ def main(argv: Sequence[str]) -> None:
         layers = TracedLayers(loaded.problem, gpu).profile(size, config.pipeline.remat)
     with writing("--out", arguments.out):
         write_profile(layers, arguments.out)
-    print(_as_text(layers))
-
-
-def _as_text(layers: list[LayerProfile]) -> str:
-    """Return the profile as a table."""
     rows: list[tuple[str, ...]] = [("layer", "forward", "backward", "output", "stash", "weights")]
     for layer in layers:
         times = (f"{seconds * 1e3:.3g} ms" for seconds in (layer.forward_s, layer.backward_s))
         rows.append((layer.name, *times, *(format_bytes(size) for size in layer[3:6])))
-    return format_rows(rows, right=True)
+    print(format_rows(rows, right=True))

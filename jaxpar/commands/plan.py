@@ -38,31 +38,18 @@ from jaxpar.command_line import check_new_file, integer, output_path, writing
 from jaxpar.commands.config_flags import ConfigParser, load_checked
 from jaxpar.errors import UserError, format_bytes
 from jaxpar.files import write_text
-from jaxpar.inspect.plan_report import (
-    check_strategy_name,
-    cluster_of,
-    describe_plans,
-    find_candidates,
-    make_space,
-    measured_space,
-    verified,
-)
+from jaxpar.inspect import plan_report
 from jaxpar.run.unused import EFFECTS
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command line."""
     parser = ConfigParser(__doc__, "jaxpar plan")
     parser.require("--cluster", "--cluster=h100:8", metavar="FILE|NAME:HOSTSxDEVICES|here", help="the cluster")
     add = parser.add_argument
     add("--verify", type=integer(1), default=0, metavar="N", help="compile the first N, and correct their memory")
     add("--out", type=output_path, metavar="FILE.py", help="write the first one as a config file")
-    add(
-        "--save_cluster",
-        type=output_path,
-        metavar="FILE.toml",
-        help="write the GPUs of --cluster=here as a cluster file",
-    )
+    of_here = "write the GPUs of --cluster=here as a cluster file"
+    add("--save_cluster", type=output_path, metavar="FILE.toml", help=of_here)
     add("--json", action="store_true", help="print all candidates as JSON")
     arguments, overrides = parser.parse_with_overrides(argv)
     begin = time.monotonic()
@@ -73,17 +60,17 @@ def main(argv: Sequence[str]) -> None:
     config = load_checked(arguments.config, overrides, EFFECTS)  # sections: of several strategies
     if arguments.out:
         check_new_file("--out", arguments.out, [".py"], arguments.config)
-    check_strategy_name(config)
+    plan_report.check_strategy_name(config)
     if arguments.cluster == HERE:
-        space = measured_space(config, arguments.save_cluster)
+        space = plan_report.measured_space(config, arguments.save_cluster)
     elif arguments.save_cluster:
         raise UserError(f"--save_cluster is {str(arguments.save_cluster)!r}; it must be unset without --cluster={HERE}")
     else:
-        space = make_space(config, cluster_of(arguments.cluster), target)
+        space = plan_report.make_space(config, plan_report.cluster_of(arguments.cluster), target)
     if not arguments.json:
         print(models.describe_model(config, space.problem.model, space.problem.batch), flush=True)
-    found = find_candidates(space)
-    compiled = verified(found, arguments.verify, space, target) if target else []
+    found = plan_report.find_candidates(space)
+    compiled = plan_report.verified(found, arguments.verify, space, target) if target else []
     corrected = {id(one.predicted): one.corrected for one in compiled}
     found = ranked(corrected.get(id(one), one) for one in found)
     work = report.work_of(space)
@@ -95,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
         print(json.dumps(listed, indent=1))
     elif found[0].fits:
         own = None if config.strategy == AUTO_STRATEGY else predicted(space, config, ratios)
-        print(describe_plans(space, found, work, own, others, time.monotonic() - begin))
+        print(plan_report.describe_plans(space, found, work, own, others, time.monotonic() - begin))
         print(*map(str, compiled), sep="\n", end="\n" if compiled else "")
     best = found[0]
     if not best.fits:

@@ -13,7 +13,7 @@ import contextlib
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,45 +71,38 @@ def predict_file(predictor: Predictor, path: Path, output: Path | None, top_k: i
     if num_truncated:
         longest = trained.info.input_shape[0]
         _log(f"truncated {num_truncated:,} of {number:,} texts, which are longer than {longest} tokens")
-    seconds = time.perf_counter() - begin
-    where = f", in {output}" if output else ""
-    _log(f"predicted {format_count(number, 'example')}{where}, at {number / seconds:,.0f} examples/s")
+    where, rate = f", in {output}" if output else "", number / (time.perf_counter() - begin)
+    _log(f"predicted {format_count(number, 'example')}{where}, at {rate:,.0f} examples/s")
 
 
 def _ask(trained: Trained, top_k: int) -> None:
-    """Read texts in the terminal, and print the prediction for each one, until the end of the input."""
+    """Ask for a text for each column in the terminal, and print the prediction, until the end of the input."""
     model, columns = InferenceModel(trained), text_columns(trained.config)
-    is_words = trained.task.labels is data.Labels.TAGS
     _log("Ctrl-D ends")
-    for texts in prompts(columns):
-        example: Any = texts[0].split() if is_words else texts[0] if len(texts) == 1 else texts
-        try:
-            [prediction] = model.predict([example], top_k=top_k)
-        except UserError as error:
-            _log(f"jaxpar: {error}")
-        else:
-            print(outputs.to_json(prediction), flush=True)
-
-
-def prompts(columns: tuple[str, ...]) -> Iterator[list[str]]:
-    """Yield the texts that the user enters, one for each column, until the end of the input."""
     with contextlib.suppress(EOFError):
         while True:
-            yield [input(f"{name}> ") for name in columns]
+            texts = [input(f"{name}> ") for name in columns]
+            example: Any = texts[0] if len(texts) == 1 else texts
+            if trained.task.labels is data.Labels.TAGS:
+                example = texts[0].split()
+            try:
+                [prediction] = model.predict([example], top_k=top_k)
+                print(outputs.to_json(prediction), flush=True)
+            except UserError as error:
+                _log(f"jaxpar: {error}")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command line."""
     parser = Parser(__doc__, "jaxpar predict")
-    example = "--workdir=runs/quickstart"
-    parser.require("--workdir", example, rule="the workdir of a run", type=Path, help="workdir of a run")
-    parser.add_argument("--input", help="file, or - for a pipe (default: the pipe, or texts that you enter)")
-    parser.add_argument("--output", type=output_path, help="new .csv, .jsonl or .parquet file (default: stdout)")
-    formats = [*INPUT_READERS, "npy"]
-    parser.add_argument("--format", type=choice(formats), help=f"of the input: {', '.join(formats)} (default: by name)")
-    parser.add_argument("--top_k", type=integer(1), default=1, help="number of choices to list (default: 1)")
-    parser.add_argument("--step", type=integer(0), help="step of the checkpoint (default: the best one)")
-    parser.add_argument("--batch_size", type=integer(1), help="examples of a batch (default: that of evaluations)")
+    add, formats = parser.add_argument, [*INPUT_READERS, "npy"]
+    example, rule = "--workdir=runs/quickstart", "the workdir of a run"
+    parser.require("--workdir", example, rule=rule, type=Path, help="workdir of a run")
+    add("--input", help="file, or - for a pipe (default: the pipe, or texts that you enter)")
+    add("--output", type=output_path, help="new .csv, .jsonl or .parquet file (default: stdout)")
+    add("--format", type=choice(formats), help=f"of the input: {', '.join(formats)} (default: by name)")
+    add("--top_k", type=integer(1), default=1, help="number of choices to list (default: 1)")
+    add("--step", type=integer(0), help="step of the checkpoint (default: the best one)")
+    add("--batch_size", type=integer(1), help="examples of a batch (default: that of evaluations)")
     arguments = parser.parse(argv)
     logging.set_verbosity(logging.FATAL)  # orbax also logs the errors that it raises
     try:

@@ -8,29 +8,12 @@ from jaxpar.choose.search.lockstep_search import lockstep_bound, search_lockstep
 from jaxpar.choose.search.search import SearchResult, search
 from jaxpar.command_line import Parser, integer, missing, number, output_path, writing
 from jaxpar.errors import UserError
-from jaxpar.strategies.pipeline.tables.periodic import (
-    CONTINUOUS,
-    continuous_obstacle,
-    fewest_microbatches,
-    periodic_table,
-)
+from jaxpar.strategies.pipeline.tables import periodic, simulate
+from jaxpar.strategies.pipeline.tables import schedule as schedules
+from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS
 from jaxpar.strategies.pipeline.tables.replicated import WITH_REPLICAS, parse_replicas, replicated_table
-from jaxpar.strategies.pipeline.tables.schedule import (
-    MAX_TABLE_SIZE,
-    SCHEDULES,
-    make_table,
-    schedule_obstacle,
-    size_obstacle,
-    unknown_schedule,
-    unrolled_table,
-)
-from jaxpar.strategies.pipeline.tables.simulate import (
-    LARGEST_VALUE,
-    Simulation,
-    Times,
-    simulate_table,
-    steady_bubble_rate,
-)
+from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES
+from jaxpar.strategies.pipeline.tables.simulate import LARGEST_VALUE, Simulation, Times
 from jaxpar.strategies.pipeline.tables.table import Table
 from jaxpar.strategies.pipeline.tables.table_file import is_table_file, read_table, write_table
 
@@ -45,58 +28,36 @@ _time = number(f"a time between 0 and {LARGEST_VALUE:g}", maximum=LARGEST_VALUE)
 def schedule_parser(description: str | None, prog: str) -> Parser:
     """Make a parser for the flags of a schedule and its action times."""
     result = Parser(description, prog)
-    add = result.add_argument
+    add, number_of = result.add_argument, integer(1)
     add("--schedule", help=f"one of {', '.join((*SCHEDULES, *CONTINUOUS))}, or the path of a CSV table")
-    add("--num_stages", type=integer(1), metavar="P", help="number of devices")
+    add("--num_stages", type=number_of, metavar="P", help="number of devices")
     add("--replicas", type=_replicas, help="number of devices of each stage, such as 2,1, instead of --num_stages")
-    add("--num_microbatches", type=integer(1), metavar="M", help="number of microbatches")
-    add(
-        "--microbatches_per_batch",
-        type=integer(1),
-        metavar="M",
-        help="for a schedule without flush: number of microbatches of a batch (default: the fewest possible)",
-    )
-    add(
-        "--num_chunks",
-        type=integer(1),
-        metavar="V",
-        help="stages per device (default: the number that the schedule defines)",
-    )
+    add("--num_microbatches", type=number_of, metavar="M", help="number of microbatches")
+    per_batch = "for a schedule without flush: number of microbatches of a batch (default: the fewest possible)"
+    add("--microbatches_per_batch", type=number_of, metavar="M", help=per_batch)
+    chunks = "stages per device (default: the number that the schedule defines)"
+    add("--num_chunks", type=number_of, metavar="V", help=chunks)
     for kind, action in (("forward", "F"), ("backward", "B, without W,"), ("weight", "W")):
-        add(
-            f"--{kind}",
-            type=_times,
-            default="1",
-            help=f"time of {action} for one microbatch on one device, or one time per device: 1,1.5,1 (default: 1)",
-        )
+        times = f"time of {action} for one microbatch on one device, or one time per device: 1,1.5,1 (default: 1)"
+        add(f"--{kind}", type=_times, default="1", help=times)
     add("--communication", type=_time, default="0", help="time to send a result to another device (default: 0)")
     add("--auto", action="store_true", help="search for a fast schedule within --memory_limit")
     add("--objective", choices=OBJECTIVES, help="with --auto: the metric to minimize (default: cost)")
-    add(
-        "--memory_limit",
-        type=number("a non-negative number"),
-        help="with --auto: maximum number of microbatches on a device between F and W (default: --num_stages)",
-    )
-    add(
-        "--weight_memory",
-        type=number("a number between 0 and 1", maximum=1),
-        help="with --auto: fraction of a microbatch's memory that is held between B and W, from 0 to 1 (default: 1)",
-    )
+    limit = "with --auto: maximum number of microbatches on a device between F and W (default: --num_stages)"
+    add("--memory_limit", type=number("a non-negative number"), help=limit)
+    share = "with --auto: fraction of a microbatch's memory that is held between B and W, from 0 to 1 (default: 1)"
+    add("--weight_memory", type=number("a number between 0 and 1", maximum=1), help=share)
     add("--save", type=output_path, metavar="FILE.csv", help="write the table to this file")
     return result
 
 
 def find_schedule(arguments: argparse.Namespace) -> tuple[SearchResult, Simulation]:
-    """Return the schedule that the flags select and its simulation. Write the table to --save if that is set.
-
-    Raises:
-      UserError: a flag is invalid.
-    """
+    """Return the schedule that the flags select and its simulation. Write the table to --save if that is set."""
     times, communication = _flagged_times(arguments), arguments.communication
     try:
         result = _auto(arguments, times, communication) if arguments.auto else _named(arguments)
         _check_devices(times, result.table.num_devices)
-        simulation = simulate_table(result.table, times, communication)
+        simulation = simulate.simulate_table(result.table, times, communication)
         if arguments.save:
             with writing("--save", arguments.save):
                 write_table(result.table, arguments.save)
@@ -105,7 +66,7 @@ def find_schedule(arguments: argparse.Namespace) -> tuple[SearchResult, Simulati
         flag = "num_stages" if name == "num_devices" else name
         if flag == "num_stages" and arguments.replicas:
             listed = ",".join(map(str, arguments.replicas))
-            of = "devices" if sum(arguments.replicas) > MAX_TABLE_SIZE else "stages"
+            of = "devices" if sum(arguments.replicas) > schedules.MAX_TABLE_SIZE else "stages"
             number, _, rule = rest.partition("; it must ")
             raise UserError(f"--replicas is {listed}, whose number of {of} {number}; it must {rule}") from error
         raise UserError(f"--{flag}{space}{rest}" if flag in vars(arguments) else str(error)) from error
@@ -114,8 +75,10 @@ def find_schedule(arguments: argparse.Namespace) -> tuple[SearchResult, Simulati
 
 def steady_bubble(arguments: argparse.Namespace) -> float:
     """Return the bubble rate of a schedule without flush once the pipeline is full. The flags must be valid."""
-    table = periodic_table(arguments.schedule, _devices_of_stages(arguments), _microbatches_per_batch(arguments))
-    return float(steady_bubble_rate(table, _flagged_times(arguments), arguments.communication))
+    table = periodic.periodic_table(
+        arguments.schedule, _devices_of_stages(arguments), _microbatches_per_batch(arguments)
+    )
+    return float(simulate.steady_bubble_rate(table, _flagged_times(arguments), arguments.communication))
 
 
 def flagged_bound(arguments: argparse.Namespace, table: Table) -> float:
@@ -130,21 +93,20 @@ def _flagged_times(arguments: argparse.Namespace) -> Times:
 
 
 def _named(arguments: argparse.Namespace) -> SearchResult:
+    """Return the table of --schedule."""
     name = arguments.schedule
     if name is None:
         raise UserError("--schedule is missing; it must be a schedule or the path of a CSV table, unless --auto is set")
-    if arguments.objective is not None:
-        raise UserError(f"--objective is {arguments.objective!r}; it must not be set without --auto")
-    for flag in ("memory_limit", "weight_memory"):
-        if getattr(arguments, flag) is not None:
-            raise UserError(f"--{flag} is {getattr(arguments, flag):g}; it must not be set without --auto")
-    if arguments.replicas and name not in {*WITH_REPLICAS, *CONTINUOUS}:
-        raise _refuse_replicas(arguments, f"--schedule={name}")
-    if arguments.microbatches_per_batch and name not in CONTINUOUS:
-        raise _refuse_microbatches_per_batch(arguments, f"--schedule={name}")
-    return SearchResult(
-        Path(name).name, _table_of_file(arguments) if is_table_file(name) else _table_by_name(arguments)
-    )
+    for flag in ("objective", "memory_limit", "weight_memory"):
+        if (value := getattr(arguments, flag)) is not None:
+            shown = f"{value:g}" if isinstance(value, float) else repr(value)
+            raise UserError(f"--{flag} is {shown}; it must not be set without --auto")
+    if name not in {*WITH_REPLICAS, *CONTINUOUS}:
+        _check_no_replicas(arguments, f"--schedule={name}")
+    if name not in CONTINUOUS:
+        _check_no_microbatches_per_batch(arguments, f"--schedule={name}")
+    table = _table_of_file(arguments) if is_table_file(name) else _table_by_name(arguments)
+    return SearchResult(Path(name).name, table)
 
 
 def _table_of_file(arguments: argparse.Namespace) -> Table:
@@ -162,11 +124,11 @@ def _table_of_file(arguments: argparse.Namespace) -> Table:
 def _table_by_name(arguments: argparse.Namespace) -> Table:
     name = arguments.schedule
     if name not in {*SCHEDULES, *CONTINUOUS}:
-        raise ValueError(unknown_schedule("schedule", name))
+        raise ValueError(schedules.unknown_schedule("schedule", name))
     num_devices = sum(arguments.replicas) if arguments.replicas else _required(arguments, "num_stages")
     m = _required(arguments, "num_microbatches")
     v = arguments.num_chunks or (SCHEDULES[name].num_chunks if name in SCHEDULES else 1)
-    if reason := size_obstacle(num_devices, m, v):
+    if reason := schedules.size_obstacle(num_devices, m, v):
         raise ValueError(reason)
     _announce("making and simulating the table", TABLE_SECONDS * num_devices * v * m)
     replicas = _devices_of_stages(arguments)
@@ -178,19 +140,19 @@ def _table_by_name(arguments: argparse.Namespace) -> Table:
         )
     if name in CONTINUOUS:
         per_batch = _microbatches_per_batch(arguments)
-        if reason := continuous_obstacle(name, replicas, num_microbatches=per_batch, num_chunks=v):
+        if reason := periodic.continuous_obstacle(name, replicas, num_microbatches=per_batch, num_chunks=v):
             raise ValueError(reason.replace("num_microbatches", "microbatches_per_batch"))
-        return unrolled_table(name, replicas, per_batch, m)
+        return schedules.unrolled_table(name, replicas, per_batch, m)
     if max(replicas) == 1:
-        return make_table(name, num_devices=len(replicas), num_microbatches=m, num_chunks=v)
-    if reason := schedule_obstacle(name, num_devices=num_devices, num_microbatches=m, num_chunks=v):
+        return schedules.make_table(name, num_devices=len(replicas), num_microbatches=m, num_chunks=v)
+    if reason := schedules.schedule_obstacle(name, num_devices=num_devices, num_microbatches=m, num_chunks=v):
         raise ValueError(reason)
     return replicated_table(name, replicas, m)
 
 
 def _microbatches_per_batch(arguments: argparse.Namespace) -> int:
     number: int | None = arguments.microbatches_per_batch
-    return number or fewest_microbatches(arguments.schedule, _devices_of_stages(arguments))
+    return number or periodic.fewest_microbatches(arguments.schedule, _devices_of_stages(arguments))
 
 
 def _devices_of_stages(arguments: argparse.Namespace) -> tuple[int, ...]:
@@ -203,27 +165,28 @@ def _devices_of_stages(arguments: argparse.Namespace) -> tuple[int, ...]:
     return replicas
 
 
-def _refuse_microbatches_per_batch(arguments: argparse.Namespace, without: str) -> UserError:
-    return UserError(
-        f"--microbatches_per_batch is {arguments.microbatches_per_batch}; it must not be set with {without}, only with "
-        f"one of {', '.join(CONTINUOUS)}"
-    )
+def _check_no_microbatches_per_batch(arguments: argparse.Namespace, without: str) -> None:
+    if number := arguments.microbatches_per_batch:
+        raise UserError(
+            f"--microbatches_per_batch is {number}; it must not be set with {without}, only with one of "
+            f"{', '.join(CONTINUOUS)}"
+        )
 
 
-def _refuse_replicas(arguments: argparse.Namespace, without: str) -> UserError:
-    listed, allowed = ",".join(map(str, arguments.replicas)), ", ".join((*WITH_REPLICAS, *CONTINUOUS))
-    return UserError(f"--replicas is {listed}; it must not be set with {without}, only with one of {allowed}")
+def _check_no_replicas(arguments: argparse.Namespace, without: str) -> None:
+    if arguments.replicas:
+        listed, allowed = ",".join(map(str, arguments.replicas)), ", ".join((*WITH_REPLICAS, *CONTINUOUS))
+        raise UserError(f"--replicas is {listed}; it must not be set with {without}, only with one of {allowed}")
 
 
 def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> SearchResult:
+    """Return the best table that a search finds, with one or two chunks unless --num_chunks is set."""
     if arguments.schedule is not None:
         raise UserError(
             f"--schedule is {arguments.schedule!r}; it must not be set with --auto, which searches for a schedule"
         )
-    if arguments.replicas:
-        raise _refuse_replicas(arguments, "--auto")
-    if arguments.microbatches_per_batch:
-        raise _refuse_microbatches_per_batch(arguments, "--auto")
+    _check_no_replicas(arguments, "--auto")
+    _check_no_microbatches_per_batch(arguments, "--auto")
     num_stages, num_microbatches = _required(arguments, "num_stages"), _required(arguments, "num_microbatches")
     _check_devices(times, num_stages)
     limit, weight_memory = _limits(arguments)
@@ -231,7 +194,7 @@ def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> 
     searches = search_lockstep if is_lockstep else search
     numbers_of_chunks = (1, 2) if arguments.num_chunks is None else (arguments.num_chunks,)
     for num_chunks in numbers_of_chunks:
-        if reason := size_obstacle(num_stages, num_microbatches, num_chunks):
+        if reason := schedules.size_obstacle(num_stages, num_microbatches, num_chunks):
             raise ValueError(reason)
     _announce("searching", SEARCH_SECONDS * num_stages * num_microbatches)
     candidates: list[tuple[float, int, SearchResult]] = []
@@ -240,10 +203,10 @@ def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> 
         try:
             result = searches(times, communication, limit, *sizes, weight_memory=weight_memory)
         except ValueError:
-            if not candidates and (num_chunks == 2 or arguments.num_chunks is not None):
+            if not candidates and num_chunks == numbers_of_chunks[-1]:
                 raise
             continue
-        simulation = simulate_table(result.table, times, communication)
+        simulation = simulate.simulate_table(result.table, times, communication)
         candidates.append((simulation.lockstep if is_lockstep else simulation.cost, num_chunks, result))
     return min(candidates)[-1]
 
@@ -271,9 +234,8 @@ def _required(arguments: argparse.Namespace, flag: str) -> int:
 def _check_devices(times: Times, num_devices: int) -> None:
     for flag, of_devices in times._asdict().items():
         if isinstance(of_devices, list) and len(of_devices) != num_devices:
-            raise UserError(
-                f"--{flag} has {len(of_devices)} times; it must have one, or one per device ({num_devices})"
-            )
+            number = len(of_devices)
+            raise UserError(f"--{flag} has {number} times; it must have one, or one per device ({num_devices})")
 
 
 def _replicas(text: str) -> tuple[int, ...]:

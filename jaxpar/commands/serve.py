@@ -14,9 +14,9 @@ import re
 import signal
 import socket
 import time
+from argparse import Namespace
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from absl import logging
 
@@ -24,8 +24,6 @@ from jaxpar.command_line import Parser, integer, number
 from jaxpar.errors import UserError
 from jaxpar.use.inference.api import InferenceModel
 from jaxpar.use.inference.load import load_trained, prepare
-
-LARGEST_PORT = 65535
 
 
 def _log(line: str) -> None:
@@ -60,30 +58,20 @@ def _free_port(host: str, port: int) -> Iterator[None]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command line."""
     parser = Parser(__doc__, "jaxpar serve")
     parser.require("--workdir", "--workdir=runs/quickstart", rule="the workdir of a run", type=Path, help="of a run")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
-    parser.add_argument("--port", type=integer(0), default=8000, help="port to listen on; 0: any (default: 8000)")
-    parser.add_argument(
-        "--allowed_hosts", default="", help="other names by which browsers reach it: a.example,b.example"
-    )
-    parser.add_argument("--step", type=integer(0), help="step of the checkpoint (default: the best one)")
-    parser.add_argument("--max_body", type=integer(1), default=2**20, help="bytes of a request (default: 1,048,576)")
-    parser.add_argument(
-        "--max_length", type=integer(1), default=100_000, help="characters of a text (default: 100,000)"
-    )
-    parser.add_argument("--max_queue", type=integer(1), default=1024, help="texts that can wait (default: 1,024)")
-    parser.add_argument("--max_tokens", type=integer(1), default=1024, help="longest continuation (default: 1,024)")
-    parser.add_argument(
-        "--max_seconds",
-        type=number("at least 0.1", 0.1),
-        default=20,
-        help="seconds in which the head of a request arrives, and then its body (default: 20)",
-    )
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
+    add("--port", type=integer(0, 65535), default=8000, help="port to listen on; 0: any (default: 8000)")
+    add("--allowed_hosts", default="", help="other names by which browsers reach it: a.example,b.example")
+    add("--step", type=integer(0), help="step of the checkpoint (default: the best one)")
+    add("--max_body", type=integer(1), default=2**20, help="bytes of a request (default: 1,048,576)")
+    add("--max_length", type=integer(1), default=100_000, help="characters of a text (default: 100,000)")
+    add("--max_queue", type=integer(1), default=1024, help="texts that can wait (default: 1,024)")
+    add("--max_tokens", type=integer(1), default=1024, help="longest continuation (default: 1,024)")
+    seconds = "seconds in which the head of a request arrives, and then its body (default: 20)"
+    add("--max_seconds", type=number("at least 0.1", 0.1), default=20, help=seconds)
     arguments = parser.parse(argv)
-    if arguments.port > LARGEST_PORT:
-        raise UserError(f"--port is {arguments.port}; it must be at most {LARGEST_PORT}")
     allowed = [host.strip().strip("[]") for host in arguments.allowed_hosts.split(",") if host.strip()]
     for host in allowed:
         if re.search(r"[/@*\s]|^[^:]*:[^:]*$", host):
@@ -97,33 +85,32 @@ def main(argv: Sequence[str]) -> None:
                 "'jaxpar[serve]')"
             )
     logging.set_verbosity(logging.FATAL)  # orbax also logs the errors that it raises
-    limits = {
-        "body_bytes": arguments.max_body,
-        "characters": arguments.max_length,
-        "waiting": arguments.max_queue,
-        "tokens": arguments.max_tokens,
-        "seconds": arguments.max_seconds,
-    }
-    serve(arguments.workdir, arguments.step, arguments.host, arguments.port, allowed, limits)
+    serve(arguments, allowed)
 
 
-def serve(
-    workdir: Path, step: int | None, host: str, port: int, allowed_hosts: Collection[str], limits: dict[str, Any]
-) -> None:
-    """Serve until a signal ends the service. limits: fields of `Limits`."""
+def serve(arguments: Namespace, allowed_hosts: Collection[str]) -> None:
+    """Serve until a signal ends the service."""
     from jaxpar.use.serve.app import Service
-    from jaxpar.use.serve.body import Limits
+    from jaxpar.use.serve.guard import Limits
     from jaxpar.use.serve.server import BACKLOG, DrainingServer
 
+    workdir, host, port, seconds = arguments.workdir, arguments.host, arguments.port, arguments.max_seconds
     prepare(workdir)
-    trained = load_trained(workdir, step, log=_log)
-    service = Service(InferenceModel(trained), Limits(**limits))
+    trained = load_trained(workdir, arguments.step, log=_log)
+    limits = Limits(
+        body_bytes=arguments.max_body,
+        seconds=seconds,
+        characters=arguments.max_length,
+        waiting=arguments.max_queue,
+        tokens=arguments.max_tokens,
+    )
+    service = Service(InferenceModel(trained), limits)
     with bind(host, port) as bound:
         _log(f"model     step {trained.step:,} of {workdir}")
         begin = time.perf_counter()
         service.warm_up()
         _log(f"compiled  all usual programs in {time.perf_counter() - begin:.1f} s")
-        server = DrainingServer(service.app(host, allowed_hosts), bound, service.headers, limits["seconds"])
+        server = DrainingServer(service.app(host, allowed_hosts), bound, service.headers, seconds)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
         with _free_port(host, port):

@@ -26,20 +26,10 @@ from collections.abc import Sequence
 from jaxpar.commands import schedule_flags as options
 from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS
 
-_METRICS = (
-    "makespan",
-    "cost",
-    "bubble_rate",
-    "lockstep",
-    "idle",
-    "idle_in_span",
-    "peak_in_flight",
-    "peak_stashed",
-)
+_METRICS = ("makespan", "cost", "bubble_rate", "lockstep", "idle", "idle_in_span", "peak_in_flight", "peak_stashed")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command line."""
     parser = options.schedule_parser(__doc__, "jaxpar simulate")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse(argv)

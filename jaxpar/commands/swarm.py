@@ -29,8 +29,14 @@ UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit code."""
-    arguments, rest = _read_arguments(argv)
+    parser = Parser(__doc__, "jaxpar swarm", BEHIND)
+    parser.add_argument("--peers", type=integer(1), default=6, help="number of peers (default: 6)")
+    parser.add_argument("--stages", type=integer(1), default=3, help="number of stages (default: 3)")
+    period = "kill a random peer after this time, such as 20s, once all are present (default: 0)"
+    parser.add_argument("--kill_every", type=duration, default=0.0, help=period)
+    parser.add_argument("--seed", type=integer(0), help="seed of the random kills (default: a different one each time)")
+    reserved = [f"config.{key}" for key in ("strategy", "swarm.mode", "swarm.peers", "swarm.stages")]
+    arguments, rest = parser.parse_before_training(argv, "--peers=6 --stages=3", reserved)
     if arguments.peers < arguments.stages:
         raise UserError(f"--peers is {arguments.peers}; it must be at least {arguments.stages}, as --stages")
     try:
@@ -54,22 +60,6 @@ def main(argv: Sequence[str]) -> int:
         if view.step:
             screen.write(f"swarm     {view.summary}")
     return code
-
-
-def _read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the arguments of this command, and those of `jaxpar train`, which follow `--`."""
-    parser = Parser(__doc__, "jaxpar swarm", BEHIND)
-    parser.add_argument("--peers", type=integer(1), default=6, help="number of peers (default: 6)")
-    parser.add_argument("--stages", type=integer(1), default=3, help="number of stages (default: 3)")
-    parser.add_argument(
-        "--kill_every",
-        type=duration,
-        default=0.0,
-        help="kill a random peer after this time, such as 20s, once all are present (default: 0)",
-    )
-    parser.add_argument("--seed", type=integer(0), help="seed of the random kills (default: a different one each time)")
-    reserved = [f"config.{key}" for key in ("strategy", "swarm.mode", "swarm.peers", "swarm.stages")]
-    return parser.parse_before_training(argv, "--peers=6 --stages=3", reserved)
 
 
 def duration(text: str) -> float:
@@ -105,14 +95,7 @@ class PeerKiller:
     """
 
     def __init__(self, period: float, num_peers: int, rng: random.Random, write_line: Callable[[str], None]) -> None:
-        """Kill nothing yet.
-
-        Args:
-          period: seconds.
-          num_peers: number of peers that must be present.
-          rng: chooses the peers.
-          write_line: called with a line for each one.
-        """
+        """Kill nothing yet. period: seconds. num_peers: that must be present. write_line: reports each kill."""
         self._period, self._num_peers, self._rng, self._write_line = period, num_peers, rng, write_line
         self._processes: dict[int, int] = {}  # of this machine, by peer
         self._present = set[int]()  # peers, on all machines

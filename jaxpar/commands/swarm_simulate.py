@@ -42,7 +42,6 @@ _READ = {
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the report."""
     arguments = read_flags(argv)
     lines, metrics = REPORTS[arguments.report](arguments)
     print(json.dumps(metrics) if arguments.json else "\n".join(lines))
@@ -50,55 +49,42 @@ def main(argv: Sequence[str]) -> None:
 
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     """Return the flags, and as `is_published`, whether all but the seed define the swarm of the published results."""
-    parser = _parser()
-    arguments = parser.parse(argv)
-    _check_flags(arguments, parser)
-    of_swarm = set(_READ["rebalancing"]) - {"seed", "make_trace", "rebalance_seconds", "rule", "out"}
-    arguments.is_published = all(getattr(arguments, name) == parser.get_default(name) for name in of_swarm)
-    return arguments
-
-
-def _parser() -> Parser:
-    """Return the flags."""
     parser = Parser(__doc__, "jaxpar swarm simulate")
+    add = parser.add_argument
     positive = number("finite and greater than 0", minimum=1e-12)
+    share = number("between 0 and 1", maximum=1)
     seconds = number("between 1 and 1000000000", minimum=1, maximum=1e9)
     hours = number("between 0.01 and 1000000", minimum=0.01, maximum=1e6)
-    parser.add_argument("--report", type=choice(REPORTS), default="rebalancing")
-    parser.add_argument("--peers", default="400", help="number of equal peers, or a file of peers")
-    parser.add_argument("--stages", type=integer(1), default=4, help="number of stages")
-    parser.add_argument("--trace", type=Path, help="file of the trace")
-    parser.add_argument("--make_trace", type=output_path, metavar="FILE", help="file to write the generated trace to")
-    parser.add_argument("--scenario", type=Path, help="file of the scenario to replay")
-    parser.add_argument("--hours", type=hours, default=16.0, help="length of the run")
-    parser.add_argument("--lifetime", type=hours, default=24.0, help="mean hours that a peer stays")
-    parser.add_argument("--rejoin", type=hours, default=4.0, help="mean hours until it joins again")
-    parser.add_argument("--groups", type=integer(1), default=4, help="groups of peers that are preempted together")
-    parser.add_argument("--group_lifetime", type=hours, default=6.0, help="mean hours between their preemptions")
-    parser.add_argument(
-        "--group_share", type=number("between 0 and 1", maximum=1), default=0.7, help="fraction that is preempted"
-    )
-    parser.add_argument("--seed", type=integer(0), default=0, help="seed of the generated trace")
-    parser.add_argument("--rebalance_seconds", type=seconds, help="the only period to compare with none")
-    parser.add_argument("--rule", type=choice(REBALANCING_RULES), help="the only rule to compare")
-    parser.add_argument("--bandwidth", type=positive, default=200.0, help="of each equal peer, in Mb/s")
-    parser.add_argument("--state_bytes", type=positive, default=1e9, help="parameters and optimizer state of a stage")
-    parser.add_argument("--forward", type=positive, default=0.1, help="seconds of a forward pass at speed 1")
-    parser.add_argument("--backward", type=positive, default=0.3, help="seconds of a backward pass, which recomputes")
-    parser.add_argument("--activation_bytes", type=positive, default=1e6, help="bytes between two stages")
-    parser.add_argument("--num_microbatches", type=integer(1), default=64, help="in a global batch, for latency")
-    parser.add_argument("--out", type=output_path, metavar="FILE.{png,svg}", help="picture of the load of the stages")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
-
-
-def _check_flags(arguments: argparse.Namespace, parser: Parser) -> None:
-    """Raise UserError for a flag that the report does not read, or a trace from a file does not."""
-    read = _READ[arguments.report]
-    for name, value in vars(arguments).items():
-        if value == parser.get_default(name) or name in ("report", "json"):
-            continue
-        if name not in read:
+    add("--report", type=choice(REPORTS), default="rebalancing")
+    add("--peers", default="400", help="number of equal peers, or a file of peers")
+    add("--stages", type=integer(1), default=4, help="number of stages")
+    add("--trace", type=Path, help="file of the trace")
+    add("--make_trace", type=output_path, metavar="FILE", help="file to write the generated trace to")
+    add("--scenario", type=Path, help="file of the scenario to replay")
+    add("--hours", type=hours, default=16.0, help="length of the run")
+    add("--lifetime", type=hours, default=24.0, help="mean hours that a peer stays")
+    add("--rejoin", type=hours, default=4.0, help="mean hours until it joins again")
+    add("--groups", type=integer(1), default=4, help="groups of peers that are preempted together")
+    add("--group_lifetime", type=hours, default=6.0, help="mean hours between their preemptions")
+    add("--group_share", type=share, default=0.7, help="fraction that is preempted")
+    add("--seed", type=integer(0), default=0, help="seed of the generated trace")
+    add("--rebalance_seconds", type=seconds, help="the only period to compare with none")
+    add("--rule", type=choice(REBALANCING_RULES), help="the only rule to compare")
+    add("--bandwidth", type=positive, default=200.0, help="of each equal peer, in Mb/s")
+    add("--state_bytes", type=positive, default=1e9, help="parameters and optimizer state of a stage")
+    add("--forward", type=positive, default=0.1, help="seconds of a forward pass at speed 1")
+    add("--backward", type=positive, default=0.3, help="seconds of a backward pass, which recomputes")
+    add("--activation_bytes", type=positive, default=1e6, help="bytes between two stages")
+    add("--num_microbatches", type=integer(1), default=64, help="in a global batch, for latency")
+    add("--out", type=output_path, metavar="FILE.{png,svg}", help="picture of the load of the stages")
+    add("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse(argv)
+    changed = {name: value for name, value in vars(arguments).items() if value != parser.get_default(name)}
+    for name, value in changed.items():
+        if name not in ("report", "json", *_READ[arguments.report]):
             raise UserError(f"--{name} is {value}; it must be left out with --report={arguments.report}")
         if arguments.trace and name in _GENERATED:
             raise UserError(f"--{name} is {value}; it must be left out with --trace")
+    of_swarm = set(_READ["rebalancing"]) - {"seed", "make_trace", "rebalance_seconds", "rule", "out"}
+    arguments.is_published = not of_swarm & changed.keys()
+    return arguments

@@ -30,34 +30,18 @@ from typing import Any
 from absl import flags, logging
 from ml_collections import ConfigDict
 
-from jaxpar import command_line, config_help
+from jaxpar import command_line, config_help, errors
 from jaxpar import config as configs
 from jaxpar.command_line import OVERRIDE
-from jaxpar.errors import (
-    CLOSED,
-    FAILED,
-    STOPPED_CODES,
-    USER_ERROR,
-    TrainingError,
-    UserError,
-    discard,
-    fail,
-    format_count,
-    is_closed_output,
-    is_failure,
-    is_refused,
-    message_of_exit,
-    printable,
-    too_long,
-    unwritten_output,
-)
+from jaxpar.errors import TrainingError, UserError, fail, format_count, printable
 from jaxpar.files import disk_error
 from jaxpar.host_memory import memory_error
 from jaxpar.launch.launcher import end_with_launcher
 from jaxpar.launch.place import FLAGS, command_of, find_place
 from jaxpar.launch.signals import Ending, Interrupt, StoppedEarly
 
-CLOSED_OUTPUT = "the reader of the output has closed it, and the run ended; the existing checkpoints are intact"
+INTACT = "the existing checkpoints are intact"
+CLOSED_OUTPUT = f"the reader of the output has closed it, and the run ended; {INTACT}"
 
 
 def run() -> None:
@@ -69,8 +53,9 @@ def run() -> None:
         if not _has_others():
             raise
         traceback.print_exc()
-        code = FAILED
-    if is_failure(code) and _has_others():  # a normal exit would deadlock: JAX waits for processes waiting for this one
+        code = errors.FAILED
+    if errors.is_failure(code) and _has_others():
+        # A normal exit would deadlock: JAX waits for processes waiting for this one.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -84,9 +69,8 @@ def _has_others() -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit code."""
     if sys.stdout is None:
-        return fail(CLOSED)
+        return fail(errors.CLOSED)
     # Orbax and asyncio log the exceptions that they raise as errors, with tracebacks.
     logging.set_verbosity(logging.FATAL)
     getLogger("asyncio").setLevel(CRITICAL)
@@ -95,32 +79,31 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        return fail(str(error), USER_ERROR)
+        return fail(str(error))
     except TrainingError as error:
-        return fail(str(error), FAILED)
+        return fail(str(error), errors.FAILED)
     except (SystemExit, KeyboardInterrupt) as error:  # raised by a user's file, because signals are handled otherwise
-        return fail(message_of_exit(error))
+        return fail(errors.message_of_exit(error))
     except OSError as error:
-        reason = unwritten_output(error)
-        if reason or is_closed_output(error):
-            discard(sys.stdout)
-        if reason:
-            return fail(f"{reason}; the existing checkpoints are intact")
-        if is_closed_output(error):
+        if reason := errors.unwritten_output(error):
+            errors.discard(sys.stdout)
+            return fail(f"{reason}; {INTACT}")
+        if errors.is_closed_output(error):
+            errors.discard(sys.stdout)
             is_training = any(argument.partition("=")[0] == "--workdir" for argument in argv)
-            return fail(CLOSED_OUTPUT, FAILED) if is_training else FAILED  # silent, as other programs before `head`
-        if reason := too_long(error, argv):
+            # Silent without a run, as other programs before `head`.
+            return fail(CLOSED_OUTPUT, errors.FAILED) if is_training else errors.FAILED
+        if reason := errors.too_long(error, argv):
             return fail(reason)
         if not disk_error(error):
             raise
-        what = f"{error.filename or 'the disk'}: {error.strerror}"
-        return fail(f"{what}; the existing checkpoints are intact", USER_ERROR)
+        return fail(f"{error.filename or 'the disk'}: {error.strerror}; {INTACT}")
     except (MemoryError, RuntimeError) as error:  # JAX raises a RuntimeError
         reason = memory_error(error)
         if reason is None:
             raise
         smaller = "lower config.batch_size or config.data.max_length, or choose a smaller config.model"
-        return fail(f"out of memory ({reason}); {smaller}; the existing checkpoints are intact", USER_ERROR)
+        return fail(f"out of memory ({reason}); {smaller}; {INTACT}")
 
 
 def _main(argv: list[str]) -> int:
@@ -147,19 +130,16 @@ def _main(argv: list[str]) -> int:
         if not values[name].value:
             raise command_line.missing(f"--{name}", command_line.EXAMPLE)
     stopped = values.stopped_exit_code
-    if is_failure(stopped):
-        raise UserError(
-            f"--stopped_exit_code is {stopped}; it must be 0, or {STOPPED_CODES[0]} to {STOPPED_CODES[-1]}, "
-            "because other codes are reserved"
-        )
-    place = {name: values[name].value for name in FLAGS}
+    if errors.is_failure(stopped):
+        codes = f"{errors.STOPPED_CODES[0]} to {errors.STOPPED_CODES[-1]}"
+        raise UserError(f"--stopped_exit_code is {stopped}; it must be 0, or {codes}, because other codes are reserved")
     with Ending(nth=1, code=stopped, text=lambda: _stopped(argv, early=not Interrupt.was_entered)):
         config = configs.load_config(values.config)
         given = configs.override(config, overrides)
         if values.print_config:
             print(config_help.format_flags(config))
             return 0
-        return _train(config, given, Path(values.workdir), place, argv, stopped)
+        return _train(config, given, values, argv)
 
 
 def _flags() -> flags.FlagValues:
@@ -182,32 +162,25 @@ def _help() -> str:
     return f"{text}\n{config_help.describe_overview()}"
 
 
-def _train(
-    config: ConfigDict,
-    given: set[str],
-    workdir: Path,
-    place: dict[str, str | int | None],
-    argv: list[str],
-    stopped_exit_code: int,
-) -> int:
+def _train(config: ConfigDict, given: set[str], values: flags.FlagValues, argv: list[str]) -> int:
     # Imported late, because JAX must be configured before it is used and --help does not need it.
     from jaxpar import data, tasks, training
     from jaxpar.core import mesh
     from jaxpar.launch import processes
 
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
-    found = find_place(place)
+    workdir, found = Path(values.workdir), find_place({name: values[name].value for name in FLAGS})
     if mesh.sends_between_cpus(config):
         processes.listen_for_arrays(found, config.mesh.virtual_cpu_devices)
     processes.meet_processes(found)
     try:
         result = training.train_config(config, workdir, Interrupt(), given=given)
     except training.Stopped as stopped:
-        print(printable(f"{stopped}\n{_resume(argv)}", keep="\n"), flush=True)
-        return stopped_exit_code
+        print(printable(f"{stopped}\nresume    {resume_command(argv)}", keep="\n"), flush=True)
+        return int(values.stopped_exit_code)
     except StoppedEarly:
         print(_stopped(argv, early=True), flush=True)
-        return stopped_exit_code
+        return int(values.stopped_exit_code)
     closing = _closing(result, workdir, tasks.find_task(config).headline, changes_to_try(config))
     print(printable(closing, keep="\n"), flush=True)
     return 0
@@ -216,11 +189,7 @@ def _train(
 def _stopped(argv: Sequence[str], *, early: bool) -> str:
     """Return the lines to print if a signal stopped the run outside the training loop, with nothing to save."""
     when = "before the first step" if early else "after the last step, before the result was written"
-    return f"stopped {when}\n{_resume(argv)}"
-
-
-def _resume(argv: Sequence[str]) -> str:
-    return f"resume    {resume_command(argv)}"
+    return f"stopped {when}\nresume    {resume_command(argv)}"
 
 
 def resume_command(argv: Sequence[str]) -> str:
@@ -235,7 +204,7 @@ def changes_to_try(config: ConfigDict) -> list[str]:
     flags, found = [], cluster.find_cluster()
     other = config.copy_and_resolve_references()
     other.strategy = "data_parallel" if config.strategy == "single" else "single"
-    if found.num_devices > 1 and not is_refused(strategies.decide, other, found):
+    if found.num_devices > 1 and not errors.is_refused(strategies.decide, other, found):
         flags.append(f"--config.strategy={other.strategy}")
     if (config.model.name, config.model.size, config.model.init_from) == ("bert", "tiny", ""):
         flags.append("--config.model.size=mini")
@@ -243,24 +212,9 @@ def changes_to_try(config: ConfigDict) -> list[str]:
 
 
 def _closing(result: Mapping[str, Any], workdir: Path, headline: str, changes: Sequence[str]) -> str:
-    """Return the lines to print at the end of a run.
-
-    Args:
-      result: the contents of result.json.
-      workdir: directory of the run.
-      headline: format string of the task's main metric.
-      changes: flags to try next.
-    """
+    """Return the lines to print at the end of a run. headline: of the task. changes: flags to try next."""
     reached = headline.format(**result) if "test_loss" in result else "finished"
-    left = (
-        "result.json",
-        "report.html",
-        "metrics.jsonl",
-        "curves.png",
-        "confusion.png",
-        "checkpoints/",
-        "tensorboard/",
-    )
+    left = "result.json", "report.html", "metrics.jsonl", "curves.png", "confusion.png", "checkpoints/", "tensorboard/"
     results = ", ".join(name for name in left if (workdir / name).exists())
     rate = f", {result['examples_per_second']:,.0f} examples/s" if "examples_per_second" in result else ""
     first = f"try {' or '.join(changes)} with a new --workdir;\n          " if changes else ""

@@ -25,9 +25,8 @@ from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.data import DataInfo
 from jaxpar.errors import exit_code
 from jaxpar.measure.timing import seconds_in_turn
-from jaxpar.use.inference.generate import Generator, Request
+from jaxpar.use.inference.generate import Generator, Request, Sampling
 from jaxpar.use.inference.load import Trained
-from jaxpar.use.inference.sampling import Sampling
 
 WORDS, MORE = 5000, 33  # tokens of the vocabulary, and of a long continuation
 

@@ -617,9 +617,9 @@ def test_compiled_candidates_are_corrected(
         large = found[0]._replace(costs=found[0].costs._replace(nbytes=2 * space.usable_bytes), fits=False)
         return [planning.Verified(found[0], large, 0.5)]
 
-    monkeypatch.setattr(command, "verified", verified)
+    monkeypatch.setattr(planning, "verified", verified)
     monkeypatch.setattr(command, "find_target", lambda *_: Target(H100, [], 70e9, 50e9))
-    monkeypatch.setattr(command, "cluster_of", lambda *_: H100)
+    monkeypatch.setattr(planning, "cluster_of", lambda *_: H100)
     out, config = tmp_path / "best.py", (*PERCEPTRON, "--config.batch_size=16")
     assert run_script(monkeypatch, command, *config, "--cluster=h100:2x8", "--verify=1", f"--out={out}", "--json") == 0
     listed = json.loads(capsys.readouterr().out)
@@ -629,7 +629,7 @@ def test_compiled_candidates_are_corrected(
 
 
 def test_nothing_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command, "cluster_of", lambda *_: replace(H100, memory_bytes=1000))
+    monkeypatch.setattr(planning, "cluster_of", lambda *_: replace(H100, memory_bytes=1000))
     config = (*PERCEPTRON, "--config.batch_size=16")
     out, message = script_error(monkeypatch, capsys, command, *config, "--cluster=h100:2x8")
     assert out.startswith("mlp of size tiny, but config.model has hidden_size=16 (not 128), layers embed .. ")

@@ -17,12 +17,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from jaxpar import checkpoint
 from jaxpar import config as configs
 from jaxpar.commands import export as command
+from jaxpar.commands.export import completed
 from jaxpar.data import DataInfo, read_info, write_info
 from jaxpar.errors import UserError
 from jaxpar.models import Model, build, hf
 from jaxpar.use.export import hugging_face
 from jaxpar.use.export.hugging_face import save_directory
-from jaxpar.use.export.output import completed
 from tests.models.small import CPU, LLAMA, fast_jit, make_params, small_config
 from tests.runs import script_error
 
@@ -55,7 +55,7 @@ def load(name: str, directory: Path | None = None, **overrides: Any) -> tuple[Mo
 
 
 def export(params: Any, config: ConfigDict, tokenizer: Path, out: Path, info: DataInfo | None = None) -> None:
-    with completed(out, is_directory=True) as directory:
+    with completed(out, "directory") as directory:
         save_directory(params, config, info or info_of(config), tokenizer, directory)
 
 

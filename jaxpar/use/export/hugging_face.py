@@ -7,7 +7,7 @@ the encoder, the pooling and the classifier as a linear map, whose output is the
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,25 +38,16 @@ class Equivalent(NamedTuple):
     kind: str  # its model_type, a key of FAMILIES
     family: Family  # the entry of FAMILIES
     spec: Spec  # the resolved options of the model
-    task: Task  # the task of the model
+    task: Task
     is_mean: bool  # whether it pools by the mean, which needs `sentence-transformers`
     is_tied: bool = True  # whether the head of a language model is the token embedding
     rope_scaling: str | None = None  # config.model.rope_scaling
 
 
 def save_directory(params: Params, config: ConfigDict, info: DataInfo, tokenizer: Path, directory: Path) -> None:
-    """Write trained parameters to a directory that Hugging Face libraries can load, with the tokenizer.
+    """Write canonical parameters and the tokenizer.json to an empty directory that Hugging Face libraries can load.
 
-    Args:
-      params: canonical parameters.
-      config: config of the run.
-      info: properties of the data set of the run.
-      tokenizer: path of a tokenizer.json.
-      directory: an empty directory.
-
-    Raises:
-      UserError: no library has an equivalent model, or the run has no tokenizer.
-      OSError, SafetensorError: a file cannot be written.
+    Raises UserError if no library has an equivalent model, or the run has no tokenizer.
     """
     model = find_equivalent(config, info)
     if not tokenizer.is_file():
@@ -78,12 +69,10 @@ def save_directory(params: Params, config: ConfigDict, info: DataInfo, tokenizer
 
 def find_equivalent(config: ConfigDict, info: DataInfo) -> Equivalent:
     """Return the Hugging Face model that computes the same. Raises UserError if there is none."""
-    known = list(dict.fromkeys(family.model for family in FAMILIES.values()))
-    if config.model.name not in known:
-        raise UserError(
-            f"config.model.name is {config.model.name!r}; for an export to Hugging Face it must be one of "
-            f"{', '.join(known)}"
-        )
+    name, known = config.model.name, dict.fromkeys(family.model for family in FAMILIES.values())
+    if name not in known:
+        one_of = f"one of {', '.join(known)}"
+        raise UserError(f"config.model.name is {name!r}; for an export to Hugging Face it must be {one_of}")
     check_blocks(config)
     if config.model.name == "bert":
         task, spec, pooling = bert.resolve(config, info)
@@ -129,7 +118,8 @@ def _settings(model: Equivalent, info: DataInfo) -> dict[str, Any]:
     settings[family.keys["activation"]] = family.activations[spec.activation]
     rates = {rate: spec.dropout for rate, default in family.rates.items() if default is not None}
     settings |= {**family.fixed, **rates, family.unapplied: 0.0}
-    settings |= {"model_type": model.kind, "architectures": [_class(model)]}
+    architecture = "BertModel" if model.is_mean else family.classes[model.task.head]
+    settings |= {"model_type": model.kind, "architectures": [architecture]}
     if model.kind != "bert":
         settings |= {"bos_token_id": None, "eos_token_id": None}
     if spec.positions == "rotary":
@@ -144,10 +134,6 @@ def _settings(model: Equivalent, info: DataInfo) -> dict[str, Any]:
     # The classifiers of GPT-2 and Llama use the padding token to find the last token of a text.
     settings["pad_token_id"] = info.pad_id if model.task.head != "causal_lm" else None
     return settings
-
-
-def _class(model: Equivalent) -> str:
-    return "BertModel" if model.is_mean else model.family.classes[model.task.head]
 
 
 def _tensors(params: Params, model: Equivalent) -> Iterator[tuple[str, np.ndarray]]:
@@ -184,9 +170,8 @@ def _save_shards(tensors: Iterator[tuple[str, np.ndarray]], directory: Path) -> 
     if len(shards) > 1:
         files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        _write_json(
-            directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places}
-        )
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        _write_json(directory / "model.safetensors.index.json", index)
     for number, file in enumerate(files, start=1):
         (directory / f"{number}.safetensors").rename(directory / file)
 
@@ -200,17 +185,14 @@ def _save_modules(tensors: dict[str, np.ndarray], info: DataInfo, directory: Pat
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
         for index, (name, path) in enumerate(zip(MODULES, paths, strict=True))
     ]
-    (directory / "modules.json").write_text(json.dumps(entries, indent=2) + "\n")
+    _write_json(directory / "modules.json", entries)
     loading = {"max_seq_length": info.input_shape[0], "model_args": {"add_pooling_layer": False}}
     _write_json(directory / "sentence_bert_config.json", {**loading, "do_lower_case": False})
     _, pooling, dense = (directory / path for path in paths)
     pooling.mkdir()
-    modes = dict.fromkeys(("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens"), False)
-    modes["mean_tokens"] = True
-    _write_json(
-        pooling / "config.json",
-        {"word_embedding_dimension": D, **{f"pooling_mode_{mode}": is_on for mode, is_on in modes.items()}},
-    )
+    modes = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens")
+    is_on = {f"pooling_mode_{mode}": mode == "mean_tokens" for mode in modes}
+    _write_json(pooling / "config.json", {"word_embedding_dimension": D, **is_on})
     dense.mkdir()
     shape = {"in_features": D, "out_features": C, "bias": True}
     _write_json(dense / "config.json", {**shape, "activation_function": LINEAR})
@@ -235,5 +217,5 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[str, int]]:
     return {use: (choices[0], vocabulary[choices[0]]) for use, choices in present.items() if choices}
 
 
-def _write_json(path: Path, contents: Mapping[str, object]) -> None:
+def _write_json(path: Path, contents: object) -> None:
     path.write_text(json.dumps(contents, indent=2) + "\n")

@@ -40,18 +40,9 @@ class Input(NamedTuple):
 
 
 def save_program(saved: Checkpoint, config: ConfigDict, info: DataInfo, tokenizer: Path, directory: Path) -> None:
-    """Write the program of a trained model to an empty directory.
+    """Write the program of a checkpoint to an empty directory, with the run's tokenizer.json if it exists.
 
-    Args:
-      saved: the checkpoint with the parameters.
-      config: config of the run.
-      info: properties of the data set of the run.
-      tokenizer: path of the run's tokenizer.json, which exists if the run is on texts in files.
-      directory: an empty directory.
-
-    Raises:
-      UserError: the model is a user's own and cannot be computed with symbolic dims.
-      OSError: a file cannot be written.
+    Raises UserError if the model is a user's own and cannot be computed with symbolic dims.
     """
     params = {name: np.asarray(x) for name, x in flatten_dict(saved.tree["params"], sep=".").items()}
     inputs = batch_inputs(config, info)
@@ -68,7 +59,10 @@ def save_program(saved: Checkpoint, config: ConfigDict, info: DataInfo, tokenize
         "step": saved.step,
         "task": config.task,
         "inputs": {name: {"dtype": x.dtype.name, "shape": x.shape} for name, x in inputs.items()},
-        "outputs": [{"dtype": x.dtype.name, "shape": [_dim(size) for size in x.shape]} for x in exported.out_avals],
+        "outputs": [
+            {"dtype": x.dtype.name, "shape": [size if isinstance(size, int) else str(size) for size in x.shape]}
+            for x in exported.out_avals
+        ],
         "max_length": info.input_shape[0] if info.kind == "text" else None,
         "pad_id": info.pad_id if info.kind == "text" else None,
         "class_names": info.class_names,
@@ -122,8 +116,3 @@ def _export(
             f"config.model.name is {config.model.name!r}; its layers must accept a batch and a text of any size: "
             f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         ) from error
-
-
-def _dim(size: Any) -> int | str:
-    """Return a dim, or the name of a symbolic one."""
-    return size if isinstance(size, int) else str(size)

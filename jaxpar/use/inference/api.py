@@ -18,24 +18,19 @@ from jaxpar.data.encoder import Encoder
 from jaxpar.errors import UserError
 from jaxpar.tasks import Prediction
 from jaxpar.use.inference import inputs
-from jaxpar.use.inference.generate import Completion, Generator
+from jaxpar.use.inference.generate import Completion, Generator, Sampling
 from jaxpar.use.inference.load import Trained, load_trained
 from jaxpar.use.inference.predictor import Predictor
-from jaxpar.use.inference.sampling import Sampling
 
 Text = str | Sequence[str]  # a text; a pair of texts; or a list of words
 
 
 class InferenceModel:
-    """A trained model, on the devices at hand.
-
-    Attributes:
-      trained: its parts: step, config, parameters, tokenizer and others.
-    """
+    """A trained model, on the devices at hand."""
 
     def __init__(self, trained: Trained):
         """Use a trained model."""
-        self.trained = trained
+        self.trained = trained  # its parts: step, config, parameters, tokenizer and others
 
     @cached_property
     def predictor(self) -> Predictor:
@@ -97,9 +92,7 @@ class InferenceModel:
         top_p: float = 1.0,
         seed: int = 0,
     ) -> list[Completion]:
-        """Return the continuation of each prompt, in order.
-
-        `generator.stream` yields the pieces of texts as they are computed.
+        """Return the continuation of each prompt, in order. `generator.stream` yields the pieces as they are computed.
 
         Args:
           prompts: one or more texts to continue, all at the same time.

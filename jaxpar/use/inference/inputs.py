@@ -27,7 +27,6 @@ STDIN = Path("/dev/stdin")
 FIRST_WINDOW = 4  # batches of the first window
 WINDOW_CHARACTERS = 2**25  # the most characters in a window
 LINES_SUFFIXES = ("txt", "text")
-NO_LISTS = ("csv", "tsv")  # formats without lists of words
 Item = TypeVar("Item")
 Record = Mapping[str, Any]
 
@@ -40,30 +39,23 @@ class Window(NamedTuple):
 
 
 def input_format(path: Path, given: str | None, trained: Trained, option: str = "--input") -> str:
-    """Return the format of the input: a key of INPUT_READERS, or npy.
+    """Return the format of the input: a key of INPUT_READERS, or npy. It must be one for this kind of model.
 
-    Args:
-      path: the file, or STDIN.
-      given: the format that the user named; None: by the extension of the file, lines for STDIN.
-      trained: the model that will read it.
-      option: the option that named the file, for error messages.
-
-    Raises:
-      UserError: the format is unknown, or not for this kind of model.
+    given: the format that the user named; None: by the extension of the file, lines for STDIN.
+    option: the option that named the file, for error messages.
     """
     kinds = ("npy",) if trained.info.kind != "text" else (*INPUT_READERS,)
     suffixes = [suffix for suffix in path.suffixes if suffix not in DECOMPRESSORS]
     suffix = suffixes[-1].removeprefix(".").lower() if suffixes else ""
     found = given or ("lines" if path == STDIN or suffix in LINES_SUFFIXES else suffix)
     if found not in kinds:
-        name = "--format" if given else option
-        value = given if given else "-" if path == STDIN else path
+        name, value = ("--format", given) if given else (option, "-" if path == STDIN else path)
         possible = ", ".join(kind if kind != "lines" else "lines (txt)" for kind in kinds)
         of = f"{trained.workdir}, whose data is {trained.info.kind}"
         raise UserError(f"{name} is {str(value)!r}; its format must be {possible} for {of}")
     if path == STDIN and found in ("parquet", "npy"):
         raise UserError(f"--input is '-' with the format {found}; it must be a file, because {found} is not a stream")
-    if found in NO_LISTS and trained.task.labels is Labels.TAGS:
+    if found in ("csv", "tsv") and trained.task.labels is Labels.TAGS:
         raise UserError(
             f"{option} is {str(path)!r} with the format {found}; it must be jsonl, parquet or lines, because the task "
             f"{trained.task.name} reads lists of words"
@@ -101,17 +93,18 @@ def check_file(path: Path, option: str) -> None:
 
 
 def read_windows(trained: Trained, path: Path, kind: str, batch_size: int) -> Iterator[tuple[Window, Split]]:
-    """Yield the windows of a file, and their examples as arrays, which another thread reads and tokenizes in advance.
-
-    Raises UserError if a row is invalid.
-    """
+    """Yield the windows of a file and their examples as arrays, which another thread reads and tokenizes in advance."""
     if kind == "npy":
         return arrays_of(trained.info, read_array(path, trained), WINDOW * batch_size)
     encoder = make_encoder(trained)
     columns = Columns(encoder.columns, None, (), trained.task.labels is Labels.TAGS, keeps_record=True)
-    rows = read_files(kind, [path], columns)
-    sizes = (size * batch_size for size in window_sizes())
-    return in_background(encode_rows(encoder, chunk) for chunk in chunks(rows, sizes))
+
+    def windows() -> Iterator[tuple[Window, Split]]:
+        for rows in chunks(read_files(kind, [path], columns), batch_size):
+            encoded = encoder([row.texts for row in rows], [row.place for row in rows])
+            yield Window([row.record for row in rows], int(encoded.is_truncated_N.sum())), encoded.split
+
+    return in_background(windows())
 
 
 def make_encoder(trained: Trained) -> Encoder:
@@ -125,30 +118,19 @@ def make_encoder(trained: Trained) -> Encoder:
     return Encoder(trained.config, trained.info, trained.task.labels, trained.tokenizer, where)
 
 
-def encode_rows(encoder: Encoder, rows: Sequence[TextRow]) -> tuple[Window, Split]:
-    """Return the window of these rows, and its examples."""
-    encoded = encoder([row.texts for row in rows], [row.place for row in rows])
-    return Window([row.record for row in rows], int(encoded.is_truncated_N.sum())), encoded.split
+def chunks(rows: Iterable[TextRow], batch_size: int) -> Iterator[list[TextRow]]:
+    """Group consecutive rows: a few batches at first, so that the devices soon have work, and later WINDOW batches.
 
-
-def window_sizes() -> Iterator[int]:
-    """Yield the number of batches of each window: a few at first, so that the devices soon have work, then WINDOW."""
-    size = min(FIRST_WINDOW, WINDOW)
-    while True:
-        yield size
-        size = min(2 * size, WINDOW)
-
-
-def chunks(rows: Iterable[TextRow], sizes: Iterator[int]) -> Iterator[list[TextRow]]:
-    """Group consecutive rows into chunks of at most as many rows as `sizes`, and about WINDOW_CHARACTERS characters."""
+    A chunk has about WINDOW_CHARACTERS characters at most.
+    """
     chunk: list[TextRow] = []
-    size, most = 0, next(sizes)
+    size, most = 0, min(FIRST_WINDOW, WINDOW)
     for row in rows:
         chunk.append(row)
         size += sum(map(len, row.texts))
-        if len(chunk) == most or size >= WINDOW_CHARACTERS:
+        if len(chunk) == most * batch_size or size >= WINDOW_CHARACTERS:
             yield chunk
-            chunk, size, most = [], 0, next(sizes)
+            chunk, size, most = [], 0, min(2 * most, WINDOW)
     if chunk:
         yield chunk
 
@@ -181,15 +163,12 @@ def arrays_of(info: DataInfo, array: np.ndarray, most: int) -> Iterator[tuple[Wi
     for start in range(0, len(array), most):
         part = array[start : start + most]
         if (wrong := np.flatnonzero(~np.isfinite(part).reshape(len(part), -1).all(axis=1))).size:
-            raise UserError(
-                f"example {start + wrong[0]} of the array has values that are not finite; they must be finite"
-            )
-        records = [{"index": number} for number in range(start, start + len(part))]
+            place = start + wrong[0]
+            raise UserError(f"example {place} of the array has values that are not finite; they must be finite")
         labels_N = np.zeros(len(part), np.int32)
-        split: Split = Vectors(part, labels_N)
-        if info.kind == "image":
-            split = Images(part, labels_N, shift=False, flip=False)
-        yield Window(records, 0), split
+        is_image = info.kind == "image"
+        split: Split = Images(part, labels_N, shift=False, flip=False) if is_image else Vectors(part, labels_N)
+        yield Window([{"index": number} for number in range(start, start + len(part))], 0), split
 
 
 def in_background(items: Iterable[Item], ahead: int = 2) -> Iterator[Item]:

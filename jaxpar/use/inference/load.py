@@ -30,30 +30,17 @@ PREDICTION_OPTIONS = {"remat": "none", "scan_layers": "auto", "flatten_positions
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model and what is needed to use it.
+    """A trained model and what is needed to use it."""
 
-    Attributes:
-      workdir: the workdir of the run.
-      step: the step of the checkpoint.
-      config: the config with which the checkpoint was saved, except for PREDICTION_OPTIONS.
-      info: properties of the training data, with the names of classes and targets.
-      task: the task of the run.
-      model: the model; without dropout keys, `Model.outputs` computes no dropout.
-      params: the parameters, replicated on all devices of the mesh.
-      tokenizer: the tokenizer of the run; None if its data is not text, or synthetic. A copy is needed to set its
-        truncation or padding.
-      mesh: the devices, all on the data axis.
-    """
-
-    workdir: Path
-    step: int
-    config: ConfigDict
-    info: data.DataInfo
+    workdir: Path  # the workdir of the run
+    step: int  # the step of the checkpoint
+    config: ConfigDict  # the config with which the checkpoint was saved, except for PREDICTION_OPTIONS
+    info: DataInfo  # properties of the training data, with the names of classes and targets
     task: Task
-    model: Model
-    params: Params
-    tokenizer: Tokenizer | None
-    mesh: Mesh
+    model: Model  # without dropout keys, `Model.outputs` computes no dropout
+    params: Params  # replicated on all devices of the mesh
+    tokenizer: Tokenizer | None  # None without texts; a copy is needed to set its truncation or padding
+    mesh: Mesh  # the devices, all on the data axis
 
     @property
     def names(self) -> Names:
@@ -110,19 +97,14 @@ def load_trained(
     where = workdir / "checkpoints" / str(saved.step)
     _check_params(saved.tree["params"], serialization.to_state_dict(model.shapes), where)
     has_tokenizer = info.kind == "text" and config.data.source != "synthetic"
-    tokenizer = _read_tokenizer(workdir / "tokenizer.json", info) if has_tokenizer else None
+    tokenizer = Tokenizer.from_str(read_tokenizer(workdir / "tokenizer.json")) if has_tokenizer else None
+    if tokenizer and (size := vocab_size(tokenizer)) != info.vocab_size:
+        path = workdir / "tokenizer.json"
+        raise UserError(f"{path} has {size} tokens; it must be that of the run, which has {info.vocab_size}")
     mesh = meshes.make_mesh({DATA: len(devices), STAGE: 1}, devices)
     params: Params = serialization.from_state_dict(model.shapes, saved.tree["params"])
     params = jax.device_put(params, on_all(mesh))
     return Trained(workdir, saved.step, config, info, tasks.find_task(config), model, params, tokenizer, mesh)
-
-
-def _read_tokenizer(path: Path, info: data.DataInfo) -> Tokenizer:
-    tokenizer = Tokenizer.from_str(read_tokenizer(path))
-    size = vocab_size(tokenizer)
-    if size != info.vocab_size:
-        raise UserError(f"{path} has {size} tokens; it must be that of the run, which has {info.vocab_size}")
-    return tokenizer
 
 
 def _check_params(params: Params, shapes: Params, where: Path) -> None:
@@ -142,15 +124,9 @@ def is_pretrained(directory: Path) -> bool:
 def load_language_model(
     directory: Path, devices: Sequence[jax.Device] | None = None, *, log: Callable[[str], None] = print
 ) -> Trained:
-    """Load a causal language model from a directory that contains config.json, weights and a tokenizer.
+    """Load a causal language model from a directory, as for config.model.init_from, with a tokenizer.
 
-    Args:
-      directory: the directory, as for config.model.init_from.
-      devices: the devices to use; None: all.
-      log: called with one line about the weights.
-
-    Raises:
-      UserError: a file is missing or damaged, or the model is of another kind.
+    Raises UserError if a file is missing or damaged, or the model is of another kind. log: takes a line about weights.
     """
     config = configs.default_config()
     config.task, config.model.name, config.model.init_from = "causal_lm", "gpt", str(directory)

@@ -7,10 +7,11 @@ import contextlib
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from jaxpar.command_line import check_absent
 from jaxpar.errors import UserError
 from jaxpar.files import unwritable, without_nonfinite
 from jaxpar.tasks import Prediction
@@ -18,7 +19,6 @@ from jaxpar.use.inference.inputs import Record
 
 TABLE_FORMATS = ("csv", "jsonl", "parquet")
 Write = Callable[[Sequence[Record], Sequence[Prediction]], None]  # writes consecutive examples
-Merged = Sequence[Mapping[str, Any]]
 
 
 def check_table_file(path: Path) -> None:
@@ -26,66 +26,51 @@ def check_table_file(path: Path) -> None:
     if path.suffix.removeprefix(".") not in TABLE_FORMATS:
         endings = ", ".join(f".{name}" for name in TABLE_FORMATS)
         raise UserError(f"--output is {str(path)!r}; its extension must be one of {endings}")
-    if path.exists() or path.is_symlink():
-        raise UserError(f"--output is {str(path)!r}, which exists; it must be a new file")
-    if not path.parent.is_dir():
-        raise UserError(
-            f"--output is {str(path)!r}; it must be in an existing directory, and '{path.parent}' is not one"
-        )
+    check_absent("--output", path)
 
 
-class _Merger:
-    """Adds predictions to the columns of the input."""
+def _merge(names: dict[str, str], records: Sequence[Record], predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
+    """Add predictions to the columns of the input. Raises UserError for a later record with a column of their name.
 
-    def __init__(self) -> None:
-        # name of the column of each prediction: its own or, if the first record has a column of this name,
-        # `predicted_NAME`
-        self.names: dict[str, str] = {}
-
-    def __call__(self, records: Sequence[Record], predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
-        """Return the merged records. Raises UserError for a later record with a column of the name of a prediction."""
-        for name in () if self.names else predictions[0]:
-            self.names[name] = name
-            while self.names[name] in records[0]:
-                self.names[name] = f"predicted_{self.names[name]}"
-        for record in records:
-            if both := sorted(record.keys() & set(self.names.values())):
-                raise UserError(
-                    f"a record has the key {both[0]!r}, which the first one lacks, and which is the name of a "
-                    "prediction; rename it, or add it to the first record"
-                )
-        return [
-            {**record, **{self.names[name]: value for name, value in prediction.items()}}
-            for record, prediction in zip(records, predictions, strict=True)
-        ]
+    names: is empty at first. The column of each prediction: its own name, or `predicted_NAME` if the first record has a
+    column of this name.
+    """
+    for name in () if names else predictions[0]:
+        names[name] = name
+        while names[name] in records[0]:
+            names[name] = f"predicted_{names[name]}"
+    for record in records:
+        if both := sorted(record.keys() & set(names.values())):
+            raise UserError(
+                f"a record has the key {both[0]!r}, which the first one lacks, and which is the name of a "
+                "prediction; rename it, or add it to the first record"
+            )
+    return [
+        {**record, **{names[name]: value for name, value in prediction.items()}}
+        for record, prediction in zip(records, predictions, strict=True)
+    ]
 
 
 @contextlib.contextmanager
 def open_output(path: Path | None, kind: str, schema: Any = None) -> Iterator[Write]:
     """Return, for a `with` block, the function that writes predictions. If the block raises, no file is left.
 
-    Args:
-      path: the file, which must not exist; None: the standard output.
-      kind: one of TABLE_FORMATS.
-      schema: for parquet, the pyarrow.Schema of the columns of the input; None: they are texts.
-
-    Raises:
-      UserError: the file cannot be written.
+    path: a new file; None: the standard output. kind: one of TABLE_FORMATS. schema: for parquet, the pyarrow.Schema of
+    the columns of the input; None: they are texts.
     """
-    merge = _Merger()
     if path is None:
-        yield _writer(sys.stdout, kind, merge)
+        yield _text_writer(sys.stdout, kind)
         sys.stdout.flush()
         return
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         temporary.unlink(missing_ok=True)  # left over from a crash; a link is replaced, not followed
         if kind == "parquet":
-            with _open_parquet(temporary, schema, merge) as write:
+            with _open_parquet(temporary, schema) as write:
                 yield write
         else:
             with temporary.open("x", encoding="utf-8", newline="") as file:
-                yield _writer(file, kind, merge)
+                yield _text_writer(file, kind)
         temporary.replace(path)
     except OSError as error:
         raise UserError(f"--output is {str(path)!r}; it must be {unwritable(path, error)}") from error
@@ -94,35 +79,28 @@ def open_output(path: Path | None, kind: str, schema: Any = None) -> Iterator[Wr
             temporary.unlink(missing_ok=True)
 
 
-def _writer(file: TextIO, kind: str, merge: _Merger) -> Write:
-    write_records = _write_json if kind == "jsonl" else _csv_writer()
+def _text_writer(file: TextIO, kind: str) -> Write:
+    """Return the function that writes predictions as jsonl or csv."""
+    names: dict[str, str] = {}
+    header: list[str] = []
+    table = csv.writer(file, lineterminator="\n")
 
     def write(records: Sequence[Record], predictions: Sequence[Prediction]) -> None:
-        write_records(file, merge(records, predictions))
+        merged = _merge(names, records, predictions)
+        if kind == "jsonl":
+            file.writelines(f"{to_json(record)}\n" for record in merged)
+            return
+        if not header:
+            header.extend(merged[0])
+            table.writerow(header)
+        table.writerows([_as_text(value) for value in _values(record, header)] for record in merged)
 
     return write
-
-
-def _write_json(file: TextIO, records: Merged) -> None:
-    file.writelines(f"{to_json(record)}\n" for record in records)
 
 
 def to_json(value: Any) -> str:
     """Return a value as JSON in one line. Values of other types, such as dates in parquet files, become texts."""
     return json.dumps(without_nonfinite(value), ensure_ascii=False, allow_nan=False, default=str)
-
-
-def _csv_writer() -> Callable[[TextIO, Merged], None]:
-    header: list[str] = []
-
-    def write(file: TextIO, records: Merged) -> None:
-        writer = csv.writer(file, lineterminator="\n")
-        if not header:
-            header.extend(records[0])
-            writer.writerow(header)
-        writer.writerows([_as_text(value) for value in _values(record, header)] for record in records)
-
-    return write
 
 
 def _as_text(value: Any) -> str:
@@ -143,26 +121,25 @@ def _values(record: Record, header: Sequence[str]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _open_parquet(path: Path, schema: Any, merge: _Merger) -> Iterator[Write]:
+def _open_parquet(path: Path, schema: Any) -> Iterator[Write]:
     """Return, for a `with` block, the function that writes predictions to a parquet file. schema: see `open_output`."""
     import pyarrow as pa  # imported lazily: it takes a third of a second
     import pyarrow.parquet as pq
 
     of_input = {field.name: field.type for field in schema} if schema else {}
-    writers: list[pq.ParquetWriter] = []
+    names: dict[str, str] = {}
+    writer: pq.ParquetWriter | None = None
 
-    def new_schema(record: Mapping[str, Any]) -> pa.Schema:
-        predicted = set(merge.names.values())
-        numbers = [name for name in predicted if isinstance(record[name], float)]
-        return pa.schema(
-            [(name, of_input.get(name) or (pa.float64() if name in numbers else pa.string())) for name in record]
-        )
+    def type_of(name: str, value: Any) -> pa.DataType:
+        is_number = isinstance(value, float) and name in names.values()
+        return of_input.get(name) or (pa.float64() if is_number else pa.string())
 
     def write(records: Sequence[Record], predictions: Sequence[Prediction]) -> None:
-        merged = merge(records, predictions)
-        if not writers:
-            writers.append(stack.enter_context(pq.ParquetWriter(path, new_schema(merged[0]))))
-        [writer] = writers
+        nonlocal writer
+        merged = _merge(names, records, predictions)
+        if writer is None:
+            fields = [(name, type_of(name, value)) for name, value in merged[0].items()]
+            writer = stack.enter_context(pq.ParquetWriter(path, pa.schema(fields)))
         columns = zip(*(_values(record, writer.schema.names) for record in merged), strict=True)
         arrays = []
         for field, values in zip(writer.schema, columns, strict=True):

@@ -8,8 +8,8 @@ Dims: B examples of a batch.
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -27,26 +27,15 @@ Item = TypeVar("Item")
 Source = TypeVar("Source")  # what the caller knows about a split, such as its rows
 
 
-class _Computing(NamedTuple, Generic[Source]):
-    """A batch that the devices compute."""
-
-    source: Source  # the source of its split
-    is_last: bool  # whether it is the last batch of the split
-    ids_B: np.ndarray  # index of each example in the split, or -1 for padding examples
-    batch: Mapping[str, np.ndarray]
-    readout: Any
-
-
 class Predictor:
     """The compiled programs of a trained model."""
 
     def __init__(self, trained: Trained, batch_size: int | None = None):
         """Define the programs. batch_size: is rounded up to a multiple of the devices; None: that of evaluations."""
         mesh, model, task = trained.mesh, trained.model, trained.task
-        self.trained = trained  # the trained model
+        self.trained = trained
         size = batch_size or trained.config.eval.batch_size or trained.config.batch_size
-        # the largest number of examples of a batch, a multiple of the number of devices
-        self.batch_size = -(-size // mesh.size) * mesh.size
+        self.batch_size = -(-size // mesh.size) * mesh.size  # the most examples of a batch
         self._place = batch_placer(mesh)
 
         def readout(params: Params, batch: Batch, top_k: int) -> dict[str, jax.Array]:
@@ -65,6 +54,10 @@ class Predictor:
         powers = itertools.takewhile(lambda size: size < self.batch_size, (n * 4**e for e in itertools.count()))
         return [*powers, self.batch_size]
 
+    def _size(self, num_examples: int) -> int:
+        """Return the size of the batches for a split: the smallest one if a batch of it is enough."""
+        return next((size for size in self.sizes if size >= num_examples), self.batch_size)
+
     def check_top_k(self, name: str, top_k: int) -> None:
         """Raise UserError if the task cannot list that many choices. name: of the option, for the message."""
         task = self.trained.task
@@ -80,31 +73,29 @@ class Predictor:
         The devices compute the next batches, also those of the next split, while the caller uses the predictions.
         top_k: number of choices that a prediction lists.
         """
+        trained = self.trained
+
+        def compute() -> Iterator[tuple[Source, bool, np.ndarray, dict[str, Any], dict[str, jax.Array]]]:
+            """Start to compute the readout of each batch."""
+            for source, split in splits:
+                size, seed = self._size(len(split)), trained.config.seed
+                batches = data.Batches(split, batch_size=size, seed=seed, shuffle=False)
+                for step in range(batches.steps_per_epoch):
+                    batch = batches.batch(step, with_example_ids=True)
+                    ids_B = batch.pop("example_ids")  # index of each example in the split, or -1 for padding examples
+                    if trained.task.positions:
+                        batch["positions"] = trained.task.positions(batch)
+                    readout = self._readout(trained.params, self._place(batch), top_k)
+                    yield source, step == batches.steps_per_epoch - 1, ids_B, batch, readout
+
         found: dict[int, Prediction] = {}
-        for source, is_last, ids_B, batch, readout in _ahead(self._compute(splits, top_k), BATCHES_AHEAD):
-            predictions = self.trained.task.predictions(jax.device_get(readout), batch, self.trained.names)
+        for source, is_last, ids_B, batch, readout in _ahead(compute(), BATCHES_AHEAD):
+            predictions = trained.task.predictions(jax.device_get(readout), batch, trained.names)
             found.update(zip(ids_B.tolist(), predictions, strict=True))
             if is_last:
                 found.pop(-1, None)
                 yield source, [found[number] for number in range(len(found))]
                 found = {}
-
-    def _compute(self, splits: Iterable[tuple[Source, data.Split]], top_k: int) -> Iterator[_Computing[Source]]:
-        """Start to compute the readout of each batch."""
-        trained = self.trained
-        for source, split in splits:
-            batches = data.Batches(split, batch_size=self._size(len(split)), seed=trained.config.seed, shuffle=False)
-            for step in range(batches.steps_per_epoch):
-                batch = batches.batch(step, with_example_ids=True)
-                ids_B = batch.pop("example_ids")
-                if trained.task.positions:
-                    batch["positions"] = trained.task.positions(batch)
-                readout = self._readout(trained.params, self._place(batch), top_k)
-                yield _Computing(source, step == batches.steps_per_epoch - 1, ids_B, batch, readout)
-
-    def _size(self, num_examples: int) -> int:
-        """Return the size of the batches for a split: the smallest one if a batch of it is enough."""
-        return next((size for size in self.sizes if size >= num_examples), self.batch_size)
 
     def metrics(self, split: data.Split) -> dict[str, float]:
         """Return the loss and the metrics of a split with labels, as the evaluations of a run compute them."""

@@ -1,12 +1,10 @@
 """Charts as SVG elements in a page: lines over the steps of a run, and the timelines of a pipeline.
 
-They have the colors of the theme of the page (`jaxpar.use.pages.html.STYLE`), and no ids that could occur twice in a
-page.
+They have the colors of the theme of the page (page.html), and no ids that could occur twice in a page.
 """
 
-import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -44,46 +42,36 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> s
         return ""
     xs, ys = ([point[axis] for _, one in drawn for point in one.points] for axis in (0, 1))
     (x_low, x_high), (y_low, y_high) = _range(min(0, *xs), max(xs)), _range(min(ys), max(ys))
-    x_scale = (CHART_WIDTH - LEFT - RIGHT) / (x_high - x_low)
-    y_scale = (CHART_HEIGHT - ABOVE - BELOW) / (y_high - y_low)
+    right, bottom = CHART_WIDTH - RIGHT, CHART_HEIGHT - BELOW
+    x_scale, y_scale = (right - LEFT) / (x_high - x_low), (bottom - ABOVE) / (y_high - y_low)
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return LEFT + (x - x_low) * x_scale, CHART_HEIGHT - BELOW - (y - y_low) * y_scale
+        return LEFT + (x - x_low) * x_scale, bottom - (y - y_low) * y_scale
 
     parts: list[str] = []
     keys: list[str] = []
     for y in ticks(y_low, y_high):
         height = place(x_low, y)[1]
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{CHART_WIDTH - RIGHT}" y1="{height:.2f}" y2="{height:.2f}"/>')
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{height:.2f}" y2="{height:.2f}"/>')
         parts.append(_text(LEFT - 6, height + 4, format_number(y), "end"))
-    bottom = CHART_HEIGHT - BELOW
     x_ticks = ticks(x_low, x_high)
     parts += [_text(place(x, y_low)[0], bottom + 15, format_number(x), "middle") for x in x_ticks]
-    parts.append(_text(CHART_WIDTH - RIGHT, CHART_HEIGHT - 4, x_label, "end"))
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{CHART_WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
+    parts.append(_text(right, CHART_HEIGHT - 4, x_label, "end"))
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
     for number, one in drawn:
         color, is_dashed = f"var(--c{number % NUM_COLORS})", number // NUM_COLORS % 2
-        placed = [place(*point) for point in thinned(one.points)]
+        points = thinned(one.points)
+        placed = [place(*point) for point in points]
         line = ";stroke-dasharray:5 3" if is_dashed else ""
         parts.append(f'<path style="stroke:{color}{line}" d="M{" L".join(f"{x:.2f} {y:.2f}" for x, y in placed)}"/>')
-        for point in thinned(one.points) if one.is_marked or len(placed) == 1 else ():
-            x, y = place(*point)
+        for point, (x, y) in zip(points, placed, strict=True) if one.is_marked or len(placed) == 1 else ():
             label = escaped_text(f"{one.name}, {x_label} {format_number(point[0])}: {format_number(point[1])}")
-            parts.append(
-                f'<circle style="fill:{color}" cx="{x:.2f}" cy="{y:.2f}" r="3"><title>{label}</title></circle>'
-            )
+            circle = f'<circle style="fill:{color}" cx="{x:.2f}" cy="{y:.2f}" r="3">'
+            parts.append(f"{circle}<title>{label}</title></circle>")
         last = f'<data value="{one.points[-1][1]!r}">{format_number(one.points[-1][1])}</data>'
         key = f'<span class="key{" dashed" if is_dashed else ""}" style="color:{color}"></span>'
         keys.append(f"<li>{key}{escaped_text(one.name)} {last}</li>")
-    return "\n".join(
-        [
-            f"<figure class='chart'><figcaption>{escaped_text(title)}</figcaption>",
-            f'<svg viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}" role="img" aria-label="{escaped_text(title)}">',
-            *parts,
-            "</svg>",
-            f'<ul class="legend">{"".join(keys)}</ul></figure>',
-        ]
-    )
+    return _figure(title, _svg(f'viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}"', title, parts), keys)
 
 
 def _range(low: float, high: float) -> tuple[float, float]:
@@ -128,16 +116,17 @@ def timeline_chart(title: str, timeline: Sequence[Span]) -> str:
     busiest = max(Counter(span.device for span in drawn).values())
     widest = min(MOST_WIDTH, max(PAGE_WIDTH, 2 * CELL * busiest))
     scale = min(usual, widest / (end - begin))
-    num_devices = 1 + max(span.device for span in drawn)
-    num_chunks = 1 + max(span.chunk for span in drawn)
-    width, height = SIDE + (end - begin) * scale + 1, ROW * num_devices + 1
+    num_devices, num_chunks = 1 + max(span.device for span in drawn), 1 + max(span.chunk for span in drawn)
     parts = [_text(SIDE - 6, ROW * device + 14, str(device), "end") for device in range(num_devices)]
+    by_kind: dict[tuple[int, int], list[Span]] = defaultdict(list)
+    for span in drawn:
+        by_kind[span.kind, span.chunk].append(span)
     labels, keys = [], []
-    for (kind, chunk), of_kind in _by_kind_and_chunk(drawn):
+    for kind, chunk in sorted(by_kind):
         opacity = 1 - 0.6 * chunk / max(1, num_chunks - 1)
         style = f"fill:{ACTION_KINDS[kind].colour};fill-opacity:{opacity:.2f}"
         boxes = []
-        for span in of_kind:
+        for span in by_kind[kind, chunk]:
             left, length = SIDE + (float(span.start) - begin) * scale, float(span.end - span.start) * scale
             boxes.append(f"M{left:.2f} {ROW * span.device + 1}h{length:.2f}v{ROW - 2}h{-length:.2f}z")
             if length >= NARROWEST_LABEL:
@@ -146,26 +135,20 @@ def timeline_chart(title: str, timeline: Sequence[Span]) -> str:
         name = ACTION_KINDS[kind].title + (f", chunk {chunk}" if num_chunks > 1 else "")
         swatch = f"color:{ACTION_KINDS[kind].colour};opacity:{opacity:.2f}"
         keys.append(f'<li><span class="key" style="{swatch}"></span>{escaped_text(name)}</li>')
-    left_out = len(timeline) - len(drawn)
-    rest = f" (the first {len(drawn):,} of {len(timeline):,} actions)" if left_out and len(drawn) == MOST_SPANS else ""
-    return "\n".join(
-        [
-            f"<figure class='chart'><figcaption>{escaped_text(title + rest)}</figcaption>",
-            f'<div class="scroll"><svg class="wide" width="{width:.0f}" height="{height}" role="img" '
-            f'aria-label="{escaped_text(title)}">',
-            *parts,
-            *labels,
-            "</svg></div>",
-            f'<ul class="legend">{"".join(keys)}</ul></figure>',
-        ]
-    )
+    is_cut = len(drawn) == MOST_SPANS < len(timeline)
+    rest = f" (the first {len(drawn):,} of {len(timeline):,} actions)" if is_cut else ""
+    size = f'class="wide" width="{SIDE + (end - begin) * scale + 1:.0f}" height="{ROW * num_devices + 1}"'
+    picture = _svg(size, title, [*parts, *labels])
+    return _figure(title + rest, f'<div class="scroll">{picture}</div>', keys)
 
 
-def _by_kind_and_chunk(timeline: Sequence[Span]) -> list[tuple[tuple[int, int], list[Span]]]:
-    def key(span: Span) -> tuple[int, int]:
-        return span.kind, span.chunk
+def _svg(attributes: str, title: str, parts: Sequence[str]) -> str:
+    return "\n".join([f'<svg {attributes} role="img" aria-label="{escaped_text(title)}">', *parts, "</svg>"])
 
-    return [(both, list(spans)) for both, spans in itertools.groupby(sorted(timeline, key=key), key=key)]
+
+def _figure(caption: str, picture: str, keys: Sequence[str]) -> str:
+    head = f"<figure class='chart'><figcaption>{escaped_text(caption)}</figcaption>"
+    return f'{head}\n{picture}\n<ul class="legend">{"".join(keys)}</ul></figure>'
 
 
 def _text(x: float, y: float, text: str, anchor: str, kind: str = "") -> str:

@@ -26,8 +26,8 @@ SECTION_READERS = {  # strategies that read a section of the config; all strateg
 class RecordedRun(NamedTuple):
     """A run in a workdir."""
 
-    workdir: Path  # directory of the run
-    config: ConfigDict  # the config of the run
+    workdir: Path
+    config: ConfigDict
     result: Result  # contents of result.json; empty if the run is not finished
     rows: list[MetricsRow]  # rows of metrics.jsonl
     starts: list[Start]  # its starts, the first one first
@@ -56,11 +56,7 @@ class RecordedRun(NamedTuple):
 
 
 def read_run(workdir: Path) -> RecordedRun:
-    """Return the run in a workdir.
-
-    Raises:
-      UserError: the workdir contains no run, or a run without metrics, or a damaged file.
-    """
+    """Return the run in a workdir. Raises UserError if there is none, or it has no metrics or a damaged file."""
     config, rows = configs.read_config(workdir), read_metrics(workdir)
     if not rows:
         raise UserError(f"{workdir} contains a run without metrics; train it until its first log line")

@@ -38,10 +38,7 @@ ABBREVIATIONS = {"f1": "F1", "r2": "R2", "rmse": "RMSE"}  # words of the names o
 
 
 def write_report(run: Run) -> None:
-    """Write workdir/report.html for a run whose result.json is written.
-
-    No error of it ends the run, because the results are already there: a line reports the error instead.
-    """
+    """Write workdir/report.html for a run whose result.json is written. No error ends the run: a line reports it."""
     path = run.workdir / REPORT
     try:
         recorded = read_run(run.workdir)
@@ -51,41 +48,39 @@ def write_report(run: Run) -> None:
 
 
 def run_page(run: RecordedRun, plan: Plan[object], num_steps: int, timelines: Mapping[str, Sequence[Any]]) -> str:
-    """Return the page.
+    """Return the page of a run.
 
-    Args:
-      run: the run.
-      plan: the plan of its last start.
-      num_steps: the number of steps of its config.
-      timelines: actions of a step by title, of a pipeline (`Strategy.timelines`).
+    plan, num_steps: of its last start. timelines: actions of a step by title, of a pipeline (`Strategy.timelines`).
     """
     config = run.config
     title = f"{run.workdir.absolute().name}: {config.model.name} on {config.data.source}, {config.strategy}"
     charts = [timeline_chart(name, timeline) for name, timeline in timelines.items()]
+    result, baseline = f"Reached {headline(run)}.", run.result.get("test_majority_accuracy")
+    if baseline is not None:
+        result += f" Always predicting the most frequent class: {baseline:.2%}."
+    rates = []
+    for name, label in LABELS.items():
+        points = run.points("train", name)
+        is_drawn = any(value for _, value in points)  # not if it is 0 in all log intervals
+        rates.append(line_chart(as_title(label), [Series(label, points)] if is_drawn else []))
+    curves = [_curve(run, "loss", loss_unit(run.task)), _curve(run, run.task.curve)]
     return document(
         title,
         [
             paragraph(f"{config.strategy}: {plan.summary}"),
-            section("Result", paragraph(summary(run)), table(result_rows(run, num_steps))),
-            section("Curves", pictures([curve(run, "loss", loss_unit(run.task)), curve(run, run.task.curve)])),
-            section("Classes", *classes(run.result)),
-            section("Rates", pictures([line_chart(as_title(LABELS[name]), rate(run, name)) for name in LABELS])),
-            section("Time", *seconds(run)),
+            section("Result", paragraph(result), table(_result_rows(run, num_steps))),
+            section("Curves", pictures(curves)),
+            section("Classes", *_classes(run.result)),
+            section("Rates", pictures(rates)),
+            section("Time", *_seconds(run)),
             section("Schedule", *([paragraph("Rows: devices; numbers: microbatches."), *charts] if charts else [])),
-            section("Memory", memory_table(plan)),
+            section("Memory", _memory_table(plan)),
             section("Traffic", traffic_table(plan)),
-            section("Starts", starts(run)),
-            section("Config", *config_tables(run)),
-            section("Environment", environment(run)),
+            section("Starts", _starts(run)),
+            section("Config", *_config_tables(run)),
+            section("Environment", _environment(run)),
         ],
     )
-
-
-def summary(run: RecordedRun) -> str:
-    """Return the main result and, of a classifier, the majority baseline, as sentences."""
-    reached = f"Reached {headline(run)}."
-    baseline = run.result.get("test_majority_accuracy")
-    return reached if baseline is None else f"{reached} Always predicting the most frequent class: {baseline:.2%}."
 
 
 def headline(run: RecordedRun) -> str:
@@ -96,16 +91,13 @@ def headline(run: RecordedRun) -> str:
     return "no finite loss" if loss is None else f"training loss {loss:.4f}"
 
 
-def result_rows(run: RecordedRun, num_steps: int) -> list[Row]:
-    """Return the rows of the table of results."""
+def _result_rows(run: RecordedRun, num_steps: int) -> list[Row]:
     result = run.result
     rows: list[Row] = [[metric_label(name), number_cell(value)] for name, value in run.tested().items()]
     best = {name.removeprefix("best_"): value for name, value in result.items() if name.startswith("best_")}
-    rows += [
-        [f"{metric_label(name)} of the best checkpoint", number_cell(value)]
-        for name, value in best.items()
-        if name != "step" and best["step"] != result["steps"]
-    ]
+    if best and best["step"] != result["steps"]:
+        of_best = {name: value for name, value in best.items() if name != "step"}
+        rows += [[f"{metric_label(name)} of the best checkpoint", number_cell(of_best[name])] for name in of_best]
     rows.append(["training loss", number_cell(result["train_loss"])])
     rows.append(["steps", Cell(f"{result['steps']:,} of {num_steps:,}", result["steps"])])
     if best:
@@ -154,25 +146,18 @@ def pictures(charts: Sequence[str]) -> str:
     return "\n".join(['<div class="pictures">', *filter(None, charts), "</div>"]) if any(charts) else ""
 
 
-def curve(run: RecordedRun, name: str, title: str = "") -> str:
+def _curve(run: RecordedRun, name: str, title: str = "") -> str:
     """Return the chart of a metric on all splits."""
     series = [Series(split, run.points(split, name), is_marked=split != "train") for split in CURVE_SPLITS]
     return line_chart(title or as_title(metric_label(name)), series)
 
 
-def rate(run: RecordedRun, name: str) -> list[Series]:
-    """Return the curve of a metric of the log intervals; none if it is 0 in all of them."""
-    points = run.points("train", name)
-    return [Series(LABELS[name], points)] if any(value for _, value in points) else []
-
-
-def classes(result: Mapping[str, Any]) -> list[str]:
+def _classes(result: Mapping[str, Any]) -> list[str]:
     """Return the metrics of each class, and the confusion matrix or its most frequent confusions, if there are any."""
     if "test_classes" not in result:
         return []
-    columns = ("precision", "recall", "f1", "count")
     rows: list[Row] = [
-        [name, *(number_cell(of_class[column]) for column in columns)]
+        [name, *(number_cell(of_class[column]) for column in ("precision", "recall", "f1", "count"))]
         for name, of_class in result["test_classes"].items()
     ]
     of_classes = table(rows, ["class", "precision", "recall", "F1", "examples"])
@@ -183,7 +168,7 @@ def classes(result: Mapping[str, Any]) -> list[str]:
 
 def confusions(names: Sequence[str], counts_CC: Sequence[Sequence[int]]) -> str:
     """Return the confusion matrix as a table and, if there are many classes, the most frequent confusions above it."""
-    matrix = confusion_matrix(names, counts_CC) if len(names) <= MOST_CLASSES else ""
+    matrix = _confusion_matrix(names, counts_CC) if len(names) <= MOST_CLASSES else ""
     if len(names) <= MOST_OPEN_CLASSES:
         return matrix
     mistaken = [
@@ -198,23 +183,19 @@ def confusions(names: Sequence[str], counts_CC: Sequence[Sequence[int]]) -> str:
         for count, total, actual, predicted in mistaken[:NUM_CONFUSIONS]
     ]
     most_frequent = table(listed, ["actual class", "predicted class", "examples", "of the actual class"])
-    return (
-        paragraph("Most frequent confusions:") + most_frequent + (folded("Confusion matrix", matrix) if matrix else "")
-    )
+    return paragraph("Most frequent confusions:") + most_frequent + (matrix and folded("Confusion matrix", matrix))
 
 
-def confusion_matrix(names: Sequence[str], counts_CC: Sequence[Sequence[int]]) -> str:
-    """Return the confusion matrix as a table."""
+def _confusion_matrix(names: Sequence[str], counts_CC: Sequence[Sequence[int]]) -> str:
     rows: list[Row] = []
     for name, counts_C in zip(names, counts_CC, strict=True):
         total = max(1, sum(counts_C))
         rows.append([name, *(number_cell(count, DARKEST * math.sqrt(count / total)) for count in counts_C)])
-    return paragraph("Rows: actual classes; columns: predicted classes.") + table(
-        rows, ["", *names], is_matrix=len(names) > MOST_UPRIGHT
-    )
+    matrix = table(rows, ["", *names], is_matrix=len(names) > MOST_UPRIGHT)
+    return paragraph("Rows: actual classes; columns: predicted classes.") + matrix
 
 
-def seconds(run: RecordedRun) -> list[str]:
+def _seconds(run: RecordedRun) -> list[str]:
     """Return the seconds of the phases of the last start, with bars."""
     spent = {name: value for name, value in run.result["seconds"].items() if value}
     total = sum(spent.values())
@@ -227,11 +208,11 @@ def seconds(run: RecordedRun) -> list[str]:
     return [paragraph(since), table(rows, ["phase", "seconds", "fraction", ""])] if total else []
 
 
-def memory_table(plan: Plan[object]) -> str:
+def _memory_table(plan: Plan[object]) -> str:
     """Return the bytes that each device holds, by purpose, according to the plan."""
     purposes = list(dict.fromkeys(purpose for parts in plan.memory for purpose in parts))
     rows: list[Row] = [
-        [str(device), *(of_bytes(parts.get(purpose, 0)) for purpose in purposes), of_bytes(total)]
+        [str(device), *(_of_bytes(parts.get(purpose, 0)) for purpose in purposes), _of_bytes(total)]
         for device, (parts, total) in enumerate(zip(plan.memory, plan.device_bytes, strict=True))
     ]
     note = paragraph("Bytes that each device holds, without the temporary arrays of a step, from the plan.")
@@ -242,43 +223,31 @@ def memory_table(plan: Plan[object]) -> str:
 def traffic_table(plan: Plan[object]) -> str:
     """Return the bytes that one device sends per step, according to the plan."""
     rows: list[Row] = [
-        [one.kind, one.axis, one.dtype, of_bytes(round(one.nbytes)), number_cell(one.messages)]
+        [one.kind, one.axis, one.dtype, _of_bytes(round(one.nbytes)), number_cell(one.messages)]
         for one in plan.traffic
         if one.nbytes or one.messages  # an axis of one device sends nothing
     ]
     if not rows:
         return paragraph("Devices send nothing to each other in a step.")
-    rows.append(["total", "", "", of_bytes(plan.wire_bytes), number_cell(sum(one.messages for one in plan.traffic))])
+    rows.append(["total", "", "", _of_bytes(plan.wire_bytes), number_cell(sum(one.messages for one in plan.traffic))])
     note = paragraph("Bytes and messages that one device sends per step, from the plan.")
     return note + table(rows, ["collective", "mesh axis", "dtype", "bytes", "messages"])
 
 
-def of_bytes(nbytes: int) -> Cell:
-    """Return a cell with a number of bytes."""
+def _of_bytes(nbytes: int) -> Cell:
     return Cell(format_bytes(nbytes), nbytes)
 
 
-def starts(run: RecordedRun) -> str:
-    """Return the table of the starts of the run."""
-    rows: list[Row] = [
-        [
-            format_date(start.date),
-            number_cell(start.step),
-            start.strategy,
-            number_cell(start.devices),
-            "; ".join(start.changed),
-        ]
-        for start in run.starts
-    ]
+def _starts(run: RecordedRun) -> str:
+    rows: list[Row] = []
+    for start in run.starts:
+        date = start.date.replace("T", " ").replace("+00:00", " UTC")
+        changed = "; ".join(start.changed)
+        rows.append([date, number_cell(start.step), start.strategy, number_cell(start.devices), changed])
     return table(rows, ["date", "steps before", "strategy", "devices", "changed"]) if rows else ""
 
 
-def format_date(date: str) -> str:
-    """Return a date in ISO 8601 and UTC as `2026-11-01 10:00:00 UTC`."""
-    return date.replace("T", " ").replace("+00:00", " UTC")
-
-
-def config_tables(run: RecordedRun) -> list[str]:
+def _config_tables(run: RecordedRun) -> list[str]:
     """Return the keys that differ from configs/default.py, and all keys."""
     default, values = configs.keys(configs.default_config()), configs.keys(run.config)
     changed: list[Row] = [
@@ -291,7 +260,7 @@ def config_tables(run: RecordedRun) -> list[str]:
     ]
 
 
-def environment(run: RecordedRun) -> str:
+def _environment(run: RecordedRun) -> str:
     """Return the workdir, the devices, where and how the run was started, and the versions of packages."""
     result = run.result
     values = dict(result["environment"])

@@ -14,26 +14,27 @@ Mistakes are answered with {"error": LINE} and a 4xx status, a full queue with 5
 
 import asyncio
 import contextlib
+import json
+import sys
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+import traceback
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from jaxpar.errors import UserError
 from jaxpar.tasks import Prediction
 from jaxpar.use.inference.api import InferenceModel, Text
-from jaxpar.use.inference.generate import Completion, Generator
-from jaxpar.use.inference.sampling import Sampling
-from jaxpar.use.serve.batching import Batcher, Latencies, QueueFull
-from jaxpar.use.serve.body import Limits, check_keys, read_object, take_flag, take_number
-from jaxpar.use.serve.guard import Guard, refusal, render_page, security_headers
-from jaxpar.use.serve.streams import Continuations, EventStream, failure
+from jaxpar.use.inference.generate import Completion, Sampling, TextPiece
+from jaxpar.use.serve import guard
+from jaxpar.use.serve.batching import Batcher, Continuations, Latencies, QueueFull
 
 DEFAULT_TOKENS = 100  # length of a continuation
 MOST_CHOICES = 10  # that a prediction lists: programs differ by their number, so all predictions are computed with it
@@ -43,33 +44,41 @@ Endpoint = Callable[[Mapping[str, Any]], Coroutine[Any, Any, Response]]
 class Service:
     """A model, the queues in front of it, and the routes."""
 
-    def __init__(self, model: InferenceModel, limits: Limits):
+    def __init__(self, model: InferenceModel, limits: guard.Limits):
         """Prepare the service. Raises UserError if the model does not read texts."""
         self._model, self._limits, self._trained = model, limits, model.trained
+        task, config = self._trained.task, self._trained.config
         if self._trained.info.kind != "text" or self._trained.tokenizer is None:
             raise UserError(
-                f"--workdir is {str(self._trained.workdir)!r}, whose data is {self._trained.config.data.source} "
+                f"--workdir is {str(self._trained.workdir)!r}, whose data is {config.data.source} "
                 f"({self._trained.info.kind}); it must be a run on texts"
             )
-        self._generator: Generator | None = None
+        size, waiting = model.predictor.batch_size, limits.waiting
         self._continuations: Continuations | None = None
-        if self._trained.task.head == "causal_lm":
-            self._generator = model.generator
-            self._continuations = Continuations(
-                self._generator, largest=model.predictor.batch_size, most_waiting=limits.waiting
-            )
-        largest = 4 * model.predictor.batch_size  # sorted by length, and cut into batches
-        self._most_choices = MOST_CHOICES if self._trained.task.ranks_choices else 1
-        self._predict = Batcher(self._predict_texts, largest=largest, most_waiting=limits.waiting)
-        self._page = render_page(self._facts())
-        self.headers = security_headers(self._page)
+        if task.head == "causal_lm":
+            self._continuations = Continuations(model.generator, largest=size, most_waiting=waiting)
+        self._default_tokens = min(DEFAULT_TOKENS, limits.tokens)
+        self._most_choices = MOST_CHOICES if task.ranks_choices else 1
+        # Texts are sorted by length, and cut into batches.
+        self._predict = Batcher(self._predict_texts, largest=4 * size, most_waiting=waiting)
+        self._facts = {
+            "task": task.name,
+            "model": config.model.name,
+            "workdir": self._trained.workdir.resolve().name,  # the path is nobody's business
+            "step": self._trained.step,
+            "columns": list(model.columns),
+            "generates": self._continuations is not None,
+            "ranks": task.ranks_choices,
+        }
+        self._page = guard.render_page(self._facts)
+        self.headers = guard.security_headers(self._page)
         self.latencies = Latencies()
 
     def warm_up(self) -> None:
         """Compile programs, so that the first requests do not wait for them."""
         self._model.warm_up(self._most_choices)
-        if self._generator is not None:
-            self._generator.warm_up(self._model.predictor.batch_size, self._default_tokens)
+        if self._continuations is not None:
+            self._model.generator.warm_up(self._model.predictor.batch_size, self._default_tokens)
 
     def app(self, host: str, allowed_hosts: Collection[str]) -> Starlette:
         """Return the application for the hosts of `Guard`."""
@@ -79,8 +88,8 @@ class Service:
             Route("/predict", self._route(self._answer_predict), methods=["POST"]),
             Route("/generate", self._route(self._answer_generate), methods=["POST"]),
         ]
-        guard = Middleware(Guard, host=host, allowed=allowed_hosts)
-        app = Starlette(routes=routes, middleware=[guard], exception_handlers={HTTPException: _error})
+        middleware = [Middleware(guard.Guard, host=host, allowed=allowed_hosts)]
+        app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _error})
         app.router.redirect_slashes = False  # /predict/ is another path
         return app
 
@@ -89,30 +98,17 @@ class Service:
     async def _answer_page(self, _request: Request) -> Response:
         return HTMLResponse(self._page)
 
-    def _facts(self) -> dict[str, Any]:
-        return {
-            "task": self._trained.task.name,
-            "model": self._trained.config.model.name,
-            "workdir": self._trained.workdir.resolve().name,  # the path is nobody's business
-            "step": self._trained.step,
-            "columns": list(self._model.columns),
-            "generates": self._generator is not None,
-            "ranks": self._trained.task.ranks_choices,
-        }
-
     async def _health(self, _request: Request) -> Response:
-        def milliseconds(percent: float) -> float | None:
-            seconds = self.latencies.percentile(percent)
-            return None if seconds is None else round(1000 * seconds, 1)
-
+        waiting = self._predict.num_waiting + (self._continuations.num_waiting if self._continuations else 0)
+        p50, p99 = self.latencies.percentile(50), self.latencies.percentile(99)
         return JSONResponse(
             {
                 "status": "ok",
-                **{name: value for name, value in self._facts().items() if name in ("workdir", "step", "task")},
-                "waiting": self._predict.num_waiting + (self._continuations.num_waiting if self._continuations else 0),
+                **{name: value for name, value in self._facts.items() if name in ("workdir", "step", "task")},
+                "waiting": waiting,
                 "answered": self.latencies.num_answered,
-                "p50_ms": milliseconds(50),
-                "p99_ms": milliseconds(99),
+                "p50_ms": None if p50 is None else round(1000 * p50, 1),
+                "p99_ms": None if p99 is None else round(1000 * p99, 1),
             }
         )
 
@@ -122,18 +118,18 @@ class Service:
         async def route(request: Request) -> Response:
             begin = time.perf_counter()
             try:
-                response = await _unless_gone(request, answer(await read_object(request, self._limits)))
+                response = await _unless_gone(request, answer(await guard.read_object(request, self._limits)))
             except UserError as error:
-                return refusal(400, str(error))
+                return guard.refusal(400, str(error))
             except QueueFull:
                 line = f"the queue is full ({self._limits.waiting} texts); try again later"
-                return refusal(503, line, {"Retry-After": "1"})
+                return guard.refusal(503, line, {"Retry-After": "1"})
             except ClientDisconnect:
-                return refusal(400, "the client has disconnected")
+                return guard.refusal(400, "the client has disconnected")
             except HTTPException:
                 raise
             except Exception as error:  # a fault of the service; it continues
-                return refusal(500, failure(error))
+                return guard.refusal(500, failure(error))
             if isinstance(response, EventStream):
                 response.on_end = lambda: self.latencies.add(begin)
             else:
@@ -143,10 +139,8 @@ class Service:
         return route
 
     async def _answer_predict(self, values: Mapping[str, Any]) -> Response:
-        check_keys(values, {"texts"}, {"top_k"})
-        texts, top_k = values["texts"], take_number(values, "top_k", 1, int)
-        if not isinstance(texts, list):
-            raise UserError(f"texts is {texts!r:.60}; it must be a list")
+        guard.check_keys(values, {"texts"}, {"top_k"})
+        top_k, texts = guard.take(values, "top_k", "an integer", 1), guard.take(values, "texts", "a list")
         if len(texts) > self._limits.texts:
             raise HTTPException(413, f"texts has {len(texts):,} texts; it must have at most {self._limits.texts}")
         for number, text in enumerate(texts):
@@ -157,30 +151,22 @@ class Service:
         self._model.check(texts, "texts")
         answers = await self._predict(texts)
         predictions = [_with_choices(prediction, top_k) for prediction, _ in answers]
-        is_truncated = [is_long for _, is_long in answers]
-        truncated = [number for number, is_long in enumerate(is_truncated) if is_long]
+        truncated = [number for number, (_, is_long) in enumerate(answers) if is_long]
         return JSONResponse({"predictions": predictions, "truncated": truncated, "step": self._trained.step})
 
     async def _answer_generate(self, values: Mapping[str, Any]) -> Response:
-        if self._generator is None or self._continuations is None:
-            raise UserError(
-                f"the task of the model is {self._trained.task.name!r}; to generate, it must be 'causal_lm'"
-            )
-        check_keys(values, {"prompt"}, {"max_tokens", "temperature", "top_k", "top_p", "seed", "stream"})
-        prompt, max_tokens = values["prompt"], take_number(values, "max_tokens", self._default_tokens, int)
-        if not isinstance(prompt, str):
-            raise UserError(f"prompt is {prompt!r:.60}; it must be a string")
+        if self._continuations is None:
+            name = self._trained.task.name
+            raise UserError(f"the task of the model is {name!r}; to generate, it must be 'causal_lm'")
+        guard.check_keys(values, {"prompt"}, {"max_tokens", "temperature", "top_k", "top_p", "seed", "stream"})
+        max_tokens = guard.take(values, "max_tokens", "an integer", self._default_tokens)
+        prompt = guard.take(values, "prompt", "a string")
         self._check_text("prompt", prompt)
         if max_tokens > self._limits.tokens:
             raise UserError(f"max_tokens is {max_tokens!r:.60}; it must be at most {self._limits.tokens}")
-        sampling = Sampling(
-            take_number(values, "temperature", 0.0, float),
-            take_number(values, "top_k", 0, int),
-            take_number(values, "top_p", 1.0, float),
-            take_number(values, "seed", 0, int),
-        )
-        is_streamed = take_flag(values, "stream")
-        pieces = self._continuations(self._generator.request(prompt, max_tokens, sampling))
+        is_streamed = guard.take(values, "stream", "true or false", False)
+        sampling = Sampling(**{name: values[name] for name in Sampling._fields if name in values})
+        pieces = self._continuations(self._model.generator.request(prompt, max_tokens, sampling))
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(pieces.aclose)
             first = await anext(pieces)  # raises what is wrong before the answer begins
@@ -192,17 +178,11 @@ class Service:
                 completion = completion.extended(piece)
         return JSONResponse(completion._asdict() | {"step": self._trained.step})
 
-    @property
-    def _default_tokens(self) -> int:
-        return min(DEFAULT_TOKENS, self._limits.tokens)
-
     def _check_text(self, name: str, text: Any) -> None:
-        parts = [part for part in (text if isinstance(text, list) else [text]) if isinstance(part, str)]
-        size = sum(map(len, parts))
-        if size > self._limits.characters:
-            raise HTTPException(
-                413, f"{name} has {size:,} characters; it must have at most {self._limits.characters:,}"
-            )
+        parts = text if isinstance(text, list) else [text]
+        size, most = sum(len(part) for part in parts if isinstance(part, str)), self._limits.characters
+        if size > most:
+            raise HTTPException(413, f"{name} has {size:,} characters; it must have at most {most:,}")
 
     def _predict_texts(self, texts: list[Text]) -> list[tuple[Prediction, bool]]:
         """Return the prediction for each text, with the most choices, and whether it was truncated."""
@@ -234,7 +214,7 @@ async def _error(request: Request, error: Exception) -> Response:
     if error.status_code in (404, 405):
         routes = [f"{method} {one.path}" for one in request.app.routes for method in sorted(one.methods - {"HEAD"})]
         line = f"the request is {request.method} {request.url.path:.60}; it must be one of {', '.join(routes)}"
-    return refusal(error.status_code, line, error.headers)
+    return guard.refusal(error.status_code, line, error.headers)
 
 
 def _with_choices(value: Any, number: int) -> Any:
@@ -245,3 +225,46 @@ def _with_choices(value: Any, number: int) -> Any:
         return value
     rest = {name: _with_choices(one, number) for name, one in value.items() if name != "top"}
     return {**rest, "top": value["top"][:number]} if number > 1 and "top" in value else rest
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events: one per piece of text, and then one with the whole continuation."""
+
+    on_end: Callable[[], None]  # function that is called after the last event
+
+    def __init__(self, completion: Completion, pieces: AsyncGenerator[TextPiece, None], step: int):
+        """Continue a continuation, which has its first piece, with the other pieces."""
+        self._pieces = pieces
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # proxies send each event at once
+        super().__init__(self._events(completion, step), headers=headers, media_type="text/event-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events, and stop if the client goes away."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._pieces.aclose()
+
+    async def _events(self, completion: Completion, step: int) -> AsyncGenerator[str, None]:
+        try:
+            if completion.text:
+                yield _event({"piece": completion.text})
+            async for piece in self._pieces:
+                completion = completion.extended(piece)
+                if piece.text:
+                    yield _event({"piece": piece.text})
+        except Exception as error:  # a fault of the service; it continues
+            yield _event({"error": failure(error)})
+            return
+        yield _event(completion._asdict() | {"step": step})
+        self.on_end()
+
+
+def _event(values: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(values, ensure_ascii=False)}\n\n"
+
+
+def failure(error: Exception) -> str:
+    """Print the traceback of a fault of the service, and return the line for the client."""
+    traceback.print_exception(error, file=sys.stderr)
+    return f"the model failed: {type(error).__name__}"

@@ -29,13 +29,9 @@ class DrainingServer(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, listening: socket.socket, headers: list[tuple[str, str]], seconds: float):
-        """Serve an application.
+        """Serve an application on a socket that listens. headers: of all answers.
 
-        Args:
-          app: the application.
-          listening: a socket that listens.
-          headers: headers of all answers.
-          seconds: the longest time in which a client sends the head of a request, after which it is disconnected.
+        seconds: the longest time in which a client sends the head of a request, after which it is disconnected.
         """
         self._listening, self._seconds = listening, seconds
         self._since: dict[tuple[Any, Any], float] = {}  # when a connection began to wait for a request after that one

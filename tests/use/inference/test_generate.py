@@ -12,9 +12,8 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxpar.errors import UserError
-from jaxpar.use.inference.generate import Generator, unseen_characters
+from jaxpar.use.inference.generate import Generator, Sampling, choose_tokens, stack_samplings, unseen_characters
 from jaxpar.use.inference.load import Trained, is_pretrained, load_language_model, load_trained
-from jaxpar.use.inference.sampling import Sampling, choose_tokens, stack_samplings
 
 REFERENCE = Path(__file__).parent / "reference" / "gpt_generation"
 LONGEST = 32  # positions of the reference

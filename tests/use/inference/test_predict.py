@@ -1,7 +1,6 @@
 """Tests the command `jaxpar predict`: formats, pipes, the terminal, and mistakes."""
 
 import csv
-import itertools
 import json
 import os
 import shutil
@@ -457,13 +456,15 @@ def test_an_output_that_cannot_be_written(
 
 def test_the_first_windows_are_small() -> None:
     """The devices need not wait until 64 batches are read."""
-    assert list(itertools.islice(inputs.window_sizes(), 7)) == [4, 8, 16, 32, 64, 64, 64]
+    rows = [TextRow((), "", Path("a"), 1)] * 3 * 252
+    assert [len(chunk) // 3 for chunk in inputs.chunks(rows, 3)] == [4, 8, 16, 32, 64, 64, 64]
 
 
 def test_chunks_are_small_in_rows_and_in_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "WINDOW_CHARACTERS", 10)
+    monkeypatch.setattr(inputs, "WINDOW", 4)
     rows = [TextRow((text,), "", Path("a"), 1) for text in ("aaaa", "bbbb", "cccc", "dddd", "e", "f", "g", "h")]
-    found = [[row.texts[0] for row in chunk] for chunk in inputs.chunks(iter(rows), itertools.repeat(4))]
+    found = [[row.texts[0] for row in chunk] for chunk in inputs.chunks(rows, 1)]
     assert found == [["aaaa", "bbbb", "cccc"], ["dddd", "e", "f", "g"], ["h"]]
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from jaxpar.commands import compare_runs
+from jaxpar.commands.compare_runs import comparison_page
 from jaxpar.use.pages.recorded import read_run
-from jaxpar.use.pages.runs_page import comparison_page
 from tests.html_pages import check_alone
 from tests.runs import run_script, script_error
 from tests.use.pages.recorded_runs import write_run
@@ -32,7 +32,7 @@ def test_the_table_and_the_page(
     assert ["test loss", "0.6094", ""] in page.rows
     assert ["optimizer.lr", "0.001", "0.25"] in page.rows
     assert [text for text in page.texts if "train" in text or "validation" in text] == [
-        *("Loss (nats), train", "Loss (nats), validation", "Accuracy, train", "Accuracy, validation"),
+        *("Loss (nats), train", "Loss (nats), validation", "Accuracy, train", "Accuracy, validation")
     ]
     assert page.texts.count(f"{other} ") == 6  # in the legend of each curve
 

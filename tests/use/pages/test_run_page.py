@@ -144,7 +144,7 @@ def test_traffic_of_one_device() -> None:
 
 def test_names_of_metrics() -> None:
     assert [metric_label(name) for name in ("test_macro_f1", "test_r2", "test_rmse")] == [
-        *("test macro F1", "test R2", "test RMSE"),
+        *("test macro F1", "test R2", "test RMSE")
     ]
 
 
@@ -165,7 +165,7 @@ def test_cells_and_headings_of_a_matrix() -> None:
     assert 'class="matrix"' not in text
     assert [text.count(f'<th scope="col"{kind}>') for kind in ("", ' class="number"')] == [1, 2]
     assert re.findall(r'<td class="([a-z ]+)"( style)?', text) == [
-        *[("number zero", ""), ("number", " style"), ("number", " style"), ("number", " style")],
+        *[("number zero", ""), ("number", " style"), ("number", " style"), ("number", " style")]
     ]
 
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from jaxpar.use.serve.app import _unless_gone
-from jaxpar.use.serve.body import DISCARDED, Limits, read_object
+from jaxpar.use.serve.guard import DISCARDED, Limits, read_object
 
 
 class Client:

@@ -14,7 +14,7 @@ import jaxpar
 from jaxpar.commands.serve import bind
 from jaxpar.errors import UserError
 from jaxpar.use.serve.app import Service as App
-from jaxpar.use.serve.body import Limits
+from jaxpar.use.serve.guard import Limits
 from tests.selection import slow_except
 from tests.use.inference.conftest import TrainedRun
 from tests.use.inference.conftest import classifier as classifier

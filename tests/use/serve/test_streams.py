@@ -10,9 +10,9 @@ import pytest
 from starlette.types import Message
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jaxpar.use.inference.generate import Completion, Request, TextPiece, _Text
-from jaxpar.use.inference.sampling import Sampling
-from jaxpar.use.serve.streams import Continuations, EventStream
+from jaxpar.use.inference.generate import Completion, Request, Sampling, TextPiece, _Text
+from jaxpar.use.serve.app import EventStream
+from jaxpar.use.serve.batching import Continuations
 
 FAULTY = 66  # a request with this token fails at its third piece
 
