@@ -22,13 +22,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxpar.strategies.asynchronous.delays import (
-    Delays,
-    check_delays,
-    communication_times,
-    compute_times,
-    mean_compute_time,
-)
+from jaxpar.strategies.asynchronous import delays as durations
+from jaxpar.strategies.asynchronous.delays import Delays
 from jaxpar.strategies.asynchronous.table import ROUNDING, UpdateTable
 
 POLICIES = ("sync", "async", "ssp", "softsync", "local_sgd", "diloco", "model_average")
@@ -61,18 +56,17 @@ def simulate(
       interval: for local_sgd and diloco, the number of steps between synchronizations; for model_average, the time from
         the start of an averaging to the start of the next, in mean compute times.
 
-    Raises:
-      ValueError: a setting is invalid; the message is one line. Settings that the policy does not use are not checked.
+    Raises ValueError for an invalid setting, unless the policy does not use it.
     """
     delays = Delays() if delays is None else delays
-    check_delays(delays)
     settings = {"seed": seed, "bound": bound, "groups": groups, "interval": interval}
-    if reason := simulation_obstacle(policy, num_workers=num_workers, num_gradients=num_gradients, **settings):
+    sizes = {"num_workers": num_workers, "num_gradients": num_gradients}
+    if reason := durations.delays_obstacle(delays) or simulation_obstacle(policy, **sizes, **settings):
         raise ValueError(reason)
-    compute = compute_times(delays, num_workers, seed)
-    communication = communication_times(delays, num_workers, seed)
+    compute = durations.compute_times(delays, num_workers, seed)
+    communication = durations.communication_times(delays, num_workers, seed)
     if policy == "model_average":
-        made = _averagings(compute, communication, num_gradients, interval * mean_compute_time(delays))
+        made = _averagings(compute, communication, num_gradients, interval * durations.mean_compute_time(delays))
     elif policy in ("sync", "local_sgd", "diloco"):
         made = _rounds(compute, communication, num_gradients, 1 if policy == "sync" else interval)
     else:
@@ -84,11 +78,9 @@ def simulate(
 def make_update_table(num_workers: int, num_gradients: int, made: TableColumns) -> UpdateTable:
     """Return the first rows of a policy's columns as a table."""
     worker, read, update, start, finish = (column[:num_gradients] for column in made)
+    worker, read, update = (column.astype("i4") for column in (worker, read, update))
     chunk = np.arange(num_gradients, dtype=np.int32)
-    step = chunk // np.int32(num_workers)
-    return UpdateTable(
-        num_workers, worker.astype("i4"), read.astype("i4"), update.astype("i4"), chunk, step, start, finish
-    )
+    return UpdateTable(num_workers, worker, read, update, chunk, chunk // np.int32(num_workers), start, finish)
 
 
 def simulation_obstacle(
