@@ -116,8 +116,12 @@ def run_through(run: Run, interrupt: Interrupt, callbacks: Sequence[Callback]) -
         workdir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
     )
     log = metrics.Log(workdir, first_step=past.step, tensorboard=config.log.tensorboard)
-    called = with_early_stopping(config, log, callbacks)
-    steps = past.step
+    called, steps = Callbacks(callbacks), past.step
+    if config.early_stop.patience:
+        losses = [(row["step"], row["loss"]) for row in log.rows("validation")]
+        early_stopping = EarlyStopping(config.early_stop.patience, config.early_stop.min_delta, losses)
+        reason = processes.from_first(early_stopping.reason or "") or None
+        called = Callbacks([*callbacks, early_stopping], reason)
     try:
         if steps == run.num_steps or called.reason:
             print(describe_finished(run, steps, called.reason), flush=True)
@@ -133,15 +137,6 @@ def run_through(run: Run, interrupt: Interrupt, callbacks: Sequence[Callback]) -
         log.close()
         with phases("checkpoint"):
             saver.close()
-
-
-def with_early_stopping(config: ConfigDict, log: metrics.Log, callbacks: Sequence[Callback]) -> Callbacks:
-    """Return the callbacks and early stopping, which continues from the losses in `log`."""
-    if not config.early_stop.patience:
-        return Callbacks(callbacks)
-    losses = [(row["step"], row["loss"]) for row in log.rows("validation")]
-    early_stopping = EarlyStopping(config.early_stop.patience, config.early_stop.min_delta, losses)
-    return Callbacks([*callbacks, early_stopping], processes.from_first(early_stopping.reason or "") or None)
 
 
 def describe_finished(run: Run, steps: int, reason: str | None) -> str:
@@ -181,11 +176,7 @@ class Loop:
         self._clock = run.phases.clock("train", "input")
 
     def run(self, state: StrategyState, interrupt: Interrupt) -> tuple[StrategyState, int]:
-        """Run all steps, or those until a callback ends the run. Raises Stopped.
-
-        Returns:
-          The strategy's state after the last step, and the number of completed steps.
-        """
+        """Run all steps, or those until a callback ends the run; return the last state and step. Raises Stopped."""
         run, first, total, agree = self._run, self._past.step, self._run.num_steps, processes.Agreement()
         with metrics.ProfilerTrace(run.config.profile, run.workdir) as trace, Progress(first, total, run.phases) as bar:
             loader = load_batches(run, run.batches, first, total, with_example_ids=True)

@@ -24,12 +24,9 @@ def leaf_paths(function: Callable[[Any], Any], params: Mapping[str, Any]) -> lis
     The layer keys are marked before the function is traced. An optimizer can therefore store parameters anywhere in
     its state, and can have dicts with other keys, such as the labels of `optax.partition`.
 
-    Args:
-      function: for example an optimizer's init; it must compute each array of a layer from that layer alone.
-      params: abstract parameters, {layer: ...}.
+    function: for example an optimizer's init; it must compute each array of a layer from that layer alone.
     """
-    marked = {MARK + name: tree for name, tree in params.items()}
-    made = jax.eval_shape(function, marked)
+    made = jax.eval_shape(function, {MARK + name: tree for name, tree in params.items()})
     return [_leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(made)]
 
 

@@ -62,8 +62,6 @@ def private_key(config: ConfigDict, num_replicas: int, params: Params) -> dict[s
     """Return the settings that the private state of an exchange depends on: its name, options and replicas.
 
     A size of buckets is not among them if all parameters are in one bucket, or if the private state has no buckets.
-
-    params: the parameters of the model, or their shapes.
     """
     options = chosen(config)
     if not EXCHANGES[config.exchange].residuals or options[BUCKET_BYTES] >= nbytes(params):
@@ -102,10 +100,6 @@ def check_exchange(config: ConfigDict, num_replicas: int, cluster: Cluster) -> N
             "config.exchange_options.offload is True; it must be False on a platform without pinned host memory, "
             f"such as {cluster.platform} ({cluster.device_kind})"
         )
-    _check_optimizer(config)
-
-
-def _check_optimizer(config: ConfigDict) -> None:
     row, name = EXCHANGES[config.exchange], config.optimizer.name
     if row.shards and not OPTIMIZERS[name].elementwise:
         elementwise = ", ".join(key for key, kind in OPTIMIZERS.items() if kind.elementwise)

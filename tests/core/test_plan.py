@@ -79,7 +79,10 @@ for name, overrides in json.loads(sys.argv[1]).items():
         "axes": plan.axes,
         "num_devices": plan.num_devices,
         "memory": [dict(parts) for parts in plan.memory],
-        "sent": plan.sent_by_axis(),
+        "sent": {{
+            axis: [sum(getattr(one, key) for one in plan.traffic if one.axis == axis) for key in ("nbytes", "messages")]
+            for axis in {{one.axis for one in plan.traffic}}
+        }},
         "key": dict(plan.private_key),
         "in_flight": strategies.in_flight_bytes(plan, problem),
         "params": sum(leaf.size * 4 for leaf in jax.tree.leaves(problem.model.shapes)),
@@ -395,7 +398,8 @@ def test_messages_of_a_step(name: str) -> None:
     problem = make_problem(config, task)
     plan = strategies.plan(config, problem, cluster.named_cluster("cpu", 4))
     assert len(jax.tree.leaves(problem.model.shapes)) == 6
-    assert {axis: messages for axis, (_, messages) in plan.sent_by_axis().items()} == expected
+    axes = {one.axis for one in plan.traffic}
+    assert {axis: sum(one.messages for one in plan.traffic if one.axis == axis) for axis in axes} == expected
 
 
 ASYNC = "strategy=async_data_parallel"

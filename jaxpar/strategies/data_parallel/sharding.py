@@ -1,6 +1,6 @@
 """Data parallelism by `jit` over a mesh: the batch is split over `data`, and XLA adds the collectives.
 
-On a mesh of one device, this is the strategy `single`.
+On a mesh of one device, this is the strategy `single`: training on one device, the reference for all other strategies.
 """
 
 from collections.abc import Sequence
@@ -9,17 +9,40 @@ import jax
 from ml_collections import ConfigDict
 
 from jaxpar import layout
+from jaxpar.cluster import Cluster
 from jaxpar.core import mesh as meshes
 from jaxpar.core import state as states
 from jaxpar.core import step as steps
-from jaxpar.core.mesh import DATA
+from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import Decision, Plan, ring_traffic, state_memory
 from jaxpar.core.state import State, nbytes
 from jaxpar.core.step import Metrics, Problem, with_shardings
-from jaxpar.errors import format_count
+from jaxpar.errors import UserError, check_choice, format_count
+from jaxpar.exchange.named import EXCHANGES
+from jaxpar.models.model import Model
+from jaxpar.strategies import exchanges
 from jaxpar.strategies.placement import IN_PLACE, PlacedState, batch_placer, by_replica, on_all
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
+
+
+def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Decision[None]:
+    """Decide on the one device of `single`. Raises UserError for a config with several devices or an exchange."""
+    meshes.check_processes("config.strategy='single'", cluster)
+    meshes.check_stages(config)
+    if config.mesh.data not in (-1, 1):
+        raise UserError(
+            f"config.mesh.data is {config.mesh.data}; it must be 1 or -1 with config.strategy='single' "
+            "(config.strategy='data_parallel' uses several devices)"
+        )
+    check_choice("exchange", config.exchange, EXCHANGES)
+    exchanges.check_no_exchange(config, "which has one replica and exchanges nothing")
+    return Decision({DATA: 1, STAGE: 1}, *batch_divisor(config, 1), num_replicas=1, source=None)
+
+
+def plan(_config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[None], /) -> Plan[str]:
+    """Plan the whole state and every batch of `single` on one device."""
+    return plan_replicated("single", shapes, decision, "one device")
 
 
 def batch_divisor(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
@@ -34,12 +57,7 @@ def plan_replicated(
 ) -> Plan[str]:
     """Plan the whole state on each device, and an all-reduce of the gradients by XLA, assumed to be a ring.
 
-    Args:
-      strategy: name of the strategy.
-      shapes: the problem.
-      decision: the mesh and the batch divisor.
-      summary: summary of the plan.
-      implementation: sharding or pmap; becomes the `details` of the plan.
+    implementation: sharding or pmap; becomes the `details` of the plan.
     """
     like, n = states.abstract_state(shapes.model, shapes.optimizer), decision.num_replicas
     over = (DATA,) if implementation == "pmap" else ()  # arrays of pmap have a leading dim over the replicas
