@@ -67,10 +67,10 @@ class LeafLayout(NamedTuple):
 
     def global_shape(self, axes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of the global array."""
-        leading, local = tuple(axes[axis] for axis in self.leading), self.local_shape(axes)
-        if self.split is None:
-            return (*leading, *local)
-        return tuple(size * axes[self.split.axis] if i == self.split.dim else size for i, size in enumerate(local))
+        local = list(self.local_shape(axes))
+        if self.split is not None:
+            local[self.split.dim] *= axes[self.split.axis]
+        return (*(axes[axis] for axis in self.leading), *local)
 
     def local_nbytes(self, axes: Mapping[str, int]) -> int:
         """Return the bytes on one of the devices that hold the array."""
@@ -247,10 +247,7 @@ def made_by_replicas(axes: Mapping[str, int], make: Callable[[], Tree], axis: st
 
 
 def sharded(axes: Mapping[str, int], like: Any, axis: str, copies: int = 1) -> Layout:
-    """Return the layout of a tree sharded over `axis` along each array's longest dim. Scalars are replicated.
-
-    copies: as in `DimSplit`.
-    """
+    """Return the layout of a tree sharded over `axis` along each array's longest dim. Scalars are replicated."""
 
     def leaf(x: Any) -> LeafLayout:
         dim = split_dim(x.shape)

@@ -1,6 +1,6 @@
 """Trains from a config to a result: build, start, loop, finish.
 
-This file does not depend on which strategy runs: all work on devices goes through the functions of
+It does not depend on which strategy runs: all work on devices goes through the functions of
 `jaxpar.strategies.Strategy`. The arithmetic of a step is in jaxpar/core/step.py.
 """
 
@@ -73,10 +73,7 @@ def train_config(
     callbacks: Sequence[Callback] = (),
     given: Collection[str] = (),
 ) -> Result:
-    """Do what `train` does, after JAX was prepared, and answer signals as `interrupt` does.
-
-    given: keys that the command line sets, which must have an effect.
-    """
+    """Do what `train` does, after JAX was prepared. given: keys of the command line, which must have an effect."""
     asked, (config, dataset) = config, choose(config, workdir)
     checked = build.check_run(config, workdir)
     check_unused_keys(asked, given)
@@ -112,9 +109,8 @@ def run_through(run: Run, interrupt: Interrupt, callbacks: Sequence[Callback]) -
     with phases("start"):
         state, past = start(run)
         tidy(run, past.step)
-    saver = checkpoint.Saver(
-        workdir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
-    )
+    keep = config.checkpoint
+    saver = checkpoint.Saver(workdir / "checkpoints", keep=keep.keep, keep_best=keep.keep_best)
     log = metrics.Log(workdir, first_step=past.step, tensorboard=config.log.tensorboard)
     called, steps = Callbacks(callbacks), past.step
     if config.early_stop.patience:
@@ -150,10 +146,7 @@ def describe_finished(run: Run, steps: int, reason: str | None) -> str:
 
 
 class Loop:
-    """The training loop of a run, from its first state to its last step.
-
-    Two steps are in flight: the metrics of one step are read while the next one computes.
-    """
+    """The training loop. Two steps are in flight: the metrics of one step are read while the next one computes."""
 
     def __init__(
         self, run: Run, past: Past, saver: checkpoint.Saver, log: metrics.Log, callbacks: Callbacks | None = None

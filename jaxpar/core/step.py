@@ -45,12 +45,9 @@ def gradients(
 ) -> tuple[Params, Sums]:
     """Return the gradient of sum(weights * losses) / weight over these examples, and the task's sums over them.
 
-    Args:
-      problem: the training problem.
-      state: the state before the step.
-      batch: the global batch, or the shard of one replica.
-      weight: `batch_weight` of the global batch, so that the gradients of the shards add up to the mean.
-      scatter: maps the gradient of a microbatch to the part accumulated on this device; None: the whole gradient.
+    batch: the global batch, or the shard of one replica; weight: `batch_weight` of the global batch, so that the
+    gradients of the shards add up to the mean; scatter: maps the gradient of a microbatch to the part accumulated on
+    this device.
     """
     key = dropout_key(state.key, state.step)
 

@@ -67,10 +67,7 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None = None) -> 
 
 
 def check_other_sections(config: ConfigDict, layers: Sequence[str]) -> None:
-    """Raise UserError for an invalid value in the section of a strategy that the run does not use.
-
-    layers: names of the layers; empty if they are not known.
-    """
+    """Raise UserError for an invalid value in the section of another strategy. layers: empty if they are not known."""
     if config.strategy != "data_parallel":
         name = config.data_parallel.implementation
         check_choice("data_parallel.implementation", name, data_parallel.IMPLEMENTATIONS)
@@ -109,10 +106,7 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
 
 
 def possible(config: ConfigDict, shapes: Problem, cluster: Cluster) -> Plan[Any] | str:
-    """Return the plan, or the message of the UserError in one line. For callers that compare many configs.
-
-    Raises ValueError if the shapes are those of a batch of another size.
-    """
+    """Return the plan, or the message of the UserError in one line. For callers that compare many configs."""
     try:
         return plan(config, shapes, cluster)
     except UserError as error:

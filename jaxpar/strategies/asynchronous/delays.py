@@ -76,10 +76,8 @@ def mean_compute_time(delays: Delays) -> float:
 
 def compute_times(delays: Delays, num_workers: int, seed: int) -> list[Iterator[float]]:
     """Return, for each worker, an endless iterator over the times of its gradients."""
-    return [
-        _compute_times(delays, worker, seed, delays.slowdown if worker == num_workers - 1 else 1.0)
-        for worker in range(num_workers)
-    ]
+    slowdowns = [1.0] * (num_workers - 1) + [delays.slowdown]
+    return [_compute_times(delays, worker, seed, slowdown) for worker, slowdown in enumerate(slowdowns)]
 
 
 def communication_times(delays: Delays, num_workers: int, seed: int) -> list[Iterator[float]]:

@@ -108,10 +108,7 @@ def layouts_on_server(like: State, numbers: DeviceNumbers) -> dict[str, Layout]:
 def server_layouts(
     like: State, mitigations: Mitigations, updates: UpdateTable | None, numbers: DeviceNumbers
 ) -> dict[str, Layout]:
-    """Return the layouts of workers and a server, for an abstract state.
-
-    updates: the table; None: workers are live, and each may have read a different version.
-    """
+    """Return the layouts of workers and a server. Live workers may have read different versions of the weights."""
     axes = numbers.axes
     on_server = partial(layout.on_one, axes, axis=DATA, number=numbers.server)
     others = [device for device in range(numbers.num_devices) if device != numbers.server]
@@ -138,7 +135,7 @@ def local_layouts(
     outer: optax.GradientTransformation | None,
     waits: bool,
 ) -> dict[str, Layout]:
-    """Return the layouts of workers with local weights, for an abstract state. outer, waits: as in `LocalEngine`."""
+    """Return the layouts of workers with local weights. outer, waits: as in `LocalEngine`."""
     axes = numbers.axes
     on_server = partial(layout.on_one, axes, axis=DATA, number=numbers.server)
 

@@ -60,8 +60,8 @@ class LocalEngine:
         numbers: DeviceNumbers,
         devices: Sequence[jax.Device],
         *,
-        outer: optax.GradientTransformation | None = None,
-        waits: bool = True,
+        outer: optax.GradientTransformation | None,
+        waits: bool,
     ):
         """Take the devices of the workers by number; the first one also holds what workers share.
 

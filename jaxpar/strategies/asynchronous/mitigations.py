@@ -49,14 +49,14 @@ def dc_asgd(strength: float) -> optax.GradientTransformationExtraArgs:
     return _stateless(compensated)
 
 
-def adaptive_dc_asgd(strength: float, decay: float = 0.95) -> optax.GradientTransformationExtraArgs:
+def adaptive_dc_asgd(strength: float) -> optax.GradientTransformationExtraArgs:
     """Return dc_asgd with lambda / sqrt(the running mean of g g + 1e-7), element by element.
 
     Zheng et al., 2017, section 5: DC-ASGD-a.
     """
 
     def update(grads: Tree, state: Tree, params: Tree = None, *, read: Tree, **_rest: Any) -> tuple[Tree, Tree]:
-        squares = jax.tree.map(lambda s, g: decay * s + (1 - decay) * g * g, state, grads)
+        squares = jax.tree.map(lambda s, g: 0.95 * s + (1 - 0.95) * g * g, state, grads)
 
         def corrected(g: jax.Array, s: jax.Array, w: jax.Array, r: jax.Array) -> jax.Array:
             return g + strength / jnp.sqrt(s + 1e-7) * g * g * (w - r)
@@ -101,11 +101,8 @@ def corrected_momentum(
 ) -> optax.GradientTransformation:
     """Return the optimizer with its momentum reduced by the momentum that staleness adds.
 
-    Args:
-      optimizer: builds the optimizer from `momenta` as keyword arguments; `partial(optax.lion, rate)`, for example.
-      momenta: the total momentum wanted, by the argument that sets it. Optimizers that treat parameters differently,
-        such as Muon, have several.
-      mean_staleness: mean staleness of its updates.
+    optimizer: builds it from keyword arguments; `partial(optax.lion, rate)`, for example. momenta: the total momentum
+    wanted, by the argument that sets it. Optimizers that treat parameters differently, such as Muon, have several.
     """
     # with a momentum of 0, the optimizer state would have another structure
     left = {key: max(momentum_left(momentum, mean_staleness), 1e-6) for key, momentum in momenta.items()}

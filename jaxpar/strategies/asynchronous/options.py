@@ -177,10 +177,7 @@ def diloco_advice(config: ConfigDict, updates: UpdateTable | None) -> str:
 
 
 def policy_settings(config: ConfigDict) -> dict[str, Any]:
-    """Return the settings of the policy, with defaults for those that are None.
-
-    The default interval of diloco, which is known only with the number of steps, stays None.
-    """
+    """Return the settings of the policy, with defaults for those that are None, except the interval of diloco."""
     a = config.asynchronous
     defaults = POLICY_SETTINGS.get(a.policy, {})
     settings = {key: default if a[key] is None else a[key] for key, default in defaults.items()}
@@ -259,10 +256,7 @@ def _read_delays(config: ConfigDict) -> Delays:
 
 
 def build_mitigations(config: ConfigDict, problem: Problem, updates: UpdateTable | None) -> tuple[Problem, Mitigations]:
-    """Return the problem, with its optimizer replaced if a mitigation requires that, and the mitigations.
-
-    updates: the table; None if the run is live.
-    """
+    """Return the problem, with its optimizer replaced if a mitigation requires that, and the mitigations."""
     a, names = config.asynchronous, named_mitigations(config)
     weighted, scaled = mitigations.staleness_aware()
     made = {"staleness_aware": weighted, "clip_by_staleness": mitigations.clip_by_staleness(a.max_norm or 0.0)}

@@ -75,10 +75,7 @@ def arrive(
     read: Params | None,
     at: Arrival,
 ) -> tuple[Params, Server]:
-    """Take a gradient, and update the weights if it is the last one of its update. This is the server's program.
-
-    is_first, is_last: its place in its update; params: the newest weights; read: the weights that it was computed from.
-    """
+    """Take a gradient of the weights `read`, and update the newest weights if it is the last one of its update."""
     before, after = server.mitigations
     arrived = steps.is_finite(optax.tree.norm(grads), sums)
     details = {"staleness": at.staleness, "read": read, "mean_share": at.mean_share}
@@ -149,10 +146,7 @@ class Programs:
     def lower(
         self, like: State, devices: Sequence[jax.Device], update_devices: Sequence[jax.Device], *, is_grouped: bool
     ) -> list[jax.stages.Lowered]:
-        """Lower the programs of a step from abstract shapes: the worker's, and the server's for a whole update.
-
-        devices: of the workers; update_devices: those on which weights are updated.
-        """
+        """Lower the programs of a step from abstract shapes: the worker's, and the server's on `update_devices`."""
 
         def on(tree: Tree, device: jax.Device) -> Tree:
             return steps.with_shardings(tree, SingleDeviceSharding(device))

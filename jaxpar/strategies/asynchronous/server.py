@@ -53,7 +53,7 @@ class ServerEngine:
         self._run: ServerRun | None = None
 
     def start(self, state: State, private: Canonical | None = None) -> ServerRun:
-        """Start a run from a canonical state on the server's device, which invalidates any earlier run of this engine.
+        """Start a run from a canonical state on the server's device, which invalidates any earlier run.
 
         private: the result of `private` in this state, as arrays of any kind; None: nothing is in flight.
         """
@@ -72,10 +72,7 @@ class ServerEngine:
         return run
 
     def step(self, run: ServerRun, batch: Mapping[str, np.ndarray]) -> tuple[ServerRun, Metrics]:
-        """Train on a batch, [B, ..] on the host, and return metrics of the gradients that arrived in this step.
-
-        The run that was passed is no longer valid. Raises RuntimeError if another run has started.
-        """
+        """Train on a batch, [B, ..] on the host, and return metrics of the gradients that arrived. `run` is donated."""
         chunks = self._programs.chunks(run.step, batch, self._at)
         run.server = run.server._replace(totals=self._programs.new_totals(self._at))
         run.step += 1
@@ -85,9 +82,8 @@ class ServerEngine:
 
     def _apply(self, run: ServerRun, deliveries: Iterator[Delivery]) -> None:
         for row, grads, sums, read in deliveries:
-            at = Arrival(
-                np.float32(row.staleness), np.float32(row.mean_share), np.float32(row.size), np.int32(run.step - 1)
-            )
+            staleness, mean_share, size = map(np.float32, (row.staleness, row.mean_share, row.size))
+            at = Arrival(staleness, mean_share, size, np.int32(run.step - 1))
             run.params, run.server = self._programs.arrive(
                 row.is_first, row.is_last, run.params, run.server, grads, sums, read, at
             )
@@ -95,10 +91,7 @@ class ServerEngine:
                 run.transport.publish(run.params)
 
     def drain(self, run: ServerRun) -> Metrics:
-        """Wait for in-flight gradients, and return the last step's metrics, which count them.
-
-        The other methods that read the run drain it, too.
-        """
+        """Wait for in-flight gradients, as all methods below do, and return the last step's metrics with them."""
         self._apply(run, run.transport.deliver({}, drain=True))
         return self._programs.metrics(run.server.totals)
 
@@ -113,10 +106,7 @@ class ServerEngine:
         return State(jnp.int32(run.step), run.key, run.params, run.server.optimizer)
 
     def private(self, run: ServerRun) -> Canonical:
-        """Return older weights, waiting gradients, the states of mitigations, and the transport's record.
-
-        Arrays are keyed by index. Waiting gradients have arrived, but their update is not complete.
-        """
+        """Return older weights, gradients that wait for their update, states of mitigations, and the record."""
         self.drain(run)
         return leaves(jax.device_put(_arrays(run), self._at)) | run.transport.in_flight().record
 

@@ -47,12 +47,12 @@ def simulate(
 
     Args:
       policy: one of POLICIES.
-      num_workers: number of workers, n.
+      num_workers: number of workers.
       num_gradients: number of rows of the table.
       delays: durations of gradients and messages; None: one second per gradient.
       seed: seed of the random delays.
       bound: for ssp: how many iterations a worker may be ahead of the slowest; 0 is lockstep.
-      groups: for softsync, 1 to n; n is async.
+      groups: for softsync, 1 to the number of workers, which is async.
       interval: for local_sgd and diloco, the number of steps between synchronizations; for model_average, the time from
         the start of an averaging to the start of the next, in mean compute times.
 
@@ -157,14 +157,18 @@ def _rounds(compute: WorkerTimes, communication: WorkerTimes, num_gradients: int
     step finish when all workers have made that step, and those of the last step when all pushes have arrived, so that
     `finish` never decreases. `start` is each worker's own time.
     """
+
+    def taken(times: WorkerTimes, per_round: int) -> np.ndarray:
+        """Return the times of all rounds, [round, time, worker]."""
+        by_worker = [np.fromiter(worker, float, num_rounds * per_round) for worker in times]
+        return np.stack(by_worker, axis=1).reshape(num_rounds, per_round, n)
+
     n = len(compute)
     num_steps = -(-num_gradients // n)
     interval = min(interval, num_steps + 1)  # limits the steps of a first round that the table cuts off
     num_rounds = -(-num_steps // interval)
-    messages = _taken(communication, 2 * num_rounds).reshape(num_rounds, 2, n)
-    times = np.concatenate(
-        [messages[:, :1], _taken(compute, num_rounds * interval).reshape(num_rounds, interval, n)], 1
-    )
+    messages = taken(communication, 2)
+    times = np.concatenate([messages[:, :1], taken(compute, interval)], 1)
     ends = np.cumsum(times, axis=1)  # [round, pull and steps, worker], since the start of the round
     begins = np.concatenate([np.zeros((num_rounds, 1, n)), ends[:, 1:-1]], 1)
     ends[:, -1] += messages[:, 1]
@@ -179,11 +183,6 @@ def _rounds(compute: WorkerTimes, communication: WorkerTimes, num_gradients: int
         (round_begins[:, None] + begins).reshape(-1),
         np.repeat((round_begins + finish).reshape(-1), n),
     )
-
-
-def _taken(times: WorkerTimes, count: int) -> np.ndarray:
-    """Return the next `count` times of every worker, [count, worker]."""
-    return np.stack([np.fromiter(worker, float, count) for worker in times], axis=1)
 
 
 def _averagings(compute: WorkerTimes, communication: WorkerTimes, num_gradients: int, period: float) -> TableColumns:

@@ -45,7 +45,7 @@ from jaxpar.strategies.asynchronous.local import LocalEngine
 from jaxpar.strategies.asynchronous.mitigations import Mitigations
 from jaxpar.strategies.asynchronous.options import UpdateSource
 from jaxpar.strategies.asynchronous.server import ServerEngine
-from jaxpar.strategies.asynchronous.table import UpdateTable, staleness_summary
+from jaxpar.strategies.asynchronous.table import UpdateTable
 from jaxpar.strategies.asynchronous.threads import Threads
 from jaxpar.strategies.asynchronous.transport import BeginTransport
 from jaxpar.strategies.asynchronous.virtual_time import VirtualTime
@@ -107,10 +107,12 @@ def plan(
     workers = f"{'live ' if a.mode == 'live' else ''}{a.policy} of {a.num_workers} workers"
     workers += f" with {', '.join(names)}" if names else ""
     is_lock_step = a.policy == "sync" and not names  # workers train like one device
-    summary = workers
+    summary, fingerprint = workers, "live"
     if updates is not None:
-        staleness = staleness_summary(updates)
-        summary += f", mean staleness {staleness['mean']:.2f}, maximum {staleness['max']}"
+        staleness = updates.staleness
+        summary += f", mean staleness {staleness.mean():.2f}, maximum {staleness.max()}"
+        # times do not count: a run and its replay have the same weights
+        fingerprint = hashlib.sha256(b"".join(column.tobytes() for column in updates[1:6])).hexdigest()[:12]
     return Plan(
         "async_data_parallel",
         decision,
@@ -123,16 +125,11 @@ def plan(
             "policy": a.policy,
             "workers": a.num_workers,
             "mitigations": names,
-            "table": table_fingerprint(updates) if updates else "live",
+            "table": fingerprint,
         },
         differs="" if is_lock_step else f"{workers} computes gradients of {'local' if is_local else 'stale'} weights",
         advice=options.diloco_advice(config, updates),
     )
-
-
-def table_fingerprint(updates: UpdateTable) -> str:
-    """Return the fingerprint of a table. It does not depend on the recorded times."""
-    return hashlib.sha256(b"".join(column.tobytes() for column in updates[1:6])).hexdigest()[:12]
 
 
 def has_local_weights(config: ConfigDict) -> bool:
@@ -179,6 +176,15 @@ def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Devi
     def num_in_flight(state: Any) -> int:
         return 0 if updates is None or has_local_weights(config) else table.batches_in_flight(updates, state.step)
 
+    def report(state: Any, workdir: Path) -> dict[str, Any]:
+        """Write the update table of the run, if it has one, and return its results."""
+        done = engine.table(state)
+        if done is None:
+            return {}
+        table.write_updates(workdir / "updates.csv", done)
+        results = {"updates": done.num_updates, "table_seconds": float(done.finish[-1])}
+        return results | {"staleness_mean": float(done.staleness.mean()), "staleness_max": int(done.staleness.max())}
+
     return Strategy(
         plan,
         tuple(devices[: plan.num_devices]),
@@ -192,7 +198,7 @@ def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Devi
         to_private=engine.private,
         num_in_flight=num_in_flight,
         drain=engine.drain,
-        report=lambda state, workdir: _report(engine.table(state), workdir),
+        report=report,
     )
 
 
@@ -212,13 +218,3 @@ def _build_engine(
         begin = partial(VirtualTime, updates)
     is_grouped = updates is not None and updates.is_grouped
     return ServerEngine(problem, mitigations, numbers, devices, at, begin, is_grouped=is_grouped)
-
-
-def _report(updates: UpdateTable | None, workdir: Path) -> dict[str, Any]:
-    """Write the update table of the run, if it has one, and return its results."""
-    if updates is None:
-        return {}
-    table.write_updates(workdir / "updates.csv", updates)
-    staleness = staleness_summary(updates)
-    results = {"updates": updates.num_updates, "table_seconds": float(updates.finish[-1])}
-    return results | {f"staleness_{name}": staleness[name] for name in ("mean", "max")}

@@ -4,8 +4,6 @@ A table is data, made before a run (simulate.py) or recorded by a live run. From
 asynchronous training exactly, without threads.
 """
 
-import csv
-import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -88,18 +86,10 @@ def validate(table: UpdateTable) -> None:
 
     Rules: shapes and dtypes; numbers in range; each shard once; `step` and `finish` never decrease, and `update` starts
     at 0 and increases by at most 1; a gradient finishes after it starts, and is applied to the version that it read or
-    a later one. As rows are in order, the gradients that made the version it read are in rows above it, and finished
-    before it. A worker computes one gradient at a time: see `_free`.
+    a later one. A worker computes one gradient at a time: see `_free`.
     """
-    if broken := _broken_rule(table):
-        row, rule = broken
-        raise ValueError(rule if row is None else f"row {row}: {rule}")
-
-
-def staleness_summary(table: UpdateTable) -> dict[str, float | list[int]]:
-    """Return `mean`, `max`, and `histogram`: the numbers of gradients with staleness 0, 1, .. max."""
-    histogram = np.bincount(table.staleness)
-    return {"mean": float(table.staleness.mean()), "max": len(histogram) - 1, "histogram": histogram.tolist()}
+    if rule := _broken_rule(table, lambda row: f"row {row}"):
+        raise ValueError(rule)
 
 
 class GradientRow(NamedTuple):
@@ -134,7 +124,7 @@ def needs_earlier_batches(table: UpdateTable, step: int) -> bool:
 
 
 def batches_in_flight(table: UpdateTable, step: int) -> int:
-    """Return the number of the last batches before a step with a gradient that is not in the weights of the server yet.
+    """Return the number of the last batches before a step with a gradient that the server's weights lack.
 
     It is still to be computed, or it waits for the rest of its update.
     """
@@ -158,25 +148,23 @@ def _free(table: UpdateTable) -> np.ndarray:
     return free
 
 
-def _broken_rule(table: UpdateTable) -> tuple[int | None, str] | None:
-    """Return the row of the first broken rule (None if it concerns no row) and the rule; None if none is broken."""
+def _broken_rule(table: UpdateTable, name_row: Callable[[int], str]) -> str | None:
+    """Return the first broken rule, after the name of its row if it concerns one; None if none is broken."""
     if table.num_workers < 1:
-        return None, f"num_workers is {table.num_workers}; it must be at least 1"
+        return f"num_workers is {table.num_workers}; it must be at least 1"
     size = np.shape(table.worker)
     for column in COLUMNS:
         values, dtype = getattr(table, column), np.float64 if column in TIMES else np.int32
         if not isinstance(values, np.ndarray) or values.dtype != dtype:
-            found = getattr(values, "dtype", type(values).__name__)
-            return None, f"{column} has dtype {found}; it must be {dtype.__name__}"
+            return f"{column} has dtype {getattr(values, 'dtype', type(values).__name__)}; it must be {dtype.__name__}"
         if values.ndim != 1 or values.shape != size:
-            must = f"it must be 1-D and as long as worker, which has shape {size}"
-            return None, f"{column} has shape {values.shape}; {must}"
+            return f"{column} has shape {values.shape}; it must be 1-D and as long as worker, which has shape {size}"
     if not size[0]:
-        return None, "the table has no rows; it must have at least one"
+        return "the table has no rows; it must have at least one"
     for is_bad, column, rule in _rules(table):
         if is_bad.any():
             row = int(is_bad.argmax())
-            return row, f"{column} is {getattr(table, column)[row].item()}; " + rule(row)
+            return f"{name_row(row)}: {column} is {getattr(table, column)[row].item()}; {rule(row)}"
     return None
 
 
@@ -210,12 +198,9 @@ def _rules(table: UpdateTable) -> Iterator[tuple[np.ndarray, str, Callable[[int]
 def write_updates(path: Path | str, table: UpdateTable) -> None:
     """Write a valid table as CSV: the number of workers, the names of the columns, and one row per gradient."""
     validate(table)
-    text = io.StringIO()
-    text.write(f"{HEAD}{table.num_workers}\n")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows(zip(*(getattr(table, column).tolist() for column in COLUMNS), strict=True))
-    write_text(Path(path), text.getvalue())
+    rows = zip(*(getattr(table, column).tolist() for column in COLUMNS), strict=True)
+    lines = [f"{HEAD}{table.num_workers}", *(",".join(map(str, row)) for row in (COLUMNS, *rows))]
+    write_text(Path(path), "\n".join(lines) + "\n")
 
 
 def read_updates(path: Path | str) -> UpdateTable:
@@ -232,8 +217,8 @@ def read_updates(path: Path | str) -> UpdateTable:
             lines, rows = read_rows(file, COLUMNS, line=2)
         columns = np.array(rows, dtype=[(name, "f8" if name in TIMES else "i4") for name in COLUMNS])
         table = UpdateTable(int(number), *(columns[name].copy() for name in COLUMNS))
-        if broken := _broken_rule(table):
-            raise ValueError(broken[1] if broken[0] is None else f"line {lines[broken[0]]}: {broken[1]}")
+        if rule := _broken_rule(table, lambda row: f"line {lines[row]}"):
+            raise ValueError(rule)
     except (OSError, ValueError) as error:
         raise UserError(unreadable(path, error)) from error
     return table

@@ -19,18 +19,16 @@ from jaxpar.strategies.asynchronous.transport import Assignment, Delivery, LiveT
 
 
 class Threads(LiveTransport):
-    """A `Transport`. Only the server's thread accesses the queue; workers receive assignments and return results.
-
-    A result is either the gradient on the server's device or the error that the worker raised.
-    """
+    """A `Transport`. Only the server's thread accesses the queue; workers receive assignments and return results."""
 
     def __init__(self, workers: Workers, state: State, *, bound: float, slowdown: float):
         """Start no threads yet. slowdown: factor on the time of the last worker, at least 1."""
         super().__init__(workers, state, bound=bound)
         self._slowdown = slowdown
         self._assignments = [SimpleQueue[tuple[Assignment, Params] | None]() for _ in self._completed]
+        # results: the gradient on the server's device, or the error that the worker raised
         self._answers = SimpleQueue[tuple[Assignment, SentGradient | BaseException]]()
-        self._threads: list[threading.Thread] = []
+        self._has_begun = False
         self._compiled = set[tuple[tuple[int, ...], ...]]()  # shapes of shards compiled by the slow worker
         self._is_closed = False
         self._error: BaseException | None = None
@@ -40,7 +38,10 @@ class Threads(LiveTransport):
         if chunks:
             if self._is_closed:
                 raise RuntimeError("this live run is over, because another one has started")
-            self._start()
+            if not self._has_begun:
+                self._has_begun = True
+                for worker in range(len(self._completed)):
+                    threading.Thread(target=self._work, args=(worker,), name=f"worker {worker}", daemon=True).start()
             self.give_out(chunks)
         while True:
             if self._answers.empty():  # otherwise newer weights are about to be published
@@ -63,15 +64,7 @@ class Threads(LiveTransport):
         for assignments in self._assignments:
             assignments.put(None)
 
-    def _start(self) -> None:
-        if not self._threads:
-            for worker in range(len(self._completed)):
-                thread = threading.Thread(target=self._work, args=(worker,), name=f"worker {worker}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-
     def _work(self, worker: int) -> None:
-        """Run a worker's thread."""
         while (assigned := self._assignments[worker].get()) is not None:
             try:
                 sent: SentGradient | BaseException = self._compute(*assigned)

@@ -40,8 +40,7 @@ class Delivery(NamedTuple):
 class InFlight(NamedTuple):
     """The state of a transport between steps."""
 
-    # by version, older weights that workers have read and whose gradients have not arrived yet
-    weights: Mapping[int, Params]
+    weights: Mapping[int, Params]  # by version, older weights whose gradients have not arrived yet
     # arrays by name (names must not be numbers): shards that are still to be computed, and the data of `table`
     record: Canonical
 
@@ -80,12 +79,8 @@ class Transport(Protocol):
 
         The server applies each gradient, and publishes the new weights, before it takes the next gradient.
 
-        Args:
-          chunks: the workers' shards of the step's batch, by their number in the run; empty: no step begins.
-          drain: whether to wait for the gradients that workers are still computing.
-
-        Raises:
-          RuntimeError: the transport is closed, and there are shards.
+        chunks: the workers' shards of the step's batch, by their number in the run; empty: no step begins. drain:
+        whether to wait for the gradients that workers are still computing. Raises RuntimeError if it is closed.
         """
 
     def publish(self, params: Params) -> None:

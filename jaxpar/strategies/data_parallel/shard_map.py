@@ -203,7 +203,7 @@ def make_layouts(exchange: Exchange, axes: dict[str, int], like: State) -> dict[
 
 def private_parts(layouts: Mapping[str, Layout]) -> list[str]:
     """Return the names of the parts of the state that differ between replicas, which are its private state."""
-    return [name for name in ("params", "optimizer", "private") if layouts[name].kind == PER_REPLICA]
+    return [name for name, part in layouts.items() if part.kind == PER_REPLICA]
 
 
 class ReplicaState:
