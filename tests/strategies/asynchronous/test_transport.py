@@ -24,7 +24,6 @@ from jaxpar.strategies.asynchronous.transport import (
     Delivery,
     LiveTransport,
     SentGradient,
-    Transport,
     Workers,
 )
 from jaxpar.strategies.asynchronous.virtual_time import VirtualTime
@@ -157,12 +156,6 @@ def test_late_gradients_count_in_the_step_that_they_end() -> None:
         run, metrics = again.step(run, make_batch(TASK, step))
         for got, x in zip(jax.tree.leaves(metrics), jax.tree.leaves(expected), strict=True):
             np.testing.assert_array_equal(got, x, str(step))
-
-
-def test_transports_have_what_the_server_asks_for() -> None:
-    """Checks by name what mypy checks by type."""
-    methods = {name for name in vars(Transport) if not name.startswith("_")}
-    assert methods == {"deliver", "publish", "in_flight", "restore", "table", "close"} <= set(dir(Queue))
 
 
 def chunks(first: int, last: int) -> dict[int, Chunk]:
