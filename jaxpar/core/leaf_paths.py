@@ -11,8 +11,7 @@ class LeafPath(NamedTuple):
     """The position of a leaf in a tree that contains parameters or arrays derived from them."""
 
     layer: str | None  # the layer that the leaf belongs to; None if it belongs to no layer, such as a step counter
-    # the path of the leaf without the layer name, so corresponding arrays of identical layers have equal paths
-    path: str
+    path: str  # without the layer name, so corresponding arrays of identical layers have equal paths
 
 
 MARK = "\0"  # prefix of layer names: no optimizer key starts with it, and it does not change how layers sort

@@ -1,8 +1,8 @@
 """Plans: the array layouts, traffic and memory of a strategy on a cluster, computed without devices.
 
 A plan is plain data. `strategies.plan` makes one for any cluster, on any machine, without touching a device or
-compiling. `strategies.build` builds the strategy from a plan and real devices. The start of a run, the audit and the
-certificate all read the same plan.
+compiling. `strategies.build` builds the strategy from a plan and real devices. A run, the audit and the certificate
+all read the same plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,8 +55,7 @@ def ring_traffic(
 ) -> Traffic:
     """Return a device's traffic under ring algorithms over `size` devices, for vectors of `nbytes` bytes together.
 
-    ways: number of passes: 2 for an all-reduce, 1 for a reduce-scatter or an all-gather, times the number of such
-    collectives for each vector.
+    ways: number of passes: those of RING_PASSES, times the number of such collectives for each vector.
     """
     return Traffic(kind, dtype, axis, *ring_sends(ways, size, nbytes, num_vectors), members=members)
 

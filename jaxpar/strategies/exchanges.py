@@ -59,10 +59,7 @@ def sums_along_a_ring(config: ConfigDict) -> bool:
 
 
 def private_key(config: ConfigDict, num_replicas: int, params: Params) -> dict[str, Any]:
-    """Return the settings that the private state of an exchange depends on: its name, options and replicas.
-
-    A size of buckets is not among them if all parameters are in one bucket, or if the private state has no buckets.
-    """
+    """Return the settings that the private state depends on. A size of buckets without effect is left out."""
     options = chosen(config)
     if not EXCHANGES[config.exchange].residuals or options[BUCKET_BYTES] >= nbytes(params):
         options.pop(BUCKET_BYTES, None)

@@ -41,10 +41,7 @@ STRATEGIES: dict[str, StrategyModule[Any, Any]] = {
 
 
 def decide(config: ConfigDict, cluster: Cluster, model: Model | None = None) -> Decision[Any]:
-    """Decide on the mesh and the batch divisor of a config on a cluster, before any data is read.
-
-    Raises UserError if the strategy cannot run on this cluster, or not with this batch size.
-    """
+    """Decide on the mesh and batch divisor, before any data is read. Raises UserError if the cluster cannot run it."""
     check_choice("strategy", config.strategy, STRATEGIES)
     if not 0 <= config.seed < 2**31:
         raise UserError(f"config.seed is {config.seed}; it must be between 0 and {2**31 - 1}")

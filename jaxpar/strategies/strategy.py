@@ -50,11 +50,10 @@ class FromCanonical(Protocol[S_co]):
     """The function that converts a canonical state to the form of a strategy."""
 
     def __call__(self, tree: Canonical, private: Canonical | None = None, /) -> S_co:
-        """Return the state on devices. The leaves of both trees may be NumPy arrays.
+        """Return the state on devices. The leaves of `tree` may be NumPy arrays.
 
-        private: private state from `Strategy.to_private`; None or empty: initial private state.
-
-        Raises UserError if the strategy cannot resume at this step without its private state.
+        private: from `Strategy.to_private`; None or empty: initial private state. Raises UserError if the strategy
+        cannot resume at this step without it.
         """
 
 
@@ -89,9 +88,7 @@ class StrategyModule(Protocol[Source, Details]):
     """A module of this package that implements a strategy."""
 
     def decide(self, config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Decision[Source]:
-        """Decide on the mesh and the batch divisor, before any data is read.
-
-        The function is pure, except that it reads each file that the config names once.
+        """Decide on the mesh and the batch divisor, before any data is read. Pure, but reads the files of the config.
 
         model: a model with the layers of the run, of which only names, order and ties matter; None if not known yet.
 

@@ -116,10 +116,7 @@ def _drawn(draw: Callable[[np.random.Generator], np.ndarray], worker: int, strea
 
 
 def read_trace(path: Path | str) -> MeasuredTimes:
-    """Read measured times from a CSV file with the columns worker and seconds, and one row per gradient.
-
-    Raises UserError for an invalid file: one line, with the file and, if there is one, the line.
-    """
+    """Read measured times from a CSV file with the columns worker and seconds, and one row per gradient."""
     times: dict[int, list[float]] = {}
     try:
         with open_text(path) as file:

@@ -55,10 +55,7 @@ from jaxpar.tasks import Sums
 
 
 def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Decision[UpdateSource]:
-    """Decide on the devices of the workers, and read the files that config.asynchronous names.
-
-    Raises UserError for a config.asynchronous that is invalid, and files that cannot be read.
-    """
+    """Decide on the devices of the workers, and read the files of config.asynchronous. Raises UserError."""
     meshes.check_processes("config.strategy='async_data_parallel'", cluster)
     meshes.check_stages(config)
     exchanges.check_no_exchange(config, "whose exchange is set by config.asynchronous")
@@ -86,10 +83,7 @@ class AsyncDetails:
 def plan(
     config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[UpdateSource], /
 ) -> Plan[AsyncDetails]:
-    """Plan the devices of workers and server, and the update table.
-
-    Raises UserError for a recorded table of a run of another length.
-    """
+    """Plan devices and update table. Raises UserError for a recorded table of a run of another length."""
     a, num_devices, is_local = config.asynchronous, decision.num_replicas, has_local_weights(config)
     updates = None if a.mode == "live" else options.build_table(config, decision.source, shapes.num_steps)
     has_device = meshes.sizes(config, cluster)[DATA] > num_devices and not is_local

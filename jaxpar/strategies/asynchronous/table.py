@@ -124,10 +124,7 @@ def needs_earlier_batches(table: UpdateTable, step: int) -> bool:
 
 
 def batches_in_flight(table: UpdateTable, step: int) -> int:
-    """Return the number of the last batches before a step with a gradient that the server's weights lack.
-
-    It is still to be computed, or it waits for the rest of its update.
-    """
+    """Return the number of the last batches before a step with a gradient that is not in the server's weights yet."""
     applied = table.step[np.searchsorted(table.update, table.update, side="right") - 1]
     late = table.chunk[(applied >= step) & (table.chunk < step * table.num_workers)]
     return step - int(late.min()) // table.num_workers if len(late) else 0
@@ -225,9 +222,9 @@ def read_updates(path: Path | str) -> UpdateTable:
 
 
 def read_rows(file: TextIO, columns: Sequence[str], line: int = 1) -> tuple[list[int], list[tuple[int | float, ...]]]:
-    """Return the line numbers and values of the rows of a CSV file whose header is at line `line`.
+    """Return the line numbers and values of the rows of a CSV file, integers except for seconds. Raises ValueError.
 
-    Columns start, finish and seconds contain seconds, the others integers. Raises ValueError with the line.
+    line: number of the line of the header.
     """
     lines, rows, found = [], [], read_csv(file, line)
     if tuple(map(str.strip, next(found, (line, []))[1])) != tuple(columns):
