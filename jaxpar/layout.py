@@ -67,10 +67,10 @@ class LeafLayout(NamedTuple):
 
     def global_shape(self, axes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of the global array."""
-        leading, local = tuple(axes[axis] for axis in self.leading), self.local_shape(axes)
-        if self.split is None:
-            return (*leading, *local)
-        return tuple(size * axes[self.split.axis] if i == self.split.dim else size for i, size in enumerate(local))
+        local = list(self.local_shape(axes))
+        if self.split is not None:
+            local[self.split.dim] *= axes[self.split.axis]
+        return (*(axes[axis] for axis in self.leading), *local)
 
     def local_nbytes(self, axes: Mapping[str, int]) -> int:
         """Return the bytes on one of the devices that hold the array."""
@@ -100,15 +100,11 @@ class LeafLayout(NamedTuple):
 
 
 class Layout:
-    """The layout of a tree.
-
-    Attributes:
-      axes: size of each mesh axis.
-      leaves: a tree of LeafLayout with the structure of the canonical tree.
-    """
+    """The layout of a tree."""
 
     def __init__(self, axes: Mapping[str, int], leaves: Tree):
-        self.axes, self.leaves = dict(axes), leaves
+        self.axes = dict(axes)  # size of each mesh axis
+        self.leaves = leaves  # a tree of LeafLayout with the structure of the canonical tree
 
     @cached_property
     def kind(self) -> str:
@@ -148,11 +144,8 @@ class Layout:
 
     def abstract(self, mesh: Mesh) -> Tree:
         """Return a tree of the shapes, dtypes and shardings of the global arrays."""
-
-        def made(leaf: LeafLayout, sharding: Sharding) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.global_shape(self.axes), leaf.dtype, sharding=sharding)
-
-        return self._map(made, self.shardings(mesh))
+        at = self.shardings(mesh)
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.shapes, at)
 
     @property
     def is_canonical(self) -> bool:
@@ -246,11 +239,7 @@ def per_replica(axes: Mapping[str, int], like: Tree, *over: str, are_copies: boo
 def made_by_replicas(axes: Mapping[str, int], make: Callable[[], Tree], axis: str, *outer: str) -> Layout:
     """Return the per-replica layout of the tree that `make` creates on each device of the axes `outer` and `axis`.
 
-    Args:
-      axes: size of each mesh axis.
-      make: returns the tree; it runs inside `shard_map` and can call `jax.lax.axis_index(axis)`.
-      axis: the mesh axis of the replicas.
-      outer: mesh axes whose leading dims come before the leading dim of `axis`.
+    make: runs inside `shard_map`, and can call `jax.lax.axis_index(axis)`.
     """
     made = jax.eval_shape(lambda: jax.vmap(lambda _: make(), axis_name=axis)(jnp.zeros(axes[axis])))
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), made)
@@ -258,14 +247,11 @@ def made_by_replicas(axes: Mapping[str, int], make: Callable[[], Tree], axis: st
 
 
 def sharded(axes: Mapping[str, int], like: Any, axis: str, copies: int = 1) -> Layout:
-    """Return the layout of a tree sharded over `axis` along each array's longest dim. Scalars are replicated.
-
-    copies: as in `DimSplit`.
-    """
+    """Return the layout of a tree sharded over `axis` along each array's longest dim. Scalars are replicated."""
 
     def leaf(x: Any) -> LeafLayout:
         dim = split_dim(x.shape)
-        return LeafLayout(x.shape, x.dtype, split=None if dim is None else DimSplit(dim, axis, copies))
+        return LeafLayout(x.shape, x.dtype, None if dim is None else DimSplit(dim, axis, copies))
 
     return Layout(axes, jax.tree.map(leaf, like))
 

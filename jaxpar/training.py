@@ -1,6 +1,6 @@
 """Trains from a config to a result: build, start, loop, finish.
 
-This file does not depend on which strategy runs: all work on devices goes through the functions of
+It does not depend on which strategy runs: all work on devices goes through the functions of
 `jaxpar.strategies.Strategy`. The arithmetic of a step is in jaxpar/core/step.py.
 """
 
@@ -73,10 +73,7 @@ def train_config(
     callbacks: Sequence[Callback] = (),
     given: Collection[str] = (),
 ) -> Result:
-    """Do what `train` does, after JAX was prepared, and answer signals as `interrupt` does.
-
-    given: keys that the command line sets, which must have an effect.
-    """
+    """Do what `train` does, after JAX was prepared. given: keys of the command line, which must have an effect."""
     asked, (config, dataset) = config, choose(config, workdir)
     checked = build.check_run(config, workdir)
     check_unused_keys(asked, given)
@@ -112,12 +109,15 @@ def run_through(run: Run, interrupt: Interrupt, callbacks: Sequence[Callback]) -
     with phases("start"):
         state, past = start(run)
         tidy(run, past.step)
-    saver = checkpoint.Saver(
-        workdir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
-    )
+    keep = config.checkpoint
+    saver = checkpoint.Saver(workdir / "checkpoints", keep=keep.keep, keep_best=keep.keep_best)
     log = metrics.Log(workdir, first_step=past.step, tensorboard=config.log.tensorboard)
-    called = with_early_stopping(config, log, callbacks)
-    steps = past.step
+    called, steps = Callbacks(callbacks), past.step
+    if config.early_stop.patience:
+        losses = [(row["step"], row["loss"]) for row in log.rows("validation")]
+        early_stopping = EarlyStopping(config.early_stop.patience, config.early_stop.min_delta, losses)
+        reason = processes.from_first(early_stopping.reason or "") or None
+        called = Callbacks([*callbacks, early_stopping], reason)
     try:
         if steps == run.num_steps or called.reason:
             print(describe_finished(run, steps, called.reason), flush=True)
@@ -135,15 +135,6 @@ def run_through(run: Run, interrupt: Interrupt, callbacks: Sequence[Callback]) -
             saver.close()
 
 
-def with_early_stopping(config: ConfigDict, log: metrics.Log, callbacks: Sequence[Callback]) -> Callbacks:
-    """Return the callbacks and early stopping, which continues from the losses in `log`."""
-    if not config.early_stop.patience:
-        return Callbacks(callbacks)
-    losses = [(row["step"], row["loss"]) for row in log.rows("validation")]
-    early_stopping = EarlyStopping(config.early_stop.patience, config.early_stop.min_delta, losses)
-    return Callbacks([*callbacks, early_stopping], processes.from_first(early_stopping.reason or "") or None)
-
-
 def describe_finished(run: Run, steps: int, reason: str | None) -> str:
     """Return the line for a run that is started again after its last step. reason: why it stopped early, if it did."""
     if steps < run.num_steps:
@@ -155,10 +146,7 @@ def describe_finished(run: Run, steps: int, reason: str | None) -> str:
 
 
 class Loop:
-    """The training loop of a run, from its first state to its last step.
-
-    Two steps are in flight: the metrics of one step are read while the next one computes.
-    """
+    """The training loop. Two steps are in flight: the metrics of one step are read while the next one computes."""
 
     def __init__(
         self, run: Run, past: Past, saver: checkpoint.Saver, log: metrics.Log, callbacks: Callbacks | None = None
@@ -181,11 +169,7 @@ class Loop:
         self._clock = run.phases.clock("train", "input")
 
     def run(self, state: StrategyState, interrupt: Interrupt) -> tuple[StrategyState, int]:
-        """Run all steps, or those until a callback ends the run. Raises Stopped.
-
-        Returns:
-          The strategy's state after the last step, and the number of completed steps.
-        """
+        """Run all steps, or those until a callback ends the run; return the last state and step. Raises Stopped."""
         run, first, total, agree = self._run, self._past.step, self._run.num_steps, processes.Agreement()
         with metrics.ProfilerTrace(run.config.profile, run.workdir) as trace, Progress(first, total, run.phases) as bar:
             loader = load_batches(run, run.batches, first, total, with_example_ids=True)

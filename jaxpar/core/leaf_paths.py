@@ -11,8 +11,7 @@ class LeafPath(NamedTuple):
     """The position of a leaf in a tree that contains parameters or arrays derived from them."""
 
     layer: str | None  # the layer that the leaf belongs to; None if it belongs to no layer, such as a step counter
-    # the path of the leaf without the layer name, so corresponding arrays of identical layers have equal paths
-    path: str
+    path: str  # without the layer name, so corresponding arrays of identical layers have equal paths
 
 
 MARK = "\0"  # prefix of layer names: no optimizer key starts with it, and it does not change how layers sort
@@ -24,12 +23,9 @@ def leaf_paths(function: Callable[[Any], Any], params: Mapping[str, Any]) -> lis
     The layer keys are marked before the function is traced. An optimizer can therefore store parameters anywhere in
     its state, and can have dicts with other keys, such as the labels of `optax.partition`.
 
-    Args:
-      function: for example an optimizer's init; it must compute each array of a layer from that layer alone.
-      params: abstract parameters, {layer: ...}.
+    function: for example an optimizer's init; it must compute each array of a layer from that layer alone.
     """
-    marked = {MARK + name: tree for name, tree in params.items()}
-    made = jax.eval_shape(function, marked)
+    made = jax.eval_shape(function, {MARK + name: tree for name, tree in params.items()})
     return [_leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(made)]
 
 

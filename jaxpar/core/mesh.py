@@ -32,9 +32,7 @@ def prepare_jax(config: ConfigDict, cache: Path) -> None:
     This must be called before JAX touches a device. The user's environment takes precedence:
     JAX_COMPILATION_CACHE_DIR and JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS.
 
-    Raises:
-      UserError: the number of devices is out of range, or XLA_FLAGS contains another number, or JAX has started with
-        another number.
+    Raises UserError for a number of devices that is out of range, or not that of XLA_FLAGS or of a started JAX.
     """
     keep_freed_memory()
     settings = {"jax_compilation_cache_dir": str(cache), "jax_persistent_cache_min_compile_time_secs": 0.1}

@@ -52,25 +52,21 @@ def _muon(o: ConfigDict, learning_rate: LearningRate) -> optax.GradientTransform
     to the root mean square of Adam's updates, so both share one learning rate (Liu et al., "Muon is Scalable for LLM
     Training", 2025, section 2.2).
     """
+
+    def as_matrix(kernel: Any) -> optax.contrib.MuonDimensionNumbers:
+        """Return the dims of a kernel as a matrix [in, out]: those of a convolution are [h * w * in, out]."""
+        *reduced, output = range(jnp.ndim(kernel))
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=tuple(reduced), output_axis=output)
+
     muon = optax.contrib.muon(
         learning_rate,
         beta=o.momentum,
         weight_decay=o.weight_decay,
         weight_decay_mask=decayed,
-        muon_weight_dimension_numbers=_as_matrices,
+        muon_weight_dimension_numbers=lambda kernels: jax.tree.map(as_matrix, kernels),
         consistent_rms=0.2,
     )
     return optax.partition({"muon": muon, "adamw": _adamw(o, learning_rate)}, _by_muon_or_adamw)
-
-
-def _as_matrices(kernels: Any) -> Any:
-    """Return the dims of each kernel as a matrix [in, out]: convolutions [h, w, in, out] become [h * w * in, out]."""
-
-    def as_matrix(kernel: Any) -> optax.contrib.MuonDimensionNumbers:
-        *reduced, output = range(jnp.ndim(kernel))
-        return optax.contrib.MuonDimensionNumbers(reduction_axis=tuple(reduced), output_axis=output)
-
-    return jax.tree.map(as_matrix, kernels)
 
 
 def _by_muon_or_adamw(params: Any) -> Any:
@@ -92,24 +88,17 @@ def _by_muon_or_adamw(params: Any) -> Any:
 
 
 class OptimizerKind(NamedTuple):
-    """An optimizer and its properties that exchanges and mitigations depend on.
+    """An optimizer and its properties that exchanges and mitigations depend on."""
 
-    Attributes:
-      make: (config.optimizer, learning rate) -> the optimizer.
-      elementwise: whether each element of an update depends only on the gradient and state of that element, so that
-        arrays can be sharded. Other optimizers need whole arrays: norms (lamb), rows and columns (adafactor) or
-        matrices (muon).
-      momentum: the keys of config.optimizer that set the momentum; empty if the optimizer has no momentum.
-      adaptive: whether each element of an update, or of some arrays' updates, is divided by the magnitude of its recent
-        gradients, so that noise makes it smaller. Adafactor instead divides by averages over rows and columns.
-      is_adamw: whether the update is AdamW's, so that exchanges of momentum can compute it themselves.
-    """
-
-    make: Callable[[ConfigDict, LearningRate], optax.GradientTransformation]
+    make: Callable[[ConfigDict, LearningRate], optax.GradientTransformation]  # (config.optimizer, learning rate) -> it
+    # whether each element of an update depends only on the gradient and state of that element, so that arrays can be
+    # sharded. Other optimizers need whole arrays: norms (lamb), rows and columns (adafactor) or matrices (muon)
     elementwise: bool
-    momentum: tuple[str, ...]
+    momentum: tuple[str, ...]  # the keys of config.optimizer that set the momentum; empty if there is no momentum
+    # whether each element of an update, or of some arrays' updates, is divided by the magnitude of its recent
+    # gradients, so that noise makes it smaller. Adafactor instead divides by averages over rows and columns
     adaptive: bool
-    is_adamw: bool = False
+    is_adamw: bool = False  # whether the update is AdamW's, so that exchanges of momentum can compute it themselves
 
 
 OPTIMIZERS = {
@@ -202,10 +191,8 @@ def at_step(state: Any, step: Any) -> Any:
     def is_schedule(node: Any) -> bool:
         return isinstance(node, optax.ScaleByScheduleState)
 
-    def node(old: Any) -> Any:
-        return optax.ScaleByScheduleState(step) if is_schedule(old) else old
-
-    return jax.tree.map(node, state, is_leaf=is_schedule)
+    counted = optax.ScaleByScheduleState(step)
+    return jax.tree.map(lambda node: counted if is_schedule(node) else node, state, is_leaf=is_schedule)
 
 
 def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:

@@ -1,8 +1,8 @@
 """Plans: the array layouts, traffic and memory of a strategy on a cluster, computed without devices.
 
 A plan is plain data. `strategies.plan` makes one for any cluster, on any machine, without touching a device or
-compiling. `strategies.build` builds the strategy from a plan and real devices. The start of a run, the audit and the
-certificate all read the same plan.
+compiling. `strategies.build` builds the strategy from a plan and real devices. A run, the audit and the certificate
+all read the same plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,25 +26,19 @@ PURPOSES = {"params": "parameters", "copies": "parameters", "step": "", "key": "
 class Traffic(NamedTuple):
     """The bytes and messages that one device sends per step by one kind of collective.
 
-    Attributes:
-      kind: all-reduce, reduce-scatter, all-gather, all-to-all or collective-permute, as XLA calls them, or copy for a
-        copy that the host makes between programs.
-      dtype: the NumPy name of the dtype sent.
-      axis: the mesh axis of the collective.
-      nbytes: the theoretical number of bytes, for the ring algorithm if XLA chooses the algorithm.
-      messages: the number of messages before XLA combines any. A message goes from one device to one other device. It
-        contains an array, a vector of several arrays, or the chunk that one step of the ring algorithm sends: an
-        all-reduce of a vector over n devices is 2 (n - 1) messages per device.
-      required: the fraction of `nbytes` that is sent even if XLA can optimize some transfers away.
-      members: positions on the axis of the devices of the first group, if groups of them communicate; empty: all do.
+    A message goes from one device to one other device. It contains an array, a vector of several arrays, or the chunk
+    that one step of the ring algorithm sends: an all-reduce of a vector over n devices is 2 (n - 1) messages each.
     """
 
+    # all-reduce, reduce-scatter, all-gather, all-to-all or collective-permute, as XLA calls them, or copy for a copy
+    # that the host makes between programs
     kind: str
-    dtype: str
-    axis: str
-    nbytes: float
-    messages: float
-    required: float = 1.0
+    dtype: str  # the NumPy name of the dtype sent
+    axis: str  # the mesh axis of the collective
+    nbytes: float  # the theoretical number of bytes, for the ring algorithm if XLA chooses the algorithm
+    messages: float  # the number of messages before XLA combines any
+    required: float = 1.0  # the fraction of `nbytes` that is sent even if XLA can optimize some transfers away
+    # positions on the axis of the devices of the first group, if groups of them communicate; empty: all do
     members: tuple[int, ...] = ()
 
 
@@ -59,103 +53,62 @@ def ring_traffic(
     num_vectors: int = 1,
     members: tuple[int, ...] = (),
 ) -> Traffic:
-    """Return a device's traffic under ring algorithms. See `ring_sends`.
+    """Return a device's traffic under ring algorithms over `size` devices, for vectors of `nbytes` bytes together.
 
-    Args:
-      kind: kind of the collective.
-      ways: number of passes: 2 for an all-reduce, 1 for a reduce-scatter or an all-gather, times the number of such
-        collectives for each vector.
-      axis: name of the mesh axis.
-      size: n, the size of the axis.
-      nbytes: bytes of all vectors together.
-      dtype: dtype of the vectors.
-      num_vectors: number of vectors, each of which is sent in separate messages.
-      members: as in Traffic.
+    ways: number of passes: those of RING_PASSES, times the number of such collectives for each vector.
     """
     return Traffic(kind, dtype, axis, *ring_sends(ways, size, nbytes, num_vectors), members=members)
 
 
 class StageDelay(NamedTuple):
-    """The delays of one stage of a pipeline that never drains.
+    """The delays of one stage of a pipeline that never drains."""
 
-    Attributes:
-      layers: names of the layers of the stage, which are updated together.
-      updated_after: number of steps from the step in which a batch enters to the step in which its gradient is applied.
-      computed_after: the same for the forward pass of each microbatch of a batch.
-      lags: for each microbatch, the number of earlier batches whose updates are missing in the weights that it reads.
-    """
-
-    layers: tuple[str, ...]
-    updated_after: int
-    computed_after: tuple[int, ...]
-    lags: tuple[int, ...]
+    layers: tuple[str, ...]  # names of the layers of the stage, which are updated together
+    updated_after: int  # number of steps from that in which a batch enters to that in which its gradient is applied
+    computed_after: tuple[int, ...]  # the same for the forward pass of each microbatch of a batch
+    lags: tuple[int, ...]  # by microbatch, the number of earlier batches whose updates its weights lack
 
 
 class DelayedUpdates(NamedTuple):
-    """The recurrence that a pipeline that never drains follows: an update for each batch, from delayed weights.
+    """The recurrence that a pipeline that never drains follows: an update for each batch, from delayed weights."""
 
-    Attributes:
-      stages: the delays of each stage.
-      differs: the reason why the results differ from those of the recurrence; empty if they are the same.
-    """
-
-    stages: tuple[StageDelay, ...]
-    differs: str
+    stages: tuple[StageDelay, ...]  # the delays of each stage
+    differs: str  # the reason why the results differ from those of the recurrence; empty if they are the same
 
 
 @dataclass(frozen=True)
 class Decision(Generic[Source]):
-    """The mesh of a config on a cluster and the batch divisor, both known before the data and shapes are.
+    """The mesh of a config on a cluster and the batch divisor, both known before the data and shapes are."""
 
-    Attributes:
-      axes: size of each mesh axis, slowest-varying first.
-      batch_divisor: config.batch_size must be a multiple of this number.
-      batch_words: explanation of the divisor for messages.
-      num_replicas: the number of shards of a batch.
-      source: other inputs of the strategy's `plan`, such as the table of a pipeline, with all files already read.
-    """
-
-    axes: Mapping[str, int]
-    batch_divisor: int
-    batch_words: str
-    num_replicas: int
-    source: Source
+    axes: Mapping[str, int]  # size of each mesh axis, slowest-varying first
+    batch_divisor: int  # config.batch_size must be a multiple of this number
+    batch_words: str  # explanation of the divisor for messages
+    num_replicas: int  # the number of shards of a batch
+    source: Source  # other inputs of `plan`, such as the table of a pipeline, with all files already read
 
 
 @dataclass(frozen=True, eq=False)
 class Plan(Generic[Details]):
-    """A strategy for a problem on a cluster. Plans are equal only if they are the same object.
+    """A strategy for a problem on a cluster. Plans are equal only if they are the same object."""
 
-    Attributes:
-      strategy: name of the strategy in STRATEGIES.
-      decision: mesh axes and batch divisor.
-      summary: one-line description of the placement.
-      layouts: layout of each part of the state, leaf by leaf: step, key, params, optimizer and any strategy-specific
-        parts. A pipeline packs the leaves of each device (jaxpar/strategies/pipeline/executor/state.py).
-      details: strategy-specific inputs of the strategy's `build`, such as the table of a pipeline.
-      memory: for each device, bytes by purpose: the parts of the state, and the ACTIVATION_PARTS of a pipeline. For an
-        estimate of the other memory that a step needs, see `strategies.in_flight_bytes`.
-      traffic: theoretical traffic of one device per step, except scalars such as the loss.
-      exchange: name and options of the gradient exchange; empty if nothing is exchanged.
-      private_key: JSON values that identify the private state in a checkpoint. Only a plan with an equal key can
-        resume from that private state. Empty if the strategy has no private state.
-      differs: the reason why the results differ from those of `single`; empty if they are the same.
-      advice: which setting of this config is known to train badly, and what to use instead; empty if there is none.
-      delays: the delays of a pipeline that never drains; None for all other strategies.
-    """
-
-    strategy: str
-    decision: Decision[object]
-    summary: str
+    strategy: str  # name of the strategy in STRATEGIES
+    decision: Decision[object]  # mesh axes and batch divisor
+    summary: str  # one-line description of the placement
+    # layout of each part of the state, leaf by leaf: step, key, params, optimizer and any strategy-specific parts.
+    # A pipeline packs the leaves of each device (jaxpar/strategies/pipeline/executor/state.py)
     layouts: Mapping[str, Layout]
-    details: Details
+    details: Details  # strategy-specific inputs of the strategy's `build`, such as the table of a pipeline
+    # for each device, bytes by purpose: the parts of the state, and the ACTIVATION_PARTS of a pipeline. For an estimate
+    # of the other memory that a step needs, see `strategies.in_flight_bytes`
     memory: Sequence[Mapping[str, int]]
-    traffic: Sequence[Traffic] = ()
-    exchange: str = ""
+    traffic: Sequence[Traffic] = ()  # theoretical traffic of one device per step, except scalars such as the loss
+    exchange: str = ""  # name and options of the gradient exchange; empty if nothing is exchanged
+    # JSON values that identify the private state in a checkpoint. Only a plan with an equal key can resume from that
+    # private state. Empty if the strategy has no private state
     private_key: Mapping[str, Any] = field(default_factory=dict)
-    differs: str = ""
-    advice: str = ""
-    delays: DelayedUpdates | None = None
+    differs: str = ""  # the reason why the results differ from those of `single`; empty if they are the same
+    advice: str = ""  # which setting is known to train badly, and what to use instead; empty if there is none
+    delays: DelayedUpdates | None = None  # the delays of a pipeline that never drains; None for all other strategies
 
     @property
     def axes(self) -> Mapping[str, int]:
@@ -180,10 +133,8 @@ class Plan(Generic[Details]):
     @property
     def device_state_bytes(self) -> list[int]:
         """Bytes of the state that each device holds, by device index."""
-        return [
-            sum(n for part, n in parts.items() if not part.endswith(ON_HOST) and part not in ACTIVATION_PARTS)
-            for parts in self.memory
-        ]
+        activations = [sum(parts.get(part, 0) for part in ACTIVATION_PARTS) for parts in self.memory]
+        return [total - n for total, n in zip(self.device_bytes, activations, strict=True)]
 
     @property
     def state_bytes(self) -> int:
@@ -194,14 +145,6 @@ class Plan(Generic[Details]):
     def wire_bytes(self) -> int:
         """Bytes that one device sends per step."""
         return round(sum(one.nbytes for one in self.traffic))
-
-    def sent_by_axis(self) -> dict[str, tuple[float, float]]:
-        """Return the bytes and messages that one device sends per step, by mesh axis."""
-        total: dict[str, tuple[float, float]] = {}
-        for one in self.traffic:
-            nbytes, messages = total.get(one.axis, (0.0, 0.0))
-            total[one.axis] = (nbytes + one.nbytes, messages + one.messages)
-        return total
 
 
 def state_memory(layouts: Mapping[str, Layout]) -> tuple[dict[str, int], ...]:
@@ -226,10 +169,6 @@ def format_private_key(key: Mapping[str, Any]) -> str:
         elif isinstance(value, int):
             counts.append(format_count(value, name.removesuffix("es" if name.endswith("ches") else "s")))
         else:
-            is_name = isinstance(value, str) and name != "remat"
-            words.append(value if is_name else f"{name}={_listed(value)}")
+            text = value if isinstance(value, str) else ",".join(map(str, value))
+            words.append(text if isinstance(value, str) and name != "remat" else f"{name}={text}")
     return " ".join(words) + (f" on {', '.join(counts)}" if counts else "")
-
-
-def _listed(value: Any) -> str:
-    return value if isinstance(value, str) else ",".join(map(str, value))

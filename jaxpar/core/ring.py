@@ -10,13 +10,9 @@ RING_COLLECTIVES = (*RING_PASSES, PERMUTE)
 
 
 def ring_sends(passes: int, size: int, nbytes: float, num_vectors: int = 1) -> tuple[float, int]:
-    """Return the bytes and the messages that a device sends.
+    """Return the bytes and the messages that each of `size` devices sends.
 
-    Args:
-      passes: number of passes, as in RING_PASSES.
-      size: number of devices.
-      nbytes: bytes of all vectors together.
-      num_vectors: number of vectors, each of which is sent in separate messages.
+    nbytes: bytes of all vectors together, each of which is sent in separate messages.
     """
     steps = passes * (size - 1)
     return steps * nbytes / size, steps * num_vectors

@@ -28,14 +28,11 @@ class Problem(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """Metrics of one step over the global batch; scalars.
-
-    `finite` is true if the loss and the gradient are finite, in which case the update was applied.
-    """
+    """Metrics of one step over the global batch; scalars."""
 
     sums: Sums
     grad_norm: jax.Array
-    finite: jax.Array
+    finite: jax.Array  # whether the loss and the gradient are finite, in which case the update was applied
 
 
 def gradients(
@@ -48,12 +45,9 @@ def gradients(
 ) -> tuple[Params, Sums]:
     """Return the gradient of sum(weights * losses) / weight over these examples, and the task's sums over them.
 
-    Args:
-      problem: the training problem.
-      state: the state before the step.
-      batch: the global batch, or the shard of one replica.
-      weight: `batch_weight` of the global batch, so that the gradients of the shards add up to the mean.
-      scatter: maps the gradient of a microbatch to the part accumulated on this device; None: the whole gradient.
+    batch: the global batch, or the shard of one replica; weight: `batch_weight` of the global batch, so that the
+    gradients of the shards add up to the mean; scatter: maps the gradient of a microbatch to the part accumulated on
+    this device.
     """
     key = dropout_key(state.key, state.step)
 
@@ -84,24 +78,16 @@ def batch_weight(batch: Batch) -> jax.Array:
 
 
 def nonfinite_count(tree: Any) -> jax.Array:
-    """Return 1.0 if any array of a tree has a value that is not finite, otherwise 0.0.
-
-    Summed over devices, this counts the devices with a nonfinite value.
-    """
+    """Return 1.0 if any array of a tree has a nonfinite value, otherwise 0.0, to be summed over devices."""
     return 1.0 - jnp.isfinite(optax.tree.norm(tree))
 
 
 def update(
     problem: Problem, state: State, grads: Params, sums: Sums, grad_norm: jax.Array | None = None
 ) -> tuple[State, Metrics]:
-    """Apply one optimizer step, unless the loss or the gradient is not finite.
+    """Apply one optimizer step to all layers, or those on this device, unless the loss or gradient is not finite.
 
-    Args:
-      problem: the training problem.
-      state: the state of all layers, or of the layers on this device.
-      grads: the gradient, with the structure of state.params.
-      sums: the task's sums over the global batch.
-      grad_norm: the norm of the gradient of all layers; None: the norm of `grads`.
+    sums: over the global batch; grad_norm: the norm of the gradient of all layers; None: the norm of `grads`.
     """
     grad_norm = optax.tree.norm(grads) if grad_norm is None else grad_norm
     optimizer = at_step(state.optimizer, state.step)
@@ -132,10 +118,7 @@ def evaluate(problem: Problem, params: Params, batch: Batch) -> Sums:
 
 
 def microbatches(batch: Batch, num: int) -> dict[str, jax.Array]:
-    """Reshape each array from [B, ..] to [num, B / num, ..].
-
-    Example i goes to microbatch i % num, so that the shard of a replica is split like the whole batch.
-    """
+    """Reshape each array from [B, ..] to [num, B / num, ..]. Example i goes to microbatch i % num, as in any shard."""
     return {name: x.reshape(-1, num, *x.shape[1:]).swapaxes(0, 1) for name, x in batch.items()}
 
 
@@ -157,10 +140,7 @@ def with_shardings(tree: Any, shardings: Any) -> Any:
 
 
 def example_keys(key: jax.Array, batch: Batch) -> jax.Array:
-    """Return the keys of the examples, [B]: `key` with the index of each example folded in.
-
-    The keys do not depend on the device that computes the example.
-    """
+    """Return the keys of the examples, [B]: `key` with the index of each example folded in, on whichever device."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, batch["index"])
 
 

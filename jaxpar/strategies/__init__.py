@@ -4,6 +4,7 @@ The functions of registry.py are imported on first use: schedules and the decisi
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,11 +18,9 @@ if TYPE_CHECKING:
     from jaxpar.strategies.registry import possible as possible
     from jaxpar.strategies.strategy import Strategy as Strategy
 
-_FUNCTIONS = ("build", "check_other_sections", "decide", "in_flight_bytes", "make", "plan", "possible")
-
 
 def __getattr__(name: str) -> Any:
-    """Import a function of registry.py on first use."""
-    if name not in ("STRATEGIES", "Strategy", *_FUNCTIONS):
+    """Import a name of registry.py. Python asks for a module of this folder here before it imports it."""
+    if name.startswith("_") or find_spec(f"{__name__}.{name}"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("jaxpar.strategies.registry"), name)

@@ -59,12 +59,7 @@ def sums_along_a_ring(config: ConfigDict) -> bool:
 
 
 def private_key(config: ConfigDict, num_replicas: int, params: Params) -> dict[str, Any]:
-    """Return the settings that the private state of an exchange depends on: its name, options and replicas.
-
-    A size of buckets is not among them if all parameters are in one bucket, or if the private state has no buckets.
-
-    params: the parameters of the model, or their shapes.
-    """
+    """Return the settings that the private state depends on. A size of buckets without effect is left out."""
     options = chosen(config)
     if not EXCHANGES[config.exchange].residuals or options[BUCKET_BYTES] >= nbytes(params):
         options.pop(BUCKET_BYTES, None)
@@ -102,10 +97,6 @@ def check_exchange(config: ConfigDict, num_replicas: int, cluster: Cluster) -> N
             "config.exchange_options.offload is True; it must be False on a platform without pinned host memory, "
             f"such as {cluster.platform} ({cluster.device_kind})"
         )
-    _check_optimizer(config)
-
-
-def _check_optimizer(config: ConfigDict) -> None:
     row, name = EXCHANGES[config.exchange], config.optimizer.name
     if row.shards and not OPTIMIZERS[name].elementwise:
         elementwise = ", ".join(key for key, kind in OPTIMIZERS.items() if kind.elementwise)
@@ -142,11 +133,10 @@ def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int)
     never = f"be at most {num_steps}, the number of steps, or the replicas never exchange anything"
     check(given(config).get("interval", 0) <= num_steps, "interval", never)
     check_compressed(config, shapes)
-    o, adamw = config.optimizer, None
+    o, layers, adamw = config.optimizer, [layer.name for layer in problem.model.layers], None
     if OPTIMIZERS[o.name].is_adamw:
         learning_rate = optimizer.build_learning_rate(config, num_steps)
         adamw = AdamW(learning_rate, o.b1, o.b2, o.eps, o.weight_decay, optimizer.decayed)
-    layers = [layer.name for layer in problem.model.layers]
     rule = Rule(problem.optimizer, shapes, adamw, layers, o.clip_norm, num_steps)
     return named.make_exchange(config.exchange, Axis(DATA, num_replicas), rule, **options)
 
@@ -163,21 +153,16 @@ def check_compressed(config: ConfigDict, arrays: Any) -> None:
 
 
 def check_gradient_exchange(config: ConfigDict, num_replicas: int, cluster: Cluster, *, has_ring: bool = True) -> None:
-    """Raise UserError for an invalid exchange of a pipeline, whose replicas can exchange only gradients.
-
-    has_ring: whether the pipeline supports a ring all-reduce, the default of some exchanges.
-    """
+    """Raise UserError for an invalid exchange of a pipeline. has_ring: whether it supports a ring all-reduce."""
     for key in given(config).keys() & {PASSES, AVERAGE}:
         raise UserError(
             f"config.exchange_options.{key} is {given(config)[key]}; it must be None with "
             "config.strategy='pipeline', which accumulates gradients over config.pipeline.num_microbatches"
         )
     if config.exchange in EXCHANGES and not EXCHANGES[config.exchange].averages:
-        reason = (
-            "holds the whole model on one device"
-            if config.exchange == "dp"
-            else "wraps the optimizer of the whole model, but each stage has only a part of it"
-        )
+        reason = "wraps the optimizer of the whole model, but each stage has only a part of it"
+        if config.exchange == "dp":
+            reason = "holds the whole model on one device"
         averaging = {name: row.options for name, row in EXCHANGES.items() if row.averages}
         names = [name for name, options in averaging.items() if has_ring or options.get("algorithm") != "ring"]
         raise UserError(

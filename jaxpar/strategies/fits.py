@@ -1,7 +1,7 @@
 """Whether a plan fits the memory of its devices, what would help, and what a step needs besides the plan's arrays."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -27,9 +27,15 @@ def check_memory(plan: Plan[object], cluster: Cluster) -> None:
     shared = cluster.platform == "cpu"
     size = -(-cluster.num_devices // cluster.num_processes) if shared else 1
     groups = [range(first, min(first + size, plan.num_devices)) for first in range(0, plan.num_devices, size)]
-    totals = [_sum_parts(plan, group, on_host=shared) for group in groups]
-    parts = max(totals, key=lambda total: sum(total.values()))
-    needed, devices = sum(parts.values()), groups[totals.index(parts)]
+    totals: list[Counter[str]] = []  # bytes of each group by purpose
+    for group in groups:
+        totals.append(Counter())
+        for device in group:
+            totals[-1].update(
+                {part: n for part, n in plan.memory[device].items() if shared or not part.endswith(ON_HOST)}
+            )
+    parts = max(totals, key=Counter.total)
+    needed, devices = parts.total(), groups[totals.index(parts)]
     if needed <= cluster.memory_bytes:
         return
     where = f"device {devices[0]}" if len(devices) == 1 else f"devices {devices[0]} to {devices[-1]}"
@@ -39,14 +45,6 @@ def check_memory(plan: Plan[object], cluster: Cluster) -> None:
         f"config.strategy is {plan.strategy!r}, which needs {format_bytes(needed)} on {where} ({listed}); it must fit "
         f"in {format_bytes(cluster.memory_bytes)}, the memory of {owner}; " + _relief(plan, parts, shared)
     )
-
-
-def _sum_parts(plan: Plan[object], devices: Iterable[int], *, on_host: bool) -> Counter[str]:
-    """Return the bytes that the devices hold together, by purpose."""
-    total: Counter[str] = Counter()
-    for device in devices:
-        total.update({part: n for part, n in plan.memory[device].items() if on_host or not part.endswith(ON_HOST)})
-    return total
 
 
 def _relief(plan: Plan[object], parts: Mapping[str, int], shared: bool) -> str:
@@ -70,32 +68,24 @@ def in_flight_bytes(plan: Plan[Any], shapes: Problem) -> dict[str, int]:
     """Return an estimate of the bytes that a step needs on a device in addition to plan.memory, by purpose.
 
     Gradients have the size of the parameters on the device; ZeRO, which accumulates shards of them, needs less.
-    Activations are the values that the forward pass of a microbatch saves, according to the traced model; a microbatch
-    is the smallest part of a batch that the batch divisor allows, of one worker or all stages of a swarm. The stashes
-    of a pipeline are part of plan.memory instead, and so are its gradients if it never drains. XLA may store less, or
-    temporarily more, so these estimates never cause a plan to be refused.
+    Activations are the values that the forward pass of a microbatch saves, without the parameters, according to the
+    traced model; a microbatch is the smallest part of a batch that the batch divisor allows, of one worker or all
+    stages of a swarm. The stashes of a pipeline are part of plan.memory instead, and so are its gradients if it never
+    drains. XLA may store less, or temporarily more, so these estimates never cause a plan to be refused.
     """
     memory = plan.memory[0]
     if any(part in memory for part in ACTIVATION_PARTS):
         return {} if "gradients" in memory else {"gradients": memory["parameters"]}
-    saved = saved_bytes(shapes, plan.decision.batch_divisor)
-    return {"gradients": nbytes(shapes.model.shapes), "activations": saved}
-
-
-def saved_bytes(problem: Problem, num_shares: int) -> int:
-    """Return the bytes that the forward pass saves for the backward pass, for one of `num_shares` equal batch shards.
-
-    Counted on the traced model, without the parameters. XLA needs additional temporary arrays to compute a layer.
-    """
 
     def saved(state_key: jax.Array, params: Params, shard: Batch) -> Any:
         keys_B = example_keys(dropout_key(state_key, jnp.zeros((), jnp.int32)), shard)
-        return jax.vjp(lambda p: problem.task.sums(problem.model.outputs(p, shard, keys_B), shard).loss, params)[1]
+        return jax.vjp(lambda p: shapes.task.sums(shapes.model.outputs(p, shard, keys_B), shard).loss, params)[1]
 
     state_key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-    share = abstract_share(problem.batch, num_shares)
-    traced, saved_shapes = jax.make_jaxpr(saved, return_shape=True)(state_key, problem.model.shapes, share)
+    share = abstract_share(shapes.batch, plan.decision.batch_divisor)
+    traced, saved_shapes = jax.make_jaxpr(saved, return_shape=True)(state_key, shapes.model.shapes, share)
     inputs = {id(variable) for variable in (*traced.jaxpr.invars, *traced.jaxpr.constvars)}
     # A dict, because some arrays are saved twice.
     arrays = dict(zip(map(id, traced.jaxpr.outvars), jax.tree.leaves(saved_shapes), strict=True))
-    return nbytes([x for variable, x in arrays.items() if variable not in inputs])
+    activations = nbytes([x for variable, x in arrays.items() if variable not in inputs])
+    return {"gradients": nbytes(shapes.model.shapes), "activations": activations}

@@ -31,9 +31,9 @@ def by_replica(mesh: Mesh) -> NamedSharding:
 
 
 def batch_placer(mesh: Mesh) -> Callable[[Mapping[str, np.ndarray]], dict[str, jax.Array]]:
-    """Return a function that builds a batch on devices from the examples that this process has read.
+    """Return a function that builds a batch on devices from the examples of this process's `processes.local_shard`.
 
-    They are those of `processes.local_shard`. If a replica spans processes, the shards of processes overlap.
+    If a replica spans processes, the shards of processes overlap.
     """
     sharding, num_replicas = by_replica(mesh), mesh.shape[DATA]
     local = processes.local_shard(tuple(mesh.devices.flat), num_replicas, num_replicas)  # the process's replicas
@@ -70,10 +70,8 @@ class PlacedState:
 
     def from_canonical(self, tree: Canonical, _private: Canonical | None = None) -> State:
         """Return the global form of a canonical state. Its leaves may be NumPy arrays."""
-        state: State = jax.device_put(
-            self._layout.to_global(states.from_canonical(tree, self._like), np), self.shardings
-        )
-        return state
+        made: State = self._layout.to_global(states.from_canonical(tree, self._like), np)
+        return jax.device_put(made, self.shardings)
 
     def to_canonical(self, state: State) -> Canonical:
         """Return the canonical form of a global state: where replicas differ, the mean over replicas."""

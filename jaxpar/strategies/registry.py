@@ -21,7 +21,7 @@ from jaxpar.models.model import Model
 from jaxpar.strategies import data_parallel
 from jaxpar.strategies.asynchronous import strategy as async_data_parallel
 from jaxpar.strategies.asynchronous.options import decide_updates
-from jaxpar.strategies.data_parallel import single
+from jaxpar.strategies.data_parallel import sharding
 from jaxpar.strategies.fits import check_memory
 from jaxpar.strategies.fits import in_flight_bytes as in_flight_bytes
 from jaxpar.strategies.pipeline import schedules
@@ -32,7 +32,7 @@ from jaxpar.strategies.swarm import strategy as swarm
 from jaxpar.strategies.swarm.options import decide_swarm
 
 STRATEGIES: dict[str, StrategyModule[Any, Any]] = {
-    "single": single,
+    "single": sharding,
     "data_parallel": data_parallel,
     "async_data_parallel": async_data_parallel,
     "pipeline": pipeline,
@@ -41,16 +41,7 @@ STRATEGIES: dict[str, StrategyModule[Any, Any]] = {
 
 
 def decide(config: ConfigDict, cluster: Cluster, model: Model | None = None) -> Decision[Any]:
-    """Decide on the mesh and the batch divisor of a config on a cluster, before any data is read.
-
-    Args:
-      config: the config of the run.
-      cluster: the cluster to run on.
-      model: as in `StrategyModule.decide`.
-
-    Raises:
-      UserError: the strategy cannot run on this cluster, or not with this batch size.
-    """
+    """Decide on the mesh and batch divisor, before any data is read. Raises UserError if the cluster cannot run it."""
     check_choice("strategy", config.strategy, STRATEGIES)
     if not 0 <= config.seed < 2**31:
         raise UserError(f"config.seed is {config.seed}; it must be between 0 and {2**31 - 1}")
@@ -73,10 +64,7 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None = None) -> 
 
 
 def check_other_sections(config: ConfigDict, layers: Sequence[str]) -> None:
-    """Raise UserError for an invalid value in the section of a strategy that the run does not use.
-
-    layers: names of the layers; empty if they are not known.
-    """
+    """Raise UserError for an invalid value in the section of another strategy. layers: empty if they are not known."""
     if config.strategy != "data_parallel":
         name = config.data_parallel.implementation
         check_choice("data_parallel.implementation", name, data_parallel.IMPLEMENTATIONS)
@@ -94,15 +82,10 @@ def check_other_sections(config: ConfigDict, layers: Sequence[str]) -> None:
 def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[Any] | None = None) -> Plan[Any]:
     """Plan the strategy of a config for a cluster, which need not exist. See `StrategyModule.plan`.
 
-    Args:
-      config: the config of the run.
-      shapes: the problem: shapes of the model and the batch, the optimizer and the task.
-      cluster: the cluster to run on.
-      decision: result of `decide` for this config and cluster; None: calls `decide`.
+    decision: result of `decide` for this config and cluster; None: calls `decide`.
 
-    Raises:
-      UserError: `decide` fails, the strategy cannot train these shapes, or a device has too little memory.
-      ValueError: the shapes are those of a batch of another size.
+    Raises UserError if `decide` fails, the strategy cannot train these shapes, or a device has too little memory, and
+    ValueError if the shapes are those of a batch of another size.
     """
     for name, x in shapes.batch.items():
         if len(x) != config.batch_size:
@@ -120,10 +103,7 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
 
 
 def possible(config: ConfigDict, shapes: Problem, cluster: Cluster) -> Plan[Any] | str:
-    """Return the plan, or the message of the UserError in one line. For callers that compare many configs.
-
-    Raises ValueError if the shapes are those of a batch of another size.
-    """
+    """Return the plan, or the message of the UserError in one line. For callers that compare many configs."""
     try:
         return plan(config, shapes, cluster)
     except UserError as error:

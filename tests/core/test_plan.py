@@ -23,6 +23,7 @@ from jaxpar.errors import UserError
 from jaxpar.exchange import EXCHANGES
 from jaxpar.models import Model
 from jaxpar.strategies.fits import check_memory
+from tests.strategies.pipelines import Task, make_config, make_problem, pipeline
 
 ROOT = Path(__file__).parents[2]
 NUM_DEVICES = 64
@@ -79,7 +80,10 @@ for name, overrides in json.loads(sys.argv[1]).items():
         "axes": plan.axes,
         "num_devices": plan.num_devices,
         "memory": [dict(parts) for parts in plan.memory],
-        "sent": plan.sent_by_axis(),
+        "sent": {{
+            axis: [sum(getattr(one, key) for one in plan.traffic if one.axis == axis) for key in ("nbytes", "messages")]
+            for axis in {{one.axis for one in plan.traffic}}
+        }},
         "key": dict(plan.private_key),
         "in_flight": strategies.in_flight_bytes(plan, problem),
         "params": sum(leaf.size * 4 for leaf in jax.tree.leaves(problem.model.shapes)),
@@ -151,8 +155,6 @@ def test_a_plan_without_devices(name: str, plans: dict[str, dict[str, object]]) 
 
 def test_a_planner_gets_reasons_as_values() -> None:
     """`possible` returns the reason why a config is refused instead of raising it."""
-    from tests.strategies.pipelines import Task, make_config, make_problem
-
     task = Task("mlp", "classification")
     config = make_config(task)
     problem = make_problem(config, task)
@@ -165,8 +167,6 @@ def test_a_planner_gets_reasons_as_values() -> None:
 
 
 def test_an_exchange_that_does_not_support_the_shapes() -> None:
-    from tests.strategies.pipelines import Task, make_config, make_problem
-
     task, there = Task("mlp", "classification"), cluster.named_cluster("H100", 2)
     replicas = ("--config.strategy=data_parallel", "--config.mesh.data=2")
     passes = "--config.exchange_options.backward_passes_per_step=3"
@@ -213,8 +213,6 @@ def test_an_exchange_that_does_not_support_the_shapes() -> None:
 
 
 def test_muon_needs_a_kernel_of_a_hidden_layer() -> None:
-    from tests.strategies.pipelines import Task, make_config, make_problem
-
     task, there = Task("mlp", "classification"), cluster.named_cluster("H100", 1)
     config = make_config(task, "--config.optimizer.name=muon")
     problem = make_problem(config, task)
@@ -302,7 +300,6 @@ def test_cpu_devices_share_the_memory_of_a_machine() -> None:
 @pytest.mark.parametrize("strategy", ["single", "data_parallel"])
 def test_activations_in_flight(strategy: str) -> None:
     """Most of XLA's temporary memory is activations saved for the backward pass; remat and accumulation reduce them."""
-    from tests.strategies.pipelines import Task, make_config, make_problem
 
     def in_flight(*more: str) -> tuple[int, int]:
         replicas = 2 if strategy == "data_parallel" else 1
@@ -328,8 +325,6 @@ def test_activations_in_flight(strategy: str) -> None:
 
 
 def test_a_pipelines_activations_are_in_its_memory() -> None:
-    from tests.strategies.pipelines import Task, make_config, make_problem, pipeline
-
     task = Task("mlp", "classification")
     config = make_config(task, *pipeline("1f1b", 2))
     problem = make_problem(config, task)
@@ -340,8 +335,6 @@ def test_a_pipelines_activations_are_in_its_memory() -> None:
 
 def test_a_strategy_that_needs_less() -> None:
     """Parameters and Adam's two moments need three times the memory of the parameters; a device has twice as much."""
-    from tests.strategies.pipelines import Task, make_config, make_problem
-
     task = Task("mlp", "classification")
     problem = make_problem(make_config(task), task)
     small = cluster.Cluster("gpu", "small", 2, memory_bytes=2 * nbytes(problem.model.shapes))
@@ -387,15 +380,14 @@ MESSAGES: dict[str, tuple[list[str], dict[str, int]]] = {
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_messages_of_a_step(name: str) -> None:
-    from tests.strategies.pipelines import Task, make_config, make_problem
-
     overrides, expected = MESSAGES[name]
     task = Task("mlp", "classification", layers=1)
     config = make_config(task, "--config.strategy=data_parallel", *(f"--config.{one}" for one in overrides))
     problem = make_problem(config, task)
     plan = strategies.plan(config, problem, cluster.named_cluster("cpu", 4))
     assert len(jax.tree.leaves(problem.model.shapes)) == 6
-    assert {axis: messages for axis, (_, messages) in plan.sent_by_axis().items()} == expected
+    axes = {one.axis for one in plan.traffic}
+    assert {axis: sum(one.messages for one in plan.traffic if one.axis == axis) for axis in axes} == expected
 
 
 ASYNC = "strategy=async_data_parallel"
@@ -418,8 +410,6 @@ ADVICE: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.parametrize("name", ADVICE)
 def test_advice_against_settings_that_train_badly(name: str) -> None:
-    from tests.strategies.pipelines import Task, make_config, make_problem
-
     overrides, expected = ADVICE[name]
     task = Task("mlp", "classification", layers=1)
     config = make_config(task, "--config.strategy=data_parallel", *(f"--config.{one}" for one in overrides))

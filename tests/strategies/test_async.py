@@ -13,6 +13,7 @@ import pytest
 from jaxpar.core.plan import Traffic
 from jaxpar.core.state import nbytes
 from jaxpar.inspect import audit
+from jaxpar.strategies import Strategy
 from jaxpar.strategies.asynchronous import server, table
 from jaxpar.strategies.asynchronous.virtual_time import VirtualTime
 from tests.selection import slow, slow_except
@@ -44,6 +45,13 @@ POLICIES = {
     "diloco": ("policy=diloco", "interval=3"),
     "model_average": ("policy=model_average", "interval=2"),
 }
+
+
+def stepped(strategy: Strategy[Any], state: Any, first: int = 0, last: int = NUM_STEPS) -> Any:
+    """Return the state after steps `first` to `last`, excluding `last`."""
+    for step in range(first, last):
+        state, _ = strategy.step(state, strategy.place(make_batch(MLP, step)))
+    return state
 
 
 def assert_same(got: Outcome, expected: Outcome) -> None:
@@ -93,8 +101,7 @@ def test_stopped_and_resumed(name: str) -> None:
     overrides = asynchronous(*POLICIES[name], *RANDOM, workers=8, devices=2)
     strategy = make(MLP, *overrides)
     state = strategy.from_canonical(start(MLP))
-    for step in range(5):
-        state, _ = strategy.step(state, strategy.place(make_batch(MLP, step)))
+    state = stepped(strategy, state, 0, 5)
     tree, private = jax.device_get((strategy.to_canonical(state), strategy.to_private(state)))
     assert int(tree["step"]) == 5
     expected = named(on(2, name).tree)
@@ -109,8 +116,7 @@ def test_stopped_and_resumed(name: str) -> None:
         begun = named(other.to_canonical(state)["params"])
         for path, x in named(tree["params"]).items():
             np.testing.assert_allclose(begun[path], x, 1e-6, 1e-7)
-        for step in range(5, NUM_STEPS):
-            state, _ = other.step(state, other.place(make_batch(MLP, step)))
+        state = stepped(other, state, 5)
         # Convert to the canonical state and back, as `advance` does.
         ends.append(named(jax.device_get(other.to_canonical(other.from_canonical(other.to_canonical(state))))))
     for path, x in expected.items():
@@ -247,8 +253,7 @@ def test_bytes_that_are_sent_are_those_that_are_copied(
         return put(tree, device, **rest)
 
     monkeypatch.setattr(jax, "device_put", counting)
-    for step in range(NUM_STEPS):
-        state, _ = strategy.step(state, strategy.place(make_batch(MLP, step)))
+    stepped(strategy, state)
     large = sum(x.nbytes for x in jax.tree.leaves(start(MLP)["params"]) if x.size > 50)
     assert moved / NUM_STEPS / large == pytest.approx(strategy.plan.wire_bytes / SIZE, rel=1e-3)
     num_arrays = len(jax.tree.leaves(start(MLP)["params"]))
@@ -262,12 +267,11 @@ def test_its_table_is_that_of_the_steps_that_it_made(tmp_path: Path) -> None:
     tree = advance(shared(MLP, *SINGLE), MLP, start(MLP), 0, 5).tree
     first = make(MLP, *overrides)
     state = first.from_canonical(tree)
-    state, _ = first.step(state, first.place(make_batch(MLP, 5)))
+    state = stepped(first, state, 5, 6)
     tree, private = jax.device_get((first.to_canonical(state), first.to_private(state)))
     second = make(MLP, *overrides)
     state = second.from_canonical(tree, private)
-    for step in range(6, NUM_STEPS):
-        state, _ = second.step(state, second.place(make_batch(MLP, step)))
+    state = stepped(second, state, 6)
     reported = second.report(state, tmp_path)
     whole, part = table_of(make_config(MLP, *overrides)), table.read_updates(tmp_path / "updates.csv")
     rows = whole.step >= 5

@@ -22,130 +22,124 @@ from tests.strategies.asynchronous.test_engines import asynchronous, table_of
 from tests.strategies.pipelines import Task, make_config, make_problem
 from tests.test_train import assert_bitwise_equal, stop_at
 
-MISTAKES: dict[str, tuple[list[str], list[str]]] = {
+MISTAKES: dict[str, tuple[str, list[str]]] = {  # name -> (settings, parts of the message)
     "a policy": (
-        ["policy=asink"],
+        "policy=asink",
         ["asynchronous.policy is 'asink'; it must be one of sync, async", "Did you mean 'async'?"],
     ),
-    "no worker": (["num_workers=0"], ["asynchronous.num_workers is 0; it must be at least 1"]),
-    "a setting of another policy": (["bound=2"], ["asynchronous.bound is 2; it must be None with policy 'async'"]),
-    "a bound": (["policy=ssp", "bound=-1"], ["asynchronous.bound is -1; it must be at least 0"]),
-    "groups": (["policy=softsync", "groups=5"], ["asynchronous.groups is 5; it must be between 1 and 4"]),
-    "an interval": (["policy=local_sgd", "interval=0"], ["asynchronous.interval is 0; it must be at least 1"]),
-    "a mode": (["mode=alive"], ["asynchronous.mode is 'alive'; it must be one of emulated, live"]),
+    "no worker": ("num_workers=0", ["asynchronous.num_workers is 0; it must be at least 1"]),
+    "a setting of another policy": ("bound=2", ["asynchronous.bound is 2; it must be None with policy 'async'"]),
+    "a bound": ("policy=ssp bound=-1", ["asynchronous.bound is -1; it must be at least 0"]),
+    "groups": ("policy=softsync groups=5", ["asynchronous.groups is 5; it must be between 1 and 4"]),
+    "an interval": ("policy=local_sgd interval=0", ["asynchronous.interval is 0; it must be at least 1"]),
+    "a mode": ("mode=alive", ["asynchronous.mode is 'alive'; it must be one of emulated, live"]),
     "a policy that threads do not have": (
-        ["mode=live", "policy=softsync"],
+        "mode=live policy=softsync",
         ["asynchronous.policy is 'softsync'; it must be one of async, ssp with config.asynchronous.mode='live'"],
     ),
-    "a table of a live run": (["mode=live", "table=updates.csv"], ["asynchronous.table is 'updates.csv'"]),
+    "a table of a live run": ("mode=live table=updates.csv", ["asynchronous.table is 'updates.csv'"]),
     "a missing table": (
-        ["table=no.csv"],
+        "table=no.csv",
         ["config.asynchronous.table is 'no.csv', which does not exist", "it must be the path of a CSV file"],
     ),
     "a momentum before the run": (
-        ["mode=live", "mitigations=corrected_momentum"],
+        "mode=live mitigations=corrected_momentum",
         ["it must not contain corrected_momentum with config.asynchronous.mode='live'"],
     ),
-    "an outer rate": (
-        ["policy=diloco", "outer_lr=-1"],
-        ["asynchronous.outer_lr is -1.0; it must be finite and at least 0"],
-    ),
-    "an infinite outer rate": (["policy=diloco", "outer_lr=inf"], ["asynchronous.outer_lr is inf; it must be finite"]),
-    "an outer momentum": (["policy=diloco", "outer_momentum=1"], ["asynchronous.outer_momentum is 1.0", "less than 1"]),
+    "an outer rate": ("policy=diloco outer_lr=-1", ["asynchronous.outer_lr is -1.0; it must be finite and at least 0"]),
+    "an infinite outer rate": ("policy=diloco outer_lr=inf", ["asynchronous.outer_lr is inf; it must be finite"]),
+    "an outer momentum": ("policy=diloco outer_momentum=1", ["asynchronous.outer_momentum is 1.0", "less than 1"]),
     "a distribution": (
-        ["delays.distribution=normal"],
+        "delays.distribution=normal",
         ["asynchronous.delays.distribution is 'normal'; it must be one of constant, uniform, lognormal, pareto, trace"],
     ),
     "a time": (
-        ["delays.compute_time=0"],
+        "delays.compute_time=0",
         ["asynchronous.delays.compute_time is 0.0; it must be between 1e-09 and 1e+09"],
     ),
-    "no number": (["delays.slowdown=nan"], ["asynchronous.delays.slowdown is nan"]),
+    "no number": ("delays.slowdown=nan", ["asynchronous.delays.slowdown is nan"]),
     "a spread": (
-        ["delays.distribution=pareto"],
+        "delays.distribution=pareto",
         ["asynchronous.delays.spread is 0.0; it must be finite and greater than 1 with distribution 'pareto'"],
     ),
-    "a trace without its distribution": (["delays.trace=times.csv"], ["asynchronous.delays.trace is 'times.csv'"]),
-    "no trace": (["delays.distribution=trace"], ["asynchronous.delays.trace is ''; it must be the path of a CSV file"]),
+    "a trace without its distribution": ("delays.trace=times.csv", ["asynchronous.delays.trace is 'times.csv'"]),
+    "no trace": ("delays.distribution=trace", ["asynchronous.delays.trace is ''; it must be the path of a CSV file"]),
     "a missing trace": (
-        ["delays.distribution=trace", "delays.trace=no.csv"],
+        "delays.distribution=trace delays.trace=no.csv",
         ["config.asynchronous.delays.trace is 'no.csv', which does not exist", "it must be the path of a CSV file"],
     ),
-    "a jitter of nothing": (["delays.jitter=1"], ["delays.jitter is 1.0; it must be 0 if communication_time is 0"]),
-    "a spread of nothing": (["delays.spread=1"], ["delays.spread is 1.0; it must be 0 with distribution 'constant'"]),
+    "a jitter of nothing": ("delays.jitter=1", ["delays.jitter is 1.0; it must be 0 if communication_time is 0"]),
+    "a spread of nothing": ("delays.spread=1", ["delays.spread is 1.0; it must be 0 with distribution 'constant'"]),
     "delays of a live run": (
-        ["mode=live", "delays.distribution=uniform", "delays.spread=0.5"],
+        "mode=live delays.distribution=uniform delays.spread=0.5",
         ["asynchronous.delays.distribution is 'uniform'; it must be 'constant' with config.asynchronous.mode='live'"],
     ),
     "delays of a recorded run": (
-        ["table=updates.csv", "delays.slowdown=4"],
+        "table=updates.csv delays.slowdown=4",
         ["asynchronous.delays.slowdown is 4.0; it must be 1.0 with config.asynchronous.table"],
     ),
     "a policy that a recorded run cannot have had": (
-        ["table=updates.csv", "policy=softsync"],
+        "table=updates.csv policy=softsync",
         ["asynchronous.policy is 'softsync'; it must be one of async, ssp with config.asynchronous.table"],
     ),
     "a bound of a recorded run": (
-        ["table=updates.csv", "policy=ssp", "bound=2"],
+        "table=updates.csv policy=ssp bound=2",
         ["asynchronous.bound is 2; it must be None with config.asynchronous.table"],
     ),
-    "a former name": (
-        ["cures=dc_asgd"],
-        ["config.asynchronous.cures was renamed; use config.asynchronous.mitigations"],
-    ),
+    "a former name": ("cures=dc_asgd", ["config.asynchronous.cures was renamed; use config.asynchronous.mitigations"]),
     "a mitigation": (
-        ["mitigations=dc_sgd"],
+        "mitigations=dc_sgd",
         ["asynchronous.mitigations is 'dc_sgd'; it must be one of dc_asgd, adaptive", "Did you mean 'dc_asgd'?"],
     ),
     "two of one kind": (
-        ["mitigations=dc_asgd,adaptive_dc_asgd"],
+        "mitigations=dc_asgd,adaptive_dc_asgd",
         ["it must contain at most one of dc_asgd, adaptive_dc_asgd"],
     ),
     "mitigations of workers with their own weights": (
-        ["policy=local_sgd", "mitigations=dc_asgd"],
+        "policy=local_sgd mitigations=dc_asgd",
         ["asynchronous.mitigations is 'dc_asgd'; it must be empty with policy 'local_sgd'"],
     ),
     "a mitigation twice": (
-        ["mitigations=staleness_aware,staleness_aware"],
+        "mitigations=staleness_aware,staleness_aware",
         ["asynchronous.mitigations is", "it must not repeat a name"],
     ),
-    "a comma": (["mitigations=,"], ["asynchronous.mitigations is ','; it must be names separated by commas, or empty"]),
-    "a comma at the end": (["mitigations=dc_asgd,"], ["is 'dc_asgd,'; it must be names separated by commas, or empty"]),
+    "a comma": ("mitigations=,", ["asynchronous.mitigations is ','; it must be names separated by commas, or empty"]),
+    "a comma at the end": ("mitigations=dc_asgd,", ["is 'dc_asgd,'; it must be names separated by commas, or empty"]),
     "a strength": (
-        ["mitigations=dc_asgd", "dc_strength=inf"],
+        "mitigations=dc_asgd dc_strength=inf",
         ["asynchronous.dc_strength is inf; it must be finite and at least 0"],
     ),
     "no momentum to correct": (
-        ["mitigations=corrected_momentum", "optimizer.name=sgd", "optimizer.momentum=0"],
+        "mitigations=corrected_momentum optimizer.name=sgd optimizer.momentum=0",
         ["config.optimizer.momentum is 0.0; it must be greater than 0 with corrected_momentum"],
     ),
     "no momentum of AdamW inside muon to correct": (
-        ["mitigations=corrected_momentum", "optimizer.name=muon", "optimizer.b1=0"],
+        "mitigations=corrected_momentum optimizer.name=muon optimizer.b1=0",
         ["config.optimizer.b1 is 0.0; it must be greater than 0 with corrected_momentum"],
     ),
     "a strength without a mitigation": (
-        ["dc_strength=1"],
+        "dc_strength=1",
         ["asynchronous.dc_strength is 1.0; it must be None without dc_asgd"],
     ),
     "a mitigation without its norm": (
-        ["mitigations=clip_by_staleness"],
+        "mitigations=clip_by_staleness",
         ["asynchronous.max_norm is None; it must be greater than 0"],
     ),
     "a norm without its mitigation": (
-        ["max_norm=1"],
+        "max_norm=1",
         ["asynchronous.max_norm is 1.0; it must be None without clip_by_staleness"],
     ),
     "a norm of 0": (
-        ["mitigations=clip_by_staleness", "max_norm=0"],
+        "mitigations=clip_by_staleness max_norm=0",
         ["asynchronous.max_norm is 0.0; it must be greater than 0"],
     ),
     "no momentum": (
-        ["mitigations=corrected_momentum", "optimizer.name=adafactor"],
+        "mitigations=corrected_momentum optimizer.name=adafactor",
         ["optimizer.name is 'adafactor'; it must be one of adamw, lamb, sgd, ", " with corrected_momentum"],
     ),
-    "a batch": (["num_workers=5"], ["batch_size is 24; it must be a multiple of 10: 5 workers", "on 2 devices"]),
-    "an exchange": (["exchange=zero1"], ["config.exchange is 'zero1'; it must be 'ddp' without options"]),
-    "stages": (["mesh.stage=2"], ["config.mesh.stage is 2; it must be 1 with config.strategy='async_data_parallel'"]),
+    "a batch": ("num_workers=5", ["batch_size is 24; it must be a multiple of 10: 5 workers", "on 2 devices"]),
+    "an exchange": ("exchange=zero1", ["config.exchange is 'zero1'; it must be 'ddp' without options"]),
+    "stages": ("mesh.stage=2", ["config.mesh.stage is 2; it must be 1 with config.strategy='async_data_parallel'"]),
 }
 OTHERS = ("optimizer.", "exchange", "mesh.")
 
@@ -153,7 +147,7 @@ OTHERS = ("optimizer.", "exchange", "mesh.")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_reported_in_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings, messages = MISTAKES[name]
-    keys = [key if key.startswith(OTHERS) else f"asynchronous.{key}" for key in settings]
+    keys = [key if key.startswith(OTHERS) else f"asynchronous.{key}" for key in settings.split()]
     arguments = ["--config.strategy=async_data_parallel", *(f"--config.{key}" for key in keys)]
     line = refused(tmp_path, tmp_path, arguments, capsys)
     assert all(message in line for message in messages), line

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers
+from jaxpar.strategies.asynchronous.layouts import DeviceNumbers
 from jaxpar.strategies.asynchronous.simulate import TableColumns, WorkerTimes, make_update_table
 from jaxpar.strategies.asynchronous.table import UpdateTable
 
@@ -36,11 +36,7 @@ class ServerTimes(NamedTuple):
     update: float = 0.0  # time of an update on the server's device
 
 
-class _Turn(NamedTuple):
-    """Something that takes `seconds`. work_on: what it occupies; empty: nothing, so that it only waits."""
-
-    seconds: float
-    work_on: str = ""
+_Turn = tuple[float, str]  # something that takes seconds, and the place that it occupies; "": it only waits
 
 
 def simulate_contention(
@@ -53,12 +49,7 @@ def simulate_contention(
 ) -> UpdateTable:
     """Return the first rows of the table of async, or of ssp if `bound` is finite.
 
-    Args:
-      numbers: devices of the workers and the server.
-      times: the times of a gradient.
-      num_gradients: number of rows.
-      bound: how many iterations a worker may be ahead of the slowest.
-      crowding: how many times as long everything takes if this many things happen at the same time.
+    crowding: how many times as long everything takes if this many things happen at the same time.
     """
     run = _Contention(numbers, times, bound, crowding)
     while len(run.rows) < num_gradients:
@@ -99,12 +90,12 @@ class _Contention:
             self.done_work, worker, place = heapq.heappop(self.work)
             queue = self.queues[place]
             if queue:
-                self.begin(*queue.popleft(), place)
+                self.begin(place, *queue.popleft())
             else:
                 del self.queues[place]
         self.proceed(worker)
 
-    def begin(self, worker: int, seconds: float, place: str) -> None:
+    def begin(self, place: str, worker: int, seconds: float) -> None:
         heapq.heappush(self.work, (self.done_work + seconds, worker, place))
 
     def proceed(self, worker: int) -> None:
@@ -120,7 +111,7 @@ class _Contention:
                 self.queues[place].append((worker, seconds))
             else:
                 self.queues[place] = deque()
-                self.begin(worker, seconds, place)
+                self.begin(place, worker, seconds)
             return
 
     def gradients(self, worker: int) -> Iterator[_Turn]:
@@ -130,13 +121,13 @@ class _Contention:
         while True:
             version, start = len(self.rows), self.now
             if is_remote:
-                yield _Turn(times.pull, OUT)
+                yield times.pull, OUT
             computing = self.now
-            yield _Turn(next(times.compute[worker]), f"device {device}")
-            yield _Turn((times.slowdowns[worker] - 1) * (self.now - computing))
+            yield next(times.compute[worker]), f"device {device}"
+            yield (times.slowdowns[worker] - 1) * (self.now - computing), ""
             if is_remote:
-                yield _Turn(times.push, IN)
-            yield _Turn(times.update, f"device {self.numbers.server}")
+                yield times.push, IN
+            yield times.update, f"device {self.numbers.server}"
             self.rows.append((worker, version, start, self.now))
             self.completed[worker] += 1
             self.ahead.append(worker)
@@ -145,4 +136,4 @@ class _Contention:
                 if other != worker:
                     self.proceed(other)
             if worker in self.ahead:
-                yield _Turn(math.inf)
+                yield math.inf, ""

@@ -26,33 +26,17 @@ MeasuredTimes = tuple[tuple[float, ...], ...]  # measured seconds, by worker
 
 
 class Delays(NamedTuple):
-    """Durations of gradients and messages. All times are in virtual seconds.
+    """Durations of gradients and messages. All times are in virtual seconds."""
 
-    Args:
-      distribution: distribution of the time to compute a gradient; one of DISTRIBUTIONS.
-      compute_time: its mean. It must be 1 for a trace, which has its own times.
-      spread: uniform: times are compute_time x (1 +- spread); lognormal: the standard deviation of the logarithm;
-        pareto: the shape (if it is more than 1, the mean is finite; if more than 2, also the variance).
-      slowdown: the last worker takes this many times as long to compute a gradient. Its messages are not slower.
-      communication_time: time of a one-way message without jitter.
-      jitter: a message takes communication_time x (1 + jitter x e), with e an exponential variable of mean 1.
-      trace: with distribution 'trace', each worker's measured times, repeated endlessly. If there are more workers than
-        traces, the workers cycle through the traces.
-    """
-
-    distribution: str = "constant"
-    compute_time: float = 1.0
+    distribution: str = "constant"  # distribution of the time to compute a gradient; one of DISTRIBUTIONS
+    compute_time: float = 1.0  # its mean. It must be 1 for a trace, which has its own times
+    # uniform: times are compute_time x (1 +- spread); lognormal: the standard deviation of the logarithm;
+    # pareto: the shape (if it is more than 1, the mean is finite; if more than 2, also the variance)
     spread: float = 0.0
-    slowdown: float = 1.0
-    communication_time: float = 0.0
-    jitter: float = 0.0
-    trace: MeasuredTimes = ()
-
-
-def check_delays(delays: Delays) -> None:
-    """Raise ValueError with a one-line message if the settings are invalid."""
-    if reason := delays_obstacle(delays):
-        raise ValueError(reason)
+    slowdown: float = 1.0  # the last worker takes this many times as long to compute, but not to send messages
+    communication_time: float = 0.0  # time of a one-way message without jitter
+    jitter: float = 0.0  # a message takes communication_time x (1 + jitter x e), e an exponential variable of mean 1
+    trace: MeasuredTimes = ()  # for 'trace': each worker's measured times, repeated endlessly; workers cycle through it
 
 
 def delays_obstacle(delays: Delays) -> str | None:
@@ -132,13 +116,7 @@ def _drawn(draw: Callable[[np.random.Generator], np.ndarray], worker: int, strea
 
 
 def read_trace(path: Path | str) -> MeasuredTimes:
-    """Read measured times from a CSV file with the columns worker and seconds, and one row per gradient.
-
-    Workers are numbered from 0 without gaps.
-
-    Raises:
-      UserError: the file is invalid. The message is one line, with the file and, if there is one, the line.
-    """
+    """Read measured times from a CSV file with the columns worker and seconds, and one row per gradient."""
     times: dict[int, list[float]] = {}
     try:
         with open_text(path) as file:

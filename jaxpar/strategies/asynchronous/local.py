@@ -26,19 +26,10 @@ from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem
 from jaxpar.layout import Tree
 from jaxpar.models.model import Params
-from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers
-from jaxpar.strategies.asynchronous.gradient_rows import rows_by_step
+from jaxpar.strategies.asynchronous.layouts import DeviceNumbers
 from jaxpar.strategies.asynchronous.mitigations import Mitigations
-from jaxpar.strategies.asynchronous.programs import (
-    FIRST_STEP,
-    Arrival,
-    Programs,
-    Server,
-    add_up_totals,
-    leaves,
-    with_leaves,
-)
-from jaxpar.strategies.asynchronous.table import UpdateTable, since
+from jaxpar.strategies.asynchronous.programs import FIRST_STEP, Arrival, Programs, Server, Totals, leaves, with_leaves
+from jaxpar.strategies.asynchronous.table import UpdateTable, rows_by_step, since
 
 
 class LocalState(NamedTuple):
@@ -56,7 +47,10 @@ class LocalState(NamedTuple):
 
 
 class LocalEngine:
-    """An `UpdateEngine` with a set of weights for each worker. It runs a table, and every gradient makes an update."""
+    """Workers with weights of their own. It runs a table, and every gradient makes an update.
+
+    It has the methods of `ServerEngine` (server.py), which documents them.
+    """
 
     def __init__(
         self,
@@ -66,37 +60,37 @@ class LocalEngine:
         numbers: DeviceNumbers,
         devices: Sequence[jax.Device],
         *,
-        outer: optax.GradientTransformation | None = None,
-        waits: bool = True,
+        outer: optax.GradientTransformation | None,
+        waits: bool,
     ):
         """Take the devices of the workers by number; the first one also holds what workers share.
 
-        outer: the outer optimizer of diloco; waits: whether workers wait for each other when they synchronize.
+        outer: the outer optimizer of diloco; None for other policies. waits: whether workers wait for each other when
+        they synchronize: true for all policies except model_average.
         """
         self._num_workers, self._waits, self._outer = table.num_workers, waits, outer
         self._table, self._rows, self._device_numbers = table, rows_by_step(table), devices
         self._devices = [devices[number] for number in numbers.of_workers]
         self._programs = Programs(problem, mitigations, table.num_workers)
         self._mean = jax.jit(lambda trees: jax.tree.map(lambda *leaves: _mean(leaves), *trees))
-        self._total = jax.jit(add_up_totals)
+        self._total = jax.jit(_add_up)
         self._subtract, self._add = jax.jit(optax.tree.sub), jax.jit(optax.tree.add)
         self._outer_step = jax.jit(self._outer_update)
 
     def start(self, state: State, private: Canonical | None = None) -> LocalState:
-        """See `UpdateEngine`."""
+        """Start a run; all workers start from the same state."""
         step = int(state.step)
         params = self._spread(state.params)
         optimizers = [jax.device_put(state.optimizer, device, may_alias=False) for device in self._devices]
         of_workers = zip(params, optimizers, self._devices, strict=True)
         servers = tuple(self._programs.server(*each, is_grouped=False) for each in of_workers)
-        behind = self._rows[step][0].update if step < len(self._rows) else 0
         outer = (state.params, self._outer.init(state.params)) if self._outer else ()
-        taken = (behind,) * self._num_workers
-        run = LocalState(step, step, state.key, params, servers, outer, {}, taken)
+        behind = self._rows[step][0].update if step < len(self._rows) else 0
+        run = LocalState(step, step, state.key, params, servers, outer, {}, (behind,) * self._num_workers)
         return run if private is None else _restored(run, private)
 
     def step(self, state: LocalState, batch: Mapping[str, np.ndarray]) -> tuple[LocalState, Metrics]:
-        """See `UpdateEngine`."""
+        """Train on a batch; all gradients arrive in its step."""
         programs, chunks = self._programs, self._programs.chunks(state.step, batch, self._devices[0])
         params, servers, taken = list(state.params), list(state.servers), list(state.taken)
         outer, averages = state.outer, dict(state.averages)
@@ -118,11 +112,10 @@ class LocalEngine:
                 params = list(self._spread(meeting))
             elif row.is_last:
                 averages |= self._average(row.update, params, averages)
-        metrics = self._metrics(servers)
-        servers = [
-            server._replace(totals=self._programs.new_totals(device))
-            for server, device in zip(servers, self._devices, strict=True)
-        ]
+        totals = jax.device_put([server.totals for server in servers], self._devices[0])
+        metrics = programs.metrics(self._total(totals))
+        for worker, device in enumerate(self._devices):
+            servers[worker] = servers[worker]._replace(totals=programs.new_totals(device))
         rest = tuple(params), tuple(servers), outer, averages, tuple(taken)
         return LocalState(state.step + 1, state.first_step, state.key, *rest), metrics
 
@@ -146,11 +139,11 @@ class LocalEngine:
         return {"own": leaves(local), "averages": by_worker, **counters}
 
     def table(self, state: LocalState) -> UpdateTable | None:
-        """See `UpdateEngine`."""
+        """Return the rows since the run switched to this strategy; None if it made no step."""
         return since(self._table, state.first_step)
 
     def lower(self, like: State) -> list[jax.stages.Lowered]:
-        """See `UpdateEngine`. Weights are updated on every device."""
+        """Lower the programs of a step. Weights are updated on every device."""
         return self._programs.lower(like, self._device_numbers, self._device_numbers, is_grouped=False)
 
     def _average(
@@ -179,10 +172,6 @@ class LocalEngine:
         params = optax.apply_updates(anchor, updates)
         return params, (params, state)
 
-    def _metrics(self, servers: Sequence[Server]) -> Metrics:
-        totals = jax.device_put([server.totals for server in servers], self._devices[0])
-        return self._programs.metrics(self._total(totals))
-
 
 def _arrays(state: LocalState) -> tuple[Tree, ...]:
     optimizers = tuple(server.optimizer for server in state.servers)
@@ -200,6 +189,13 @@ def _restored(run: LocalState, private: Canonical) -> LocalState:
         averages[number, worker] = with_leaves(run.params[worker], arrays)
     taken = tuple(np.asarray(private["taken"]).tolist())
     return LocalState(run.step, int(private[FIRST_STEP]), run.key, params, servers, outer, averages, taken)
+
+
+def _add_up(totals: Sequence[Totals]) -> Totals:
+    """Return the totals over all workers."""
+    finite = [one.finite for one in totals]
+    added: Totals = jax.tree.map(lambda *x: sum(x[1:], x[0]), *(one._replace(finite=()) for one in totals))
+    return added._replace(finite=jnp.all(jnp.stack(finite)))
 
 
 def _mean(leaves: Sequence[jax.Array]) -> jax.Array:

@@ -28,26 +28,35 @@ class Mitigations(NamedTuple):
         return self.gradients.init(params), self.updates.init(params)
 
 
+def _stateless(update: Callable[..., Tree]) -> optax.GradientTransformationExtraArgs:
+    """Return the transformation that maps gradients or updates to update(them, params, **details)."""
+
+    def with_state(grads: Tree, state: Tree, params: Tree = None, **details: Any) -> tuple[Tree, Tree]:
+        return update(grads, params, **details), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, with_state)
+
+
 def dc_asgd(strength: float) -> optax.GradientTransformationExtraArgs:
     """Return g + lambda g g (w - w_read): the gradient at w, to first order, with g g in place of the Hessian.
 
     Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017, equation 10.
     """
 
-    def update(grads: Tree, state: Tree, params: Tree = None, *, read: Tree, **_rest: Any) -> tuple[Tree, Tree]:
-        return jax.tree.map(lambda g, w, r: g + strength * g * g * (w - r), grads, params, read), state
+    def compensated(grads: Tree, params: Tree, *, read: Tree, **_rest: Any) -> Tree:
+        return jax.tree.map(lambda g, w, r: g + strength * g * g * (w - r), grads, params, read)
 
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    return _stateless(compensated)
 
 
-def adaptive_dc_asgd(strength: float, decay: float = 0.95) -> optax.GradientTransformationExtraArgs:
+def adaptive_dc_asgd(strength: float) -> optax.GradientTransformationExtraArgs:
     """Return dc_asgd with lambda / sqrt(the running mean of g g + 1e-7), element by element.
 
     Zheng et al., 2017, section 5: DC-ASGD-a.
     """
 
     def update(grads: Tree, state: Tree, params: Tree = None, *, read: Tree, **_rest: Any) -> tuple[Tree, Tree]:
-        squares = jax.tree.map(lambda s, g: decay * s + (1 - decay) * g * g, state, grads)
+        squares = jax.tree.map(lambda s, g: 0.95 * s + (1 - 0.95) * g * g, state, grads)
 
         def corrected(g: jax.Array, s: jax.Array, w: jax.Array, r: jax.Array) -> jax.Array:
             return g + strength / jnp.sqrt(s + 1e-7) * g * g * (w - r)
@@ -60,51 +69,31 @@ def adaptive_dc_asgd(strength: float, decay: float = 0.95) -> optax.GradientTran
 def clip_by_staleness(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """Clip gradients by their global norm to max_norm / max(staleness, 1)."""
 
-    def update(
-        grads: Tree, state: Tree, _params: Tree = None, *, staleness: jax.Array, **_rest: Any
-    ) -> tuple[Tree, Tree]:
+    def clipped(grads: Tree, _params: Tree, *, staleness: jax.Array, **_rest: Any) -> Tree:
         limit, norm = max_norm / jnp.maximum(staleness, 1), optax.tree.norm(grads)
-        return jax.tree.map(lambda g: jnp.where(norm < limit, g, g / norm * limit), grads), state
+        return jax.tree.map(lambda g: jnp.where(norm < limit, g, g / norm * limit), grads)
 
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
-
-
-class StalenessAware(NamedTuple):
-    """Two transformations, which together divide the learning rate of each gradient by max(staleness, 1)."""
-
-    # weights the gradients of an update by 1 / max(staleness, 1), relative to their mean weight
-    gradients: optax.GradientTransformationExtraArgs
-    updates: optax.GradientTransformationExtraArgs  # multiplies the update by that mean weight
+    return _stateless(clipped)
 
 
-def staleness_aware() -> StalenessAware:
-    """Divide the learning rate of each gradient by max(staleness, 1).
+def staleness_aware() -> tuple[optax.GradientTransformationExtraArgs, optax.GradientTransformationExtraArgs]:
+    """Return transformations of gradients and updates that divide a gradient's learning rate by max(staleness, 1).
+
+    The first weights the gradients of an update by 1 / max(staleness, 1), relative to their mean weight. The second
+    multiplies the update by that mean weight, after the optimizer, because optimizers such as Adam would cancel it.
 
     Zhang et al., "Staleness-aware Async-SGD for Distributed Deep Learning", 2016, section 3. With SGD, an update of c
-    gradients is rate / c * sum(gradient / max(staleness, 1)), as there. The second factor is applied after the
-    optimizer, because optimizers such as Adam would cancel it.
+    gradients is rate / c * sum(gradient / max(staleness, 1)), as there.
     """
 
-    def weighted(
-        grads: Tree,
-        state: Tree,
-        _params: Tree = None,
-        *,
-        staleness: jax.Array,
-        mean_share: jax.Array,
-        **_rest: Any,
-    ) -> tuple[Tree, Tree]:
+    def weighted(grads: Tree, _params: Tree, *, staleness: jax.Array, mean_share: jax.Array, **_rest: Any) -> Tree:
         weight = 1 / jnp.maximum(staleness, 1) / mean_share
-        return jax.tree.map(lambda g: g * weight.astype(g.dtype), grads), state
+        return jax.tree.map(lambda g: g * weight.astype(g.dtype), grads)
 
-    def scaled(
-        updates: Tree, state: Tree, _params: Tree = None, *, mean_share: jax.Array, **_rest: Any
-    ) -> tuple[Tree, Tree]:
-        return jax.tree.map(lambda u: u * mean_share.astype(u.dtype), updates), state
+    def scaled(updates: Tree, _params: Tree, *, mean_share: jax.Array, **_rest: Any) -> Tree:
+        return jax.tree.map(lambda u: u * mean_share.astype(u.dtype), updates)
 
-    return StalenessAware(
-        *(optax.GradientTransformationExtraArgs(optax.init_empty_state, update) for update in (weighted, scaled))
-    )
+    return _stateless(weighted), _stateless(scaled)
 
 
 def corrected_momentum(
@@ -112,15 +101,12 @@ def corrected_momentum(
 ) -> optax.GradientTransformation:
     """Return the optimizer with its momentum reduced by the momentum that staleness adds.
 
-    Args:
-      optimizer: builds the optimizer from `momenta` as keyword arguments; `partial(optax.lion, rate)`, for example.
-      momenta: the total momentum wanted, by the argument that sets it. Optimizers that treat parameters differently,
-        such as Muon, have several.
-      mean_staleness: mean staleness of its updates.
+    optimizer: builds it from keyword arguments; `partial(optax.lion, rate)`, for example. momenta: the total momentum
+    wanted, by the argument that sets it. Optimizers that treat parameters differently, such as Muon, have several.
     """
-    left = {key: momentum_left(momentum, mean_staleness) for key, momentum in momenta.items()}
     # with a momentum of 0, the optimizer state would have another structure
-    return optimizer(**{key: max(momentum, 1e-6) for key, momentum in left.items()})
+    left = {key: max(momentum_left(momentum, mean_staleness), 1e-6) for key, momentum in momenta.items()}
+    return optimizer(**left)
 
 
 def momentum_left(momentum: float, mean_staleness: float) -> float:

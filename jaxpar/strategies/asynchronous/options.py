@@ -5,7 +5,6 @@
 """
 
 import math
-from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +52,14 @@ def decide_updates(config: ConfigDict) -> UpdateSource:
     a = config.asynchronous
     check_choice("asynchronous.mode", a.mode, MODES)
     check_choice("asynchronous.policy", a.policy, POLICIES)
-    _check_policy_settings(a)
+    for key in sorted({key for settings in POLICY_SETTINGS.values() for key in settings}):
+        if a[key] is not None and key not in POLICY_SETTINGS.get(a.policy, {}):
+            raise UserError(f"config.asynchronous.{key} is {a[key]}; it must be None with policy {a.policy!r}")
+    if a.outer_lr is not None and not 0 <= a.outer_lr < math.inf:
+        raise UserError(f"config.asynchronous.outer_lr is {a.outer_lr}; it must be finite and at least 0")
+    if a.outer_momentum is not None and not 0 <= a.outer_momentum < 1:
+        momentum = f"config.asynchronous.outer_momentum is {a.outer_momentum}"
+        raise UserError(f"{momentum}; it must be at least 0 and less than 1")
     if a.mode == "live":
         _check_live(config)
     if a.table:
@@ -66,110 +72,83 @@ def decide_updates(config: ConfigDict) -> UpdateSource:
     return UpdateSource(times, recorded)
 
 
-def _check_policy_settings(a: ConfigDict) -> None:
-    for key in sorted({key for settings in POLICY_SETTINGS.values() for key in settings}):
-        if a[key] is not None and key not in POLICY_SETTINGS.get(a.policy, {}):
-            raise UserError(f"config.asynchronous.{key} is {a[key]}; it must be None with policy {a.policy!r}")
-    if a.outer_lr is not None and not 0 <= a.outer_lr < math.inf:
-        raise UserError(f"config.asynchronous.outer_lr is {a.outer_lr}; it must be finite and at least 0")
-    if a.outer_momentum is not None and not 0 <= a.outer_momentum < 1:
-        raise UserError(
-            f"config.asynchronous.outer_momentum is {a.outer_momentum}; it must be at least 0 and less than 1"
-        )
-
-
 def _check_live(config: ConfigDict) -> None:
-    a = config.asynchronous
+    a, live = config.asynchronous, "config.asynchronous.mode='live'"
     if a.policy not in LIVE_POLICIES:
         raise UserError(
-            f"config.asynchronous.policy is {a.policy!r}; it must be one of {', '.join(LIVE_POLICIES)} with "
-            "config.asynchronous.mode='live' (ssp with bound 0 is lockstep)"
+            f"config.asynchronous.policy is {a.policy!r}; it must be one of {', '.join(LIVE_POLICIES)} with {live} "
+            "(ssp with bound 0 is lockstep)"
         )
     if a.table:
-        raise UserError(
-            f"config.asynchronous.table is {a.table!r}; it must be empty with config.asynchronous.mode='live'"
-        )
+        raise UserError(f"config.asynchronous.table is {a.table!r}; it must be empty with {live}")
     if "corrected_momentum" in named_mitigations(config):
         raise UserError(
-            f"config.asynchronous.mitigations is {a.mitigations!r}; it must not contain corrected_momentum with "
-            "config.asynchronous.mode='live', because the staleness is not known before the run"
+            f"config.asynchronous.mitigations is {a.mitigations!r}; it must not contain corrected_momentum with {live}"
+            ", because the staleness is not known before the run"
         )
-    _check_delays(config, "config.asynchronous.mode='live', which measures real times", but=("slowdown",))
+    _check_delays(config, f"{live}, which measures real times", but="slowdown")
 
 
 def _check_replay(config: ConfigDict) -> None:
-    a = config.asynchronous
+    a, replay = config.asynchronous, "config.asynchronous.table"
     if a.policy not in LIVE_POLICIES:
         raise UserError(
-            f"config.asynchronous.policy is {a.policy!r}; it must be one of {', '.join(LIVE_POLICIES)} with "
-            "config.asynchronous.table"
+            f"config.asynchronous.policy is {a.policy!r}; it must be one of {', '.join(LIVE_POLICIES)} with {replay}"
         )
     if a.bound is not None:
         raise UserError(
-            f"config.asynchronous.bound is {a.bound}; it must be None with config.asynchronous.table, which already "
-            "fixes the order of updates"
+            f"config.asynchronous.bound is {a.bound}; it must be None with {replay}, which already fixes the order of "
+            "updates"
         )
-    _check_delays(config, "config.asynchronous.table, which already contains times")
+    _check_delays(config, f"{replay}, which already contains times")
 
 
-def _check_delays(config: ConfigDict, why: str, but: Collection[str] = ()) -> None:
-    """Raise UserError for settings of delays that would have no effect."""
+def _check_delays(config: ConfigDict, why: str, but: str = "") -> None:
+    """Raise UserError for settings of delays that would have no effect. but: the one that has."""
     unset = {**Delays._field_defaults, "trace": ""}
     for key, value in config.asynchronous.delays.items():
-        if key not in but and value != unset[key]:
+        if key != but and value != unset[key]:
             raise UserError(f"config.asynchronous.delays.{key} is {value!r}; it must be {unset[key]!r} with {why}")
 
 
 def _check_mitigations(config: ConfigDict) -> None:
-    a, names = config.asynchronous, named_mitigations(config)
-    has_strength = bool(set(names) & STRENGTHS.keys())
+    a, o, names = config.asynchronous, config.optimizer, named_mitigations(config)
+    key, are = "config.asynchronous.mitigations", f"config.asynchronous.mitigations is {a.mitigations!r}"
+    strength, norm = (
+        f"config.asynchronous.dc_strength is {a.dc_strength}",
+        f"config.asynchronous.max_norm is {a.max_norm}",
+    )
     if a.mitigations and "" in map(str.strip, a.mitigations.split(",")):
-        raise UserError(
-            f"config.asynchronous.mitigations is {a.mitigations!r}; it must be names separated by commas, or empty"
-        )
+        raise UserError(f"{are}; it must be names separated by commas, or empty")
     for name in names:
         check_choice("asynchronous.mitigations", name, MITIGATIONS)
     if names and a.policy in LOCAL_POLICIES:
         raise UserError(
-            f"config.asynchronous.mitigations is {a.mitigations!r}; it must be empty with policy {a.policy!r}, whose "
-            "workers apply gradients to the local weights that they were computed from"
+            f"{are}; it must be empty with policy {a.policy!r}, whose workers apply gradients to the local weights "
+            "that they were computed from"
         )
     if len(set(names)) < len(names):
-        raise UserError(f"config.asynchronous.mitigations is {a.mitigations!r}; it must not repeat a name")
+        raise UserError(f"{are}; it must not repeat a name")
     if a.dc_strength is not None and not 0 <= a.dc_strength < math.inf:
-        raise UserError(f"config.asynchronous.dc_strength is {a.dc_strength}; it must be finite and at least 0")
+        raise UserError(f"{strength}; it must be finite and at least 0")
     if STRENGTHS.keys() <= set(names):
-        raise UserError(
-            f"config.asynchronous.mitigations is {a.mitigations!r}; it must contain at most one of "
-            f"{', '.join(STRENGTHS)}"
-        )
-    if a.dc_strength is not None and not has_strength:
-        raise UserError(
-            f"config.asynchronous.dc_strength is {a.dc_strength}; it must be None without {' or '.join(STRENGTHS)} in "
-            "config.asynchronous.mitigations"
-        )
+        raise UserError(f"{are}; it must contain at most one of {', '.join(STRENGTHS)}")
+    if a.dc_strength is not None and not STRENGTHS.keys() & set(names):
+        raise UserError(f"{strength}; it must be None without {' or '.join(STRENGTHS)} in {key}")
     if a.max_norm is None and "clip_by_staleness" in names:
-        raise UserError("config.asynchronous.max_norm is None; it must be greater than 0 with clip_by_staleness")
+        raise UserError(f"{norm}; it must be greater than 0 with clip_by_staleness")
     if a.max_norm is not None and "clip_by_staleness" not in names:
-        raise UserError(
-            f"config.asynchronous.max_norm is {a.max_norm}; it must be None without clip_by_staleness in "
-            "config.asynchronous.mitigations"
-        )
+        raise UserError(f"{norm}; it must be None without clip_by_staleness in {key}")
     if a.max_norm is not None and not a.max_norm > 0:
-        raise UserError(f"config.asynchronous.max_norm is {a.max_norm}; it must be greater than 0")
+        raise UserError(f"{norm}; it must be greater than 0")
     if "corrected_momentum" in names:
-        _check_momentum(config.optimizer)
-
-
-def _check_momentum(o: ConfigDict) -> None:
-    keys = optimizer.OPTIMIZERS[o.name].momentum
-    where = "with corrected_momentum in config.asynchronous.mitigations"
-    if not keys:
-        names = [name for name, one in optimizer.OPTIMIZERS.items() if one.momentum]
-        raise UserError(f"config.optimizer.name is {o.name!r}; it must be one of {', '.join(names)} {where}")
-    for key in keys:
-        if not o[key]:
-            raise UserError(f"config.optimizer.{key} is {o[key]}; it must be greater than 0 {where}")
+        where, momenta = f"with corrected_momentum in {key}", optimizer.OPTIMIZERS[o.name].momentum
+        if not momenta:
+            others = ", ".join(name for name, one in optimizer.OPTIMIZERS.items() if one.momentum)
+            raise UserError(f"config.optimizer.name is {o.name!r}; it must be one of {others} {where}")
+        for momentum in momenta:
+            if not o[momentum]:
+                raise UserError(f"config.optimizer.{momentum} is {o[momentum]}; it must be greater than 0 {where}")
 
 
 def named_mitigations(config: ConfigDict) -> list[str]:
@@ -180,21 +159,16 @@ def named_mitigations(config: ConfigDict) -> list[str]:
 
 
 def diloco_interval(num_steps: int) -> int:
-    """Return the default interval of diloco: that of its paper, or less so that the run has 100 rounds, but at least 8.
-
-    num_steps: of the run.
-    """
+    """Return the default interval of diloco: the paper's, or less so that the run has 100 rounds, but at least 8."""
     return max(8, min(DILOCO_STEPS, num_steps // DILOCO_ROUNDS))
 
 
 def diloco_advice(config: ConfigDict, updates: UpdateTable | None) -> str:
-    """Return advice against an outer momentum that is too high for the number of rounds, for `Plan.advice`.
-
-    updates: the table; None if the run is live.
-    """
+    """Return advice against an outer momentum that is too high for the number of rounds, for `Plan.advice`."""
     if config.asynchronous.policy != "diloco" or updates is None or updates.num_updates >= DILOCO_ROUNDS:
         return ""
-    if (momentum := policy_settings(config)["outer_momentum"]) <= FEW_ROUNDS_MOMENTUM:
+    momentum = policy_settings(config)["outer_momentum"]
+    if momentum <= FEW_ROUNDS_MOMENTUM:
         return ""
     return (
         f"config.asynchronous.outer_momentum is {momentum}, which is too high for {updates.num_updates} rounds of "
@@ -203,10 +177,7 @@ def diloco_advice(config: ConfigDict, updates: UpdateTable | None) -> str:
 
 
 def policy_settings(config: ConfigDict) -> dict[str, Any]:
-    """Return the settings of the policy, with defaults for those that are None.
-
-    The default interval of diloco, which is known only with the number of steps, stays None.
-    """
+    """Return the settings of the policy, with defaults for those that are None, except the interval of diloco."""
     a = config.asynchronous
     defaults = POLICY_SETTINGS.get(a.policy, {})
     settings = {key: default if a[key] is None else a[key] for key, default in defaults.items()}
@@ -216,15 +187,11 @@ def policy_settings(config: ConfigDict) -> dict[str, Any]:
 
 
 def build_table(config: ConfigDict, source: UpdateSource, num_steps: int) -> UpdateTable:
-    """Return the table of an emulated run of `num_steps` steps.
-
-    Raises UserError for a recorded table whose run had another length.
-    """
+    """Return the table of an emulated run. Raises UserError for a recorded table whose run had another length."""
     a, recorded = config.asynchronous, source.recorded
     if recorded is None:
-        simulated = simulate(
-            a.policy, **_simulation_settings(config, num_steps), delays=source.delays, seed=config.seed
-        )
+        settings = _simulation_settings(config, num_steps)
+        simulated = simulate(a.policy, **settings, delays=source.delays, seed=config.seed)
         table.validate(simulated)
         return simulated
     steps = int(recorded.step[-1]) + 1
@@ -248,7 +215,7 @@ def _simulation_settings(config: ConfigDict, num_steps: int) -> dict[str, int]:
 
 def _read_recorded(config: ConfigDict) -> UpdateTable:
     """Read the table of a live run."""
-    a = config.asynchronous
+    a, named = config.asynchronous, f"config.asynchronous.table is {config.asynchronous.table!r}"
     try:
         recorded = table.read_updates(a.table)
     except UserError as error:
@@ -259,17 +226,14 @@ def _read_recorded(config: ConfigDict) -> UpdateTable:
         )
     if recorded.step[0]:
         raise UserError(
-            f"config.asynchronous.table is {a.table!r}, which begins at step {recorded.step[0]}, where its run "
-            "switched to this strategy; it must begin at step 0"
+            f"{named}, which begins at step {recorded.step[0]}, where its run switched to this strategy; it must begin "
+            "at step 0"
         )
     chunks = np.arange(len(recorded.chunk))
     if (np.sort(recorded.chunk) != chunks).any() or (recorded.chunk // a.num_workers > recorded.step).any():
-        raise UserError(
-            f"config.asynchronous.table is {a.table!r}; it must contain every shard of every batch, "
-            "and none before the step of its batch"
-        )
+        raise UserError(f"{named}; it must contain every shard of every batch, and none before the step of its batch")
     if len(np.unique(recorded.step)) <= recorded.step[-1]:
-        raise UserError(f"config.asynchronous.table is {a.table!r}; it must have a row for every step")
+        raise UserError(f"{named}; it must have a row for every step")
     return recorded
 
 
@@ -292,34 +256,23 @@ def _read_delays(config: ConfigDict) -> Delays:
 
 
 def build_mitigations(config: ConfigDict, problem: Problem, updates: UpdateTable | None) -> tuple[Problem, Mitigations]:
-    """Return the problem, with its optimizer replaced if a mitigation requires that, and the mitigations.
-
-    Args:
-      config: checked config of the run.
-      problem: problem of the run.
-      updates: the table; None if the run is live.
-    """
+    """Return the problem, with its optimizer replaced if a mitigation requires that, and the mitigations."""
     a, names = config.asynchronous, named_mitigations(config)
-    by_staleness = mitigations.staleness_aware()
-    made: dict[str, optax.GradientTransformationExtraArgs] = {"staleness_aware": by_staleness.gradients}
+    weighted, scaled = mitigations.staleness_aware()
+    made = {"staleness_aware": weighted, "clip_by_staleness": mitigations.clip_by_staleness(a.max_norm or 0.0)}
     for name, function in (("dc_asgd", mitigations.dc_asgd), ("adaptive_dc_asgd", mitigations.adaptive_dc_asgd)):
         made[name] = function(STRENGTHS[name] if a.dc_strength is None else a.dc_strength)
-    made["clip_by_staleness"] = mitigations.clip_by_staleness(a.max_norm or 0.0)
     of_gradients = optax.chain(optax.identity(), *(made[name] for name in names if name in made))
-    of_updates = by_staleness.updates if "staleness_aware" in names else optax.identity()
-    of_updates = optax.chain(optax.identity(), of_updates)
+    of_updates = optax.chain(optax.identity(), scaled if "staleness_aware" in names else optax.identity())
     if "corrected_momentum" in names and updates is not None:
-        problem = problem._replace(optimizer=_corrected(config, problem.num_steps, float(updates.staleness.mean())))
+        learning_rate = optimizer.build_learning_rate(config, problem.num_steps)
+
+        def with_momenta(**momenta: float) -> optax.GradientTransformationExtraArgs:
+            copy = config.copy_and_resolve_references()
+            copy.optimizer.update(momenta)
+            return optimizer.make_optimizer(copy, learning_rate)
+
+        momenta = {key: config.optimizer[key] for key in optimizer.OPTIMIZERS[config.optimizer.name].momentum}
+        corrected = mitigations.corrected_momentum(with_momenta, momenta, float(updates.staleness.mean()))
+        problem = problem._replace(optimizer=corrected)
     return problem, Mitigations(of_gradients, of_updates, needs_read=bool(set(names) & STRENGTHS.keys()))
-
-
-def _corrected(config: ConfigDict, num_steps: int, mean_staleness: float) -> optax.GradientTransformationExtraArgs:
-    learning_rate = optimizer.build_learning_rate(config, num_steps)
-
-    def with_momenta(**momenta: float) -> optax.GradientTransformationExtraArgs:
-        copy = config.copy_and_resolve_references()
-        copy.optimizer.update(momenta)
-        return optimizer.make_optimizer(copy, learning_rate)
-
-    momenta = {key: config.optimizer[key] for key in optimizer.OPTIMIZERS[config.optimizer.name].momentum}
-    return mitigations.corrected_momentum(with_momenta, momenta, mean_staleness)

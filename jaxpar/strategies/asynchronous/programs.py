@@ -63,13 +63,6 @@ class Chunk(NamedTuple):
     step: int  # the step of the run whose batch they belong to
 
 
-def gradient(
-    problem: Problem, params: Params, key: jax.Array, step: jax.Array, examples: Batch, weight: Scalar
-) -> tuple[Params, Sums]:
-    """Return the gradient of a shard's examples at the weights that the worker has read. This is a worker's program."""
-    return steps.gradients(problem, State(step, key, params, None), examples, weight)
-
-
 def arrive(
     problem: Problem,
     mitigations: Mitigations,
@@ -82,20 +75,7 @@ def arrive(
     read: Params | None,
     at: Arrival,
 ) -> tuple[Params, Server]:
-    """Take a gradient, and update the weights if it is the last one of its update. This is the server's program.
-
-    Args:
-      problem: problem of the run.
-      mitigations: against staleness.
-      is_first: whether it is the first gradient of its update.
-      is_last: whether it is the last one.
-      params: the newest weights.
-      server: the rest of the server's state.
-      grads: the gradient.
-      sums: sums over its examples.
-      read: the weights that it was computed from; None if no mitigation needs them.
-      at: its staleness and its update.
-    """
+    """Take a gradient of the weights `read`, and update the newest weights if it is the last one of its update."""
     before, after = server.mitigations
     arrived = steps.is_finite(optax.tree.norm(grads), sums)
     details = {"staleness": at.staleness, "read": read, "mean_share": at.mean_share}
@@ -142,11 +122,14 @@ class Programs:
 
     def __init__(self, problem: Problem, mitigations: Mitigations, num_workers: int):
         self._problem, self.mitigations, self.num_workers = problem, mitigations, num_workers
+
+        def gradient(params: Params, key: jax.Array, step: jax.Array, examples: Batch, weight: Scalar) -> Any:
+            return steps.gradients(problem, State(step, key, params, None), examples, weight)
+
+        # The worker's program: -> (gradient, sums over the examples).
         # Unused arguments are kept, because the audit counts the bytes of each argument.
-        # (params, key, step, examples, weight) -> (gradient, sums over the examples)
-        self.gradient = jax.jit(partial(gradient, problem), keep_unused=True)
-        # (is it the first of its update, is it the last, params, server, grads, sums, read, at) -> (params, server);
-        # the old server is donated
+        self.gradient = jax.jit(gradient, keep_unused=True)
+        # The server's program. The old server is donated.
         self.arrive = jax.jit(
             partial(arrive, problem, mitigations), static_argnums=(0, 1), donate_argnums=3, keep_unused=True
         )
@@ -160,34 +143,24 @@ class Programs:
         waiting = jax.tree.map(jnp.zeros_like, params) if is_grouped else ()
         return Server(optimizer, waiting, self.mitigations.init(params), self.new_totals(device))
 
-    def abstract_server(self, like: State, *, is_grouped: bool) -> Server:
-        """Return the shapes and dtypes of the result of `server`."""
-        made: Server = jax.eval_shape(
-            lambda params, optimizer: self.server(params, optimizer, None, is_grouped=is_grouped),
-            *(like.params, like.optimizer),
-        )
-        return made
-
     def lower(
         self, like: State, devices: Sequence[jax.Device], update_devices: Sequence[jax.Device], *, is_grouped: bool
     ) -> list[jax.stages.Lowered]:
-        """Lower the programs of a step: the worker's, and the server's for the last gradient of an update.
+        """Lower the programs of a step from abstract shapes: the worker's, and the server's on `update_devices`."""
 
-        Args:
-          like: the state, abstract.
-          devices: devices of the workers.
-          update_devices: devices on which weights are updated.
-          is_grouped: as in `server`.
-        """
-        n = self.num_workers
-        examples = steps.abstract_share(self._problem.batch, n)
+        def on(tree: Tree, device: jax.Device) -> Tree:
+            return steps.with_shardings(tree, SingleDeviceSharding(device))
+
+        examples = steps.abstract_share(self._problem.batch, self.num_workers)
         number, step = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
         inputs = (like.params, like.key, step, examples, number)
-        workers = [self.gradient.lower(*_on(inputs, device)) for device in devices]
-        server = self.abstract_server(like, is_grouped=is_grouped)
+        workers = [self.gradient.lower(*on(inputs, device)) for device in devices]
+        server = jax.eval_shape(
+            lambda state: self.server(state.params, state.optimizer, None, is_grouped=is_grouped), like
+        )
         read = like.params if self.mitigations.needs_read else None
         arguments = (like.params, server, *workers[0].out_info, read, Arrival(number, number, number, step))
-        updates = [self.arrive.lower(not is_grouped, True, *_on(arguments, device)) for device in update_devices]
+        updates = [self.arrive.lower(not is_grouped, True, *on(arguments, device)) for device in update_devices]
         return [*workers, *updates]
 
     def chunks(self, step: int, batch: Mapping[str, np.ndarray], device: jax.Device) -> dict[int, Chunk]:
@@ -202,22 +175,10 @@ class Programs:
         return totals
 
 
-def _on(tree: Tree, device: jax.Device) -> Tree:
-    """Return abstract arrays on a device."""
-    return steps.with_shardings(tree, SingleDeviceSharding(device))
-
-
 def _metrics(totals: Totals) -> Metrics:
     root_mean = jnp.sqrt(totals.square / jnp.maximum(totals.num_updates, 1))
     sums, finite = jax.tree.map(jnp.copy, (totals.sums, totals.finite))  # copies: later arrivals donate `totals`
     return Metrics(sums, jnp.where(finite, root_mean, jnp.nan), finite)
-
-
-def add_up_totals(totals: Sequence[Totals]) -> Totals:
-    """Return the totals over several servers."""
-    finite = [one.finite for one in totals]
-    added: Totals = jax.tree.map(lambda *x: sum(x[1:], x[0]), *(one._replace(finite=()) for one in totals))
-    return added._replace(finite=jnp.all(jnp.stack(finite)))
 
 
 def leaves(tree: Tree) -> dict[str, Any]:

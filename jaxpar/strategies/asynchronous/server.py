@@ -15,7 +15,7 @@ from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem
 from jaxpar.layout import Tree
 from jaxpar.models.model import Params
-from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers
+from jaxpar.strategies.asynchronous.layouts import DeviceNumbers
 from jaxpar.strategies.asynchronous.mitigations import Mitigations
 from jaxpar.strategies.asynchronous.programs import Arrival, Programs, Server, leaves, with_leaves
 from jaxpar.strategies.asynchronous.table import UpdateTable
@@ -34,7 +34,7 @@ class ServerRun:
 
 
 class ServerEngine:
-    """An `UpdateEngine` with one set of weights."""
+    """Workers, and the server whose weights they update. It has the same methods as `LocalEngine` (local.py)."""
 
     def __init__(
         self,
@@ -47,16 +47,16 @@ class ServerEngine:
         *,
         is_grouped: bool,
     ):
-        """Take numbers and devices of the workers, and `at`, the server's device, which may be one of them.
-
-        is_grouped: whether an update has several gradients.
-        """
+        """devices: of the workers; at: the server's, which may be one of them; is_grouped: as in `Programs.server`."""
         self._problem, self._numbers, self._devices, self._at, self._begin = problem, numbers, devices, at, begin
         self._programs, self._is_grouped = Programs(problem, mitigations, numbers.num_workers), is_grouped
         self._run: ServerRun | None = None
 
     def start(self, state: State, private: Canonical | None = None) -> ServerRun:
-        """See `UpdateEngine`."""
+        """Start a run from a canonical state on the server's device, which invalidates any earlier run.
+
+        private: the result of `private` in this state, as arrays of any kind; None: nothing is in flight.
+        """
         if self._run is not None:
             self._run.transport.close()
             self._run = None  # before the new run takes memory
@@ -72,7 +72,7 @@ class ServerEngine:
         return run
 
     def step(self, run: ServerRun, batch: Mapping[str, np.ndarray]) -> tuple[ServerRun, Metrics]:
-        """See `UpdateEngine`."""
+        """Train on a batch, [B, ..] on the host, and return metrics of the gradients that arrived. `run` is donated."""
         chunks = self._programs.chunks(run.step, batch, self._at)
         run.server = run.server._replace(totals=self._programs.new_totals(self._at))
         run.step += 1
@@ -82,9 +82,8 @@ class ServerEngine:
 
     def _apply(self, run: ServerRun, deliveries: Iterator[Delivery]) -> None:
         for row, grads, sums, read in deliveries:
-            at = Arrival(
-                np.float32(row.staleness), np.float32(row.mean_share), np.float32(row.size), np.int32(run.step - 1)
-            )
+            staleness, mean_share, size = map(np.float32, (row.staleness, row.mean_share, row.size))
+            at = Arrival(staleness, mean_share, size, np.int32(run.step - 1))
             run.params, run.server = self._programs.arrive(
                 row.is_first, row.is_last, run.params, run.server, grads, sums, read, at
             )
@@ -92,39 +91,33 @@ class ServerEngine:
                 run.transport.publish(run.params)
 
     def drain(self, run: ServerRun) -> Metrics:
-        """See `UpdateEngine`."""
-        self._drain(run)
+        """Wait for in-flight gradients, as all methods below do, and return the last step's metrics with them."""
+        self._apply(run, run.transport.deliver({}, drain=True))
         return self._programs.metrics(run.server.totals)
 
-    def _drain(self, run: ServerRun) -> None:
-        self._apply(run, run.transport.deliver({}, drain=True))
-
     def params(self, run: ServerRun) -> Params:
-        """See `UpdateEngine`."""
-        self._drain(run)
+        """Return the weights to evaluate, on the server's device."""
+        self.drain(run)
         return run.params
 
     def canonical(self, run: ServerRun) -> State:
-        """See `UpdateEngine`."""
-        self._drain(run)
+        """Return the canonical state. It lacks gradients that the transport delivers only in a step."""
+        self.drain(run)
         return State(jnp.int32(run.step), run.key, run.params, run.server.optimizer)
 
     def private(self, run: ServerRun) -> Canonical:
-        """Return older weights, waiting gradients, the states of mitigations, and the transport's record.
-
-        Arrays are keyed by index. Waiting gradients have arrived, but their update is not complete.
-        """
-        self._drain(run)
+        """Return older weights, gradients that wait for their update, states of mitigations, and the record."""
+        self.drain(run)
         return leaves(jax.device_put(_arrays(run), self._at)) | run.transport.in_flight().record
 
     def table(self, run: ServerRun) -> UpdateTable | None:
-        """See `UpdateEngine`."""
-        self._drain(run)
+        """End the run and return the table of its updates; None if it made no step."""
+        self.drain(run)
         run.transport.close()
         return run.transport.table()
 
     def lower(self, like: State) -> list[jax.stages.Lowered]:
-        """See `UpdateEngine`."""
+        """Lower the programs of a step: the worker's on each device, and the server's. The weights come first."""
         return self._programs.lower(like, self._devices, [self._at], is_grouped=self._is_grouped)
 
 

@@ -22,13 +22,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxpar.strategies.asynchronous.delays import (
-    Delays,
-    check_delays,
-    communication_times,
-    compute_times,
-    mean_compute_time,
-)
+from jaxpar.strategies.asynchronous import delays as durations
+from jaxpar.strategies.asynchronous.delays import Delays
 from jaxpar.strategies.asynchronous.table import ROUNDING, UpdateTable
 
 POLICIES = ("sync", "async", "ssp", "softsync", "local_sgd", "diloco", "model_average")
@@ -52,27 +47,26 @@ def simulate(
 
     Args:
       policy: one of POLICIES.
-      num_workers: number of workers, n.
+      num_workers: number of workers.
       num_gradients: number of rows of the table.
       delays: durations of gradients and messages; None: one second per gradient.
       seed: seed of the random delays.
       bound: for ssp: how many iterations a worker may be ahead of the slowest; 0 is lockstep.
-      groups: for softsync, 1 to n; n is async.
+      groups: for softsync, 1 to the number of workers, which is async.
       interval: for local_sgd and diloco, the number of steps between synchronizations; for model_average, the time from
         the start of an averaging to the start of the next, in mean compute times.
 
-    Raises:
-      ValueError: a setting is invalid; the message is one line. Settings that the policy does not use are not checked.
+    Raises ValueError for an invalid setting, unless the policy does not use it.
     """
     delays = Delays() if delays is None else delays
-    check_delays(delays)
     settings = {"seed": seed, "bound": bound, "groups": groups, "interval": interval}
-    if reason := simulation_obstacle(policy, num_workers=num_workers, num_gradients=num_gradients, **settings):
+    sizes = {"num_workers": num_workers, "num_gradients": num_gradients}
+    if reason := durations.delays_obstacle(delays) or simulation_obstacle(policy, **sizes, **settings):
         raise ValueError(reason)
-    compute = compute_times(delays, num_workers, seed)
-    communication = communication_times(delays, num_workers, seed)
+    compute = durations.compute_times(delays, num_workers, seed)
+    communication = durations.communication_times(delays, num_workers, seed)
     if policy == "model_average":
-        made = _averagings(compute, communication, num_gradients, interval * mean_compute_time(delays))
+        made = _averagings(compute, communication, num_gradients, interval * durations.mean_compute_time(delays))
     elif policy in ("sync", "local_sgd", "diloco"):
         made = _rounds(compute, communication, num_gradients, 1 if policy == "sync" else interval)
     else:
@@ -84,11 +78,9 @@ def simulate(
 def make_update_table(num_workers: int, num_gradients: int, made: TableColumns) -> UpdateTable:
     """Return the first rows of a policy's columns as a table."""
     worker, read, update, start, finish = (column[:num_gradients] for column in made)
+    worker, read, update = (column.astype("i4") for column in (worker, read, update))
     chunk = np.arange(num_gradients, dtype=np.int32)
-    step = chunk // np.int32(num_workers)
-    return UpdateTable(
-        num_workers, worker.astype("i4"), read.astype("i4"), update.astype("i4"), chunk, step, start, finish
-    )
+    return UpdateTable(num_workers, worker, read, update, chunk, chunk // np.int32(num_workers), start, finish)
 
 
 def simulation_obstacle(
@@ -165,14 +157,18 @@ def _rounds(compute: WorkerTimes, communication: WorkerTimes, num_gradients: int
     step finish when all workers have made that step, and those of the last step when all pushes have arrived, so that
     `finish` never decreases. `start` is each worker's own time.
     """
+
+    def taken(times: WorkerTimes, per_round: int) -> np.ndarray:
+        """Return the times of all rounds, [round, time, worker]."""
+        by_worker = [np.fromiter(worker, float, num_rounds * per_round) for worker in times]
+        return np.stack(by_worker, axis=1).reshape(num_rounds, per_round, n)
+
     n = len(compute)
     num_steps = -(-num_gradients // n)
     interval = min(interval, num_steps + 1)  # limits the steps of a first round that the table cuts off
     num_rounds = -(-num_steps // interval)
-    messages = _taken(communication, 2 * num_rounds).reshape(num_rounds, 2, n)
-    times = np.concatenate(
-        [messages[:, :1], _taken(compute, num_rounds * interval).reshape(num_rounds, interval, n)], 1
-    )
+    messages = taken(communication, 2)
+    times = np.concatenate([messages[:, :1], taken(compute, interval)], 1)
     ends = np.cumsum(times, axis=1)  # [round, pull and steps, worker], since the start of the round
     begins = np.concatenate([np.zeros((num_rounds, 1, n)), ends[:, 1:-1]], 1)
     ends[:, -1] += messages[:, 1]
@@ -187,11 +183,6 @@ def _rounds(compute: WorkerTimes, communication: WorkerTimes, num_gradients: int
         (round_begins[:, None] + begins).reshape(-1),
         np.repeat((round_begins + finish).reshape(-1), n),
     )
-
-
-def _taken(times: WorkerTimes, count: int) -> np.ndarray:
-    """Return the next `count` times of every worker, [count, worker]."""
-    return np.stack([np.fromiter(worker, float, count) for worker in times], axis=1)
 
 
 def _averagings(compute: WorkerTimes, communication: WorkerTimes, num_gradients: int, period: float) -> TableColumns:

@@ -1,11 +1,9 @@
-"""Tables of updates: which gradient, computed from which weights, is applied when.
+"""Tables of updates: which gradient, computed from which weights, is applied when. NumPy only.
 
-A table is data, made in NumPy before a run (simulate.py) or recorded by a live run. From a table an engine reproduces
+A table is data, made before a run (simulate.py) or recorded by a live run. From a table an engine reproduces
 asynchronous training exactly, without threads.
 """
 
-import csv
-import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,26 +23,16 @@ class UpdateTable(NamedTuple):
 
     Version 0 of the weights is the initial one; update t is applied to version t and makes version t + 1. A table may
     be the beginning of a longer one, so its last update may lack some of its gradients.
-
-    Args:
-      num_workers: number of workers of the run; some of them may have no row.
-      worker: [G] int32, the worker that computed the gradient.
-      read: [G] int32, the version that it was computed from.
-      update: [G] int32, the update that it belongs to, which is also the version that it is applied to.
-      chunk: [G] int32, the shard of the data that it was computed on. Each shard occurs once; the order is free.
-      step: [G] int32, the step of the training loop in which it is applied.
-      start: [G] float64, virtual seconds: when its worker began to read the weights.
-      finish: [G] float64, virtual seconds: when it was applied.
     """
 
-    num_workers: int
-    worker: np.ndarray
-    read: np.ndarray
-    update: np.ndarray
-    chunk: np.ndarray
-    step: np.ndarray
-    start: np.ndarray
-    finish: np.ndarray
+    num_workers: int  # number of workers of the run; some of them may have no row
+    worker: np.ndarray  # [G] int32, the worker that computed the gradient
+    read: np.ndarray  # [G] int32, the version that it was computed from
+    update: np.ndarray  # [G] int32, the update that it belongs to, which is also the version that it is applied to
+    chunk: np.ndarray  # [G] int32, the shard of the data. Each shard occurs once; the order is free
+    step: np.ndarray  # [G] int32, the step of the training loop in which it is applied
+    start: np.ndarray  # [G] float64, virtual seconds: when its worker began to read the weights
+    finish: np.ndarray  # [G] float64, virtual seconds: when it was applied
 
     @property
     def staleness(self) -> np.ndarray:
@@ -57,9 +45,19 @@ class UpdateTable(NamedTuple):
         return int(self.update.max(initial=-1)) + 1
 
     @property
+    def is_grouped(self) -> bool:
+        """Whether some update combines several gradients."""
+        return len(self.update) > self.num_updates
+
+    @property
+    def is_last(self) -> np.ndarray:
+        """[G] bool: whether the row is the last one of its update."""
+        return np.diff(self.update, append=self.num_updates) > 0
+
+    @property
     def update_times(self) -> np.ndarray:
         """[num_updates] float64: time of each update, which is when its last gradient finished."""
-        return self.finish[np.flatnonzero(_ends_update(self))]
+        return self.finish[self.is_last]
 
 
 def since(table: UpdateTable, step: int) -> UpdateTable | None:
@@ -88,23 +86,48 @@ def validate(table: UpdateTable) -> None:
 
     Rules: shapes and dtypes; numbers in range; each shard once; `step` and `finish` never decrease, and `update` starts
     at 0 and increases by at most 1; a gradient finishes after it starts, and is applied to the version that it read or
-    a later one. As rows are in order, the gradients that made the version it read are in rows above it, and finished
-    before it. A worker computes one gradient at a time: see `_free`.
+    a later one. A worker computes one gradient at a time: see `_free`.
     """
-    if broken := _broken_rule(table):
-        row, rule = broken
-        raise ValueError(rule if row is None else f"row {row}: {rule}")
+    if rule := _broken_rule(table, lambda row: f"row {row}"):
+        raise ValueError(rule)
 
 
-def staleness_summary(table: UpdateTable) -> dict[str, float | list[int]]:
-    """Return `mean`, `max`, and `histogram`: the numbers of gradients with staleness 0, 1, .. max."""
-    histogram = np.bincount(table.staleness)
-    return {"mean": float(table.staleness.mean()), "max": len(histogram) - 1, "histogram": histogram.tolist()}
+class GradientRow(NamedTuple):
+    """An arriving gradient, as engines take it."""
+
+    worker: int  # the worker that computes it
+    read: int  # the version of the weights that it is computed from
+    update: int  # the version that it is applied to
+    chunk: int  # number of its shard of the data
+    staleness: int  # update - read
+    is_first: bool  # whether it is the first gradient of its update
+    is_last: bool  # whether it is the last one
+    size: int  # number of gradients in its update
+    mean_share: float  # mean of 1 / max(staleness, 1) over all gradients of its update
 
 
-def _ends_update(table: UpdateTable) -> np.ndarray:
-    """Return [G] bool: whether the row is the last one of its update."""
-    return np.diff(table.update, append=table.num_updates) > 0
+def rows_by_step(table: UpdateTable) -> list[list[GradientRow]]:
+    """Return the rows of each step."""
+    sizes = np.bincount(table.update)
+    means = np.bincount(table.update, 1 / np.maximum(table.staleness, 1)) / sizes
+    is_first = np.diff(table.update, prepend=-1) != 0
+    columns = table.worker, table.read, table.update, table.chunk, table.staleness, is_first, table.is_last
+    of_update = sizes[table.update], means[table.update]
+    rows = [GradientRow(*values) for values in zip(*(x.tolist() for x in (*columns, *of_update)), strict=True)]
+    ends = np.searchsorted(table.step, np.arange(1, table.step[-1] + 2)).tolist()
+    return [rows[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def needs_earlier_batches(table: UpdateTable, step: int) -> bool:
+    """Return whether gradients from that step on use batches of earlier steps, as in the tables of live runs."""
+    return bool((table.chunk[table.step >= step] < step * table.num_workers).any())
+
+
+def batches_in_flight(table: UpdateTable, step: int) -> int:
+    """Return the number of the last batches before a step with a gradient that is not in the server's weights yet."""
+    applied = table.step[np.searchsorted(table.update, table.update, side="right") - 1]
+    late = table.chunk[(applied >= step) & (table.chunk < step * table.num_workers)]
+    return step - int(late.min()) // table.num_workers if len(late) else 0
 
 
 def _free(table: UpdateTable) -> np.ndarray:
@@ -114,7 +137,7 @@ def _free(table: UpdateTable) -> np.ndarray:
     But it arrived after the previous update, and the last gradient of an update arrived at `finish`.
     """
     before = np.concatenate([[0.0], table.update_times])[table.update]
-    done = np.maximum(table.start, np.where(_ends_update(table), table.finish, before))
+    done = np.maximum(table.start, np.where(table.is_last, table.finish, before))
     by_worker = np.argsort(table.worker, kind="stable")
     has_before = np.diff(table.worker[by_worker]) == 0
     free = np.zeros(len(done))
@@ -122,18 +145,8 @@ def _free(table: UpdateTable) -> np.ndarray:
     return free
 
 
-def _broken_rule(table: UpdateTable) -> tuple[int | None, str] | None:
-    """Return the row of the first broken rule (None if it concerns no row) and the rule; None if none is broken."""
-    if shape_rule := _broken_shape_rule(table):
-        return None, shape_rule
-    for is_bad, column, rule in _rules(table):
-        if is_bad.any():
-            row = int(is_bad.argmax())
-            return row, f"{column} is {getattr(table, column)[row].item()}; " + rule(row)
-    return None
-
-
-def _broken_shape_rule(table: UpdateTable) -> str | None:
+def _broken_rule(table: UpdateTable, name_row: Callable[[int], str]) -> str | None:
+    """Return the first broken rule, after the name of its row if it concerns one; None if none is broken."""
     if table.num_workers < 1:
         return f"num_workers is {table.num_workers}; it must be at least 1"
     size = np.shape(table.worker)
@@ -143,7 +156,13 @@ def _broken_shape_rule(table: UpdateTable) -> str | None:
             return f"{column} has dtype {getattr(values, 'dtype', type(values).__name__)}; it must be {dtype.__name__}"
         if values.ndim != 1 or values.shape != size:
             return f"{column} has shape {values.shape}; it must be 1-D and as long as worker, which has shape {size}"
-    return None if size[0] else "the table has no rows; it must have at least one"
+    if not size[0]:
+        return "the table has no rows; it must have at least one"
+    for is_bad, column, rule in _rules(table):
+        if is_bad.any():
+            row = int(is_bad.argmax())
+            return f"{name_row(row)}: {column} is {getattr(table, column)[row].item()}; {rule(row)}"
+    return None
 
 
 def _rules(table: UpdateTable) -> Iterator[tuple[np.ndarray, str, Callable[[int], str]]]:
@@ -176,37 +195,36 @@ def _rules(table: UpdateTable) -> Iterator[tuple[np.ndarray, str, Callable[[int]
 def write_updates(path: Path | str, table: UpdateTable) -> None:
     """Write a valid table as CSV: the number of workers, the names of the columns, and one row per gradient."""
     validate(table)
-    text = io.StringIO()
-    text.write(f"{HEAD}{table.num_workers}\n")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows(zip(*(getattr(table, column).tolist() for column in COLUMNS), strict=True))
-    write_text(Path(path), text.getvalue())
+    rows = zip(*(getattr(table, column).tolist() for column in COLUMNS), strict=True)
+    lines = [f"{HEAD}{table.num_workers}", *(",".join(map(str, row)) for row in (COLUMNS, *rows))]
+    write_text(Path(path), "\n".join(lines) + "\n")
 
 
 def read_updates(path: Path | str) -> UpdateTable:
     """Read and validate a table that `write_updates` wrote. The result is the same to the last bit.
 
-    Raises:
-      UserError: the file is invalid. The message is one line, with the file and, if there is one, the line.
+    Raises UserError for an invalid file: one line, with the file and, if there is one, the line.
     """
     try:
         with open_text(path) as file:
-            num_workers = _num_workers(file.readline().strip())
+            head = file.readline().strip()
+            number = head.removeprefix(HEAD)
+            if not (head.startswith(HEAD) and _is_whole(number) and int(number) > 0):
+                raise ValueError(f"line 1 is {head[:40]!r}; it must be '{HEAD}N' for N workers")
             lines, rows = read_rows(file, COLUMNS, line=2)
         columns = np.array(rows, dtype=[(name, "f8" if name in TIMES else "i4") for name in COLUMNS])
-        table = UpdateTable(num_workers, *(columns[name].copy() for name in COLUMNS))
-        if broken := _broken_rule(table):
-            raise ValueError(broken[1] if broken[0] is None else f"line {lines[broken[0]]}: {broken[1]}")
+        table = UpdateTable(int(number), *(columns[name].copy() for name in COLUMNS))
+        if rule := _broken_rule(table, lambda row: f"line {lines[row]}"):
+            raise ValueError(rule)
     except (OSError, ValueError) as error:
         raise UserError(unreadable(path, error)) from error
     return table
 
 
 def read_rows(file: TextIO, columns: Sequence[str], line: int = 1) -> tuple[list[int], list[tuple[int | float, ...]]]:
-    """Return the line numbers and values of the rows of a CSV file whose header is at line `line`.
+    """Return the line numbers and values of the rows of a CSV file, integers except for seconds. Raises ValueError.
 
-    Columns start, finish and seconds contain seconds, the others integers. Raises ValueError with the line.
+    line: number of the line of the header.
     """
     lines, rows, found = [], [], read_csv(file, line)
     if tuple(map(str.strip, next(found, (line, []))[1])) != tuple(columns):
@@ -219,13 +237,6 @@ def read_rows(file: TextIO, columns: Sequence[str], line: int = 1) -> tuple[list
             values = zip(columns, map(str.strip, row), strict=True)
             rows.append(tuple(_number(column, value, number) for column, value in values))
     return lines, rows
-
-
-def _num_workers(text: str) -> int:
-    number = text.removeprefix(HEAD)
-    if not (text.startswith(HEAD) and _is_whole(number) and int(number) > 0):
-        raise ValueError(f"line 1 is {text[:40]!r}; it must be '{HEAD}N' for N workers")
-    return int(number)
 
 
 def _is_whole(text: str) -> bool:

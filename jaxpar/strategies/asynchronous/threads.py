@@ -9,41 +9,26 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from queue import SimpleQueue
-from typing import NamedTuple
 
 import jax
 
 from jaxpar.core.state import State
 from jaxpar.models.model import Params
 from jaxpar.strategies.asynchronous.programs import Chunk
-from jaxpar.strategies.asynchronous.shard_queue import Assignment
-from jaxpar.strategies.asynchronous.transport import Delivery, LiveTransport, SentGradient, Workers
-
-
-class Answer(NamedTuple):
-    """The result of an assignment: either the gradient on the server's device or the error that the worker raised."""
-
-    assignment: Assignment
-    sent: SentGradient | BaseException
+from jaxpar.strategies.asynchronous.transport import Assignment, Delivery, LiveTransport, SentGradient, Workers
 
 
 class Threads(LiveTransport):
     """A `Transport`. Only the server's thread accesses the queue; workers receive assignments and return results."""
 
     def __init__(self, workers: Workers, state: State, *, bound: float, slowdown: float):
-        """Start no threads yet.
-
-        Args:
-          workers: the workers of the run.
-          state: the state at the start.
-          bound: number of iterations that a worker may be ahead of the slowest.
-          slowdown: factor on the time of the last worker, at least 1.
-        """
+        """Start no threads yet. slowdown: factor on the time of the last worker, at least 1."""
         super().__init__(workers, state, bound=bound)
         self._slowdown = slowdown
-        self._assignments = [SimpleQueue[tuple[Assignment, Params] | None]() for _ in range(workers.number)]
-        self._answers = SimpleQueue[Answer]()
-        self._threads: list[threading.Thread] = []
+        self._assignments = [SimpleQueue[tuple[Assignment, Params] | None]() for _ in self._completed]
+        # results: the gradient on the server's device, or the error that the worker raised
+        self._answers = SimpleQueue[tuple[Assignment, SentGradient | BaseException]]()
+        self._has_begun = False
         self._compiled = set[tuple[tuple[int, ...], ...]]()  # shapes of shards compiled by the slow worker
         self._is_closed = False
         self._error: BaseException | None = None
@@ -53,16 +38,25 @@ class Threads(LiveTransport):
         if chunks:
             if self._is_closed:
                 raise RuntimeError("this live run is over, because another one has started")
-            self._start()
-            self._shards.give_out(chunks)
+            if not self._has_begun:
+                self._has_begun = True
+                for worker in range(len(self._completed)):
+                    threading.Thread(target=self._work, args=(worker,), name=f"worker {worker}", daemon=True).start()
+            self.give_out(chunks)
         while True:
             if self._answers.empty():  # otherwise newer weights are about to be published
-                self._assign()
-                if self._shards.is_over(drain=drain):
+                while (assignment := self.assign()) is not None:
+                    self._assignments[assignment.worker].put((assignment, self._params))
+                if self.is_over(drain=drain):
                     return
-            assignment, sent = self._receive()
-            yield Delivery(self._shards.arrived(assignment), *sent)
-            self._shards.applied(assignment)
+            if self._error is not None:
+                raise self._error
+            assignment, sent = self._answers.get()
+            if isinstance(sent, BaseException):
+                self._error = sent
+                raise sent
+            yield Delivery(self.arrived(assignment), *sent)
+            self.applied(assignment)
 
     def close(self) -> None:
         """End the threads."""
@@ -70,39 +64,19 @@ class Threads(LiveTransport):
         for assignments in self._assignments:
             assignments.put(None)
 
-    def _start(self) -> None:
-        if not self._threads:
-            for worker in range(self._workers.number):
-                thread = threading.Thread(target=self._work, args=(worker,), name=f"worker {worker}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-
-    def _assign(self) -> None:
-        while (assignment := self._shards.assign()) is not None:
-            self._assignments[assignment.worker].put((assignment, self._params))
-
-    def _receive(self) -> tuple[Assignment, SentGradient]:
-        if self._error is None:
-            assignment, sent = self._answers.get()
-            if not isinstance(sent, BaseException):
-                return assignment, sent
-            self._error = sent
-        raise self._error
-
     def _work(self, worker: int) -> None:
-        """Run a worker's thread."""
         while (assigned := self._assignments[worker].get()) is not None:
             try:
                 sent: SentGradient | BaseException = self._compute(*assigned)
             except BaseException as error:  # the server's thread raises it
                 sent = error
-            self._answers.put(Answer(assigned[0], sent))
+            self._answers.put((assigned[0], sent))
 
     def _compute(self, assignment: Assignment, params: Params) -> SentGradient:
         """Return a gradient, on the server's device. params: on the server's device, too."""
         worker, chunk = assignment.worker, assignment.chunk
         read = jax.device_put(params, self._workers.device_of(worker))
-        is_slow = worker == self._workers.number - 1 and self._slowdown > 1
+        is_slow = worker == len(self._completed) - 1 and self._slowdown > 1
         shapes = tuple(x.shape for x in chunk.examples.values())
         if is_slow and shapes not in self._compiled:  # compile first, so that compilation is not slowed down
             jax.block_until_ready(self._workers.compute(worker, read, chunk))

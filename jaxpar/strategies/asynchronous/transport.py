@@ -10,6 +10,8 @@ To add a transport, such as processes on other machines, write a class with the 
 and `close`.
 """
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -18,11 +20,9 @@ import numpy as np
 
 from jaxpar.core.state import Canonical, State
 from jaxpar.models.model import Params
-from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers
-from jaxpar.strategies.asynchronous.gradient_rows import GradientRow
+from jaxpar.strategies.asynchronous.layouts import DeviceNumbers
 from jaxpar.strategies.asynchronous.programs import Chunk, Programs
-from jaxpar.strategies.asynchronous.shard_queue import ShardQueue
-from jaxpar.strategies.asynchronous.table import UpdateTable
+from jaxpar.strategies.asynchronous.table import COLUMNS, TIMES, GradientRow, UpdateTable
 from jaxpar.tasks import Sums
 
 SentGradient = tuple[Params, Sums, Params | None]  # a gradient, its sums, and the weights it was computed from
@@ -40,8 +40,7 @@ class Delivery(NamedTuple):
 class InFlight(NamedTuple):
     """The state of a transport between steps."""
 
-    # by version, older weights that workers have read and whose gradients have not arrived yet
-    weights: Mapping[int, Params]
+    weights: Mapping[int, Params]  # by version, older weights whose gradients have not arrived yet
     # arrays by name (names must not be numbers): shards that are still to be computed, and the data of `table`
     record: Canonical
 
@@ -55,11 +54,6 @@ class Workers(NamedTuple):
     server: jax.Device  # the server's device, which may be one of them
     key: jax.Array  # key of the run, as in State
 
-    @property
-    def number(self) -> int:
-        """Number of workers."""
-        return self.numbers.num_workers
-
     def device_of(self, worker: int) -> jax.Device:
         """Return a worker's device."""
         return self.devices[self.numbers.of_worker(worker)]
@@ -67,8 +61,7 @@ class Workers(NamedTuple):
     def compute(self, worker: int, read: Params, chunk: Chunk) -> tuple[Params, Sums]:
         """Return a shard's gradient and the sums over its examples. `read` and results are on the worker's device."""
         inputs = (self.key, np.int32(chunk.step), chunk.examples, chunk.weight)
-        inputs = jax.device_put(inputs, self.device_of(worker))
-        made: tuple[Params, Sums] = self.programs.gradient(read, *inputs)
+        made: tuple[Params, Sums] = self.programs.gradient(read, *jax.device_put(inputs, self.device_of(worker)))
         return made
 
     def send(self, made: tuple[Params, Sums], read: Params) -> SentGradient:
@@ -86,12 +79,8 @@ class Transport(Protocol):
 
         The server applies each gradient, and publishes the new weights, before it takes the next gradient.
 
-        Args:
-          chunks: the workers' shards of the step's batch, by their number in the run; empty: no step begins.
-          drain: whether to wait for the gradients that workers are still computing.
-
-        Raises:
-          RuntimeError: the transport is closed, and there are shards.
+        chunks: the workers' shards of the step's batch, by their number in the run; empty: no step begins. drain:
+        whether to wait for the gradients that workers are still computing. Raises RuntimeError if it is closed.
         """
 
     def publish(self, params: Params) -> None:
@@ -110,29 +99,98 @@ class Transport(Protocol):
         """End the workers. None of them may be computing when this is called."""
 
 
+BeginTransport = Callable[[Workers, State], Transport]  # starts from a canonical state
+
+
+class Assignment(NamedTuple):
+    """A shard for a worker to compute, and the weights to compute it from."""
+
+    worker: int  # its number
+    number: int  # number of the shard
+    chunk: Chunk  # the shard itself
+    version: int  # version of the weights that the worker reads
+    start: float  # seconds since the run began
+
+
 class LiveTransport:
-    """Base of transports whose workers compete: it holds the weights to read, the queue and its record."""
+    """Base of transports whose workers compete: the newest weights, the queue of shards, and the record of the run.
+
+    The next shard goes to the worker that has been idle longest, and a worker reads the newest weights. No worker waits
+    for others, unless a bound limits how far it can run ahead of the slowest (ssp). Each gradient makes an update, so
+    the newest version is the number of recorded rows.
+    """
 
     def __init__(self, workers: Workers, state: State, *, bound: float):
         """bound: iterations that a worker may be ahead of the slowest."""
-        self._workers, self._params = workers, state.params
-        self._shards = ShardQueue(workers.number, int(state.step), bound)
+        self._workers, self._params, self._bound = workers, state.params, bound
+        self._num_steps, self._begin = int(state.step), time.perf_counter()
+        self._rows: list[tuple[float, ...]] = []  # columns as in COLUMNS
+        self._completed = [0] * workers.numbers.num_workers  # gradients of each worker
+        self._idle = list(range(len(self._completed)))  # in the order in which they became idle
+        self._chunks = deque[tuple[int, Chunk]]()
 
     def publish(self, params: Params) -> None:
         """Take the weights for the next assignment."""
         self._params = params
 
+    def give_out(self, chunks: Mapping[int, Chunk]) -> None:
+        """Begin a step with these shards."""
+        self._chunks.extend(chunks.items())
+        self._num_steps += 1
+
+    def assign(self) -> Assignment | None:
+        """Return the next assignment; None if there is no shard, or no worker that may take one."""
+        ready = self._ready()
+        if not self._chunks or not ready:
+            return None
+        self._idle.remove(ready[0])
+        return Assignment(ready[0], *self._chunks.popleft(), len(self._rows), self._now())
+
+    def is_over(self, *, drain: bool) -> bool:
+        """Return whether the step is over: all shards are assigned, and a worker (to drain: each one) is ready."""
+        if drain:
+            return len(self._idle) == len(self._completed) and not self._chunks
+        return not self._chunks and bool(self._ready())
+
+    def arrived(self, assignment: Assignment) -> GradientRow:
+        """Return the row of the gradient that is applied next, which makes an update alone."""
+        worker, chunk, _, read, _ = assignment
+        staleness = len(self._rows) - read
+        return GradientRow(worker, read, len(self._rows), chunk, staleness, True, True, 1, 1 / max(staleness, 1))
+
+    def applied(self, assignment: Assignment) -> None:
+        """Record that a gradient has been applied. Its worker becomes idle."""
+        worker, number, _, version, start = assignment
+        self._rows.append((worker, version, len(self._rows), number, self._num_steps - 1, start, self._now()))
+        self._completed[worker] += 1
+        self._idle.append(worker)
+
     def in_flight(self) -> InFlight:
-        """Return the record. The run has been drained, so no worker holds weights."""
-        return InFlight({}, self._shards.record())
+        """Return the recorded rows, by column. The run has been drained, so no worker holds weights."""
+        columns = zip(COLUMNS, zip(*self._rows, strict=True), strict=False)
+        # Checkpoints have no float64.
+        return InFlight({}, {column: np.array(values, np.float64).view(np.uint32) for column, values in columns})
 
     def restore(self, in_flight: InFlight) -> None:
-        """Continue from a restored record."""
-        self._shards.restore(in_flight.record)
+        """Continue the run that was recorded, including its clock."""
+        record = in_flight.record
+        columns = [np.asarray(record[column]).view(np.float64).tolist() for column in COLUMNS if column in record]
+        self._rows = list(zip(*columns, strict=True))
+        self._completed = np.bincount([int(row[0]) for row in self._rows], minlength=len(self._completed)).tolist()
+        self._begin -= self._rows[-1][-1] if self._rows else 0.0
 
     def table(self) -> UpdateTable | None:
-        """Return the table of updates; None if there are none."""
-        return self._shards.table()
+        """Return the recorded rows as a table; None if there are none."""
+        if not self._rows:
+            return None
+        columns = zip(COLUMNS, zip(*self._rows, strict=True), strict=True)
+        typed = [np.array(values, "f8" if name in TIMES else "i4") for name, values in columns]
+        return UpdateTable(len(self._completed), *typed)
 
+    def _ready(self) -> list[int]:
+        """Return the idle workers that are not too far ahead."""
+        least = min(self._completed)
+        return [worker for worker in self._idle if self._completed[worker] - least <= self._bound]
 
-BeginTransport = Callable[[Workers, State], Transport]  # starts from a canonical state
+    def _now(self) -> float:
+        return time.perf_counter() - self._begin

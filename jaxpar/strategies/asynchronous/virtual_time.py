@@ -1,6 +1,6 @@
 """The transport of emulated runs, which delivers the gradients of a table in its order, without waiting.
 
-The order of events has been decided in virtual time (simulate.py) or recorded (shard_queue.py). A gradient is
+The order of events has been decided in virtual time (simulate.py) or recorded (threads.py). A gradient is
 computed when its row is next, from the version of the weights given in the row. Each device stashes the
 older versions that its workers still need. The host does not wait for programs, so that devices compute concurrently
 if the table allows it.
@@ -13,39 +13,27 @@ import numpy as np
 
 from jaxpar.core.state import Canonical, State
 from jaxpar.models.model import Params
-from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers
-from jaxpar.strategies.asynchronous.gradient_rows import last_uses, rows_by_step
+from jaxpar.strategies.asynchronous.layouts import last_uses
 from jaxpar.strategies.asynchronous.programs import FIRST_STEP, Chunk
-from jaxpar.strategies.asynchronous.table import UpdateTable, since
+from jaxpar.strategies.asynchronous.table import UpdateTable, rows_by_step, since
 from jaxpar.strategies.asynchronous.transport import Delivery, InFlight, Workers
 
 WEIGHT = "weight of the batch"  # in the record, next to the examples of a shard
 
 
-class Emulation:
-    """An update table, and how long each device needs each version of the weights. `begin` begins a run."""
-
-    def __init__(self, table: UpdateTable, numbers: DeviceNumbers):
-        self.table, self.rows, self.last_uses = table, rows_by_step(table), last_uses(table, numbers)
-        self.keepers: dict[int, list[int]] = {}  # version -> devices that need it after the next one is published
-        for (version, device), last in self.last_uses.items():
-            if last > version:
-                self.keepers.setdefault(version, []).append(device)
-
-    def begin(self, workers: Workers, state: State) -> "VirtualTime":
-        """Begin a run from a canonical state."""
-        return VirtualTime(self, workers, state)
-
-
 class VirtualTime:
     """A `Transport`. Its `history` holds older weights, by (version, device number)."""
 
-    def __init__(self, emulation: Emulation, workers: Workers, state: State):
-        self._emulation, self._workers, self._params = emulation, workers, state.params
+    def __init__(self, table: UpdateTable, workers: Workers, state: State):
+        self._table, self._rows, self._last_uses = table, rows_by_step(table), last_uses(table, workers.numbers)
+        self._keepers: dict[int, list[int]] = {}  # version -> devices that need it after the next one is published
+        for (version, device), last in self._last_uses.items():
+            if last > version:
+                self._keepers.setdefault(version, []).append(device)
+        self._workers, self._params = workers, state.params
         self._step = self._first_step = int(state.step)
-        rows = emulation.rows
-        self._version = rows[self._step][0].update if self._step < len(rows) else 0
-        alive = [use for use, last in emulation.last_uses.items() if use[0] < self._version <= last]
+        self._version = self._rows[self._step][0].update if self._step < len(self._rows) else 0
+        alive = [use for use, last in self._last_uses.items() if use[0] < self._version <= last]
         self.history = {(read, place): self._put(state.params, place) for read, place in alive}
         self._copies: dict[int, Params] = {}  # copies of the newest weights, by device
         self._chunks: dict[int, Chunk] = {}
@@ -59,7 +47,7 @@ class VirtualTime:
         if not chunks:
             return
         self._chunks.update(chunks)
-        for row in self._emulation.rows[self._step]:
+        for row in self._rows[self._step]:
             place = self._workers.numbers.of_worker(row.worker)
             if row.read == row.update and place not in self._copies:
                 self._copies[place] = self._put(self._params, place)
@@ -70,11 +58,10 @@ class VirtualTime:
 
     def publish(self, params: Params) -> None:
         """Stash the previous version on the devices that will need it, and drop those that are no longer needed."""
-        for place in self._emulation.keepers.get(self._version, ()):
+        for place in self._keepers.get(self._version, ()):
             copy = self._copies[place] if place in self._copies else self._put(self._params, place)
             self.history[self._version, place] = copy
-        last = self._emulation.last_uses
-        self.history = {use: x for use, x in self.history.items() if last[use] > self._version}
+        self.history = {use: x for use, x in self.history.items() if self._last_uses[use] > self._version}
         self._params, self._copies, self._version = params, {}, self._version + 1
 
     def in_flight(self) -> InFlight:
@@ -95,12 +82,12 @@ class VirtualTime:
             number, space, field = name.partition(" ")
             if space:
                 arrays.setdefault(int(number), {})[field] = in_flight.record[name]
-        num_workers = self._workers.number
+        num_workers = self._workers.numbers.num_workers
         self._chunks = {number: Chunk(x, x.pop(WEIGHT), number // num_workers) for number, x in arrays.items()}
 
     def table(self) -> UpdateTable | None:
         """Return the rows since the run switched to this strategy."""
-        return since(self._emulation.table, self._first_step)
+        return since(self._table, self._first_step)
 
     def close(self) -> None:
         """Do nothing: workers compute only during `deliver`."""

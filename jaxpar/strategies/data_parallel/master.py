@@ -65,8 +65,12 @@ def build(plan: Plan[str], problem: Problem, given: Sequence[jax.Device]) -> Str
 
     def to_master(tree: Any) -> list[Any]:
         """Copy every device's part of a tree to the master."""
-        shards = [jax.tree.map(lambda x, i=i: _on(x, devices[i]), tree) for i in range(len(devices))]
-        moved: list[Any] = jax.device_put(shards, master)
+
+        def part(x: jax.Array, device: jax.Device) -> jax.Array:
+            return next(shard.data for shard in x.addressable_shards if shard.device == device)
+
+        parts = [jax.tree.map(partial(part, device=device), tree) for device in devices]
+        moved: list[Any] = jax.device_put(parts, master)
         return moved
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -83,10 +87,7 @@ def build(plan: Plan[str], problem: Problem, given: Sequence[jax.Device]) -> Str
         gradient = share.lower(sent, with_shardings(problem.batch, by_replica(mesh)), weight).compile()
         shares = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), gradient.out_info)
         shares = [with_shardings(shares, master)] * len(devices)
-        return [
-            CompiledProgram(gradient),
-            CompiledProgram(update.lower(placed.abstract, shares).compile()),
-        ]
+        return [CompiledProgram(gradient), CompiledProgram(update.lower(placed.abstract, shares).compile())]
 
     add_up = jax.jit(_total)
     waiting_share, waiting_sums = meshes.one_at_a_time(share, mesh), meshes.one_at_a_time(share_of_sums, mesh)
@@ -105,8 +106,3 @@ def build(plan: Plan[str], problem: Problem, given: Sequence[jax.Device]) -> Str
 
 def _total(shares: list[Any]) -> Any:
     return jax.tree.map(lambda *parts: sum(parts[1:], parts[0])[0], *shares)
-
-
-def _on(x: jax.Array, device: jax.Device) -> jax.Array:
-    """Return the shard of an array that is on a device."""
-    return next(shard.data for shard in x.addressable_shards if shard.device == device)

@@ -91,9 +91,10 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
         problem = problem._replace(model=problem.model.unrolled())
     placed = ReplicaState(problem, mesh, exchange, plan.layouts)
     in_shard_map = partial(jax.shard_map, mesh=mesh, check_vma=False)
-    in_specs, out_specs = (placed.layout.specs, PartitionSpec(DATA)), (placed.layout.specs, PartitionSpec())
     replica_step = in_shard_map(
-        train_step(problem, exchange, placed.layout, plan.num_replicas), in_specs=in_specs, out_specs=out_specs
+        train_step(problem, exchange, placed.layout, plan.num_replicas),
+        in_specs=(placed.layout.specs, PartitionSpec(DATA)),
+        out_specs=(placed.layout.specs, PartitionSpec()),
     )
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -104,6 +105,12 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
     def evaluate(params: Any, batch: Batch) -> Sums:
         whole = jax.lax.pmean(placed.params.local(params), DATA) if placed.params.kind == PER_REPLICA else params
         return jax.lax.psum(steps.evaluate(fetching(problem, exchange), whole, batch), DATA)
+
+    def num_in_flight(state: State) -> int:
+        """Return the number of passes that wait for an update, which all replicas count."""
+        if EVERY not in exchange.branches:
+            return 0
+        return int(state.optimizer.private["passes"].addressable_shards[0].data.item())
 
     def programs() -> list[CompiledProgram]:
         lowered = compiled_step.lower(placed.abstract, with_shardings(problem.batch, by_replica(mesh)))
@@ -124,22 +131,13 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
         from_canonical=placed.from_canonical,
         compile=programs,
         to_private=placed.to_private,
-        num_in_flight=lambda state: num_passes(state.optimizer.private) if EVERY in exchange.branches else 0,
+        num_in_flight=num_in_flight,
     )
-
-
-def num_passes(private: Any) -> int:
-    """Return the number of passes that wait for an update, from the state of `exchange.every` on the replicas."""
-    return int(private["passes"].addressable_shards[0].data.item())
 
 
 @functools.cache
 def gather_ahead() -> dict[str, Any]:
-    """Return the first of AHEAD that this version of XLA knows.
-
-    Raises:
-      RuntimeError: it knows none of them.
-    """
+    """Return the first of AHEAD that this version of XLA knows. Raises RuntimeError if it knows none."""
     for options in AHEAD:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             jax.jit(lambda: 0).lower().compile(options)
@@ -205,18 +203,11 @@ def make_layouts(exchange: Exchange, axes: dict[str, int], like: State) -> dict[
 
 def private_parts(layouts: Mapping[str, Layout]) -> list[str]:
     """Return the names of the parts of the state that differ between replicas, which are its private state."""
-    return [name for name in ("params", "optimizer", "private") if layouts[name].kind == PER_REPLICA]
+    return [name for name, part in layouts.items() if part.kind == PER_REPLICA]
 
 
 class ReplicaState:
-    """Converts between the forms of the state of replicas: a State whose `optimizer` is a DistributedState.
-
-    Attributes:
-      params: layout of the parameters.
-      layout: layout of the whole state.
-      shardings: shardings of the global state during a step. Between steps, the optimizer state may be on the host.
-      abstract: shapes, dtypes and shardings of the global state between steps.
-    """
+    """Converts between the forms of the state of replicas: a State whose `optimizer` is a DistributedState."""
 
     def __init__(self, problem: Problem, mesh: Mesh, exchange: Exchange, layouts: Mapping[str, Layout]):
         """mesh: with a data axis. layouts: from `make_layouts`."""
@@ -224,9 +215,12 @@ class ReplicaState:
         self.params, private = layouts["params"], layouts["private"]
         distributed = DistributedState(layouts["optimizer"], private)
         self.layout = layout.join(State(layouts["step"], layouts["key"], self.params, distributed))  # type: ignore[arg-type]
+        # shardings of the global state during a step. Between steps, the optimizer state may be on the host
         self.shardings: Any = self.layout.shardings(mesh, in_step=True)
-        self.abstract: Any = self.layout.abstract(mesh)
-        self._at_rest = self.layout.shardings(mesh)
+        self._at_rest: Any = self.layout.shardings(mesh)
+        self.abstract: Any = self.layout.abstract(
+            mesh
+        )  # shapes, dtypes and shardings of the global state between steps
 
         def fresh_private(params: Any) -> Any:
             return private.out(exchange.init(self.params.local(params)).private)

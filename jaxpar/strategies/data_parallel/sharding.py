@@ -1,25 +1,52 @@
-"""Data parallelism by `jit` over a mesh: the batch is split over `data`, and XLA adds the collectives.
+"""Data parallelism with the state on every device, by `jit` over a mesh or by `pmap`.
 
-On a mesh of one device, this is the strategy `single`.
+With `jit`, the batch is split over `data`, and XLA adds the collectives. With `jax.pmap`, each device runs the step of
+one device, with an explicit sum over `data`.
+
+On a mesh of one device, this is the strategy `single`: training on one device, the reference for all other strategies.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import layout
+from jaxpar.cluster import Cluster
 from jaxpar.core import mesh as meshes
 from jaxpar.core import state as states
 from jaxpar.core import step as steps
-from jaxpar.core.mesh import DATA
+from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import Decision, Plan, ring_traffic, state_memory
 from jaxpar.core.state import State, nbytes
 from jaxpar.core.step import Metrics, Problem, with_shardings
-from jaxpar.errors import format_count
+from jaxpar.errors import UserError, check_choice, format_count
+from jaxpar.exchange.named import EXCHANGES
+from jaxpar.models.model import Model
+from jaxpar.strategies import exchanges
 from jaxpar.strategies.placement import IN_PLACE, PlacedState, batch_placer, by_replica, on_all
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
+
+
+def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Decision[None]:
+    """Decide on the one device of `single`. Raises UserError for a config with several devices or an exchange."""
+    meshes.check_processes("config.strategy='single'", cluster)
+    meshes.check_stages(config)
+    if config.mesh.data not in (-1, 1):
+        raise UserError(
+            f"config.mesh.data is {config.mesh.data}; it must be 1 or -1 with config.strategy='single' "
+            "(config.strategy='data_parallel' uses several devices)"
+        )
+    check_choice("exchange", config.exchange, EXCHANGES)
+    exchanges.check_no_exchange(config, "which has one replica and exchanges nothing")
+    return Decision({DATA: 1, STAGE: 1}, *batch_divisor(config, 1), num_replicas=1, source=None)
+
+
+def plan(_config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[None], /) -> Plan[str]:
+    """Plan the whole state and every batch of `single` on one device."""
+    return plan_replicated("single", shapes, decision, "one device")
 
 
 def batch_divisor(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
@@ -32,15 +59,7 @@ def batch_divisor(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
 def plan_replicated(
     strategy: str, shapes: Problem, decision: Decision[None], summary: str, implementation: str = "sharding"
 ) -> Plan[str]:
-    """Plan the whole state on each device, and an all-reduce of the gradients by XLA, assumed to be a ring.
-
-    Args:
-      strategy: name of the strategy.
-      shapes: the problem.
-      decision: the mesh and the batch divisor.
-      summary: summary of the plan.
-      implementation: sharding or pmap; becomes the `details` of the plan.
-    """
+    """Plan the whole state on each device, and an all-reduce of the gradients by XLA, assumed to be a ring."""
     like, n = states.abstract_state(shapes.model, shapes.optimizer), decision.num_replicas
     over = (DATA,) if implementation == "pmap" else ()  # arrays of pmap have a leading dim over the replicas
     layouts = {
@@ -78,4 +97,45 @@ def build(plan: Plan[str], problem: Problem, devices: Sequence[jax.Device]) -> S
         to_canonical=placed.to_canonical,
         from_canonical=placed.from_canonical,
         compile=lambda: [CompiledProgram(compiled_step.lower(*arguments).compile())],
+    )
+
+
+def build_pmap(plan: Plan[str], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:
+    """Build the planned step. Arrays have a leading dim over the replicas."""
+    n, devices = plan.num_replicas, list(devices[: plan.num_replicas])
+    mesh = meshes.make_mesh(plan.axes, devices)
+    placed = PlacedState(problem, plan.layouts, mesh)
+
+    def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
+        weight = jax.lax.psum(steps.batch_weight(batch), DATA)
+        grads_unreduced, sums_unreduced = steps.gradients(problem, state, batch, weight)
+        grads, sums = jax.lax.psum((grads_unreduced, sums_unreduced), DATA)
+        return steps.update(problem, state, grads, sums)
+
+    def evaluate(state: State, batch: dict[str, jax.Array]) -> Sums:
+        return jax.lax.psum(steps.evaluate(problem, state.params, batch), DATA)
+
+    def place(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        divided = {name: x.reshape(n, -1, *x.shape[1:]) for name, x in batch.items()}
+        return jax.device_put(divided, by_replica(mesh))
+
+    def programs() -> list[CompiledProgram]:
+        batch = {
+            name: jax.ShapeDtypeStruct((n, len(x) // n, *x.shape[1:]), x.dtype) for name, x in problem.batch.items()
+        }
+        return [CompiledProgram(compiled_step.lower(placed.abstract, batch).compile())]
+
+    # Metrics and sums are equal on all replicas and have no leading dim: their out axis is None.
+    compiled_step = jax.pmap(step, axis_name=DATA, devices=devices, donate_argnums=0, out_axes=(0, None))
+    compiled_evaluate = jax.pmap(evaluate, axis_name=DATA, devices=devices, out_axes=None)
+    return Strategy(
+        plan,
+        tuple(devices),
+        init=placed.init,
+        place=place,
+        step=meshes.one_at_a_time(compiled_step, mesh),
+        evaluate=meshes.one_at_a_time(compiled_evaluate, mesh),
+        to_canonical=placed.to_canonical,
+        from_canonical=placed.from_canonical,
+        compile=programs,
     )

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.strategies.asynchronous.contention import ServerTimes, simulate_contention
 from jaxpar.strategies.asynchronous.delays import Delays, compute_times
-from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers
+from jaxpar.strategies.asynchronous.layouts import DeviceNumbers
 from jaxpar.strategies.asynchronous.simulate import simulate
 from jaxpar.strategies.asynchronous.table import UpdateTable, validate
 

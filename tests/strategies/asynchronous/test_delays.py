@@ -12,12 +12,12 @@ from jaxpar.errors import UserError
 from jaxpar.strategies.asynchronous.delays import (
     DISTRIBUTIONS,
     Delays,
-    check_delays,
     communication_times,
     compute_times,
     mean_compute_time,
     read_trace,
 )
+from jaxpar.strategies.asynchronous.simulate import simulate
 
 COUNT = 100_000
 TRACE = ((1.0, 2.0, 4.0), (3.0,))
@@ -160,12 +160,12 @@ def test_a_trace_is_replayed_in_order_and_by_workers_in_turn() -> None:
 )
 def test_settings_that_cannot_be(delays: Delays, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
-        check_delays(delays)
+        simulate("async", num_workers=2, num_gradients=4, delays=delays)
 
 
 def test_settings_that_can_be() -> None:
     for delays in SETTINGS.values():
-        check_delays(delays)
+        simulate("async", num_workers=2, num_gradients=4, delays=delays)
 
 
 def test_a_trace_file(tmp_path: Path) -> None:

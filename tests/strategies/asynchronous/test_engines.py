@@ -12,8 +12,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxpar.strategies.asynchronous import options
-from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers
-from jaxpar.strategies.asynchronous.gradient_rows import history_peaks
+from jaxpar.strategies.asynchronous.layouts import DeviceNumbers, history_peaks
 from jaxpar.strategies.asynchronous.mitigations import corrected_momentum, momentum_left, staleness_aware
 from jaxpar.strategies.asynchronous.table import UpdateTable
 from tests.strategies.asynchronous import reference
@@ -250,10 +249,10 @@ def test_only_versions_that_are_needed_are_there() -> None:
 
 def test_staleness_aware_weighs_each_gradient() -> None:
     """Gradients of +1 and -1 at staleness 1 and 7 make an update of (1 - 1/7) / 2 with SGD (Zhang et al.)."""
-    rule, mean_share = staleness_aware(), jnp.float32((1 + 1 / 7) / 2)
+    (weighted, scaled), mean_share = staleness_aware(), jnp.float32((1 + 1 / 7) / 2)
     total = jnp.float32(0)
     for g, staleness in ((1.0, 1.0), (-1.0, 7.0)):
         details = {"staleness": jnp.float32(staleness), "mean_share": mean_share, "read": None}
-        total += rule.gradients.update({"w": jnp.float32(g)}, optax.EmptyState(), None, **details)[0]["w"]
-    update = rule.updates.update({"w": -total / 2}, optax.EmptyState(), None, mean_share=mean_share)[0]["w"]
+        total += weighted.update({"w": jnp.float32(g)}, optax.EmptyState(), None, **details)[0]["w"]
+    update = scaled.update({"w": -total / 2}, optax.EmptyState(), None, mean_share=mean_share)[0]["w"]
     np.testing.assert_allclose(update, -(1 - 1 / 7) / 2, rtol=1e-6)

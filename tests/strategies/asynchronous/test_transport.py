@@ -1,5 +1,6 @@
 """The interface between the server and transports works for a transport that is not part of the package."""
 
+import functools
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -13,21 +14,19 @@ import pytest
 from jaxpar import cluster
 from jaxpar.core.state import State
 from jaxpar.strategies.asynchronous import options
-from jaxpar.strategies.asynchronous.device_numbers import DeviceNumbers
-from jaxpar.strategies.asynchronous.engine import UpdateEngine
+from jaxpar.strategies.asynchronous.layouts import DeviceNumbers
 from jaxpar.strategies.asynchronous.programs import Chunk
 from jaxpar.strategies.asynchronous.server import ServerEngine
-from jaxpar.strategies.asynchronous.shard_queue import Assignment, ShardQueue
 from jaxpar.strategies.asynchronous.table import validate
 from jaxpar.strategies.asynchronous.transport import (
+    Assignment,
     BeginTransport,
     Delivery,
     LiveTransport,
     SentGradient,
-    Transport,
     Workers,
 )
-from jaxpar.strategies.asynchronous.virtual_time import Emulation
+from jaxpar.strategies.asynchronous.virtual_time import VirtualTime
 from tests.strategies.asynchronous import reference
 from tests.strategies.asynchronous.test_engines import (
     BATCHES,
@@ -53,23 +52,23 @@ class Queue(LiveTransport):
 
     def deliver(self, chunks: Mapping[int, Chunk], *, drain: bool) -> Iterator[Delivery]:
         if chunks:
-            self._shards.give_out(chunks)
+            self.give_out(chunks)
         while True:
-            while (assignment := self._shards.assign()) is not None:
+            while (assignment := self.assign()) is not None:
                 read = jax.device_put(self._params, self._workers.device_of(assignment.worker))
                 made = self._workers.compute(assignment.worker, read, assignment.chunk)
                 self._queue.append((assignment, self._workers.send(made, self._params)))
-            if self._shards.is_over(drain=drain):
+            if self.is_over(drain=drain):
                 return
             assignment, sent = self._queue.popleft()
-            yield Delivery(self._shards.arrived(assignment), *sent)
-            self._shards.applied(assignment)
+            yield Delivery(self.arrived(assignment), *sent)
+            self.applied(assignment)
 
     def close(self) -> None:
         assert not self._queue
 
 
-def make_engine(begin: BeginTransport, *mitigations: str, num_devices: int = 2) -> tuple[UpdateEngine[Any], State]:
+def make_engine(begin: BeginTransport, *mitigations: str, num_devices: int = 2) -> tuple[ServerEngine, State]:
     """Return an engine with that transport, and the initial state of training."""
     overrides = (*PLAIN, *RULES["momentum"][1], *asynchronous("mode=live", *mitigations, workers=WORKERS))
     config, devices = make_config(TASK, *overrides), cluster.devices()[:num_devices]
@@ -82,7 +81,7 @@ def make_engine(begin: BeginTransport, *mitigations: str, num_devices: int = 2) 
     return engine, jax.device_put(state, devices[0])
 
 
-def train(engine: UpdateEngine[Any], run: Any, first: int = 0, last: int = NUM_STEPS) -> float:
+def train(engine: ServerEngine, run: Any, first: int = 0, last: int = NUM_STEPS) -> float:
     """Train on batches first to last, excluding last, and return the sum of the weights of their examples."""
     total = 0.0
     for step in range(first, last):
@@ -107,7 +106,7 @@ def test_a_third_transport(strength: float | None) -> None:
     mitigations = () if strength is None else (dc_asgd,)
     expected = reference.to_server(table, begun, BATCHES, RULES["momentum"][2], RATES, mitigations=mitigations)
     assert_close(end, expected, begun)
-    again, state = make_engine(Emulation(table, DeviceNumbers(WORKERS, 1, server=0)).begin, *settings, num_devices=1)
+    again, state = make_engine(functools.partial(VirtualTime, table), *settings, num_devices=1)
     run = again.start(state)
     train(again, run)
     for path, x in named(again.params(run)).items():
@@ -151,7 +150,7 @@ def test_late_gradients_count_in_the_step_that_they_end() -> None:
     for step, chunk in zip(table.step, table.chunk, strict=True):
         weights[step] += BATCHES[chunk // WORKERS]["weights"][chunk % WORKERS :: WORKERS].sum()
     np.testing.assert_allclose([float(metrics.sums.weight) for metrics in counted], weights, rtol=1e-6)
-    again, state = make_engine(Emulation(table, DeviceNumbers(WORKERS, 1, server=0)).begin, num_devices=1)
+    again, state = make_engine(functools.partial(VirtualTime, table), num_devices=1)
     run = again.start(state)
     for step, expected in enumerate(counted):
         run, metrics = again.step(run, make_batch(TASK, step))
@@ -159,19 +158,20 @@ def test_late_gradients_count_in_the_step_that_they_end() -> None:
             np.testing.assert_array_equal(got, x, str(step))
 
 
-def test_transports_have_what_the_server_asks_for() -> None:
-    """Checks by name what mypy checks by type."""
-    methods = {name for name in vars(Transport) if not name.startswith("_")}
-    assert methods == {"deliver", "publish", "in_flight", "restore", "table", "close"} <= set(dir(Queue))
-
-
 def chunks(first: int, last: int) -> dict[int, Chunk]:
     return {number: Chunk({}, None, 0) for number in range(first, last)}
 
 
+def live_workers(step: int) -> LiveTransport:
+    """Return the transport of two workers without programs and devices, from this step on."""
+    nothing: Any = None
+    workers = Workers(nothing, DeviceNumbers(2, 1, server=0), [], nothing, nothing)
+    return LiveTransport(workers, State(jnp.int32(step), nothing, nothing, nothing), bound=1)
+
+
 def test_the_schedule_of_live_workers() -> None:
     """Workers and chunks are first come, first served. With a bound, workers that are too far ahead must wait."""
-    schedule = ShardQueue(2, 0, bound=1)
+    schedule = live_workers(0)
     assert schedule.assign() is None
     assert schedule.is_over(drain=True)
     schedule.give_out(chunks(0, 2))
@@ -202,8 +202,8 @@ def test_the_schedule_of_live_workers() -> None:
     assert table is not None
     assert table.step.tolist() == [0, 1, 1]
     assert table.update.tolist() == [0, 1, 2]
-    other = ShardQueue(2, 2, bound=1)
-    other.restore(schedule.record())
+    other = live_workers(2)
+    other.restore(schedule.in_flight())
     resumed = other.table()
     assert resumed is not None
     for got, expected in zip(resumed, table, strict=True):
