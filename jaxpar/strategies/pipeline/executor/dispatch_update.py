@@ -1,6 +1,6 @@
 """The end of a step of a dispatched pipeline: gradients are exchanged, and every group takes its optimizer step.
 
-    reduce     8.    one program for each group (columns.py): averages its gradients over the replicas by the exchange
+    reduce     8.    one program for each group (enqueue.py): averages its gradients over the replicas by the exchange
     ties       9.    gradients of tied arrays: sent to one of the groups that hold them, summed, and sent back
     agree      9.    metric sums, global norm and finiteness: scalars of all groups, sent to the last one and back
     update    10.    one program for each group: the optimizer step
@@ -29,20 +29,24 @@ from jaxpar.exchange.exchange import AllReduce
 from jaxpar.launch import processes
 from jaxpar.layout import Layout, Tree
 from jaxpar.models.model import Params
-from jaxpar.strategies.pipeline.executor.columns import (
+from jaxpar.strategies.pipeline.executor.dispatch import DispatchedAction, StageDispatcher, StepInputs, Work
+from jaxpar.strategies.pipeline.executor.enqueue import (
     BY_REPLICA,
+    DEVICES,
     LOCAL,
     ON_ALL,
+    Host,
     MeshColumns,
+    Program,
+    program_on,
     restricted,
     with_leading,
     without_leading,
 )
-from jaxpar.strategies.pipeline.executor.dispatch import DispatchedAction, StageDispatcher, StepInputs, Work
-from jaxpar.strategies.pipeline.executor.enqueue import DEVICES, Host, Program, program_on
 from jaxpar.strategies.pipeline.executor.stages import sum_over_stages
-from jaxpar.strategies.pipeline.executor.state import StagedState
+from jaxpar.strategies.pipeline.executor.state import StagedState, kept_if
 from jaxpar.strategies.pipeline.tables.table import StageDevices
+from jaxpar.strategies.placement import IN_PLACE
 from jaxpar.tasks import Sums
 
 
@@ -112,21 +116,19 @@ class FlushedSteps:
 class StageUpdates:
     """The programs that end a step."""
 
-    def __init__(self, staged: StagedState, columns: MeshColumns, options: Mapping[str, Any]):
-        """options: compiler options of the updates."""
+    def __init__(self, staged: StagedState, columns: MeshColumns):
         self._staged, self._columns = staged, columns
         stages, groups, on_group = staged.stages, range(len(columns.groups)), columns.of_group
-        copied = {(tie.source, tie.source_name) for group in columns.groups for tie in stages.copies(group[0])}
-        self._ties = {array: self._holders(*array) for array in sorted(copied)}
+        self._ties = {array: self._holders(*array) for array in stages.copied}
         # On virtual CPU devices, programs with collectives must not run at the same time (mesh.one_at_a_time).
-        self._has_collectives = columns.mesh.shape[DATA] > 1 or bool(stages.groups)
+        self._has_collectives = columns.mesh.shape[DATA] > 1 or stages.has_replicas
         self.last = columns.group_of[StageDevices(stages.placement).of(stages.num_stages - 1)[0]]  # of the last stage
         one, scalars = ("gradients",), ("inputs",)
         own = [g for g in groups if any(x.process_index == jax.process_index() for x in on_group[g].devices.flat)]
         self._own = self.last if self.last in own or not own else own[0]  # a group with devices of this process
         self._square = [self._make_square(g) for g in groups]
         self._reduce = [self._make_reduce(g) for g in groups]
-        self._update = [self._make_update(g, options) for g in groups]
+        self._update = [self._make_update(g) for g in groups]
         self._sum = [program_on(mesh, _sum_and_square, (ON_ALL,), ON_ALL, one) for mesh in on_group]
         self._add = [program_on(mesh, self._added, (LOCAL,), LOCAL, scalars) for mesh in columns.of_column]
         self._root = program_on(on_group[0], _root_of_sum, (BY_REPLICA,), BY_REPLICA, scalars)
@@ -135,12 +137,13 @@ class StageUpdates:
 
     def __call__(self, state: DispatchedState, work: Work, host: Host = DEVICES) -> tuple[DispatchedState, Metrics]:
         """Return the state after the update, with the old `step`, and the metrics of the step."""
-        grads = [
-            self._columns.joined(g, [work.grads[column] for column in group])
-            for g, group in enumerate(self._columns.groups)
-        ]
-        groups = range(len(grads))
-        norms = self._replica_norms(grads, host)
+        columns, groups = self._columns, range(len(self._columns.groups))
+        grads = [columns.joined(g, [work.grads[column] for column in group]) for g, group in enumerate(columns.groups)]
+        norms: Sequence[Any] = [None] * len(grads)  # of the gradient of each replica, if the exchange clips by it
+        if self._staged.all_reduce.clip_norm:
+            squares = [self.alone(host, self._square[g], grads[g]) for g in groups]
+            root = host.call(self._root, self._to(host, 0, squares, BY_REPLICA))
+            norms = [self._to(host, g, root, BY_REPLICA) for g in groups]
         reduced: list[ReducedGradient] = [
             self.alone(host, self._reduce[g], grads[g], state.private[g], norms[g]) for g in groups
         ]
@@ -152,19 +155,12 @@ class StageUpdates:
             for g in holders:
                 reduced[g].grads[layer][name] = self._to(host, g, total)
         agreed = self.agreed(self._agree, work, squares, [of_group.nonfinite for of_group in reduced], host)
-        updated = [
-            host.call(
-                self._update[g],
-                restricted(state.step, self._columns.of_group[g]),
-                state.params[g],
-                state.optimizer[g],
-                state.private[g],
-                reduced[g].grads,
-                reduced[g].residuals,
-                *self._to(host, g, agreed),
-            )
-            for g in groups
-        ]
+        updated = []
+        for g in groups:
+            step, before = restricted(state.step, columns.of_group[g]), (state.params[g], state.optimizer[g])
+            gradient = reduced[g].grads, reduced[g].residuals
+            arguments = (step, *before, state.private[g], *gradient, *self._to(host, g, agreed))
+            updated.append(host.call(self._update[g], *arguments))
         params, optimizer, private, metrics = zip(*updated, strict=True)
         return state._replace(params=params, optimizer=optimizer, private=private), metrics[self._own]
 
@@ -218,21 +214,12 @@ class StageUpdates:
 
     def _local_sums(self, work: Work, host: Host) -> Sums:
         columns = self._columns.groups[self.last]
-        return self._columns.joined(
-            self.last, [host.call(self._add[column], work.sums.get(column, [])) for column in columns]
-        )
+        added = [host.call(self._add[column], work.sums.get(column, [])) for column in columns]
+        return self._columns.joined(self.last, added)
 
     def _added(self, trees: list[Sums]) -> Sums:
         # In the first steps of a pipeline that never drains, no microbatch reaches the last stage.
         return reduce(partial(jax.tree.map, jnp.add), trees or [with_leading(self._staged.problem.task.zeros())])
-
-    def _replica_norms(self, grads: Sequence[Any], host: Host) -> Sequence[Any]:
-        """Return the norm of the gradient of each replica, on every group; None if the exchange needs none."""
-        if not self._staged.all_reduce.clip_norm:
-            return [None] * len(grads)
-        squares = [self.alone(host, self._square[g], of_group) for g, of_group in enumerate(grads)]
-        norms = host.call(self._root, self._to(host, 0, squares, BY_REPLICA))
-        return [self._to(host, g, norms, BY_REPLICA) for g in range(len(grads))]
 
     def merged(self, group: int, of_chunks: Sequence[Params]) -> Params:
         """Return the gradient of a device, summed over its chunks and the replicas of its stage. For `shard_map`."""
@@ -273,7 +260,7 @@ class StageUpdates:
         specs, kinds = (LOCAL, LOCAL, BY_REPLICA), ("gradients", "private", "inputs")
         return program_on(self._columns.of_group[group], on_device, specs, results, kinds, donate_argnums=donated)
 
-    def _make_update(self, group: int, options: Mapping[str, Any]) -> Program:
+    def _make_update(self, group: int) -> Program:
         def on_device(
             step: jax.Array,
             params: Params,
@@ -288,16 +275,10 @@ class StageUpdates:
             after, metrics = steps.update(self._staged.problem, before, grads, sums, norm)
             return after.params, after.optimizer, kept_if(metrics.finite, residuals, private), metrics
 
-        specs = (ON_ALL, ON_ALL, ON_ALL, LOCAL, ON_ALL, LOCAL, ON_ALL, ON_ALL)
+        specs, results = (ON_ALL, ON_ALL, ON_ALL, LOCAL, ON_ALL, LOCAL, ON_ALL, ON_ALL), (ON_ALL, ON_ALL, LOCAL, ON_ALL)
         kinds = ("inputs", "parameters", "optimizer", "private", "gradients", "residuals", "inputs", "inputs")
-        results, jitting = (ON_ALL, ON_ALL, LOCAL, ON_ALL), {"donate_argnums": (1, 2, 3)}
-        mesh = self._columns.of_group[group]
-        return program_on(mesh, on_device, specs, results, kinds, compiler_options=options, **jitting)
-
-
-def kept_if(is_finite: jax.Array, new: Tree, old: Tree) -> Tree:
-    """Return the new residuals, or the old ones after a step that changes nothing."""
-    return jax.tree.map(lambda after, before: jnp.where(is_finite, after, before), new, old)
+        mesh, donated = self._columns.of_group[group], (1, 2, 3)
+        return program_on(mesh, on_device, specs, results, kinds, compiler_options=IN_PLACE, donate_argnums=donated)
 
 
 def over_replicas(sums: Sums) -> Sums:
@@ -321,5 +302,4 @@ def _root_of_sum(squares: list[jax.Array]) -> jax.Array:
 
 def _agree(sums: Sums, squares: list[jax.Array], nonfinite: list[jax.Array]) -> tuple[Sums, jax.Array]:
     """Return the metric sums over all replicas, and the global norm: NaN, so that no update is made, if not finite."""
-    norm = jnp.sqrt(sum(squares[1:], squares[0]))
-    return over_replicas(sums), jnp.where(sum(nonfinite) == 0, norm, jnp.nan)
+    return over_replicas(sums), jnp.where(sum(nonfinite) == 0, _root_of_sum(squares), jnp.nan)

@@ -6,8 +6,10 @@ Replica i of r runs the microbatches k with k mod r = i, forward and backward al
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from jaxpar.strategies.pipeline.tables.schedule import gpipe, one_f_one_b
-from jaxpar.strategies.pipeline.tables.table import Table, place_actions, replicated_stages
+from jaxpar.strategies.pipeline.tables.table import Table, place_actions
 
 WITH_REPLICAS = ("gpipe", "1f1b")  # besides the schedules without flush (periodic.py)
 
@@ -29,14 +31,9 @@ def noam(num_workers: int, num_replicas: int) -> int:
 
 
 def replicated_table(name: str, replicas: Sequence[int], num_microbatches: int) -> Table:
-    """Make the table of a schedule whose stages have replicas.
+    """Make the table of a schedule, one of WITH_REPLICAS. replicas: number of devices of each stage.
 
     Each replica runs its microbatches in the order of the schedule.
-
-    Args:
-      name: one of WITH_REPLICAS.
-      replicas: number of devices of each stage.
-      num_microbatches: number of microbatches.
     """
     orders = []
     for stage, number in enumerate(replicas):
@@ -45,4 +42,5 @@ def replicated_table(name: str, replicas: Sequence[int], num_microbatches: int) 
             own = range(replica, num_microbatches, number)
             order = gpipe(1, len(own), 1, 0) if name == "gpipe" else one_f_one_b(in_flight, len(own), 1, 0)
             orders.append([action._replace(microbatch=own[action.microbatch]) for action in order])
-    return place_actions(orders, replicated_stages(replicas), num_microbatches)
+    stages = np.repeat(np.arange(len(replicas)), replicas)[:, None]  # devices of a stage are next to each other
+    return place_actions(orders, stages, num_microbatches)

@@ -17,7 +17,7 @@ MAX_CLOCKS = 10  # per action, in a table read from a file
 
 
 def write_table(table: Table, path: Path | str) -> None:
-    """Write the table as CSV with one row per action. Kinds are written by name."""
+    """Write the table as CSV with one row per action."""
     with Path(path).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(FIELDS)
@@ -37,12 +37,8 @@ def read_table(path: Path | str) -> Table:
 
     The first line names the columns: clock, device, kind, microbatch, chunk, and optionally stage, version and slot.
     By default stages are assigned to devices round-robin, versions are 0, and slots are assigned by `with_slots`. Rows
-    may be in any order. The numbers of devices, chunks and microbatches follow from the largest ones in the rows. Slots
-    are renumbered without gaps.
-
-    Raises:
-      ValueError: the file cannot be read, or the table breaks a rule. The message is one line, with the path and the
-        line number, or with the clock, the device and the rule.
+    may be in any order. The numbers of devices, chunks and microbatches follow from the largest ones in the rows.
+    Raises ValueError with one line, which names the path and the line, or the clock, the device and the rule.
     """
     try:
         with open_text(path) as file:

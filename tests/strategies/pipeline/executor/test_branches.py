@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxpar import cluster, strategies
-from jaxpar.strategies.pipeline.executor.branches import device_branches
+from jaxpar.strategies.pipeline.executor.lowering import device_branches
 from jaxpar.strategies.pipeline.tables.table import BW, B, F, W
 from tests.strategies.pipelines import Task, make_config, make_problem
 

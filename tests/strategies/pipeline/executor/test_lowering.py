@@ -200,5 +200,5 @@ def test_one_f_one_b_by_hand() -> None:
     assert backward.inbox.tolist() == [[-1, -1, -1, 0, -1, 0], [-1] * 6]
     assert backward.stash[0, 1].tolist() == [[-1, -1, -1, 0, -1, 1], [-1, -1, 0, -1, 0, -1]]
     (arrival,) = lowered.arrays.arrivals
-    assert arrival.activations.tolist() == [[-1] * 6, [0, 0, -1, -1, -1, -1]]
-    assert arrival.gradients.tolist() == [[-1, -1, 0, -1, 0, -1], [-1] * 6]
+    assert arrival[0].tolist() == [[-1] * 6, [0, 0, -1, -1, -1, -1]]
+    assert arrival[1].tolist() == [[-1, -1, 0, -1, 0, -1], [-1] * 6]
