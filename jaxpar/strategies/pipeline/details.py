@@ -30,7 +30,7 @@ class PipelineDetails:
     staged: StagedState  # distribution of the state between flushes, and the exchange of gradients between replicas
     state: StagedState | ContinuousState  # distribution of the state; `staged`, unless the pipeline never drains
     remat: str  # none, full or dots: which values the forward pass saves for the backward pass
-    trace: int  # number of the step whose actions are measured; 0: none
+    measured_step: int  # number of the step whose actions are measured; 0: none
     executor: str  # one of EXECUTORS
 
     @property

@@ -35,7 +35,7 @@ from jaxpar.strategies.pipeline.executor.dispatch_costs import (
     dispatched_layouts,
     in_flight_layouts,
 )
-from jaxpar.strategies.pipeline.executor.dispatch_update import DispatchedState, FlushedSteps, StageUpdates
+from jaxpar.strategies.pipeline.executor.dispatch_update import DispatchedState, FlushedSteps
 from jaxpar.strategies.pipeline.executor.enqueue import (
     DEVICES,
     ON_ALL,
@@ -83,24 +83,29 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     table, stages, staged = details.table, details.stages, details.staged
     mesh = meshes.make_mesh(plan.axes, devices)
     columns = MeshColumns(mesh, stages.groups)
-    state_of, updates = StateOnGroups(staged, columns), StageUpdates(staged, columns)
+    state_of = StateOnGroups(staged, columns)
     num_phases = details.lowered.shape.num_phases
     training = StageDispatcher(stages, table, columns, num_phases=num_phases, remat=details.remat)
     begin = begin_program(mesh, table.num_microbatches)
-    each_step: FlushedSteps | ContinuousSteps = FlushedSteps(columns, training, updates)
+    each_step = FlushedSteps(staged, columns, training)
     if table.period:
-        each_step = ContinuousSteps(staged, columns, details.programs, training, updates)
+        each_step = ContinuousSteps(staged, columns, training, details.programs)
     settled = meshes.settled if num_data > 1 else lambda x: x
     # Collectives of all devices may follow, such as those that agree on a signal, while arrays are still in flight.
     at_end = meshes.settled if jax.process_count() > 1 else lambda x: x
-    timeline = Timeline(details.trace, details.schedule, table)
+    timeline = Timeline(details.measured_step, details.schedule, table)
 
     @functools.cache
     def evaluation(num_examples: int) -> tuple[Program, StageDispatcher]:
         # as many of the training microbatches as divide a replica's examples
         number = math.gcd(num_examples, table.num_microbatches)
         forward = forward_only(table.num_devices, number, table.stages)
-        return split_program(mesh, number), StageDispatcher(stages, forward, columns, num_phases=1, remat="none")
+
+        def split(batch: Batch) -> StepInputs:
+            return StepInputs(None, jnp.ones(()), steps.microbatches(batch, number))
+
+        entry = program_on(mesh, split, (PartitionSpec(DATA),), SHARED_SPECS, ("inputs",))
+        return entry, StageDispatcher(stages, forward, columns, num_phases=1, remat="none")
 
     def train(state: DispatchedState, batch: Batch) -> tuple[DispatchedState, Metrics]:
         if not timeline.next_step():
@@ -123,7 +128,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     def evaluate(state: DispatchedState, batch: Batch) -> Sums:
         split, forward = evaluation(len(batch["index"]) // num_data)
         inputs = columns.split(DEVICES.call(split, batch))
-        sums: Sums = at_end(updates.sums(forward.run(state.params, inputs)))
+        sums: Sums = at_end(each_step.sums(forward.run(state.params, inputs)))
         return sums
 
     def init(key: jax.Array) -> DispatchedState:
@@ -178,15 +183,6 @@ def begin_program(mesh: Mesh, num_microbatches: int) -> Program:
 
     specs, kinds = (ON_ALL, ON_ALL, PartitionSpec(DATA)), ("inputs", "inputs", "inputs")
     return program_on(mesh, on_device, specs, (ON_ALL, SHARED_SPECS), kinds)
-
-
-def split_program(mesh: Mesh, num_microbatches: int) -> Program:
-    """Return the program that begins an evaluation: batch -> inputs of the actions."""
-
-    def on_device(batch: Batch) -> StepInputs:
-        return StepInputs(None, jnp.ones(()), steps.microbatches(batch, num_microbatches))
-
-    return program_on(mesh, on_device, (PartitionSpec(DATA),), SHARED_SPECS, ("inputs",))
 
 
 class StateOnGroups:

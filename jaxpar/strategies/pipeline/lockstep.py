@@ -70,7 +70,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     meshes.check_partitioner()
     details, num_data = plan.details, plan.num_replicas
     table, staged = details.table, details.staged
-    mesh, timeline = meshes.make_mesh(plan.axes, devices), Timeline(details.trace, details.schedule, table)
+    mesh, timeline = meshes.make_mesh(plan.axes, devices), Timeline(details.measured_step, details.schedule, table)
     of_state = details.state
     like = states.abstract_state(problem.model, problem.optimizer)
     step, timed_step = (jit_train_step(details, mesh, each) for each in (None, timeline))
@@ -81,9 +81,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         shape, arrays = lowered
         return LoweredTable(shape, jax.device_put(arrays, table_layout(plan.axes, arrays).shardings(mesh)))
 
-    @functools.cache
-    def training() -> LoweredTable:
-        return on_devices(details.lowered)
+    training = functools.cache(lambda: on_devices(details.lowered))
 
     @functools.cache
     def evaluation(num_examples: int) -> LoweredTable:

@@ -28,7 +28,6 @@ from jaxpar.core import step as steps
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics
-from jaxpar.exchange.clip import clipped
 from jaxpar.exchange.reduce import psum_small
 from jaxpar.layout import Layout
 from jaxpar.models.model import Batch
@@ -42,7 +41,7 @@ from jaxpar.strategies.pipeline.executor.lowering import (
     TableArrays,
     TableShape,
 )
-from jaxpar.strategies.pipeline.executor.packing import Packed, at_index
+from jaxpar.strategies.pipeline.executor.packing import Packed, at_index, written_at
 from jaxpar.strategies.pipeline.executor.state import PackedState, StagedState, StageUpdate, kept_if
 from jaxpar.strategies.pipeline.executor.timeline import ActionNumbers, Timeline
 from jaxpar.strategies.pipeline.tables.table import ACTION_KINDS, U
@@ -125,7 +124,7 @@ class ContinuousState:
         num_earlier = (lowered.shape.num_batches - 1) * lowered.shape.num_microbatches
         carried = jax.eval_shape(engine.start)
         earlier = {name: jax.ShapeDtypeStruct((num_earlier, *x.shape[1:]), x.dtype) for name, x in microbatches.items()}
-        self.in_flight = WorkInFlight(
+        in_flight = WorkInFlight(
             layout.replicated(axes, jax.ShapeDtypeStruct((), jnp.int32)),
             staged.private,
             layout.per_replica(axes, {name: getattr(carried, name) for name in BUFFERS}, STAGE, DATA),
@@ -136,18 +135,14 @@ class ContinuousState:
             for array in staged.params.packing.shapes
         ]
         self.versions = layout.per_replica(axes, tuple(versions), STAGE)
-        joined = layout.join(self.in_flight)
+        joined = layout.join(in_flight)
         self.layouts = staged.layouts._replace(private=joined)
         self.packed_layouts = staged.packed_layouts._replace(params=self.versions, private=joined)
         self.packed = layout.join(self.packed_layouts)
-
-    @property
-    def purposes(self) -> Mapping[str, Layout]:
-        """Layouts of the state by purpose, for `state_memory`, except stashes and transfers."""
-        return {
+        self.purposes: Mapping[str, Layout] = {  # stashes and transfers are not part of the state
             **self.packed_layouts._replace(private=self.staged.private)._asdict(),
-            "gradients": Layout(self.packed.axes, self.in_flight.buffers.leaves["grads"]),
-            "batches": self.in_flight.batches,
+            "gradients": Layout(axes, in_flight.buffers.leaves["grads"]),
+            "batches": in_flight.batches,
         }
 
     def init(self, key: jax.Array, mesh: Mesh) -> PackedState:
@@ -267,9 +262,7 @@ def update_of_clock(
         # 1. Exchange the gradient. A compressor may hide infinities and NaNs, so count them before.
         grads = update.over_replicas(accumulated)
         nonfinite_count = jax.lax.psum(steps.nonfinite_count(grads), DATA)
-        if staged.all_reduce.clip_norm:
-            grads = clipped(grads, optax.tree.norm(grads), staged.all_reduce.clip_norm)
-        grads, residuals = staged.all_reduce.mean(grads, weights.residuals)
+        grads, residuals = staged.exchanged(grads, weights.residuals, optax.tree.norm(grads))
         # 2. Take the optimizer step from the newest version. With a gradient norm of NaN it keeps that version.
         norm = optax.tree.norm(grads)
         newest = read_version(weights.versions, version_slot(version, kept))
@@ -277,9 +270,7 @@ def update_of_clock(
         checked_norm = jnp.where(nonfinite_count == 0, norm, jnp.nan)
         after, metrics = update(state, grads, staged.problem.task.zeros(), checked_norm)
         # 3. Write the version that follows it.
-        slot = version_slot(version + 1, kept)
-        written = jax.lax.dynamic_update_index_in_dim
-        versions = tuple(written(x, new, slot, 0) for x, new in zip(weights.versions, after.params, strict=True))
+        versions = written_at(after.params, version_slot(version + 1, kept), weights.versions)
         residuals = kept_if(metrics.finite, residuals, weights.residuals)
         nonfinite = jnp.maximum(weights.nonfinite, 1.0 - metrics.finite)
         return Weights(versions, after.optimizer, residuals, jnp.square(norm), nonfinite)
@@ -301,19 +292,15 @@ def update_of_clock(
         if staged.packed.axes[DATA] == 1 and not staged.stages.has_replicas:
             return carry
         # On the CPU, nothing orders collectives inside a loop relative to those outside of it, so devices could
-        # deadlock. So the transfers at the end of the clock must start after those of the update.
-        activation, gradient = computed_after(weights.nonfinite, (carry.activation, carry.gradient))
+        # deadlock. So the transfers at the end of the clock must start after those of the update: they depend on
+        # `nonfinite` now, and the compiler does not know that it is never negative.
+        is_updated = weights.nonfinite >= 0
+        activation, gradient = jax.tree.map(
+            lambda x: jnp.where(is_updated, x, jnp.zeros_like(x)), (carry.activation, carry.gradient)
+        )
         return carry._replace(activation=activation, gradient=gradient)
 
     return run
-
-
-def computed_after(flag: jax.Array, values: Any) -> Any:
-    """Return the values, which depend on `flag` now, so that nothing can use them before it is known.
-
-    flag: a number that is at least 0. The compiler does not know this, so it cannot remove the dependence.
-    """
-    return jax.tree.map(lambda x: jnp.where(flag >= 0, x, jnp.zeros_like(x)), values)
 
 
 def update_trips(shape: TableShape, num_clocks: int) -> dict[str, tuple[float, ...]]:

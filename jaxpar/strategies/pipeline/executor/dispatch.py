@@ -31,6 +31,7 @@ from jaxpar.strategies.pipeline.executor.enqueue import (
     MeshColumns,
     Program,
     program_on,
+    restricted,
     with_leading,
     without_leading,
 )
@@ -106,8 +107,7 @@ class StageDispatcher:
 
         params: by group, named as on the example of its kind. inputs: by column.
         """
-        split = [self._columns.split_group(group, held) for group, held in enumerate(params)]
-        parts = {column: self.parts(column, held) for of_group in split for column, held in of_group.items()}
+        parts = {column: of for group, held in enumerate(params) for column, of in self.parts(group, held).items()}
         work = Work({}, {}, {}, {})
         for action in self.order:
             self.act(action, parts[action.column], inputs[action.column], work, host)
@@ -149,10 +149,14 @@ class StageDispatcher:
             sharding = NamedSharding(self._columns.of_column[to[1]], LOCAL)
             work.arrived[phase, to[0], microbatch] = host.send(result, sharding)
 
-    def parts(self, column: int, held: Params) -> list[Params]:
-        """Return the parameters of each chunk of a column."""
-        example = self._stages.examples[self._stages.kinds[column]]
-        return [self._stages.part(held, example, chunk) for chunk in range(self._numbers.shape[1])]
+    def parts(self, group: int, params: Params) -> dict[int, list[Params]]:
+        """Return the parameters of each chunk of the columns of a group, by column."""
+        parts = {}
+        for column in self._columns.groups[group]:
+            held, chunks = restricted(params, self._columns.of_column[column]), range(self._numbers.shape[1])
+            example = self._stages.examples[self._stages.kinds[column]]
+            parts[column] = [self._stages.part(held, example, chunk) for chunk in chunks]
+        return parts
 
     def _on_column(self, host: Host, column: int, number: int) -> Any:
         """Return an int32 on a column, which it keeps: to send one takes longer than to enqueue a program."""

@@ -26,7 +26,7 @@ from jaxpar.launch.processes import fetch_from_owners, put_on_devices
 from jaxpar.layout import Tree
 from jaxpar.models.model import Params
 from jaxpar.strategies.pipeline.executor.dispatch import DispatchedAction, StageDispatcher, StepInputs, Work
-from jaxpar.strategies.pipeline.executor.dispatch_update import DispatchedState, StageUpdates, over_replicas
+from jaxpar.strategies.pipeline.executor.dispatch_update import DispatchedState, FlushedSteps, over_replicas
 from jaxpar.strategies.pipeline.executor.enqueue import (
     DIVIDED,
     LOCAL,
@@ -82,44 +82,34 @@ class GroupWeights:
         return self.versions[self.number], self.optimizer, self.residuals
 
 
-class ContinuousSteps:
+class ContinuousSteps(FlushedSteps):
     """Enqueues the steps of a periodic table, and converts what is in flight between them."""
 
-    def __init__(
-        self,
-        staged: StagedState,
-        columns: MeshColumns,
-        programs: StagePrograms,
-        dispatcher: StageDispatcher,
-        updates: StageUpdates,
-    ):
+    def __init__(self, staged: StagedState, columns: MeshColumns, dispatcher: StageDispatcher, programs: StagePrograms):
         assert staged.stages.placement.shape[1] == 1, "these schedules have one chunk per device"
-        self._staged, self._columns, self._dispatcher, self._updates = staged, columns, dispatcher, updates
         self._programs, self._devices = programs, StageDevices(staged.stages.placement)
         self._m, self._order = dispatcher.num_microbatches, dispatcher.order
-        groups = range(len(columns.groups))
+        self._columns, groups = columns, range(len(columns.groups))
         # All replicas of a stage have a U. The stage is updated at the last one.
         self._update_at = {columns.group_of[a.column]: i for i, a in enumerate(self._order) if a.is_update}
         self._age_of_update = {g: -(self._order[i].microbatch // self._m) for g, i in self._update_at.items()}
         # The oldest version that a group reads after its update, and after a step, if batch 0 enters in this step.
         self._read_after_update = {g: self._oldest_read(g, i) for g, i in self._update_at.items()}
         self._read_after_step = {g: self._oldest_read(g, len(self._order)) for g in groups}
-        self._update = [self._make_update(g) for g in groups]
-        mesh, spec = columns.of_group[updates.last], (LOCAL, ON_ALL, ON_ALL)
-        self._metrics = program_on(mesh, _agree, spec, ON_ALL, ("inputs", "inputs", "inputs"))
+        super().__init__(staged, columns, dispatcher)  # makes the programs, with `_make_update`
 
     def begin(self, state: DispatchedState) -> DispatchedState:
         """Return a state whose private state is that of step 0, with an empty pipeline."""
-        return self._empty(state, self._updates.init_private(state.params))
+        return self._empty(super().begin(state))
 
     def abstract(self, state: DispatchedState) -> DispatchedState:
         """Return what `begin` returns, of shapes."""
-        return self._empty(state, self._updates.abstract_private(state.params))
+        return self._empty(super().abstract(state))
 
-    def _empty(self, state: DispatchedState, residuals: Sequence[Tree]) -> DispatchedState:
+    def _empty(self, state: DispatchedState) -> DispatchedState:
         versions: list[dict[int, Params]] = [{} for _ in state.params]
-        work = Work({}, {}, {}, {})
-        return state._replace(private=DispatchedFlight(np.zeros((), np.int32), residuals, versions, {}, work))
+        flight = DispatchedFlight(np.zeros((), np.int32), state.private, versions, {}, Work({}, {}, {}, {}))
+        return state._replace(private=flight)
 
     def actions(self, state: DispatchedState) -> list[DispatchedAction]:
         """Return the actions of the next step: those on batches that have entered, with one U for each group."""
@@ -148,7 +138,7 @@ class ContinuousSteps:
                 absolute = action._replace(microbatch=now * self._m + action.microbatch)
                 self._dispatcher.act(absolute, parts, batches[batch].inputs[action.column], work, host)
         squares, nonfinite = ([of_group.checks[i] for of_group in weights if of_group.checks] for i in (0, 1))
-        metrics = self._updates.here(self._updates.agreed(self._metrics, work, squares, nonfinite, host), host)
+        metrics = self._here(self._agree_on(work, squares, nonfinite, host), host)
         params, optimizer, residuals = zip(*(of.newest for of in weights), strict=True)
         versions = [
             {v: of for v, of in of_group.versions.items() if now + self._read_after_step[g] <= v < of_group.number}
@@ -172,9 +162,7 @@ class ContinuousSteps:
         return weights
 
     def _add_version(self, group: int, weights: GroupWeights, version: int, params: Params) -> None:
-        split = self._columns.split_group(group, params)
-        weights.versions[version] = params
-        weights.parts[version] = {column: self._dispatcher.parts(column, held) for column, held in split.items()}
+        weights.versions[version], weights.parts[version] = params, self._dispatcher.parts(group, params)
 
     def _update_group(
         self, group: int, batch: int, now: int, step: Any, weights: GroupWeights, work: Work, host: Host
@@ -186,7 +174,7 @@ class ContinuousSteps:
         for version in [v for v in weights.versions if v < oldest]:
             del weights.versions[version], weights.parts[version]
         grads = self._columns.joined(group, [work.grads.pop(column) for column in self._columns.groups[group]])
-        results = self._updates.alone(host, self._update[group], step, *newest, grads)
+        results = self._alone(host, self._update[group], step, *newest, grads)
         params, weights.optimizer, weights.residuals, *weights.checks = results
         weights.number = batch + 1
         self._add_version(group, weights, batch + 1, params)
@@ -208,6 +196,11 @@ class ContinuousSteps:
         }
         return min([1 + min(reads.values()), *(read for i, read in reads.items() if i > place)])
 
+    def _agreed(self, sums: Sums, squares: list[jax.Array], nonfinite: list[jax.Array]) -> Metrics:
+        total = over_replicas(sums)
+        is_finite = sum(nonfinite, jnp.zeros(())) == 0
+        return Metrics(total, jnp.sqrt(sum(squares, jnp.zeros(()))), is_finite & jnp.isfinite(total.loss))
+
     def _make_update(self, group: int) -> Program:
         problem = self._staged.problem
 
@@ -216,9 +209,9 @@ class ContinuousSteps:
         ) -> tuple[Any, ...]:
             before, of_chunks = without_leading((residuals, of_chunks))
             # A compressor may hide infinities and NaNs, so count them before the exchange.
-            grads = self._updates.merged(group, of_chunks)
+            grads = self._merged(group, of_chunks)
             nonfinite = jax.lax.psum(steps.nonfinite_count(grads), DATA)
-            grads, after = self._updates.exchanged(grads, before, optax.tree.norm(grads))
+            grads, after = self._staged.exchanged(grads, before, optax.tree.norm(grads))
             # With a gradient norm of NaN, the update changes nothing.
             norm = optax.tree.norm(grads)
             state = State(step, jnp.zeros(()), params, optimizer)
@@ -304,14 +297,8 @@ class ContinuousSteps:
         for (stage, microbatch, made, last), tree in saved("stashes", of_stash):
             stash = work.stashes.setdefault((stage, microbatch), {})
             stash[made, last] = put_on_devices(tree, on_column[self._devices.device(stage, microbatch)])
-        group_of = columns.group_of
-        for (column,), tree in saved("grads", lambda of: self._dispatcher.parts(of, state.params[group_of[of]])):
+        parts = [self._dispatcher.parts(g, params) for g, params in enumerate(state.params)]
+        for (column,), tree in saved("grads", lambda column: parts[columns.group_of[column]][column]):
             work.grads[column] = put_on_devices(tree, on_column[column])
         in_flight = DispatchedFlight(np.asarray(private["num_entered"]), residuals, flight.versions, batches, work)
         return state._replace(optimizer=tuple(optimizer), private=in_flight)
-
-
-def _agree(sums: Sums, squares: list[jax.Array], nonfinite: list[jax.Array]) -> Metrics:
-    total = over_replicas(sums)
-    is_finite = sum(nonfinite, jnp.zeros(())) == 0
-    return Metrics(total, jnp.sqrt(sum(squares, jnp.zeros(()))), is_finite & jnp.isfinite(total.loss))

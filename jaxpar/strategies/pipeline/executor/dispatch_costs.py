@@ -99,7 +99,7 @@ def in_flight_layouts(
 ) -> dict[str, Layout]:
     """Return the layouts of what is in flight between two steps of a periodic table, when all stages are busy.
 
-    See `DispatchedFlight` (dispatch_continuous.py).
+    The steps are followed from the first one, as in `ContinuousSteps` (dispatch_continuous.py).
     """
     m, stages, axes = table.num_microbatches, programs.stages, staged.packed.axes
     versions = []

@@ -53,7 +53,6 @@ import optax
 from jaxpar.core import step as steps
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.step import Metrics
-from jaxpar.exchange.clip import clipped
 from jaxpar.exchange.reduce import psum_small
 from jaxpar.models.model import Batch
 from jaxpar.strategies.pipeline.executor.lowering import (
@@ -67,7 +66,7 @@ from jaxpar.strategies.pipeline.executor.lowering import (
     TableArrays,
     TableShape,
 )
-from jaxpar.strategies.pipeline.executor.packing import Packed, Packing, at_index
+from jaxpar.strategies.pipeline.executor.packing import Packed, Packing, at_index, written_at
 from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs, StagePrograms
 from jaxpar.strategies.pipeline.executor.state import PackedState, StagedState, StageUpdate, kept_if
 from jaxpar.strategies.pipeline.executor.timeline import ActionNumbers, Timeline
@@ -115,13 +114,8 @@ class PipelineEngine:
     ):
         """Trace the stage programs.
 
-        Args:
-          staged: the stages, and how their parameters are packed.
-          shape: shape of the table.
-          microbatches: [m, B, ..] the microbatches; arrays, or their shapes.
-          key: dropout key, or its shape; None disables dropout.
-          remat: none, full or dots: which values the forward pass saves for the backward pass.
-          timeline: measures when every action starts and ends; None: no measurement.
+        microbatches: [m, B, ..]; arrays, or their shapes. key: as in `StagePrograms`, or an array. remat: none, full or
+        dots: which values the forward pass saves for the backward pass. timeline: measures every action.
         """
         microbatch, like = steps.abstract(microbatches, 1), steps.abstract(key)
         self.programs = StagePrograms(staged.stages, microbatch, like, num_phases=shape.num_phases, remat=remat)
@@ -208,10 +202,7 @@ class PipelineEngine:
         )
 
     def _touched(self, phase: int, carry: Carry) -> dict[str, Any]:
-        """Return the fields of the carry that an action of this phase may change.
-
-        Only they are outputs of its branches, because a conditional copies its outputs.
-        """
+        """Return the fields of the carry that an action of this phase may change: the outputs of its branches."""
         fields = [["activation", "sums"], ["gradient"], []][phase]
         if phase == self.shape.num_phases - 1 and phase > 0:
             fields = [*fields, "grads"]
@@ -271,11 +262,8 @@ class PipelineEngine:
         def store(phase: int, where: str | int, slot: jax.Array, transfer: Packed) -> None:
             inbox = INBOXES[phase]
 
-            def write(slots: Packed) -> Packed:
-                update = jax.lax.dynamic_update_index_in_dim
-                return tuple(update(old, new, slot, 0) for old, new in zip(slots, transfer, strict=True))
-
             with jax.named_scope(DELIVERY.format(phase, where)):
+                write = partial(written_at, transfer, slot)
                 inboxes[inbox] = jax.lax.cond(slot == NONE, lambda slots: slots, write, inboxes[inbox])
 
         for phase in self.shape.local_phases:
@@ -317,12 +305,11 @@ def pipeline_step(
         nonfinite_count = steps.nonfinite_count(end.grads)
         sums, nonfinite_count = psum_small((end.sums, nonfinite_count), (DATA, STAGE))
         update = StageUpdate(staged, jax.lax.axis_index(STAGE))
-        local_grads = update.over_replicas(end.grads)
+        local_grads, replica_norm = update.over_replicas(end.grads), None
         if staged.all_reduce.clip_norm:
             # The gradients of a tied array on different stages count separately, because they are sent separately.
             replica_norm = jnp.sqrt(jax.lax.psum(update.counted(optax.tree.norm(local_grads) ** 2), STAGE))
-            local_grads = clipped(local_grads, replica_norm, staged.all_reduce.clip_norm)
-        grads, residuals = staged.all_reduce.mean(local_grads, state.private)
+        grads, residuals = staged.exchanged(local_grads, state.private, replica_norm)
         # 9. The gradient of an array that several devices use is the sum of their gradients.
         for tie in staged.stages.copied:
             grads = update.replace(tie, grads, jax.lax.psum(update.part(tie, grads), STAGE))

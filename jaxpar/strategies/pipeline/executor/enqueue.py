@@ -46,10 +46,6 @@ class MeshColumns:
         """Return a tree on the whole mesh as it is on each column."""
         return [restricted(tree, column) for column in self.of_column]
 
-    def split_group(self, group: int, tree: Tree) -> dict[int, Tree]:
-        """Return a tree on a group as it is on each of its columns."""
-        return {column: restricted(tree, self.of_column[column]) for column in self.groups[group]}
-
     def joined(self, group: int, trees: Sequence[Tree]) -> Tree:
         """Return trees on the columns of a group, in the form LOCAL, as one tree on the group."""
         if len(trees) == 1:

@@ -30,6 +30,12 @@ def at_index(x: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
 
 
+def written_at(packed: Packed, slot: jax.Array, slots: Packed) -> Packed:
+    """Return `slots`, packed trees stacked along dim 0, with number `slot` replaced."""
+    update = jax.lax.dynamic_update_index_in_dim
+    return tuple(update(old, new, slot, 0) for old, new in zip(slots, packed, strict=True))
+
+
 class Packing:
     """The packed form that several trees share. A tree is identified by its kind: its index among the trees."""
 

@@ -21,7 +21,7 @@ from jaxpar.core.leaf_paths import leaf_paths
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem
-from jaxpar.exchange.clip import already_clipped
+from jaxpar.exchange.clip import already_clipped, clipped
 from jaxpar.exchange.exchange import AllReduce
 from jaxpar.launch import processes
 from jaxpar.layout import Holders, Layout, LeafLayout
@@ -138,12 +138,8 @@ class StagedState:
         self.layouts = PackedState(step, key, self.params.layout, self.optimizer.layout, self.private)
         self.packed_layouts = PackedState(step, key, self.params.packed, self.optimizer.packed, self.private)
         self.packed = layout.join(self.packed_layouts)  # layout of a PackedState
-
-    @property
-    def purposes(self) -> Mapping[str, Layout]:
-        """Layouts of the state by purpose, for `state_memory`. Each device needs as much as the one with most."""
-        layouts: dict[str, Layout] = self.packed_layouts._asdict()
-        return layouts
+        # layouts by purpose, for `state_memory`. Each device needs as much as the one with most.
+        self.purposes: Mapping[str, Layout] = self.packed_layouts._asdict()
 
     def init(self, key: jax.Array, mesh: Mesh) -> PackedState:
         """Return the state at step 0. Each device initializes only its own part."""
@@ -194,6 +190,16 @@ class StagedState:
         """Return the canonical state, as NumPy arrays."""
         step, key, params, optimizer = processes.fetch(state[:4])
         return State(step, key, self.params.collect(params), self.optimizer.collect(optimizer))
+
+    def exchanged(self, grads: Any, residuals: Any, norm: jax.Array | None) -> tuple[Any, Any]:
+        """Return the mean gradient of the replicas, and the residuals after it. For `shard_map`.
+
+        norm: that of the replica's gradient, if the exchange clips by it.
+        """
+        if self.all_reduce.clip_norm:
+            assert norm is not None
+            grads = clipped(grads, norm, self.all_reduce.clip_norm)
+        return self.all_reduce.mean(grads, residuals)
 
     def _init_private(self) -> Any:
         return self.all_reduce.init(self.params.packing.shapes)

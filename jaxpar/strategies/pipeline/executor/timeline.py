@@ -1,4 +1,4 @@
-"""Measures when every action of one training step runs, and draws the measured timeline below the planned one.
+"""Measures when every action of one training step runs, and draws the measured timeline below a simulated one.
 
 In lock step, callbacks to the host measure an action. Of a dispatched step, threads wait for the results of the
 programs, as the host waits for none.
@@ -116,9 +116,9 @@ class Timeline:
         return spans
 
     def charts(self) -> dict[str, Sequence[Span]]:
-        """Return, by title, the planned actions of a step, and the measured ones if the step has run."""
-        planned = simulate_table(_with_filling(self._table), Times(1, 1, 1)).timeline
-        titles: dict[str, Sequence[Span]] = {f"{self._schedule}, planned, if F, B and W take equal time": planned}
+        """Return, by title, the simulated actions of a step, and the measured ones if the step has run."""
+        simulated = simulate_table(_with_filling(self._table), Times(1, 1, 1)).timeline
+        titles: dict[str, Sequence[Span]] = {f"{self._schedule}, planned, if F, B and W take equal time": simulated}
         if self.is_measured:
             measured = self.spans()
             seconds = float(max(span.end for span in measured))
@@ -140,11 +140,11 @@ class Timeline:
 
         path, measured = workdir / "timeline.png", self.spans()
         times = measured_times(self._table, measured)
-        planned = simulate_table(_with_filling(self._table), times)
-        rates = [describe_planned(self._table, times), f"bubble {measured_bubble_rate(measured):.1%}"]
+        simulated = simulate_table(_with_filling(self._table), times)
+        rates = [describe_simulated(self._table, times), f"bubble {measured_bubble_rate(measured):.1%}"]
         title = f"{self._schedule}, step {self._step}"
         charts = [
-            (f"{title}, planned from the measured action times: {rates[0]}", planned.timeline),
+            (f"{title}, planned from the measured action times: {rates[0]}", simulated.timeline),
             (f"{title}, measured: {rates[1]}", measured),
         ]
         draw.save_charts(path, charts, axis="seconds")
@@ -169,13 +169,13 @@ def measured_times(table: Table, measured: Sequence[Span]) -> Times:
     return Times(times(F), times(backward), times(W))
 
 
-def describe_planned(table: Table, times: Times) -> str:
+def describe_simulated(table: Table, times: Times) -> str:
     """Return the bubble rate of a table, and its rate in lockstep; of a periodic table, that of a full pipeline."""
     if table.period:  # its devices are not in lockstep, because a clock has only its own transfers
         return f"bubble {steady_bubble_rate(table, times):.1%} without updates"
-    planned = simulate_table(table, times)
-    in_lock_step = float(1 - (1 - planned.bubble_rate) * planned.cost / planned.lockstep)
-    return f"bubble {planned.bubble_rate:.1%} (in lockstep {in_lock_step:.1%})"
+    simulated = simulate_table(table, times)
+    in_lock_step = float(1 - (1 - simulated.bubble_rate) * simulated.cost / simulated.lockstep)
+    return f"bubble {simulated.bubble_rate:.1%} (in lockstep {in_lock_step:.1%})"
 
 
 def measured_bubble_rate(timeline: Sequence[Span]) -> float:

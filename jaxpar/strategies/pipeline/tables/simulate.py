@@ -37,7 +37,7 @@ class Times(NamedTuple):
 
 
 class Span(NamedTuple):
-    """One action on the time axis, planned or measured."""
+    """One action on the time axis, simulated or measured."""
 
     device: int
     kind: int

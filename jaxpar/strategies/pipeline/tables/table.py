@@ -58,21 +58,17 @@ F, B, W, BW, U = range(len(ACTION_KINDS))
 class Table(NamedTuple):
     """A schedule whose actions are assigned to clocks.
 
-    `actions` has dtype ACTION and is sorted by clock, device and order within the clock. `version` is the version of
-    the weights that an action reads, or that a U writes; version 0 is that of the start. The `microbatch` of a U is the
-    last one whose gradient it applies. `slot` is the slot in the device's stash that a microbatch occupies from its F
-    to its B or BW. For W, it is the slot in a second stash that the microbatch occupies from its B to its W.
-
-    If `period` is not 0, the table repeats after this number of clocks, and numbers are relative (periodic.py).
-    `replicas` is the number of devices of each stage; empty if each stage is on one device.
+    `version` is the version of the weights that an action reads, or that a U writes; version 0 is that of the start.
+    The `microbatch` of a U is the last one whose gradient it applies. `slot` is the slot in the device's stash that a
+    microbatch occupies from its F to its B or BW; for W, that in a second stash, from its B to its W.
     """
 
     num_devices: int
     num_chunks: int
     num_microbatches: int
-    actions: np.ndarray
-    period: int = 0
-    replicas: tuple[int, ...] = ()
+    actions: np.ndarray  # of dtype ACTION, sorted by clock, device and order within the clock
+    period: int = 0  # if not 0, the table repeats after this number of clocks, and numbers are relative (periodic.py)
+    replicas: tuple[int, ...] = ()  # number of devices of each stage; empty if each stage is on one device
 
     @property
     def num_stages(self) -> int:

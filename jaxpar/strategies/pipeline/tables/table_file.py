@@ -47,7 +47,13 @@ def read_table(path: Path | str) -> Table:
             rows = [_row(columns, row, f"line {line}") for line, row in lines if row]
         if not rows:
             raise ValueError("the table has no actions; it must have at least one")
-        table = _table(columns, rows)
+        rows.sort(key=lambda row: (row["clock"], row["device"], ACTION_KINDS[row["kind"]].phase))
+        devices, chunks, microbatches = (max(row[of] for row in rows) + 1 for of in ("device", "chunk", "microbatch"))
+        for row in rows:
+            row.setdefault("stage", row["chunk"] * devices + row["device"])
+        actions = np.array([tuple(row.get(field, 0) for field in FIELDS) for row in rows], dtype=ACTION)
+        table = Table(devices, chunks, microbatches, actions)
+        table = table if "slot" in columns else with_slots(table)
         check_table(table)
         if table.num_clocks > MAX_CLOCKS * len(rows):
             raise ValueError(
@@ -90,13 +96,3 @@ def _row(columns: list[str], row: list[str], line: str) -> dict[str, int]:
                 raise ValueError(f"{line}: {column} is {value!r}; it must be an integer between 0 and 999999999")
             result[column] = int(value)
     return result
-
-
-def _table(columns: list[str], rows: list[dict[str, int]]) -> Table:
-    rows.sort(key=lambda row: (row["clock"], row["device"], ACTION_KINDS[row["kind"]].phase))
-    devices, chunks, microbatches = (max(row[size] for row in rows) + 1 for size in ("device", "chunk", "microbatch"))
-    for row in rows:
-        row.setdefault("stage", row["chunk"] * devices + row["device"])
-    actions = np.array([tuple(row.get(field, 0) for field in FIELDS) for row in rows], dtype=ACTION)
-    table = Table(devices, chunks, microbatches, actions)
-    return table if "slot" in columns else with_slots(table)
