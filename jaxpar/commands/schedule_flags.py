@@ -14,11 +14,13 @@ from jaxpar.strategies.pipeline.tables.periodic import (
     fewest_microbatches,
     periodic_table,
 )
-from jaxpar.strategies.pipeline.tables.replicated import WITH_REPLICAS, parse_replicas, replicated_table
 from jaxpar.strategies.pipeline.tables.schedule import (
     MAX_TABLE_SIZE,
     SCHEDULES,
+    WITH_REPLICAS,
     make_table,
+    parse_replicas,
+    replicated_table,
     schedule_obstacle,
     size_obstacle,
     unknown_schedule,

@@ -18,8 +18,15 @@ from jaxpar.strategies.pipeline.tables.periodic import (
     fewest_microbatches,
     periodic_table,
 )
-from jaxpar.strategies.pipeline.tables.replicated import WITH_REPLICAS, parse_replicas, replicated_table
-from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle, unknown_schedule
+from jaxpar.strategies.pipeline.tables.schedule import (
+    SCHEDULES,
+    WITH_REPLICAS,
+    make_table,
+    parse_replicas,
+    replicated_table,
+    schedule_obstacle,
+    unknown_schedule,
+)
 from jaxpar.strategies.pipeline.tables.simulate import LARGEST_VALUE
 from jaxpar.strategies.pipeline.tables.table import BW, B, F, Table, U, W, is_training
 from jaxpar.strategies.pipeline.tables.table_file import is_table_file, read_table
