@@ -31,7 +31,7 @@ from jaxpar.models.model import Model
 from jaxpar.strategies.pipeline.executor.partition import AUTO
 from jaxpar.strategies.pipeline.schedules import check_evaluation, check_pipeline_values, configured_table
 from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS
-from jaxpar.strategies.pipeline.tables.replicated import WITH_REPLICAS
+from jaxpar.strategies.pipeline.tables.schedule import WITH_REPLICAS
 from jaxpar.strategies.pipeline.tables.table import Table
 
 EQUAL = 0.01  # largest relative difference between a size in a profile and that of the model, for rounded numbers

@@ -33,7 +33,7 @@ from jaxpar.strategies.pipeline.tables.periodic import (
     microbatches_in_flight,
     most_versions,
 )
-from jaxpar.strategies.pipeline.tables.replicated import replicated_table
+from jaxpar.strategies.pipeline.tables.schedule import replicated_table
 from jaxpar.strategies.pipeline.tables.simulate import Times
 from jaxpar.strategies.pipeline.tables.table import Table
 from jaxpar.strategies.pipeline.tables.validate import peak_stashed

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.core.ring import sent_of_operand
-from jaxpar.strategies.pipeline.tables.replicated import noam
+from jaxpar.strategies.pipeline.tables.schedule import noam
 
 COMMUNICATION_MODELS = ("ring", "paper", "released")
 COMPARED_ROWS = 64  # rows that are compared at a time, so that they stay in the cache of the CPU

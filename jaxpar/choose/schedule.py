@@ -22,8 +22,7 @@ from jaxpar.core.step import Problem
 from jaxpar.errors import UserError, format_count
 from jaxpar.strategies.pipeline.executor.partition import AUTO, layer_flops
 from jaxpar.strategies.pipeline.schedules import DISPATCH, LOCKSTEP
-from jaxpar.strategies.pipeline.tables.replicated import WITH_REPLICAS, replicated_table
-from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table
+from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, WITH_REPLICAS, make_table, replicated_table
 from jaxpar.strategies.pipeline.tables.simulate import Times
 from jaxpar.strategies.pipeline.tables.table import BW, Table
 from jaxpar.strategies.pipeline.tables.table_file import write_table

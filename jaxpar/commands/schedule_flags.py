@@ -11,8 +11,7 @@ from jaxpar.errors import UserError
 from jaxpar.strategies.pipeline.tables import periodic, simulate
 from jaxpar.strategies.pipeline.tables import schedule as schedules
 from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS
-from jaxpar.strategies.pipeline.tables.replicated import WITH_REPLICAS, parse_replicas, replicated_table
-from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES
+from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, WITH_REPLICAS, parse_replicas, replicated_table
 from jaxpar.strategies.pipeline.tables.simulate import LARGEST_VALUE, Simulation, Times
 from jaxpar.strategies.pipeline.tables.table import Table
 from jaxpar.strategies.pipeline.tables.table_file import is_table_file, read_table, write_table

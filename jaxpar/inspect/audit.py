@@ -19,7 +19,7 @@ from jaxpar.measure import hlo
 from jaxpar.run.build import StrategyState
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.asynchronous.programs import Server
-from jaxpar.strategies.pipeline.executor.continuous_state import BUFFERS, WorkInFlight
+from jaxpar.strategies.pipeline.executor.continuous import BUFFERS, WorkInFlight
 from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs
 from jaxpar.strategies.pipeline.executor.state import PackedState
 from jaxpar.strategies.strategy import CompiledProgram

@@ -14,8 +14,8 @@ from jaxpar.core.plan import Decision, Plan
 from jaxpar.core.state import Canonical
 from jaxpar.core.step import Metrics, Problem
 from jaxpar.models.model import Model
-from jaxpar.strategies.pipeline.executor.branches import DeviceBranches
 from jaxpar.strategies.pipeline.executor.enqueue import ProgramCall
+from jaxpar.strategies.pipeline.executor.lowering import DeviceBranches
 from jaxpar.strategies.pipeline.tables.simulate import Span
 from jaxpar.tasks import Sums
 

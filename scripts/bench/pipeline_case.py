@@ -20,7 +20,7 @@ from jaxpar.data import DataInfo, Labels
 from jaxpar.strategies.pipeline import lockstep
 from jaxpar.strategies.pipeline import strategy as pipeline
 from jaxpar.strategies.pipeline.details import PipelineDetails
-from jaxpar.strategies.pipeline.executor.engine import PipelineEngine, make_engine
+from jaxpar.strategies.pipeline.executor.engine import PipelineEngine
 from jaxpar.strategies.pipeline.executor.lowering import NONE
 from jaxpar.strategies.pipeline.tables.table import Table
 from scripts.bench import scan_and_mask
@@ -177,7 +177,7 @@ class Parts:
         """Trace the stage programs of a step."""
         microbatches = pipeline.abstract_microbatches(self.case.problem, 1, self.table.num_microbatches)
         key = jax.eval_shape(lambda: jax.random.key(0))
-        return make_engine(self.details.staged, self.lowered.shape, microbatches, key, self.details.remat)
+        return PipelineEngine(self.details.staged, self.lowered.shape, microbatches, key, self.details.remat)
 
     def shares(self) -> list[list[float]]:
         """Return the share of (device, clock) pairs that take each branch, by phase and branch of the switches."""

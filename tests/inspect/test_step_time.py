@@ -13,7 +13,7 @@ from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError
 from jaxpar.inspect import step_time
 from jaxpar.inspect.step_time import Part, check_step, predict, short_source
-from jaxpar.strategies.pipeline.executor.branches import DeviceBranches
+from jaxpar.strategies.pipeline.executor.lowering import DeviceBranches
 from jaxpar.strategies.strategy import CompiledProgram
 
 META = 'metadata={op_name="jit(step)/%s"}'

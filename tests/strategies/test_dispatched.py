@@ -18,7 +18,7 @@ from jaxpar.inspect import audit
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.pipeline.executor.dispatch import dispatch_order
 from jaxpar.strategies.pipeline.executor.dispatch_costs import activation_memory
-from jaxpar.strategies.pipeline.executor.engine import make_engine
+from jaxpar.strategies.pipeline.executor.engine import PipelineEngine
 from jaxpar.strategies.pipeline.executor.enqueue import ENQUEUE_SECONDS
 from jaxpar.strategies.pipeline.strategy import abstract_microbatches
 from jaxpar.strategies.pipeline.tables.periodic import versions_kept
@@ -128,7 +128,7 @@ def test_what_is_in_flight_is_where_the_plan_says(schedule: str, stages: Any, pe
     assert nbytes_by_device(arrays, num_devices) == strategy.plan.layouts["private"].nbytes_by_device
     details: Any = strategy.plan.details
     kept = versions_kept(details.table)
-    for group, columns in enumerate(details.stages.groups or [[column] for column in range(num_devices)]):
+    for group, columns in enumerate(details.stages.groups):
         # A stage holds most of them right after its update. The newest version is not part of what is in flight.
         most = max(kept[column] for column in columns)
         assert len(state.private.versions[group]) in (most - 1, most - 2)
@@ -145,7 +145,7 @@ def test_stashes_of_1f1b() -> None:
     details: Any = plan_of(task, *overrides).details
     microbatches = abstract_microbatches(make_problem(make_config(task, *overrides), task), 1, NUM_MICROBATCHES)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    programs = make_engine(details.staged, details.lowered.shape, microbatches, key, "none").programs
+    programs = PipelineEngine(details.staged, details.lowered.shape, microbatches, key, "none").programs
     memory = activation_memory(dispatch_order(details.table), programs)
     for column, parts in enumerate(memory):
         saved = programs.programs[int(programs.numbers[column, 0])].cut.saved

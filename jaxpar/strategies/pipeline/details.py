@@ -2,17 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxpar.core.plan import Plan, Traffic
 from jaxpar.layout import Layout
-from jaxpar.strategies.pipeline.executor.continuous_state import ContinuousState
+from jaxpar.strategies.pipeline.executor.continuous import ContinuousState
 from jaxpar.strategies.pipeline.executor.engine import PipelineEngine
 from jaxpar.strategies.pipeline.executor.lowering import LoweredTable
 from jaxpar.strategies.pipeline.executor.stage_programs import StagePrograms
 from jaxpar.strategies.pipeline.executor.stages import Stages
 from jaxpar.strategies.pipeline.executor.state import StagedState
 from jaxpar.strategies.pipeline.tables.table import Table
+
+# The fields of `Plan` that depend on the executor: the layouts of the state, and what each device holds and sends.
+ExecutorResources = tuple[Mapping[str, Layout], tuple[dict[str, int], ...], tuple[Traffic, ...]]
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class PipelineDetails:
     staged: StagedState  # distribution of the state between flushes, and the exchange of gradients between replicas
     state: StagedState | ContinuousState  # distribution of the state; `staged`, unless the pipeline never drains
     remat: str  # none, full or dots: which values the forward pass saves for the backward pass
-    trace: int  # number of the step whose actions are measured; 0: none
+    measured_step: int  # number of the step whose actions are measured; 0: none
     executor: str  # one of EXECUTORS
 
     @property
@@ -36,15 +39,10 @@ class PipelineDetails:
         return self.engine.programs
 
 
-class ExecutorResources(NamedTuple):
-    """The fields of `Plan` that depend on the executor of a pipeline."""
+def num_unapplied(plan: Plan[PipelineDetails], in_flight: Any) -> int:
+    """Return the number of the last batches whose gradients are not in all weights of a pipeline that never drains.
 
-    layouts: Mapping[str, Layout]
-    memory: tuple[dict[str, int], ...]
-    traffic: tuple[Traffic, ...]
-
-
-def num_unapplied(plan: Plan[PipelineDetails], num_entered: Any) -> int:
-    """Return the number of the last batches whose gradients are not in all weights of a pipeline that never drains."""
-    most = max(stage.updated_after for stage in plan.delays.stages) if plan.delays else 0
-    return min(int(num_entered), most)
+    in_flight: its private state.
+    """
+    assert plan.delays is not None
+    return min(int(in_flight.num_entered), max(stage.updated_after for stage in plan.delays.stages))

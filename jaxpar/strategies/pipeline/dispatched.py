@@ -24,41 +24,39 @@ from jaxpar.core.state import Canonical, State, nbytes
 from jaxpar.core.step import Metrics, Problem, with_shardings
 from jaxpar.launch import processes
 from jaxpar.layout import Layout
-from jaxpar.models.model import Batch, Model
+from jaxpar.models.model import Batch
 from jaxpar.strategies.pipeline.details import ExecutorResources, PipelineDetails, num_unapplied
-from jaxpar.strategies.pipeline.executor.columns import ON_ALL, MeshColumns
 from jaxpar.strategies.pipeline.executor.continuous import padded
-from jaxpar.strategies.pipeline.executor.dispatch import (
-    SHARED_SPECS,
-    DispatchedAction,
-    StageDispatcher,
-    StepInputs,
-    dispatch_order,
-)
+from jaxpar.strategies.pipeline.executor.dispatch import SHARED_SPECS, StageDispatcher, StepInputs, dispatch_order
 from jaxpar.strategies.pipeline.executor.dispatch_continuous import ContinuousSteps
 from jaxpar.strategies.pipeline.executor.dispatch_costs import (
     activation_memory,
-    columns_of_groups,
     dispatch_traffic,
     dispatched_layouts,
     in_flight_layouts,
 )
-from jaxpar.strategies.pipeline.executor.dispatch_update import DispatchedState, FlushedSteps, StageUpdates
-from jaxpar.strategies.pipeline.executor.engine import PipelineEngine
-from jaxpar.strategies.pipeline.executor.enqueue import DEVICES, Compiler, Host, Program, program_on
+from jaxpar.strategies.pipeline.executor.dispatch_update import DispatchedState, FlushedSteps
+from jaxpar.strategies.pipeline.executor.enqueue import (
+    DEVICES,
+    ON_ALL,
+    Compiler,
+    Host,
+    MeshColumns,
+    Program,
+    program_on,
+)
 from jaxpar.strategies.pipeline.executor.state import StagedState
-from jaxpar.strategies.pipeline.executor.stopwatch import Stopwatch
-from jaxpar.strategies.pipeline.executor.timeline import ActionNumbers, Timeline
+from jaxpar.strategies.pipeline.executor.timeline import ActionNumbers, Stopwatch, Timeline
 from jaxpar.strategies.pipeline.tables.periodic import num_in_flight, unroll, versions_kept
 from jaxpar.strategies.pipeline.tables.schedule import forward_only
-from jaxpar.strategies.placement import IN_PLACE, batch_placer, by_replica
+from jaxpar.strategies.placement import batch_placer, by_replica
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
 
-def resources(details: PipelineDetails, engine: PipelineEngine, _model: Model) -> ExecutorResources:
+def resources(details: PipelineDetails) -> ExecutorResources:
     """Return the layouts of the state, and what each device holds and sends."""
-    table, programs, staged = details.table, engine.programs, details.staged
+    table, programs, staged = details.table, details.programs, details.staged
     order, axes = dispatch_order(table), staged.packed.axes
     layouts: dict[str, Layout] = dispatched_layouts(staged, axes)._asdict()
     state, whole, num_versions = state_memory(layouts), table, [1] * table.num_devices
@@ -67,17 +65,16 @@ def resources(details: PipelineDetails, engine: PipelineEngine, _model: Model) -
         state = state_memory({**layouts, "batches": in_flight["batches"]})
         layouts["private"] = layout.join({"residuals": layouts["private"], **in_flight})
         whole, kept = unroll(table, 3 * num_in_flight(table)), versions_kept(table)
-        for group in columns_of_groups(details.stages):
+        for group in details.stages.groups:
             for column in group:  # all devices of a stage hold the same versions
                 num_versions[column] = max(kept[other] for other in group)
-    activations = activation_memory(dispatch_order(whole), programs)
-    held = []
+    activations, held = activation_memory(dispatch_order(whole), programs), []
     for device, parts in enumerate(state):
         column = device % table.num_devices
         params = nbytes(staged.params.packing.tree(details.stages.kinds[column]))
         more = {"earlier versions": (num_versions[column] - 1) * params} if table.period else {}
         held.append({**parts, **more, "gradients": params, **activations[column]})
-    return ExecutorResources(layouts, tuple(held), dispatch_traffic(order, programs, staged.all_reduce))
+    return layouts, tuple(held), dispatch_traffic(order, programs, staged.all_reduce)
 
 
 def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[DispatchedState]:
@@ -86,24 +83,29 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     table, stages, staged = details.table, details.stages, details.staged
     mesh = meshes.make_mesh(plan.axes, devices)
     columns = MeshColumns(mesh, stages.groups)
-    state_of, updates = StateOnGroups(staged, columns), StageUpdates(staged, columns, IN_PLACE)
+    state_of = StateOnGroups(staged, columns)
     num_phases = details.lowered.shape.num_phases
     training = StageDispatcher(stages, table, columns, num_phases=num_phases, remat=details.remat)
     begin = begin_program(mesh, table.num_microbatches)
-    each_step: FlushedSteps | ContinuousSteps = FlushedSteps(columns, training, updates)
+    each_step = FlushedSteps(staged, columns, training)
     if table.period:
-        each_step = ContinuousSteps(staged, columns, details.programs, training, updates, IN_PLACE)
+        each_step = ContinuousSteps(staged, columns, training, details.programs)
     settled = meshes.settled if num_data > 1 else lambda x: x
     # Collectives of all devices may follow, such as those that agree on a signal, while arrays are still in flight.
     at_end = meshes.settled if jax.process_count() > 1 else lambda x: x
-    timeline = Timeline(details.trace, details.schedule, table)
+    timeline = Timeline(details.measured_step, details.schedule, table)
 
     @functools.cache
     def evaluation(num_examples: int) -> tuple[Program, StageDispatcher]:
-        """Return the programs of a forward pass with as many microbatches as divide a replica's examples."""
+        # as many of the training microbatches as divide a replica's examples
         number = math.gcd(num_examples, table.num_microbatches)
         forward = forward_only(table.num_devices, number, table.stages)
-        return split_program(mesh, number), StageDispatcher(stages, forward, columns, num_phases=1, remat="none")
+
+        def split(batch: Batch) -> StepInputs:
+            return StepInputs(None, jnp.ones(()), steps.microbatches(batch, number))
+
+        entry = program_on(mesh, split, (PartitionSpec(DATA),), SHARED_SPECS, ("inputs",))
+        return entry, StageDispatcher(stages, forward, columns, num_phases=1, remat="none")
 
     def train(state: DispatchedState, batch: Batch) -> tuple[DispatchedState, Metrics]:
         if not timeline.next_step():
@@ -111,7 +113,11 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         actions = each_step.actions(state)
         with Stopwatch() as stopwatch:
             results = run(state, batch, stopwatch)
-            record(timeline, columns, actions, stopwatch.times())
+            for action, (start, end) in zip(actions, stopwatch.times(), strict=True):
+                numbers = ActionNumbers(action.phase, action.microbatch, action.chunk)
+                group = columns.groups[columns.group_of[action.column]]
+                for column in group if action.is_update else [action.column]:  # an update is that of all replicas
+                    timeline.record(column, numbers, start, end)
         return results
 
     def run(state: DispatchedState, batch: Batch, host: Host) -> tuple[DispatchedState, Metrics]:
@@ -122,7 +128,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     def evaluate(state: DispatchedState, batch: Batch) -> Sums:
         split, forward = evaluation(len(batch["index"]) // num_data)
         inputs = columns.split(DEVICES.call(split, batch))
-        sums: Sums = at_end(updates.sums(forward.run(state.params, inputs)))
+        sums: Sums = at_end(each_step.sums(forward.run(state.params, inputs)))
         return sums
 
     def init(key: jax.Array) -> DispatchedState:
@@ -144,7 +150,11 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         for _ in range(2 * num_in_flight(table) if table.period else 1):  # until all stages are busy
             compiler.begin_step()
             state, _ = run(state, batch, compiler)
-        return compiled_calls(compiler)
+        return [
+            CompiledProgram(one.compiled, arguments=one.program.kinds, calls=one.calls, mesh=one.program.mesh)
+            for one in compiler.called.values()
+            if one.calls
+        ]
 
     return Strategy(
         plan,
@@ -157,29 +167,10 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         from_canonical=from_canonical,
         compile=compile_programs,
         to_private=each_step.to_private,
-        num_in_flight=lambda state: num_unapplied(plan, state.private.num_entered) if table.period else 0,
+        num_in_flight=lambda state: num_unapplied(plan, state.private) if table.period else 0,
         report=timeline.report,
         timelines=timeline.charts,
     )
-
-
-def record(
-    timeline: Timeline, columns: MeshColumns, actions: Sequence[DispatchedAction], times: Sequence[tuple[float, float]]
-) -> None:
-    """Record when the actions of a step ran. The update of a stage is that of all its replicas."""
-    for action, of_action in zip(actions, times, strict=True):
-        group = columns.groups[columns.group_of[action.column]]
-        for column in group if action.is_update else [action.column]:
-            timeline.record(column, ActionNumbers(action.phase, action.microbatch, action.chunk), *of_action)
-
-
-def compiled_calls(compiler: Compiler) -> list[CompiledProgram]:
-    """Return the programs that the step calls."""
-    return [
-        CompiledProgram(one.compiled, arguments=one.program.kinds, calls=one.calls, mesh=one.program.mesh)
-        for one in compiler.called.values()
-        if one.calls
-    ]
 
 
 def begin_program(mesh: Mesh, num_microbatches: int) -> Program:
@@ -194,22 +185,14 @@ def begin_program(mesh: Mesh, num_microbatches: int) -> Program:
     return program_on(mesh, on_device, specs, (ON_ALL, SHARED_SPECS), kinds)
 
 
-def split_program(mesh: Mesh, num_microbatches: int) -> Program:
-    """Return the program that begins an evaluation: batch -> inputs of the actions."""
-
-    def on_device(batch: Batch) -> StepInputs:
-        return StepInputs(None, jnp.ones(()), steps.microbatches(batch, num_microbatches))
-
-    return program_on(mesh, on_device, (PartitionSpec(DATA),), SHARED_SPECS, ("inputs",))
-
-
 class StateOnGroups:
     """Converts the state between its canonical form and that of the groups, without the private state."""
 
     def __init__(self, staged: StagedState, columns: MeshColumns):
         self._staged, self._columns = staged, columns
-        self._firsts = [group[0] for group in columns.groups]
-        self._on_groups = [NamedSharding(mesh, ON_ALL) for mesh in columns.of_group]
+        # by group: its first column, and the sharding of its arrays
+        meshes_of = zip(columns.groups, columns.of_group, strict=True)
+        self._groups = [(group[0], NamedSharding(mesh, ON_ALL)) for group, mesh in meshes_of]
         self._on_all = NamedSharding(columns.mesh, ON_ALL)
 
     def init(self, key: jax.Array) -> DispatchedState:
@@ -217,7 +200,7 @@ class StateOnGroups:
         init_key, run_key = states.split(key)
         data, made = np.asarray(jax.random.key_data(init_key)), []
         stages, optimizer = self._staged.stages, self._staged.problem.optimizer
-        for column, sharding in zip(self._firsts, self._on_groups, strict=True):
+        for column, sharding in self._groups:
 
             def of_group(data: jax.Array, column: int = column) -> tuple[Any, Any]:
                 shifts = jnp.asarray(stages.shifts[column])
@@ -236,11 +219,7 @@ class StateOnGroups:
         step, key = jax.device_put((state.step, state.key), self._on_all)
         parts = self._staged.params.split(state.params), self._staged.optimizer.split(state.optimizer)
         params, optimizer = (
-            tuple(
-                processes.put_on_devices(of[column], on)
-                for column, on in zip(self._firsts, self._on_groups, strict=True)
-            )
-            for of in parts
+            tuple(processes.put_on_devices(of[column], on) for column, on in self._groups) for of in parts
         )
         return DispatchedState(step, key, params, optimizer, ())
 
@@ -254,12 +233,10 @@ class StateOnGroups:
 
     def abstract(self) -> DispatchedState:
         """Return the shapes of the state, with shardings."""
-        params, optimizer = self._staged.params.packing, self._staged.optimizer.packing
-        kinds = [self._staged.stages.kinds[column] for column in self._firsts]
+        kinds, parts = self._staged.stages.kinds, (self._staged.params.packing, self._staged.optimizer.packing)
         like = states.abstract_state(self._staged.problem.model, self._staged.problem.optimizer)
         step, key = with_shardings((like.step, like.key), self._on_all)
-        of_params, of_optimizer = (
-            tuple(with_shardings(of.tree(kind), on) for kind, on in zip(kinds, self._on_groups, strict=True))
-            for of in (params, optimizer)
+        params, optimizer = (
+            tuple(with_shardings(of.tree(kinds[column]), on) for column, on in self._groups) for of in parts
         )
-        return DispatchedState(step, key, of_params, of_optimizer, ())
+        return DispatchedState(step, key, params, optimizer, ())

@@ -21,16 +21,15 @@ from jaxpar.core.plan import Plan, Traffic, ring_traffic, state_memory
 from jaxpar.core.state import nbytes
 from jaxpar.core.step import Metrics, Problem, with_shardings
 from jaxpar.layout import Layout
-from jaxpar.models.model import Batch, Model
+from jaxpar.models.model import Batch
 from jaxpar.strategies.pipeline.details import ExecutorResources, PipelineDetails, num_unapplied
-from jaxpar.strategies.pipeline.executor.branches import device_branches
-from jaxpar.strategies.pipeline.executor.continuous import continuous_step, padded, update_trips
-from jaxpar.strategies.pipeline.executor.continuous_state import ContinuousState
-from jaxpar.strategies.pipeline.executor.engine import PipelineEngine, pipeline_evaluation, pipeline_step
+from jaxpar.strategies.pipeline.executor.continuous import ContinuousState, continuous_step, padded, update_trips
+from jaxpar.strategies.pipeline.executor.engine import pipeline_evaluation, pipeline_step
 from jaxpar.strategies.pipeline.executor.lowering import (
     LoweredTable,
     TableArrays,
     TableShape,
+    device_branches,
     lower_table,
     table_layout,
 )
@@ -45,32 +44,25 @@ from jaxpar.tasks import Sums
 STASH_IN_PLACE = IN_PLACE | {"xla_gpu_copy_insertion_use_region_analysis": True}
 
 
-def resources(details: PipelineDetails, engine: PipelineEngine, model: Model) -> ExecutorResources:
+def resources(details: PipelineDetails) -> ExecutorResources:
     """Return the layouts of the state, and what a device holds and sends. Each needs as much as the fullest one."""
-    state = details.state
-    held = [{**parts, **engine.activation_bytes} for parts in state_memory(state.memory)]
-    return ExecutorResources(state.layouts._asdict(), tuple(held), plan_traffic(model, details, engine))
-
-
-def plan_traffic(model: Model, details: PipelineDetails, engine: PipelineEngine) -> tuple[Traffic, ...]:
-    """Return the traffic of a device in a step: one transfer per clock and route used in it, and the gradients."""
-    table, stages = details.table, details.stages
+    engine, table, stages, state = details.engine, details.table, details.stages, details.state
+    held = [{**parts, **engine.activation_bytes} for parts in state_memory(state.purposes)]
+    # One transfer per clock and route used in it.
     clocks = details.lowered.shape.clocks
     sends = sum(clock.num_transfers for clock in clocks) * table.num_clocks // len(clocks)
     transfers = [
         Traffic("collective-permute", array.dtype.name, STAGE, sends * nbytes([array]), messages=sends)
         for array in engine.transfers.shapes
     ]
-    copied = {(tie.source, tie.source_name) for device in stages.examples for tie in stages.copies(device)}
-    copied_bytes = nbytes([model.shapes[layer][name] for layer, name in sorted(copied)])
-    # The sum of the gradients of tied arrays.
-    tied = ring_traffic("all-reduce", 2, STAGE, table.num_devices, copied_bytes, "float32", num_vectors=len(copied))
     params = details.staged.params.packing
     gradients = details.staged.all_reduce.traffic(params.shapes)
-    most = max((len(group) for group in stages.groups), default=1)
-    # The sum of the gradients of the replicas of a stage.
+    # The sums of the gradients of the replicas of a stage, and of tied arrays.
+    most, copied = max(map(len, stages.groups)), stages.copied
     within = ring_traffic("all-reduce", 2, STAGE, most, params.nbytes, "float32", num_vectors=len(params.shapes))
-    return (*transfers, *gradients, within, tied)
+    copied_bytes = nbytes([stages.model.shapes[layer][name] for layer, name in copied])
+    tied = ring_traffic("all-reduce", 2, STAGE, table.num_devices, copied_bytes, "float32", num_vectors=len(copied))
+    return state.layouts._asdict(), tuple(held), (*transfers, *gradients, within, tied)
 
 
 def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[PackedState]:
@@ -78,7 +70,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     meshes.check_partitioner()
     details, num_data = plan.details, plan.num_replicas
     table, staged = details.table, details.staged
-    mesh, timeline = meshes.make_mesh(plan.axes, devices), Timeline(details.trace, details.schedule, table)
+    mesh, timeline = meshes.make_mesh(plan.axes, devices), Timeline(details.measured_step, details.schedule, table)
     of_state = details.state
     like = states.abstract_state(problem.model, problem.optimizer)
     step, timed_step = (jit_train_step(details, mesh, each) for each in (None, timeline))
@@ -86,17 +78,14 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     one_at_a_time = partial(meshes.one_at_a_time, mesh=mesh)
 
     def on_devices(lowered: LoweredTable) -> LoweredTable:
-        """Place the arrays of a table on the mesh."""
         shape, arrays = lowered
         return LoweredTable(shape, jax.device_put(arrays, table_layout(plan.axes, arrays).shardings(mesh)))
 
-    @functools.cache
-    def training() -> LoweredTable:
-        return on_devices(details.lowered)
+    training = functools.cache(lambda: on_devices(details.lowered))
 
     @functools.cache
     def evaluation(num_examples: int) -> LoweredTable:
-        """Return a forward-only table with as many of the training microbatches as divide a replica's examples."""
+        # as many of the training microbatches as divide a replica's examples
         number = math.gcd(num_examples, table.num_microbatches)
         return on_devices(lower_table(forward_only(table.num_devices, number, table.stages)))
 
@@ -113,17 +102,13 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         timeline.steps_before(int(tree["step"]))
         return of_state.distribute(states.from_canonical(tree, like), private, mesh)
 
-    on_mesh, never_drains = batch_placer(mesh), isinstance(of_state, ContinuousState)
+    on_mesh = batch_placer(mesh)
 
     def place(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        return on_mesh(padded(batch, problem.batch) if never_drains else batch)
-
-    def num_in_flight(state: PackedState) -> int:
-        return num_unapplied(plan, jax.device_get(state.private.num_entered)) if never_drains else 0
-
-    trips = update_trips(details.lowered.shape, table.num_clocks)
+        return on_mesh(padded(batch, problem.batch) if table.period else batch)
 
     def compile_programs() -> list[CompiledProgram]:
+        trips = update_trips(details.lowered.shape, table.num_clocks)
         branches = device_branches(details.lowered, staged.stages)
         frequencies = trips | {scope: one.fractions for scope, one in branches.items()}
         return [CompiledProgram(lower_step(plan, problem, mesh).compile(), frequencies, branches=branches)]
@@ -139,7 +124,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         from_canonical=from_canonical,
         compile=compile_programs,
         to_private=of_state.private_state,
-        num_in_flight=num_in_flight,
+        num_in_flight=lambda state: num_unapplied(plan, state.private) if table.period else 0,
         report=timeline.report,
         timelines=timeline.charts,
     )
@@ -160,11 +145,9 @@ def jit_train_step(details: PipelineDetails, mesh: Mesh, timeline: Timeline | No
     Tables of the same shape, with arrays of the same size, share a compiled program.
     """
     state, packed = details.state, details.state.packed
-    if isinstance(state, ContinuousState):
-        function = continuous_step(state, details.remat, timeline)
-    else:
-        function = pipeline_step(state, details.remat, timeline)
-    return jit_on_mesh(function, packed, (packed.specs, PartitionSpec()), mesh, donate_argnums=1)
+    make: Any = continuous_step if isinstance(state, ContinuousState) else pipeline_step
+    step = make(state, details.remat, timeline)
+    return jit_on_mesh(step, packed, (packed.specs, PartitionSpec()), mesh, donate_argnums=1)
 
 
 def jit_on_mesh(function: Callable[..., Any], of_state: Layout, out_specs: Any, mesh: Mesh, **options: Any) -> Any:

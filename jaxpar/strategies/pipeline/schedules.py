@@ -18,8 +18,15 @@ from jaxpar.strategies.pipeline.tables.periodic import (
     fewest_microbatches,
     periodic_table,
 )
-from jaxpar.strategies.pipeline.tables.replicated import WITH_REPLICAS, parse_replicas, replicated_table
-from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle, unknown_schedule
+from jaxpar.strategies.pipeline.tables.schedule import (
+    SCHEDULES,
+    WITH_REPLICAS,
+    make_table,
+    parse_replicas,
+    replicated_table,
+    schedule_obstacle,
+    unknown_schedule,
+)
 from jaxpar.strategies.pipeline.tables.simulate import LARGEST_VALUE
 from jaxpar.strategies.pipeline.tables.table import BW, B, F, Table, U, W, is_training
 from jaxpar.strategies.pipeline.tables.table_file import is_table_file, read_table
@@ -71,16 +78,8 @@ def configured_table(config: ConfigDict, replicas: Sequence[int]) -> Table:
 
     Raises UserError for a schedule that does not exist or does not support the configured sizes, and an invalid table.
     """
-    if is_table_file(config.pipeline.schedule):
-        table = _table_from_file(config, replicas)
-    else:
-        table = _table_by_name(config, replicas)
-    _check_table_sizes(config, table)
-    return table
-
-
-def _check_table_sizes(config: ConfigDict, table: Table) -> None:
     c = config.pipeline
+    table = _table_from_file(config, replicas) if is_table_file(c.schedule) else _table_by_name(config, replicas)
     sizes = {
         "mesh.stage": (config.mesh.stage, table.num_devices),
         "pipeline.num_microbatches": (c.num_microbatches, table.num_microbatches),
@@ -92,6 +91,7 @@ def _check_table_sizes(config: ConfigDict, table: Table) -> None:
                 f"config.{key} is {value}; it must be {of_table}, as in the table of "
                 f"config.pipeline.schedule={c.schedule!r}"
             )
+    return table
 
 
 def _table_from_file(config: ConfigDict, replicas: Sequence[int]) -> Table:
@@ -120,20 +120,6 @@ def _table_from_file(config: ConfigDict, replicas: Sequence[int]) -> Table:
     return table
 
 
-def _periodic_table(config: ConfigDict, replicas: Sequence[int]) -> Table:
-    c = config.pipeline
-    replicas = replicas or (1,) * config.mesh.stage
-    m = c.num_microbatches or fewest_microbatches(c.schedule, replicas)
-    if len(replicas) < 2:
-        raise UserError(
-            f"config.pipeline.replicas is {c.replicas!r} and config.mesh.stage is {config.mesh.stage}, which is one "
-            f"stage; there must be at least two with config.pipeline.schedule={c.schedule!r}"
-        )
-    if reason := continuous_obstacle(c.schedule, replicas, num_microbatches=m, num_chunks=c.num_chunks or 1):
-        raise UserError(f"config.pipeline.{reason}")
-    return periodic_table(c.schedule, replicas, m)
-
-
 def configured_replicas(config: ConfigDict) -> tuple[int, ...]:
     """Return the number of devices of each stage that config.pipeline.replicas lists; empty if it lists none."""
     text = config.pipeline.replicas
@@ -157,8 +143,17 @@ def _table_by_name(config: ConfigDict, replicas: Sequence[int]) -> Table:
             f"config.pipeline.num_microbatches is {c.num_microbatches}; it must be at most config.batch_size, "
             f"{config.batch_size}"
         )
-    if c.schedule in CONTINUOUS:
-        return _periodic_table(config, replicas)
+    if name in CONTINUOUS:
+        replicas = replicas or (1,) * p
+        m = c.num_microbatches or fewest_microbatches(name, replicas)
+        if len(replicas) < 2:
+            raise UserError(
+                f"config.pipeline.replicas is {c.replicas!r} and config.mesh.stage is {p}, which is one stage; there "
+                f"must be at least two with config.pipeline.schedule={name!r}"
+            )
+        if reason := continuous_obstacle(name, replicas, num_microbatches=m, num_chunks=c.num_chunks or 1):
+            raise UserError(f"config.pipeline.{reason}")
+        return periodic_table(name, replicas, m)
     sizes = {
         "num_devices": p,
         "num_microbatches": c.num_microbatches or (1 if name == "model_parallel" else 4 * p),
@@ -188,16 +183,14 @@ def check_evaluation(config: ConfigDict, num_replicas: int, num_microbatches: in
 
 
 def stage_delays(table: Table, layers: Sequence[Sequence[str]]) -> tuple[StageDelay, ...]:
-    """Return the delays of each stage of a periodic table. layers: names of the layers of each stage.
-
-    The lags are those of the forward passes: the gradient of a batch belongs to the weights that these read.
-    """
+    """Return the delays of each stage of a periodic table. layers: names of the layers of each stage."""
     m, delays = table.num_microbatches, []
     for stage, of_stage in enumerate(layers):
         rows = table.actions[table.actions["stage"] == stage]
         update, *_ = rows[rows["kind"] == U]  # one for each replica
         forwards = rows[rows["kind"] == F]
         forwards = forwards[np.argsort(forwards["microbatch"] % m)]
+        # The lags are those of the forward passes: the gradient of a batch belongs to the weights that these read.
         computed_after, lags = -(forwards["microbatch"] // m), -forwards["version"]
         updated_after = -(int(update["microbatch"]) // m)
         delays.append(StageDelay(tuple(of_stage), updated_after, tuple(computed_after.tolist()), tuple(lags.tolist())))

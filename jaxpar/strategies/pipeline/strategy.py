@@ -28,8 +28,8 @@ from jaxpar.strategies import exchanges
 from jaxpar.strategies.pipeline import dispatched, lockstep
 from jaxpar.strategies.pipeline.details import PipelineDetails
 from jaxpar.strategies.pipeline.executor import partition
-from jaxpar.strategies.pipeline.executor.continuous_state import ContinuousState
-from jaxpar.strategies.pipeline.executor.engine import make_engine
+from jaxpar.strategies.pipeline.executor.continuous import ContinuousState
+from jaxpar.strategies.pipeline.executor.engine import PipelineEngine
 from jaxpar.strategies.pipeline.executor.lowering import lower_table
 from jaxpar.strategies.pipeline.executor.stages import Stages
 from jaxpar.strategies.pipeline.executor.state import StagedState
@@ -85,8 +85,7 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Deci
 def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[Table], /) -> Plan[PipelineDetails]:
     """Plan the stages of config.pipeline, and the replicas of the pipeline on the data axis.
 
-    Raises:
-      UserError: config.pipeline.partition cannot cut the model, or the step to trace is after the last one.
+    Raises UserError if config.pipeline.partition cannot cut the model, or the step to measure is after the last one.
     """
     if config.pipeline.trace > shapes.num_steps:
         raise UserError(
@@ -102,7 +101,7 @@ def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decis
     microbatches = abstract_microbatches(shapes, num_data, table.num_microbatches)
     key = jax.eval_shape(lambda: jax.random.key(0))
     lowered = lower_table(table)
-    engine = make_engine(staged, lowered.shape, microbatches, key, c.remat)
+    engine = PipelineEngine(staged, lowered.shape, microbatches, key, c.remat)
     state: StagedState | ContinuousState = staged
     differs, delays = exchanges.differs(config, num_data), None
     private_key: dict[str, Any] = {}
@@ -122,15 +121,15 @@ def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decis
     details = PipelineDetails(c.schedule, table, lowered, stages, engine, staged, state, c.remat, c.trace, c.executor)
     if c.executor == DISPATCH:
         private_key |= {"executor": c.executor}
-    needed = EXECUTOR_MODULES[c.executor].resources(details, engine, shapes.model)
+    layouts, memory, traffic = EXECUTOR_MODULES[c.executor].resources(details)
     return Plan(
         "pipeline",
         decision,
         summary,
-        needed.layouts,
+        layouts,
         details,
-        needed.memory,
-        needed.traffic,
+        memory,
+        traffic,
         exchanges.name(config),
         private_key if table.period or has_residuals else {},
         differs,
@@ -171,15 +170,11 @@ def check_ring(config: ConfigDict, num_data: int) -> None:
 
 def summarize_stages(schedule: str, table: Table, stages: Stages) -> str:
     """Return the schedule, the replicas of the stages, and the cut points of the model in one line."""
-    layers = [layer.name for layer in stages.model.layers]
-    begins = ", ".join(layers[begin] for begin in stages.bounds[1:-1])
-    summary = f"{schedule}, {format_count(table.num_microbatches, 'microbatch')}, "
+    begins = ", ".join(layers[0] for layers in stages.layers[1:])
     replicas = f" with {','.join(map(str, table.replicas))} replicas" if table.replicas else ""
-    return (
-        summary
-        + f"{table.num_stages} stages{replicas} on {table.num_devices} devices"
-        + (f" (cut at {begins})" if begins else "")
-    )
+    microbatches = format_count(table.num_microbatches, "microbatch")
+    summary = f"{schedule}, {microbatches}, {table.num_stages} stages{replicas} on {table.num_devices} devices"
+    return f"{summary} (cut at {begins})" if begins else summary
 
 
 def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[Any]:

@@ -27,8 +27,7 @@ from jaxpar.strategies.pipeline.tables.periodic import (
     unroll,
     versions_kept,
 )
-from jaxpar.strategies.pipeline.tables.replicated import replicated_table
-from jaxpar.strategies.pipeline.tables.schedule import make_table
+from jaxpar.strategies.pipeline.tables.schedule import make_table, replicated_table
 from jaxpar.strategies.pipeline.tables.simulate import Times, lockstep, simulate_table
 from jaxpar.strategies.pipeline.tables.validate import peak_in_flight
 from tests.choose.search.test_stage_search import random_layers

@@ -12,8 +12,7 @@ from jaxpar.commands import draw, simulate
 from jaxpar.commands import schedule_flags as options
 from jaxpar.errors import exit_code
 from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS
-from jaxpar.strategies.pipeline.tables.replicated import replicated_table
-from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES
+from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, replicated_table
 from jaxpar.strategies.pipeline.tables.table_file import read_table, write_table
 from jaxpar.strategies.pipeline.tables.validate import TableError, peak_stashed
 from tests.runs import run_script

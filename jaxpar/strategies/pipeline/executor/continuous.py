@@ -1,7 +1,10 @@
-"""The training step of pipelines that never drain.
+"""Pipelines that never drain, in lock step: their training step, and their state between two steps.
 
 Their tables are periodic (jaxpar/strategies/pipeline/tables/periodic.py): a step runs the clocks of one period, in
-which a batch enters, and every stage works on the batches that are in flight (continuous_state.py).
+which a batch enters, and every stage works on the batches that are in flight. Between two steps, stashes, inboxes,
+gradients, the batches themselves, and earlier versions of the weights, which their backwards need, are in flight. They
+are in ring buffers, with slots for microbatches and for versions of the weights. The newest weights of each stage and
+its optimizer state are the canonical state.
 
 The update of a stage is an action of the table, U. At the end of a clock with a U, the stage exchanges its gradient
 with its replicas and takes an optimizer step, while other stages are at other batches. So nothing can be computed over
@@ -9,36 +12,51 @@ all stages: the gradient norm, which clips the gradient, is that of the stage, a
 update of its stage, and arrays on different stages cannot be tied.
 """
 
+import functools
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import serialization
+from jax.sharding import Mesh, PartitionSpec
 
+from jaxpar import layout
 from jaxpar.core import step as steps
 from jaxpar.core.mesh import DATA, STAGE
+from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics
-from jaxpar.exchange.clip import clipped
 from jaxpar.exchange.reduce import psum_small
+from jaxpar.layout import Layout
 from jaxpar.models.model import Batch
-from jaxpar.strategies.pipeline.executor.continuous_state import (
-    BUFFERS,
-    ContinuousState,
-    WorkInFlight,
-    arrays_at_step,
-    version_slot,
+from jaxpar.strategies.pipeline.executor.engine import Carry, PipelineEngine, StepBatches
+from jaxpar.strategies.pipeline.executor.lowering import (
+    INBOXES,
+    NONE,
+    Actions,
+    Buffer,
+    LoweredTable,
+    TableArrays,
+    TableShape,
 )
-from jaxpar.strategies.pipeline.executor.engine import Carry, StepBatches, make_engine
-from jaxpar.strategies.pipeline.executor.lowering import NONE, TableArrays, TableShape
-from jaxpar.strategies.pipeline.executor.packing import Packed
-from jaxpar.strategies.pipeline.executor.state import PackedState, StagedState, StageUpdate
+from jaxpar.strategies.pipeline.executor.packing import Packed, at_index, written_at
+from jaxpar.strategies.pipeline.executor.state import PackedState, StagedState, StageUpdate, kept_if
 from jaxpar.strategies.pipeline.executor.timeline import ActionNumbers, Timeline
 from jaxpar.strategies.pipeline.tables.table import ACTION_KINDS, U
 
 UPDATE = "update"  # name of the loops in which stages are updated
+BUFFERS = ("inboxes", "stashes", "activation", "gradient", "grads")  # fields of Carry that are in flight between steps
+
+
+class WorkInFlight(NamedTuple):
+    """The private state: what is in flight between two steps."""
+
+    num_entered: Any  # the number of batches that have entered the pipeline since it was empty
+    residuals: Any  # private state of the gradient exchange
+    buffers: Any  # the fields of `Carry` that hold values of batches in flight
+    batches: Any  # the microbatches of the batches in flight, the latest batch first; empty if there are none
 
 
 class Weights(NamedTuple):
@@ -49,6 +67,141 @@ class Weights(NamedTuple):
     residuals: Any  # private state of the gradient exchange
     squared_norm: jax.Array  # sum of the squared gradient of the last update
     nonfinite: jax.Array  # 1.0 if the gradient of an update in this step was not finite, otherwise 0.0
+
+
+def read_version(versions: Packed, slot: jax.Array) -> Packed:
+    """Return the version of the parameters in a slot."""
+    return tuple(at_index(x, slot) for x in versions)
+
+
+def version_slot(version: jax.Array, num_versions: jax.Array) -> jax.Array:
+    """Return the slot of a version of the weights on a device that keeps `num_versions`. There is none before 0."""
+    return jnp.maximum(version, 0) % num_versions
+
+
+def arrays_at_step(shape: TableShape, arrays: TableArrays, device: jax.Array, num_entered: jax.Array) -> TableArrays:
+    """Return the arrays of a device for one step of a periodic table, without actions on batches before the first one.
+
+    arrays: the device's part, over clocks. num_entered: batches that entered the pipeline before this step.
+    """
+    sizes, m = dict(shape.num_slots), shape.num_microbatches
+    num_versions, num_own = (jnp.asarray(of_devices)[device] for of_devices in (shape.num_versions, shape.num_own))
+
+    def slot(first: Any, buffer: Buffer) -> Any:
+        if buffer not in sizes:
+            return first
+        # A batch advances the slots of a device by as many microbatches as the device runs of it.
+        return jnp.where(first == NONE, NONE, (first + num_own * num_entered) % sizes[buffer])
+
+    def of_phase(phase: int, now: Actions) -> Actions:
+        has_begun = now.microbatch // m <= num_entered
+        return now._replace(
+            chunk=jnp.where(has_begun, now.chunk, NONE),
+            inbox=slot(now.inbox, INBOXES[phase]),
+            stash={stash: slot(array, stash) for stash, array in now.stash.items()},
+            local_inbox=slot(now.local_inbox, INBOXES[phase]),
+            version=version_slot(num_entered - now.version, num_versions),
+        )
+
+    actions = tuple(of_phase(phase, now) for phase, now in enumerate(arrays.actions))
+    arrivals = tuple((slot(first, INBOXES[0]), slot(second, INBOXES[1])) for first, second in arrays.arrivals)
+    return TableArrays(actions, arrivals, jnp.where(arrays.updates > num_entered, NONE, arrays.updates))
+
+
+class ContinuousState:
+    """The distribution of a problem's state over a pipeline that never drains. It can be computed without devices.
+
+    It has the interface of StagedState. In its PackedState, `params` has a dim over the versions of the weights after
+    the one over devices.
+    """
+
+    def __init__(self, staged: StagedState, lowered: LoweredTable, engine: PipelineEngine, microbatches: Batch):
+        """microbatches: shapes of the microbatches of a replica's shard of one batch, [m, B, ..]."""
+        self.staged = staged  # distribution of the newest weights and the optimizer state
+        self._shape, axes = lowered.shape, staged.packed.axes
+        # By device: the number of batches that have entered since the one whose gradient was applied last.
+        self._age_of_update = np.asarray(lowered.arrays.updates).max(axis=1)
+        num_earlier = (lowered.shape.num_batches - 1) * lowered.shape.num_microbatches
+        carried = jax.eval_shape(engine.start)
+        earlier = {name: jax.ShapeDtypeStruct((num_earlier, *x.shape[1:]), x.dtype) for name, x in microbatches.items()}
+        in_flight = WorkInFlight(
+            layout.replicated(axes, jax.ShapeDtypeStruct((), jnp.int32)),
+            staged.private,
+            layout.per_replica(axes, {name: getattr(carried, name) for name in BUFFERS}, STAGE, DATA),
+            layout.per_replica(axes, earlier if num_earlier else {}, DATA),
+        )
+        versions = [
+            jax.ShapeDtypeStruct((max(lowered.shape.num_versions), *array.shape), array.dtype)
+            for array in staged.params.packing.shapes
+        ]
+        self.versions = layout.per_replica(axes, tuple(versions), STAGE)
+        joined = layout.join(in_flight)
+        self.layouts = staged.layouts._replace(private=joined)
+        self.packed_layouts = staged.packed_layouts._replace(params=self.versions, private=joined)
+        self.packed = layout.join(self.packed_layouts)
+        self.purposes: Mapping[str, Layout] = {  # stashes and transfers are not part of the state
+            **self.packed_layouts._replace(private=self.staged.private)._asdict(),
+            "gradients": Layout(axes, in_flight.buffers.leaves["grads"]),
+            "batches": in_flight.batches,
+        }
+
+    def init(self, key: jax.Array, mesh: Mesh) -> PackedState:
+        """Return the state at step 0. The pipeline is empty."""
+        return self._begin(mesh)(self.staged.init(key, mesh))
+
+    def distribute(self, state: State, private: Canonical | None, mesh: Mesh) -> PackedState:
+        """Distribute a canonical state over the mesh.
+
+        private: what `private_state` returned; None or empty: the pipeline is empty.
+        """
+        fresh = self._begin(mesh)(self.staged.distribute(state, None, mesh))
+        if not private:
+            return fresh
+        like = self._private_parts(fresh)
+        placed = jax.device_put(serialization.from_state_dict(like, private), jax.tree.map(lambda x: x.sharding, like))
+        return fresh._replace(params=placed["versions"], optimizer=placed["optimizer"], private=placed["in_flight"])
+
+    def private_state(self, state: PackedState) -> Canonical:
+        """Return the private state: the canonical state lacks earlier versions, and what is in flight."""
+        parts: Canonical = serialization.to_state_dict(self._private_parts(state))
+        return parts
+
+    def _private_parts(self, state: PackedState) -> dict[str, Any]:
+        # The whole optimizer state too, because the optimizer's counters differ between stages.
+        return {"versions": state.params, "optimizer": state.optimizer, "in_flight": state.private}
+
+    def gather(self, state: PackedState) -> State:
+        """Return the canonical state of the newest weights, as NumPy arrays."""
+        return self.staged.gather(self.newest(state))
+
+    def newest(self, state: PackedState) -> PackedState:
+        """Return the state with the newest weights alone, in the form of StagedState."""
+        [mesh] = {array.sharding.mesh for array in state.params}
+        return state._replace(params=self._take_newest(mesh)(state.params, state.private.num_entered), private=())
+
+    @functools.cache  # noqa: B019 - a plan has one state, and it lives as long as the plan
+    def _begin(self, mesh: Mesh) -> Callable[[PackedState], PackedState]:
+        """Return the function that adds versions and an empty pipeline to a state of StagedState."""
+
+        def begin(state: PackedState) -> PackedState:
+            like = zip(state.params, self.versions.shapes, strict=True)
+            params = tuple(jnp.broadcast_to(x[:, None], of.shape) for x, of in like)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.packed_layouts.private.shapes)
+            return state._replace(params=params, private=zeros._replace(residuals=state.private))
+
+        return jax.jit(begin, out_shardings=self.packed.shardings(mesh))
+
+    @functools.cache  # noqa: B019
+    def _take_newest(self, mesh: Mesh) -> Callable[[Packed, jax.Array], Packed]:
+        def take(versions: Packed, num_entered: jax.Array) -> Packed:
+            device = jax.lax.axis_index(STAGE)
+            kept, age = jnp.asarray(self._shape.num_versions)[device], jnp.asarray(self._age_of_update)[device]
+            newest = read_version(self.versions.local(versions), version_slot(num_entered - age, kept))
+            out: Packed = self.staged.params.packed.out(newest)
+            return out
+
+        specs = {"in_specs": (self.versions.specs, PartitionSpec()), "out_specs": self.staged.params.packed.specs}
+        return jax.jit(jax.shard_map(take, mesh=mesh, check_vma=False, **specs))
 
 
 def continuous_step(
@@ -64,149 +217,90 @@ def continuous_step(
     def step(shape: TableShape, state: PackedState, batch: Batch, arrays: TableArrays) -> tuple[PackedState, Metrics]:
         state = state_of.packed.local(state)
         in_flight: WorkInFlight = state.private
-        device, num_entered = jax.lax.axis_index(STAGE), in_flight.num_entered
+        device, earlier = jax.lax.axis_index(STAGE), in_flight.batches
         # 1. The batch enters the pipeline; earlier ones follow it.
         entering = steps.microbatches(batch, shape.num_microbatches)
-        microbatches = {
-            name: jnp.concatenate([x, in_flight.batches[name]]) if in_flight.batches else x
-            for name, x in entering.items()
-        }
-        batches = split_batches(state, microbatches, shape)
-        engine = make_engine(staged, shape, entering, steps.dropout_key(state.key, state.step), remat, timeline)
+        microbatches = {name: jnp.concatenate([x, earlier[name]]) if earlier else x for name, x in entering.items()}
+        keys = jax.vmap(lambda age: steps.dropout_key(state.key, state.step - age))(jnp.arange(shape.num_batches))
+        weights = microbatches["weights"].reshape(shape.num_batches, -1).sum(axis=1)
+        batches = StepBatches(microbatches, keys, jax.lax.pmean(weights, DATA))
+        key = steps.dropout_key(state.key, state.step)
+        engine = PipelineEngine(staged, shape, entering, key, remat, timeline)
         # 2. to 7. Continue with what is in flight, and update each stage when its gradient is complete.
         zero = jnp.zeros(())
-        start = engine.start()._replace(
-            **in_flight.buffers, weights=Weights(state.params, state.optimizer, in_flight.residuals, zero, zero)
-        )
-        update = StageUpdate(staged, device)
-        now = arrays_at_step(shape, arrays, device, num_entered)
-        end = engine.run(
-            now, read_version, batches, start, partial(update_stage, staged, shape, update, state, timeline)
-        )
-        weights: Weights = end.weights
-        sums, nonfinite = psum_small((end.sums, weights.nonfinite), (DATA, STAGE))
-        grad_norm = jnp.sqrt(jax.lax.psum(update.counted(weights.squared_norm), STAGE))
+        held = Weights(state.params, state.optimizer, in_flight.residuals, zero, zero)
+        start = engine.start()._replace(**in_flight.buffers, weights=held)
+        now = arrays_at_step(shape, arrays, device, in_flight.num_entered)
+        stage_update = StageUpdate(staged, device)
+        update = update_of_clock(staged, shape, stage_update, state, timeline)
+        end = engine.run(now, lambda held, slot: read_version(held.versions, slot), batches, start, update)
+        held = end.weights
+        sums, nonfinite = psum_small((end.sums, held.nonfinite), (DATA, STAGE))
+        grad_norm = jnp.sqrt(jax.lax.psum(stage_update.counted(held.squared_norm), STAGE))
         metrics = Metrics(sums, grad_norm, (nonfinite == 0) & jnp.isfinite(sums.loss))
-        kept = (
-            {name: x[: len(in_flight.batches[name])] for name, x in microbatches.items()} if in_flight.batches else {}
-        )
+        kept = {name: microbatches[name][: len(x)] for name, x in earlier.items()}
         buffers = {name: getattr(end, name) for name in BUFFERS}
-        private = WorkInFlight(num_entered + 1, weights.residuals, buffers, kept)
-        after = PackedState(state.step + 1, state.key, weights.versions, weights.optimizer, private)
+        private = WorkInFlight(in_flight.num_entered + 1, held.residuals, buffers, kept)
+        after = PackedState(state.step + 1, state.key, held.versions, held.optimizer, private)
         return state_of.packed.out(after), metrics
 
     return step
 
 
-def split_batches(state: PackedState, microbatches: Batch, shape: TableShape) -> StepBatches:
-    """Return the batches of a step, with their dropout keys and the divisors of their losses."""
-    keys = jax.vmap(lambda age: steps.dropout_key(state.key, state.step - age))(jnp.arange(shape.num_batches))
-    weights = microbatches["weights"].reshape(shape.num_batches, -1).sum(axis=1)
-    return StepBatches(microbatches, keys, jax.lax.pmean(weights, DATA))
+def update_of_clock(
+    staged: StagedState, shape: TableShape, update: StageUpdate, before: PackedState, timeline: Timeline | None
+) -> Callable[[Carry, jax.Array], Carry]:
+    """Return the function that runs the update of a clock, if the table has one. before: the state before the step.
 
-
-def read_version(weights: Weights, slot: jax.Array) -> Packed:
-    """Return the version of the parameters in a slot."""
-    return tuple(jax.lax.dynamic_index_in_dim(x, slot, 0, keepdims=False) for x in weights.versions)
-
-
-def update_stage(
-    staged: StagedState,
-    shape: TableShape,
-    update: StageUpdate,
-    before: PackedState,
-    timeline: Timeline | None,
-    carry: Carry,
-    age: jax.Array,
-) -> Carry:
-    """Run the update of a clock, if the table has one.
-
-    Args:
-      staged: distribution of the state.
-      shape: shape of the table.
-      update: the optimizer step.
-      before: the state before the step, in local form.
-      timeline: measures the update; None: no measurement.
-      carry: what the device carries.
-      age: entry of TableArrays.updates.
+    Its second argument is an entry of TableArrays.updates: the number of batches that have entered since the one of
+    the gradient, or NONE.
     """
 
-    def apply(_: jax.Array, values: tuple[Packed, Weights]) -> tuple[Packed, Weights]:
-        of_action = ActionNumbers(ACTION_KINDS[U].phase, (age + 1) * shape.num_microbatches - 1, 0)
-        if timeline is not None:
-            values = timeline.begin(of_action, values)
-        accumulated, weights = values
-        weights = updated_weights(staged, shape, update, before, accumulated, weights, age)
-        values = jax.tree.map(jnp.zeros_like, accumulated), weights
-        if timeline is not None:
-            values = timeline.end(of_action, values)
-        return values
+    def updated(accumulated: Packed, weights: Weights, age: jax.Array) -> Weights:
+        kept = jnp.asarray(shape.num_versions)[jax.lax.axis_index(STAGE)]
+        version = before.private.num_entered - age
+        # 1. Exchange the gradient. A compressor may hide infinities and NaNs, so count them before.
+        grads = update.over_replicas(accumulated)
+        nonfinite_count = jax.lax.psum(steps.nonfinite_count(grads), DATA)
+        grads, residuals = staged.exchanged(grads, weights.residuals, optax.tree.norm(grads))
+        # 2. Take the optimizer step from the newest version. With a gradient norm of NaN it keeps that version.
+        norm = optax.tree.norm(grads)
+        newest = read_version(weights.versions, version_slot(version, kept))
+        state = PackedState(before.step - age, before.key, newest, weights.optimizer)  # learning rate of the batch
+        checked_norm = jnp.where(nonfinite_count == 0, norm, jnp.nan)
+        after, metrics = update(state, grads, staged.problem.task.zeros(), checked_norm)
+        # 3. Write the version that follows it.
+        versions = written_at(after.params, version_slot(version + 1, kept), weights.versions)
+        residuals = kept_if(metrics.finite, residuals, weights.residuals)
+        nonfinite = jnp.maximum(weights.nonfinite, 1.0 - metrics.finite)
+        return Weights(versions, after.optimizer, residuals, jnp.square(norm), nonfinite)
 
-    has_update = age != NONE
-    with jax.named_scope(UPDATE):
-        # A loop with at most one iteration: XLA copies all weights in the empty branch of a conditional.
-        grads, weights = jax.lax.fori_loop(0, jnp.where(has_update, 1, 0), apply, (carry.grads, carry.weights))
-    carry = carry._replace(grads=grads, weights=weights)
-    has_collectives = staged.packed.axes[DATA] > 1 or bool(staged.stages.groups)
-    if not has_collectives:
-        return carry
-    # On the CPU, nothing orders collectives inside a loop relative to those outside of it, so devices could deadlock.
-    # So the transfers at the end of the clock must start after those of the update.
-    activation, gradient = computed_after(weights.nonfinite, (carry.activation, carry.gradient))
-    return carry._replace(activation=activation, gradient=gradient)
+    def run(carry: Carry, age: jax.Array) -> Carry:
+        def apply(_: jax.Array, values: tuple[Packed, Weights]) -> tuple[Packed, Weights]:
+            of_action = ActionNumbers(ACTION_KINDS[U].phase, (age + 1) * shape.num_microbatches - 1, 0)
+            if timeline is not None:
+                values = timeline.begin(of_action, values)
+            accumulated, weights = values
+            values = jax.tree.map(jnp.zeros_like, accumulated), updated(accumulated, weights, age)
+            return values if timeline is None else timeline.end(of_action, values)
 
+        with jax.named_scope(UPDATE):
+            # A loop with at most one iteration: XLA copies all weights in the empty branch of a conditional.
+            trips = jnp.where(age != NONE, 1, 0)
+            grads, weights = jax.lax.fori_loop(0, trips, apply, (carry.grads, carry.weights))
+        carry = carry._replace(grads=grads, weights=weights)
+        if staged.packed.axes[DATA] == 1 and not staged.stages.has_replicas:
+            return carry
+        # On the CPU, nothing orders collectives inside a loop relative to those outside of it, so devices could
+        # deadlock. So the transfers at the end of the clock must start after those of the update: they depend on
+        # `nonfinite` now, and the compiler does not know that it is never negative.
+        is_updated = weights.nonfinite >= 0
+        activation, gradient = jax.tree.map(
+            lambda x: jnp.where(is_updated, x, jnp.zeros_like(x)), (carry.activation, carry.gradient)
+        )
+        return carry._replace(activation=activation, gradient=gradient)
 
-def updated_weights(
-    staged: StagedState,
-    shape: TableShape,
-    update: StageUpdate,
-    before: PackedState,
-    accumulated: Packed,
-    weights: Weights,
-    age: jax.Array,
-) -> Weights:
-    """Exchange the gradient of a batch with the replicas of the stage, and write the next version of the weights.
-
-    Args:
-      staged: distribution of the state.
-      shape: shape of the table.
-      update: the optimizer step.
-      before: the state before the step, in local form.
-      accumulated: the gradient of the batch on this device.
-      weights: the weights before the update.
-      age: number of batches that have entered since this one.
-    """
-    kept = jnp.asarray(shape.num_versions)[jax.lax.axis_index(STAGE)]
-    version = before.private.num_entered - age
-    # 1. Exchange the gradient. A compressor may hide infinities and NaNs, so count them before.
-    grads = update.over_replicas(accumulated)
-    nonfinite_count = jax.lax.psum(steps.nonfinite_count(grads), DATA)
-    if staged.all_reduce.clip_norm:
-        grads = clipped(grads, optax.tree.norm(grads), staged.all_reduce.clip_norm)
-    grads, residuals = staged.all_reduce.mean(grads, weights.residuals)
-    # 2. Take the optimizer step from the newest version. With a gradient norm of NaN it keeps that version.
-    norm = optax.tree.norm(grads)
-    newest = read_version(weights, version_slot(version, kept))
-    state = PackedState(before.step - age, before.key, newest, weights.optimizer)  # the learning rate is the batch's
-    checked_norm = jnp.where(nonfinite_count == 0, norm, jnp.nan)
-    after, metrics = update(state, grads, staged.problem.task.zeros(), checked_norm)
-    # 3. Write the version that follows it.
-    slot = version_slot(version + 1, kept)
-    versions = tuple(
-        jax.lax.dynamic_update_index_in_dim(x, new, slot, 0)
-        for x, new in zip(weights.versions, after.params, strict=True)
-    )
-    residuals = jax.tree.map(lambda new, old: jnp.where(metrics.finite, new, old), residuals, weights.residuals)
-    nonfinite = jnp.maximum(weights.nonfinite, 1.0 - metrics.finite)
-    return Weights(versions, after.optimizer, residuals, jnp.square(norm), nonfinite)
-
-
-def computed_after(flag: jax.Array, values: Any) -> Any:
-    """Return the values, which depend on `flag` now, so that nothing can use them before it is known.
-
-    flag: a number that is at least 0. The compiler does not know this, so it cannot remove the dependence.
-    """
-    return jax.tree.map(lambda x: jnp.where(flag >= 0, x, jnp.zeros_like(x)), values)
+    return run
 
 
 def update_trips(shape: TableShape, num_clocks: int) -> dict[str, tuple[float, ...]]:

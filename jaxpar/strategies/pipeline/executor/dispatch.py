@@ -5,7 +5,7 @@ it in this order, each program as soon as its inputs have arrived. So there are 
 it reads, and no array is as large as the largest stage needs. The numbers are those of engine.py:
 
     begin      1. and 2.   one program on all devices: splits the batch; dropout key, divisor of the loss
-    F, B, W    4. to 6.    one program for each column (columns.py), chunk and phase; it donates what it accumulates
+    F, B, W    4. to 6.    one program for each column (enqueue.py), chunk and phase; it donates what it accumulates
     transfer   7.          `jax.device_put` of y or dX to the column that reads it
     finish     8. to 10.   dispatch_update.py; in a pipeline that never drains, dispatch_continuous.py
 """
@@ -21,15 +21,21 @@ from jax.sharding import NamedSharding
 
 from jaxpar.core import step as steps
 from jaxpar.models.model import Batch, Params
-from jaxpar.strategies.pipeline.executor.columns import (
+from jaxpar.strategies.pipeline.executor.enqueue import (
+    DEVICES,
     DIVIDED,
     LOCAL,
     ON_ALL,
+    Compiler,
+    Host,
     MeshColumns,
+    Program,
+    program_on,
+    restricted,
     with_leading,
     without_leading,
 )
-from jaxpar.strategies.pipeline.executor.enqueue import DEVICES, Compiler, Host, Program, program_on
+from jaxpar.strategies.pipeline.executor.packing import at_index
 from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs, StagePrograms
 from jaxpar.strategies.pipeline.executor.stages import Stages
 from jaxpar.strategies.pipeline.tables.table import ACTION_KINDS, StageDevices, Table, U, receiver
@@ -74,11 +80,6 @@ class Work(NamedTuple):
     sums: dict[int, list[Sums]]  # metric sums of each microbatch, by column of the last stage
 
 
-def no_work() -> Work:
-    """Return the work of an empty pipeline."""
-    return Work({}, {}, {}, {})
-
-
 def dispatch_order(table: Table) -> list[DispatchedAction]:
     """Return the actions of a table in the order of its clocks. An action comes after those whose results it reads."""
     devices, order = StageDevices(table.stages), []
@@ -90,21 +91,13 @@ def dispatch_order(table: Table) -> list[DispatchedAction]:
 
 
 class StageDispatcher:
-    """Enqueues the actions of a table on the columns of a mesh.
-
-    Attributes:
-      order: the actions.
-      num_microbatches: number of microbatches of a batch.
-    """
+    """Enqueues the actions of a table on the columns of a mesh."""
 
     def __init__(self, stages: Stages, table: Table, columns: MeshColumns, *, num_phases: int, remat: str):
         """num_phases and remat: as in `StagePrograms`."""
         self._stages, self._columns, self._num_phases, self._remat = stages, columns, num_phases, remat
-        self.order, self.num_microbatches, self._numbers = (
-            dispatch_order(table),
-            table.num_microbatches,
-            stages.program_numbers,
-        )
+        self.order, self.num_microbatches = dispatch_order(table), table.num_microbatches
+        self._numbers = stages.program_numbers
         self._program = functools.cache(self._make_program)
         self._zeros = functools.cache(self._make_zeros)
         self._on_columns: dict[tuple[bool, int, int], Any] = {}
@@ -112,14 +105,10 @@ class StageDispatcher:
     def run(self, params: Sequence[Params], inputs: Sequence[StepInputs], host: Host = DEVICES) -> Work:
         """Enqueue all actions of a table with a flush, and return their gradients and metric sums.
 
-        Args:
-          params: parameters by group, named as on the example of its kind.
-          inputs: inputs of the step by column.
-          host: enqueues the programs.
+        params: by group, named as on the example of its kind. inputs: by column.
         """
-        split = [self._columns.split_group(group, held) for group, held in enumerate(params)]
-        parts = {column: self.parts(column, held) for of_group in split for column, held in of_group.items()}
-        work = no_work()
+        parts = {column: of for group, held in enumerate(params) for column, of in self.parts(group, held).items()}
+        work = Work({}, {}, {}, {})
         for action in self.order:
             self.act(action, parts[action.column], inputs[action.column], work, host)
         return work
@@ -129,12 +118,7 @@ class StageDispatcher:
     ) -> None:
         """Enqueue an action that is not a U, which takes its inputs from `work` and adds its results to it.
 
-        Args:
-          action: the action, whose microbatch is counted from any batch.
-          parts: parameters of each chunk of its column, from `parts`.
-          inputs: inputs of its batch on its column.
-          work: the work.
-          host: enqueues the programs.
+        action: its microbatch is counted from any batch. parts: `parts` of its column. inputs: of its batch.
         """
         column, chunk, phase, microbatch, stage, _, to = action
         stash, accumulated = work.stashes.pop((stage, microbatch), {}), None
@@ -165,10 +149,14 @@ class StageDispatcher:
             sharding = NamedSharding(self._columns.of_column[to[1]], LOCAL)
             work.arrived[phase, to[0], microbatch] = host.send(result, sharding)
 
-    def parts(self, column: int, held: Params) -> list[Params]:
-        """Return the parameters of each chunk of a column."""
-        example = self._stages.examples[self._stages.kinds[column]]
-        return [self._stages.part(held, example, chunk) for chunk in range(self._numbers.shape[1])]
+    def parts(self, group: int, params: Params) -> dict[int, list[Params]]:
+        """Return the parameters of each chunk of the columns of a group, by column."""
+        parts = {}
+        for column in self._columns.groups[group]:
+            held, chunks = restricted(params, self._columns.of_column[column]), range(self._numbers.shape[1])
+            example = self._stages.examples[self._stages.kinds[column]]
+            parts[column] = [self._stages.part(held, example, chunk) for chunk in chunks]
+        return parts
 
     def _on_column(self, host: Host, column: int, number: int) -> Any:
         """Return an int32 on a column, which it keeps: to send one takes longer than to enqueue a program."""
@@ -176,8 +164,7 @@ class StageDispatcher:
         key = is_shape, column, number
         if key not in self._on_columns:
             sharding = NamedSharding(self._columns.of_column[column], ON_ALL)
-            to = host if is_shape else DEVICES
-            self._on_columns[key] = to.send(np.asarray(number, np.int32), sharding)
+            self._on_columns[key] = (host if is_shape else DEVICES).send(np.asarray(number, np.int32), sharding)
         return self._on_columns[key]
 
     def _make_zeros(self, column: int) -> Program:
@@ -187,35 +174,26 @@ class StageDispatcher:
         return program_on(self._columns.of_column[column], on_device, (ON_ALL,), LOCAL, ("parameters",))
 
     def _make_program(self, column: int, chunk: int, phase: int) -> Program:
-        """Return the program of a phase.
-
-        Its results are the transfer to send, metric sums, gradients, values to stash, and a zero, which is ready when
-        the program has run.
-        """
         number, is_first = int(self._numbers[column, chunk]), self._stages.placement[column, chunk] == 0
 
         def on_device(
             part: Params, inputs: StepInputs, index: jax.Array, shift: jax.Array, arrived: Any, saved: Any, grads: Any
         ) -> Any:
             arrived, saved, grads = without_leading((arrived, saved, grads))
-            microbatch = {
-                name: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
-                for name, x in inputs.microbatches.items()
-            }
+            microbatch = {name: at_index(x, index) for name, x in inputs.microbatches.items()}
             key = None if inputs.key is None else jax.random.wrap_key_data(inputs.key)
             x, dy = (arrived if phase == reading else None for reading in (0, 1))
             of_stage = StageInputs(part, microbatch, key, shift, inputs.weight, x, dy)
-            outputs, made = self.programs(*steps.abstract((microbatch, key))).run(number, phase, of_stage, saved)
+            like, phases = steps.abstract((microbatch, key)), self._num_phases
+            programs = StagePrograms(self._stages, *like, num_phases=phases, remat=self._remat)
+            outputs, made = programs.run(number, phase, of_stage, saved)
             if outputs.dparams is not None:
                 grads = jax.tree.map(jnp.add, grads, outputs.dparams)
             result = outputs.y if phase == 0 else None if is_first else outputs.dx
+            # The last one is ready when the program has run, and no later program donates it (timeline.py).
             return with_leading((result, outputs.sums, grads, made, jnp.zeros(())))
 
         specs = (ON_ALL, SHARED_SPECS, ON_ALL, ON_ALL, LOCAL, LOCAL, LOCAL)
         kinds = ("parameters", "inputs", "inputs", "inputs", "transfers", "stashes", "gradients")
         program = program_on(self._columns.of_column[column], on_device, specs, LOCAL, kinds, donate_argnums=6)
         return program._replace(is_action=True)
-
-    def programs(self, microbatch: Batch, key: Any) -> StagePrograms:
-        """Return the stage programs for a microbatch and a key of these shapes."""
-        return StagePrograms(self._stages, microbatch, key, num_phases=self._num_phases, remat=self._remat)

@@ -1,15 +1,14 @@
 """A training step of a pipeline that never drains, whose stages are dispatched as programs of their own.
 
 The table is periodic (jaxpar/strategies/pipeline/tables/periodic.py): in a step, a batch enters, and every stage works
-on the batches that are in flight. A group (columns.py) is updated by an action of its own, U: one program, which
-averages the gradient over the replicas of the pipeline and takes the optimizer step. The numbers are those of
-continuous.py.
+on the batches that are in flight. A group (enqueue.py) is updated by an action of its own, U: one program, which
+averages the gradient over the replicas of the pipeline and takes the optimizer step.
 
 A version of the weights is one tree of arrays. Earlier versions are kept until their last action has been enqueued, and
 what is in flight is what actions have made for later ones, so that nothing is copied between steps.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,24 +22,27 @@ from jaxpar.core import step as steps
 from jaxpar.core.mesh import DATA
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics
-from jaxpar.launch import processes
+from jaxpar.launch.processes import fetch_from_owners, put_on_devices
 from jaxpar.layout import Tree
 from jaxpar.models.model import Params
-from jaxpar.strategies.pipeline.executor.columns import (
+from jaxpar.strategies.pipeline.executor.dispatch import DispatchedAction, StageDispatcher, StepInputs, Work
+from jaxpar.strategies.pipeline.executor.dispatch_update import DispatchedState, FlushedSteps, over_replicas
+from jaxpar.strategies.pipeline.executor.enqueue import (
     DIVIDED,
     LOCAL,
     ON_ALL,
+    Host,
     MeshColumns,
+    Program,
+    program_on,
     restricted,
     with_leading,
     without_leading,
 )
-from jaxpar.strategies.pipeline.executor.dispatch import DispatchedAction, StageDispatcher, StepInputs, Work, no_work
-from jaxpar.strategies.pipeline.executor.dispatch_update import DispatchedState, StageUpdates, kept_if, over_replicas
-from jaxpar.strategies.pipeline.executor.enqueue import Host, Program, program_on
 from jaxpar.strategies.pipeline.executor.stage_programs import StagePrograms
-from jaxpar.strategies.pipeline.executor.state import StagedState
+from jaxpar.strategies.pipeline.executor.state import StagedState, kept_if
 from jaxpar.strategies.pipeline.tables.table import StageDevices
+from jaxpar.strategies.placement import IN_PLACE
 from jaxpar.tasks import Sums
 
 
@@ -80,54 +82,34 @@ class GroupWeights:
         return self.versions[self.number], self.optimizer, self.residuals
 
 
-class ContinuousSteps:
+class ContinuousSteps(FlushedSteps):
     """Enqueues the steps of a periodic table, and converts what is in flight between them."""
 
-    def __init__(
-        self,
-        staged: StagedState,
-        columns: MeshColumns,
-        programs: StagePrograms,
-        dispatcher: StageDispatcher,
-        updates: StageUpdates,
-        options: Mapping[str, Any],
-    ):
-        """Make the programs.
-
-        Args:
-          staged: distribution of the state, and the exchange of gradients.
-          columns: the columns and groups of the mesh.
-          programs: the programs of the stages.
-          dispatcher: enqueues the actions of the periodic table.
-          updates: adds the gradients and metric sums of columns.
-          options: compiler options of the updates.
-        """
+    def __init__(self, staged: StagedState, columns: MeshColumns, dispatcher: StageDispatcher, programs: StagePrograms):
         assert staged.stages.placement.shape[1] == 1, "these schedules have one chunk per device"
-        self._staged, self._columns, self._dispatcher, self._updates = staged, columns, dispatcher, updates
         self._programs, self._devices = programs, StageDevices(staged.stages.placement)
         self._m, self._order = dispatcher.num_microbatches, dispatcher.order
-        groups = range(len(columns.groups))
+        self._columns, groups = columns, range(len(columns.groups))
         # All replicas of a stage have a U. The stage is updated at the last one.
         self._update_at = {columns.group_of[a.column]: i for i, a in enumerate(self._order) if a.is_update}
         self._age_of_update = {g: -(self._order[i].microbatch // self._m) for g, i in self._update_at.items()}
         # The oldest version that a group reads after its update, and after a step, if batch 0 enters in this step.
         self._read_after_update = {g: self._oldest_read(g, i) for g, i in self._update_at.items()}
         self._read_after_step = {g: self._oldest_read(g, len(self._order)) for g in groups}
-        self._update = [self._make_update(g, options) for g in groups]
-        mesh, spec = columns.of_group[updates.last], (LOCAL, ON_ALL, ON_ALL)
-        self._metrics = program_on(mesh, self._agree, spec, ON_ALL, ("inputs", "inputs", "inputs"))
+        super().__init__(staged, columns, dispatcher)  # makes the programs, with `_make_update`
 
     def begin(self, state: DispatchedState) -> DispatchedState:
         """Return a state whose private state is that of step 0, with an empty pipeline."""
-        return self._empty(state, self._updates.init_private(state.params))
+        return self._empty(super().begin(state))
 
     def abstract(self, state: DispatchedState) -> DispatchedState:
         """Return what `begin` returns, of shapes."""
-        return self._empty(state, self._updates.abstract_private(state.params))
+        return self._empty(super().abstract(state))
 
-    def _empty(self, state: DispatchedState, residuals: Sequence[Tree]) -> DispatchedState:
+    def _empty(self, state: DispatchedState) -> DispatchedState:
         versions: list[dict[int, Params]] = [{} for _ in state.params]
-        return state._replace(private=DispatchedFlight(np.zeros((), np.int32), residuals, versions, {}, no_work()))
+        flight = DispatchedFlight(np.zeros((), np.int32), state.private, versions, {}, Work({}, {}, {}, {}))
+        return state._replace(private=flight)
 
     def actions(self, state: DispatchedState) -> list[DispatchedAction]:
         """Return the actions of the next step: those on batches that have entered, with one U for each group."""
@@ -135,16 +117,10 @@ class ContinuousSteps:
         return [a for i, a in enumerate(self._order) if a.microbatch // self._m + now >= 0 and self._runs(i)]
 
     def __call__(self, state: DispatchedState, inputs: StepInputs, host: Host) -> tuple[DispatchedState, Metrics]:
-        """Enqueue a step.
+        """Enqueue a step. inputs: those of the batch that enters, on all devices.
 
-        Args:
-          state: the state.
-          inputs: inputs of the batch that enters, on all devices.
-          host: enqueues the programs.
-
-        Returns:
-          The state with the old `step`, and the metrics: those of the microbatches that reached the last stage. Their
-          gradient norm is that of the updates of this step, whose batches differ between stages.
+        Returns the state with the old `step`, and the metrics: those of the microbatches that reached the last stage.
+        Their gradient norm is that of the updates of this step, whose batches differ between stages.
         """
         flight: DispatchedFlight = state.private
         now, columns, weights = int(flight.num_entered), self._columns, self._weights(state)
@@ -162,7 +138,7 @@ class ContinuousSteps:
                 absolute = action._replace(microbatch=now * self._m + action.microbatch)
                 self._dispatcher.act(absolute, parts, batches[batch].inputs[action.column], work, host)
         squares, nonfinite = ([of_group.checks[i] for of_group in weights if of_group.checks] for i in (0, 1))
-        metrics = self._updates.here(self._updates.agreed(self._metrics, work, squares, nonfinite, host), host)
+        metrics = self._here(self._agree_on(work, squares, nonfinite, host), host)
         params, optimizer, residuals = zip(*(of.newest for of in weights), strict=True)
         versions = [
             {v: of for v, of in of_group.versions.items() if now + self._read_after_step[g] <= v < of_group.number}
@@ -186,20 +162,19 @@ class ContinuousSteps:
         return weights
 
     def _add_version(self, group: int, weights: GroupWeights, version: int, params: Params) -> None:
-        split = self._columns.split_group(group, params)
-        weights.versions[version] = params
-        weights.parts[version] = {column: self._dispatcher.parts(column, held) for column, held in split.items()}
+        weights.versions[version], weights.parts[version] = params, self._dispatcher.parts(group, params)
 
     def _update_group(
         self, group: int, batch: int, now: int, step: Any, weights: GroupWeights, work: Work, host: Host
     ) -> None:
         """Enqueue the update of a group with the gradient of a batch."""
+        # Drop the versions that are not read any more before the update, which writes to the arrays of the newest one.
         oldest = min(now + self._read_after_update[group], batch + 1)
-        params, optimizer, residuals = weights.newest
+        newest = weights.newest
         for version in [v for v in weights.versions if v < oldest]:
             del weights.versions[version], weights.parts[version]
         grads = self._columns.joined(group, [work.grads.pop(column) for column in self._columns.groups[group]])
-        results = self._updates.alone(host, self._update[group], step, params, optimizer, residuals, grads)
+        results = self._alone(host, self._update[group], step, *newest, grads)
         params, weights.optimizer, weights.residuals, *weights.checks = results
         weights.number = batch + 1
         self._add_version(group, weights, batch + 1, params)
@@ -214,30 +189,29 @@ class ContinuousSteps:
 
         Counted as if batch 0 enters in this step.
         """
+        reads = {
+            i: action.microbatch // self._m + action.version
+            for i, action in enumerate(self._order)
+            if action.column in self._columns.groups[group] and not action.is_update
+        }
+        return min([1 + min(reads.values()), *(read for i, read in reads.items() if i > place)])
 
-        def reads(places: Sequence[int]) -> list[int]:
-            actions = [self._order[i] for i in places]
-            return [
-                action.microbatch // self._m + action.version
-                for action in actions
-                if action.column in self._columns.groups[group] and not action.is_update
-            ]
+    def _agreed(self, sums: Sums, squares: list[jax.Array], nonfinite: list[jax.Array]) -> Metrics:
+        total = over_replicas(sums)
+        is_finite = sum(nonfinite, jnp.zeros(())) == 0
+        return Metrics(total, jnp.sqrt(sum(squares, jnp.zeros(()))), is_finite & jnp.isfinite(total.loss))
 
-        all_places = range(len(self._order))
-        return min([1 + min(reads(all_places)), *reads(all_places[place + 1 :])])
-
-    def _make_update(self, group: int, options: Mapping[str, Any]) -> Program:
+    def _make_update(self, group: int) -> Program:
         problem = self._staged.problem
-        is_read_later = self._read_after_update[group] <= -self._age_of_update[group]
 
         def on_device(
             step: jax.Array, params: Params, optimizer: Any, residuals: Tree, of_chunks: list[Params]
         ) -> tuple[Any, ...]:
             before, of_chunks = without_leading((residuals, of_chunks))
             # A compressor may hide infinities and NaNs, so count them before the exchange.
-            grads = self._updates.merged(group, of_chunks)
+            grads = self._merged(group, of_chunks)
             nonfinite = jax.lax.psum(steps.nonfinite_count(grads), DATA)
-            grads, after = self._updates.exchanged(grads, before, optax.tree.norm(grads))
+            grads, after = self._staged.exchanged(grads, before, optax.tree.norm(grads))
             # With a gradient norm of NaN, the update changes nothing.
             norm = optax.tree.norm(grads)
             state = State(step, jnp.zeros(()), params, optimizer)
@@ -248,14 +222,10 @@ class ContinuousSteps:
 
         specs, results = (ON_ALL, ON_ALL, ON_ALL, LOCAL, LOCAL), (ON_ALL, ON_ALL, LOCAL, ON_ALL, ON_ALL)
         kinds = ("inputs", "parameters", "optimizer", "private", "gradients")
-        jitting = {"donate_argnums": (2, 3) if is_read_later else (1, 2, 3), "compiler_options": options}
-        program = program_on(self._columns.of_group[group], on_device, specs, results, kinds, **jitting)
+        is_read_later = self._read_after_update[group] <= -self._age_of_update[group]
+        options: Any = {"donate_argnums": (2, 3) if is_read_later else (1, 2, 3), "compiler_options": IN_PLACE}
+        program = program_on(self._columns.of_group[group], on_device, specs, results, kinds, **options)
         return program._replace(is_action=True)
-
-    def _agree(self, sums: Sums, squares: list[jax.Array], nonfinite: list[jax.Array]) -> Metrics:
-        total = over_replicas(sums)
-        is_finite = sum(nonfinite, jnp.zeros(())) == 0
-        return Metrics(total, jnp.sqrt(sum(squares, jnp.zeros(()))), is_finite & jnp.isfinite(total.loss))
 
     # ---- the private state in a checkpoint ----------------------------------------------------------
 
@@ -268,77 +238,67 @@ class ContinuousSteps:
         flight: DispatchedFlight = state.private
         stashes = {(*place, *key): values for place, of in flight.work.stashes.items() for key, values in of.items()}
         trees: dict[str, dict[Any, Any]] = {
-            "residuals": dict(enumerate(flight.residuals)),
-            "optimizer": dict(enumerate(state.optimizer)),
+            "residuals": {(g,): tree for g, tree in enumerate(flight.residuals)},
+            "optimizer": {(g,): tree for g, tree in enumerate(state.optimizer)},
             "versions": {(g, v): params for g, of in enumerate(flight.versions) for v, params in of.items()},
-            "batches": {number: (batch.step[0], batch.inputs[0]) for number, batch in flight.batches.items()},
+            "batches": {(number,): (batch.step[0], batch.inputs[0]) for number, batch in flight.batches.items()},
             "arrived": flight.work.arrived,
             "stashes": stashes,
-            "grads": flight.work.grads,
+            "grads": {(column,): of_chunks for column, of_chunks in flight.work.grads.items()},
         }
-        named = {name: {_to_name(key): _leaves(tree) for key, tree in of.items()} for name, of in trees.items()}
-        fetched: Canonical = processes.fetch_from_owners({name: of for name, of in named.items() if of})
+
+        def leaves_of(tree: Tree) -> dict[str, Any]:
+            return {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
+
+        named = {
+            name: {" ".join(map(str, key)): leaves_of(tree) for key, tree in of.items()} for name, of in trees.items()
+        }
+        fetched: Canonical = fetch_from_owners({name: of for name, of in named.items() if of})
         return {"num_entered": flight.num_entered, **fetched}
 
     def from_private(self, state: DispatchedState, private: Canonical) -> DispatchedState:
-        """Return a state with the private state that `to_private` returned.
-
-        Args:
-          state: a state with an empty pipeline, from `begin`.
-          private: the private state.
-        """
+        """Return a state of `begin`, whose pipeline is empty, with the private state that `to_private` returned."""
         columns, programs, flight = self._columns, self._programs, state.private
         on_group = [NamedSharding(mesh, ON_ALL) for mesh in columns.of_group]
+        on_column = [NamedSharding(mesh, LOCAL) for mesh in columns.of_column]
 
-        def saved(name: str) -> dict[tuple[int, ...], list[Any]]:
-            of_name = private.get(name, {})
-            return {_from_name(key): [leaves[str(i)] for i in range(len(leaves))] for key, leaves in of_name.items()}
+        def saved(name: str, like: Callable[..., Tree]) -> list[tuple[Any, Any]]:
+            """Return the keys and trees of a name, on the host. like: key -> a tree of the same structure."""
+            trees = []
+            for text, leaves in private.get(name, {}).items():
+                key = tuple(map(int, text.split()))
+                structure = jax.tree.structure(like(*key))
+                trees.append((key, jax.tree.unflatten(structure, [leaves[str(i)] for i in range(len(leaves))])))
+            return trees
 
-        def put(leaves: Sequence[Any], like: Tree, sharding: NamedSharding) -> Any:
-            return processes.put_on_devices(jax.tree.unflatten(jax.tree.structure(like), leaves), sharding)
+        def program(stage: int, microbatch: int) -> int:
+            return int(programs.numbers[self._devices.device(stage, microbatch), 0])
 
-        def local(column: int) -> NamedSharding:
-            return NamedSharding(columns.of_column[column], LOCAL)
+        def of_stash(stage: int, microbatch: int, made: int, last: int) -> Tree:
+            return programs.programs[program(stage, microbatch)].cut.saved[made, last]
 
-        like: Tree
         residuals, optimizer = list(flight.residuals), list(state.optimizer)
-        for (g,), leaves in saved("residuals").items():
-            residuals[g] = put(leaves, residuals[g], NamedSharding(columns.of_group[g], LOCAL))
-        for (g,), leaves in saved("optimizer").items():
-            optimizer[g] = put(leaves, optimizer[g], on_group[g])
-        for (g, version), leaves in saved("versions").items():
-            flight.versions[g][version] = put(leaves, state.params[g], on_group[g])
-        batches, work = {}, no_work()
-        of_batch = 0, StepInputs(0, 0, dict(programs.programs[0].inputs.microbatch))
+        for (g,), tree in saved("residuals", residuals.__getitem__):
+            residuals[g] = put_on_devices(tree, NamedSharding(columns.of_group[g], LOCAL))
+        for (g,), tree in saved("optimizer", optimizer.__getitem__):
+            optimizer[g] = put_on_devices(tree, on_group[g])
+        for (g, version), tree in saved("versions", lambda g, _version: state.params[g]):
+            flight.versions[g][version] = put_on_devices(tree, on_group[g])
+        batches, work = {}, Work({}, {}, {}, {})
         on_all, divided = (NamedSharding(columns.mesh, spec) for spec in (ON_ALL, DIVIDED))
-        for (number,), leaves in saved("batches").items():
-            step, inputs = jax.tree.unflatten(jax.tree.structure(of_batch), leaves)
-            step, key_data, weight = processes.put_on_devices((step, inputs.key, inputs.weight), on_all)
-            inputs = StepInputs(key_data, weight, processes.put_on_devices(inputs.microbatches, divided))
+        of_batch = 0, StepInputs(0, 0, dict(programs.programs[0].inputs.microbatch))
+        for (number,), (step, inputs) in saved("batches", lambda _number: of_batch):
+            step, key_data, weight = put_on_devices((step, inputs.key, inputs.weight), on_all)
+            inputs = StepInputs(key_data, weight, put_on_devices(inputs.microbatches, divided))
             of_groups = [restricted(step, mesh) for mesh in columns.of_group]
             batches[number] = EnteredBatch(of_groups, columns.split(inputs))
-        for (phase, stage, microbatch), leaves in saved("arrived").items():
-            column = self._devices.device(stage, microbatch)
-            like = programs.received(int(programs.numbers[column, 0]), phase)
-            work.arrived[phase, stage, microbatch] = put(leaves, like, local(column))
-        for (stage, microbatch, made, last), leaves in saved("stashes").items():
-            column = self._devices.device(stage, microbatch)
-            like = programs.programs[int(programs.numbers[column, 0])].cut.saved[made, last]
-            work.stashes.setdefault((stage, microbatch), {})[made, last] = put(leaves, like, local(column))
-        for (column,), leaves in saved("grads").items():
-            like = self._dispatcher.parts(column, state.params[columns.group_of[column]])
-            work.grads[column] = put(leaves, like, local(column))
+        for key, tree in saved("arrived", lambda phase, *at: programs.received(program(*at), phase)):
+            work.arrived[key] = put_on_devices(tree, on_column[self._devices.device(*key[1:])])
+        for (stage, microbatch, made, last), tree in saved("stashes", of_stash):
+            stash = work.stashes.setdefault((stage, microbatch), {})
+            stash[made, last] = put_on_devices(tree, on_column[self._devices.device(stage, microbatch)])
+        parts = [self._dispatcher.parts(g, params) for g, params in enumerate(state.params)]
+        for (column,), tree in saved("grads", lambda column: parts[columns.group_of[column]][column]):
+            work.grads[column] = put_on_devices(tree, on_column[column])
         in_flight = DispatchedFlight(np.asarray(private["num_entered"]), residuals, flight.versions, batches, work)
         return state._replace(optimizer=tuple(optimizer), private=in_flight)
-
-
-def _leaves(tree: Tree) -> dict[str, Any]:
-    return {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
-
-
-def _to_name(key: int | tuple[int, ...]) -> str:
-    return " ".join(map(str, key if isinstance(key, tuple) else (key,)))
-
-
-def _from_name(name: str) -> tuple[int, ...]:
-    return tuple(map(int, name.split()))

@@ -19,7 +19,6 @@ from jaxpar.layout import Holders, Layout, LeafLayout, Tree
 from jaxpar.strategies.pipeline.executor.dispatch import DispatchedAction
 from jaxpar.strategies.pipeline.executor.dispatch_update import DispatchedState, private_layout
 from jaxpar.strategies.pipeline.executor.stage_programs import StagePrograms
-from jaxpar.strategies.pipeline.executor.stages import Stages
 from jaxpar.strategies.pipeline.executor.state import StagedState
 from jaxpar.strategies.pipeline.tables.periodic import num_in_flight
 from jaxpar.strategies.pipeline.tables.table import Table
@@ -70,17 +69,17 @@ def dispatch_traffic(
                 send(column, x)
     for column in range(len(programs.numbers)):  # gradients of tied arrays, to the owner and back
         for tie in stages.copies(column):
+            owner = next(other for other in range(len(stages.kinds)) if tie.source in stages.layer_names(other))
             for x in jax.tree.leaves(stages.model.shapes[tie.source][tie.source_name]):
                 send(column, x)
-                send(_owner(stages, tie.source), x)
+                send(owner, x)
     sent = [
         Traffic("copy", dtype, STAGE, *max((copies[key], messages[key]) for key in copies if key[0] == dtype))
         for dtype in sorted({dtype for dtype, _ in copies})
     ]
     held = max((stages.select(stages.model.shapes, column) for column in stages.examples), key=nbytes)
-    most = max((len(group) for group in stages.groups), default=1)
+    most, num_arrays = max(map(len, stages.groups)), len(jax.tree.leaves(held))
     # The sum of the gradients of the replicas of a stage.
-    num_arrays = len(jax.tree.leaves(held))
     within = ring_traffic("all-reduce", 2, STAGE, most, nbytes(held), "float32", num_vectors=num_arrays)
     return (*sent, *all_reduce.traffic(held), within)
 
@@ -88,7 +87,7 @@ def dispatch_traffic(
 def dispatched_layouts(staged: StagedState, axes: Mapping[str, int]) -> DispatchedState:
     """Return the layouts of the state: who holds each canonical leaf, and the private state of every group."""
     held = []
-    for columns in columns_of_groups(staged.stages):
+    for columns in staged.stages.groups:
         params = staged.params.packing.tree(staged.stages.kinds[columns[0]])
         of_group = private_layout({**axes, STAGE: len(columns)}, staged.all_reduce, params).local_shapes
         held.append(_local(of_group, columns))
@@ -100,11 +99,11 @@ def in_flight_layouts(
 ) -> dict[str, Layout]:
     """Return the layouts of what is in flight between two steps of a periodic table, when all stages are busy.
 
-    See `DispatchedFlight` (dispatch_continuous.py).
+    The steps are followed from the first one, as in `ContinuousSteps` (dispatch_continuous.py).
     """
     m, stages, axes = table.num_microbatches, programs.stages, staged.packed.axes
     versions = []
-    for columns in columns_of_groups(stages):
+    for columns in stages.groups:
         own = [action for action in order if action.column in columns]
         newest = min(action.microbatch // m for action in own if action.is_update)
         num_earlier = newest - min(action.microbatch // m + action.version for action in own if not action.is_update)
@@ -142,16 +141,7 @@ def in_flight_layouts(
     return {name: Layout(axes, leaves) for name, leaves in parts.items()}
 
 
-def columns_of_groups(stages: Stages) -> list[list[int]]:
-    """Return the columns of each group."""
-    return stages.groups or [[column] for column in range(len(stages.kinds))]
-
-
 def _local(shapes: Tree, columns: Sequence[int]) -> Tree:
     """Return the layout of arrays of the form LOCAL. Of their dims [data, stage], the second is 1 on each device."""
     on = Holders(STAGE, tuple(columns))
     return jax.tree.map(lambda x: LeafLayout((1, *x.shape), x.dtype, leading=(DATA,), holders=on), shapes)
-
-
-def _owner(stages: Stages, layer: str) -> int:
-    return next(column for column in range(len(stages.kinds)) if layer in stages.layer_names(column))

@@ -1,6 +1,6 @@
 """The end of a step of a dispatched pipeline: gradients are exchanged, and every group takes its optimizer step.
 
-    reduce     8.    one program for each group (columns.py): averages its gradients over the replicas by the exchange
+    reduce     8.    one program for each group (enqueue.py): averages its gradients over the replicas by the exchange
     ties       9.    gradients of tied arrays: sent to one of the groups that hold them, summed, and sent back
     agree      9.    metric sums, global norm and finiteness: scalars of all groups, sent to the last one and back
     update    10.    one program for each group: the optimizer step
@@ -24,25 +24,28 @@ from jaxpar.core import step as steps
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics
-from jaxpar.exchange.clip import clipped
 from jaxpar.exchange.exchange import AllReduce
 from jaxpar.launch import processes
 from jaxpar.layout import Layout, Tree
 from jaxpar.models.model import Params
-from jaxpar.strategies.pipeline.executor.columns import (
+from jaxpar.strategies.pipeline.executor.dispatch import DispatchedAction, StageDispatcher, StepInputs, Work
+from jaxpar.strategies.pipeline.executor.enqueue import (
     BY_REPLICA,
+    DEVICES,
     LOCAL,
     ON_ALL,
+    Host,
     MeshColumns,
+    Program,
+    program_on,
     restricted,
     with_leading,
     without_leading,
 )
-from jaxpar.strategies.pipeline.executor.dispatch import DispatchedAction, StageDispatcher, StepInputs, Work
-from jaxpar.strategies.pipeline.executor.enqueue import DEVICES, Host, Program, program_on
 from jaxpar.strategies.pipeline.executor.stages import sum_over_stages
-from jaxpar.strategies.pipeline.executor.state import StagedState
+from jaxpar.strategies.pipeline.executor.state import StagedState, kept_if
 from jaxpar.strategies.pipeline.tables.table import StageDevices
+from jaxpar.strategies.placement import IN_PLACE
 from jaxpar.tasks import Sums
 
 
@@ -59,15 +62,6 @@ class DispatchedState(NamedTuple):
     private: Any
 
 
-class ReducedGradient(NamedTuple):
-    """The gradient of a group."""
-
-    grads: Params  # the mean over the replicas
-    residuals: Tree  # the private state of the exchange after it
-    square: jax.Array  # sum of the squares, without tied arrays that several groups hold
-    nonfinite: jax.Array  # number of devices whose gradient was not finite before the exchange
-
-
 def private_layout(axes: Mapping[str, int], all_reduce: AllReduce, params: Params) -> Layout:
     """Return the layout of the private state of a group, as in LOCAL. axes: those of the group's mesh."""
     like = layout.made_by_replicas(axes, lambda: all_reduce.init(params), DATA)
@@ -77,25 +71,46 @@ def private_layout(axes: Mapping[str, int], all_reduce: AllReduce, params: Param
 class FlushedSteps:
     """Enqueues the steps of a table with a flush, and converts the private state of the exchange."""
 
-    def __init__(self, columns: MeshColumns, dispatcher: StageDispatcher, updates: "StageUpdates"):
-        self._columns, self._dispatcher, self._updates = columns, dispatcher, updates
+    def __init__(self, staged: StagedState, columns: MeshColumns, dispatcher: StageDispatcher):
+        self._staged, self._columns, self._dispatcher = staged, columns, dispatcher
+        stages, groups, on_group = staged.stages, range(len(columns.groups)), columns.of_group
+        self._ties = {array: self._holders(*array) for array in stages.copied}
+        # On virtual CPU devices, programs with collectives must not run at the same time (mesh.one_at_a_time).
+        self._has_collectives = columns.mesh.shape[DATA] > 1 or stages.has_replicas
+        self._last = columns.group_of[StageDevices(stages.placement).of(stages.num_stages - 1)[0]]  # of the last stage
+        one, scalars = ("gradients",), ("inputs",)
+        own = [g for g in groups if any(x.process_index == jax.process_index() for x in on_group[g].devices.flat)]
+        self._own = self._last if self._last in own or not own else own[0]  # a group with devices of this process
+        self._square = [self._make_square(g) for g in groups]
+        self._reduce = [self._make_reduce(g) for g in groups]
+        self._update = [self._make_update(g) for g in groups]
+        self._sum = [program_on(mesh, _sum_and_square, (ON_ALL,), ON_ALL, one) for mesh in on_group]
+        self._add = [program_on(mesh, self._added, (LOCAL,), LOCAL, scalars) for mesh in columns.of_column]
+        self._root = program_on(on_group[0], _root_of_sum, (BY_REPLICA,), BY_REPLICA, scalars)
+        self._total = program_on(on_group[self._last], over_replicas, (LOCAL,), ON_ALL, scalars)
+        self._agree = program_on(on_group[self._last], self._agreed, (LOCAL, ON_ALL, ON_ALL), ON_ALL, 3 * scalars)
 
     def begin(self, state: DispatchedState) -> DispatchedState:
         """Return a state whose private state is that of step 0."""
-        return state._replace(private=self._updates.init_private(state.params))
+
+        def on_device(held: Params) -> Tree:
+            return with_leading(self._staged.all_reduce.init(held))
+
+        programs = [program_on(mesh, on_device, (ON_ALL,), LOCAL, ()) for mesh in self._columns.of_group]
+        private = tuple(program.jitted(held) for program, held in zip(programs, state.params, strict=True))
+        return state._replace(private=private)
 
     def abstract(self, state: DispatchedState) -> DispatchedState:
-        """Return what `begin` returns, of shapes."""
-        return state._replace(private=self._updates.abstract_private(state.params))
+        """Return what `begin` returns, of shapes with shardings."""
+        of_groups = []
+        for mesh, held in zip(self._columns.of_group, state.params, strict=True):
+            private = private_layout(dict(mesh.shape), self._staged.all_reduce, held)
+            of_groups.append(steps.with_shardings(private.shapes, NamedSharding(mesh, LOCAL)))
+        return state._replace(private=tuple(of_groups))
 
     def actions(self, _state: DispatchedState) -> list[DispatchedAction]:
         """Return the actions of the next step."""
         return self._dispatcher.order
-
-    def __call__(self, state: DispatchedState, inputs: StepInputs, host: Host) -> tuple[DispatchedState, Metrics]:
-        """Enqueue a step. inputs: on all devices. Returns the state with the old `step`, and the metrics."""
-        work = self._dispatcher.run(state.params, self._columns.split(inputs), host)
-        return self._updates(state, work, host)
 
     def to_private(self, state: DispatchedState) -> Canonical:
         """Return the private state on the host."""
@@ -108,100 +123,51 @@ class FlushedSteps:
         put = jax.tree.map(lambda x, like: processes.put_on_devices(x, like.sharding), saved, state.private)
         return state._replace(private=put)
 
-
-class StageUpdates:
-    """The programs that end a step."""
-
-    def __init__(self, staged: StagedState, columns: MeshColumns, options: Mapping[str, Any]):
-        """options: compiler options of the updates."""
-        self._staged, self._columns = staged, columns
-        stages, groups, on_group = staged.stages, range(len(columns.groups)), columns.of_group
-        copied = {(tie.source, tie.source_name) for group in columns.groups for tie in stages.copies(group[0])}
-        self._ties = {array: self._holders(*array) for array in sorted(copied)}
-        # On virtual CPU devices, programs with collectives must not run at the same time (mesh.one_at_a_time).
-        self._has_collectives = columns.mesh.shape[DATA] > 1 or bool(stages.groups)
-        self.last = columns.group_of[StageDevices(stages.placement).of(stages.num_stages - 1)[0]]  # of the last stage
-        one, scalars = ("gradients",), ("inputs",)
-        own = [g for g in groups if any(x.process_index == jax.process_index() for x in on_group[g].devices.flat)]
-        self._own = self.last if self.last in own or not own else own[0]  # a group with devices of this process
-        self._square = [self._make_square(g) for g in groups]
-        self._reduce = [self._make_reduce(g) for g in groups]
-        self._update = [self._make_update(g, options) for g in groups]
-        self._sum = [program_on(mesh, _sum_and_square, (ON_ALL,), ON_ALL, one) for mesh in on_group]
-        self._add = [program_on(mesh, self._added, (LOCAL,), LOCAL, scalars) for mesh in columns.of_column]
-        self._root = program_on(on_group[0], _root_of_sum, (BY_REPLICA,), BY_REPLICA, scalars)
-        self._total = program_on(on_group[self.last], over_replicas, (LOCAL,), ON_ALL, scalars)
-        self._agree = program_on(on_group[self.last], _agree, (LOCAL, ON_ALL, ON_ALL), ON_ALL, 3 * scalars)
-
-    def __call__(self, state: DispatchedState, work: Work, host: Host = DEVICES) -> tuple[DispatchedState, Metrics]:
-        """Return the state after the update, with the old `step`, and the metrics of the step."""
-        grads = [
-            self._columns.joined(g, [work.grads[column] for column in group])
-            for g, group in enumerate(self._columns.groups)
-        ]
-        groups = range(len(grads))
-        norms = self._replica_norms(grads, host)
-        reduced: list[ReducedGradient] = [
-            self.alone(host, self._reduce[g], grads[g], state.private[g], norms[g]) for g in groups
-        ]
-        squares = [of_group.square for of_group in reduced]
+    def __call__(self, state: DispatchedState, inputs: StepInputs, host: Host) -> tuple[DispatchedState, Metrics]:
+        """Enqueue a step. inputs: on all devices. Returns the state with the old `step`, and the metrics."""
+        columns, groups = self._columns, range(len(self._columns.groups))
+        work = self._dispatcher.run(state.params, columns.split(inputs), host)
+        grads = [columns.joined(g, [work.grads[column] for column in group]) for g, group in enumerate(columns.groups)]
+        norms: Sequence[Any] = [None] * len(grads)  # of the gradient of each replica, if the exchange clips by it
+        if self._staged.all_reduce.clip_norm:
+            squares = [self._alone(host, self._square[g], grads[g]) for g in groups]
+            root = host.call(self._root, self._to(host, 0, squares, BY_REPLICA))
+            norms = [self._to(host, g, root, BY_REPLICA) for g in groups]
+        reduced = [self._alone(host, self._reduce[g], grads[g], state.private[g], norms[g]) for g in groups]
+        means, residuals, of_groups, nonfinite = zip(*reduced, strict=True)
+        squares = list(of_groups)
         for (layer, name), holders in self._ties.items():
-            parts = [self._to(host, holders[0], reduced[g].grads[layer][name]) for g in holders]
+            parts = [self._to(host, holders[0], means[g][layer][name]) for g in holders]
             total, square = host.call(self._sum[holders[0]], parts)
             squares.append(square)
             for g in holders:
-                reduced[g].grads[layer][name] = self._to(host, g, total)
-        agreed = self.agreed(self._agree, work, squares, [of_group.nonfinite for of_group in reduced], host)
-        updated = [
-            host.call(
-                self._update[g],
-                restricted(state.step, self._columns.of_group[g]),
-                state.params[g],
-                state.optimizer[g],
-                state.private[g],
-                reduced[g].grads,
-                reduced[g].residuals,
-                *self._to(host, g, agreed),
-            )
-            for g in groups
-        ]
+                means[g][layer][name] = self._to(host, g, total)
+        agreed = self._agree_on(work, squares, nonfinite, host)
+        updated = []
+        for g in groups:
+            step, before = restricted(state.step, columns.of_group[g]), (state.params[g], state.optimizer[g])
+            arguments = (step, *before, state.private[g], means[g], residuals[g], *self._to(host, g, agreed))
+            updated.append(host.call(self._update[g], *arguments))
         params, optimizer, private, metrics = zip(*updated, strict=True)
         return state._replace(params=params, optimizer=optimizer, private=private), metrics[self._own]
 
     def sums(self, work: Work) -> Sums:
         """Return the metric sums over all microbatches and replicas."""
-        sums: Sums = self.here(self.alone(DEVICES, self._total, self._local_sums(work, DEVICES)), DEVICES)
+        sums: Sums = self._here(self._alone(DEVICES, self._total, self._local_sums(work, DEVICES)), DEVICES)
         return sums
 
-    def agreed(self, program: Program, work: Work, squares: Sequence[Any], nonfinite: Sequence[Any], host: Host) -> Any:
-        """Call a program of the last group on the metric sums of a step, and on scalars of some groups."""
-        scalars = self._to(host, self.last, (squares, nonfinite))
-        return self.alone(host, program, self._local_sums(work, host), *scalars)
+    def _agree_on(self, work: Work, squares: Sequence[Any], nonfinite: Sequence[Any], host: Host) -> Any:
+        """Call `_agreed` of the last group on the metric sums of a step, and on scalars of some groups."""
+        scalars = self._to(host, self._last, (list(squares), list(nonfinite)))
+        return self._alone(host, self._agree, self._local_sums(work, host), *scalars)
 
-    def here(self, tree: Tree, host: Host) -> Any:
+    def _here(self, tree: Tree, host: Host) -> Any:
         """Return scalars of the last group on devices of this process."""
         if jax.process_count() == 1:
             return tree
         return [self._to(host, g, tree) for g in range(len(self._columns.groups))][self._own]
 
-    def init_private(self, params: Sequence[Params]) -> tuple[Tree, ...]:
-        """Return the private state of the exchange at step 0. params: by group."""
-
-        def on_device(held: Params) -> Tree:
-            return with_leading(self._staged.all_reduce.init(held))
-
-        programs = [program_on(mesh, on_device, (ON_ALL,), LOCAL, ()) for mesh in self._columns.of_group]
-        return tuple(program.jitted(held) for program, held in zip(programs, params, strict=True))
-
-    def abstract_private(self, params: Sequence[Params]) -> tuple[Tree, ...]:
-        """Return the shapes of the private state, with shardings. params: shapes by group."""
-        of_groups = []
-        for mesh, held in zip(self._columns.of_group, params, strict=True):
-            private = private_layout(dict(mesh.shape), self._staged.all_reduce, held)
-            of_groups.append(steps.with_shardings(private.shapes, NamedSharding(mesh, LOCAL)))
-        return tuple(of_groups)
-
-    def alone(self, host: Host, program: Program, *args: Any) -> Any:
+    def _alone(self, host: Host, program: Program, *args: Any) -> Any:
         """Call a program that may have collectives."""
         results = host.call(program, *(meshes.settled(args) if self._has_collectives else args))
         return meshes.settled(results) if self._has_collectives else results
@@ -217,63 +183,48 @@ class StageUpdates:
         return sorted(holders, key=lambda g: layer not in stages.layer_names(firsts[g]))
 
     def _local_sums(self, work: Work, host: Host) -> Sums:
-        columns = self._columns.groups[self.last]
-        return self._columns.joined(
-            self.last, [host.call(self._add[column], work.sums.get(column, [])) for column in columns]
-        )
+        columns = self._columns.groups[self._last]
+        added = [host.call(self._add[column], work.sums.get(column, [])) for column in columns]
+        return self._columns.joined(self._last, added)
 
     def _added(self, trees: list[Sums]) -> Sums:
         # In the first steps of a pipeline that never drains, no microbatch reaches the last stage.
         return reduce(partial(jax.tree.map, jnp.add), trees or [with_leading(self._staged.problem.task.zeros())])
 
-    def _replica_norms(self, grads: Sequence[Any], host: Host) -> Sequence[Any]:
-        """Return the norm of the gradient of each replica, on every group; None if the exchange needs none."""
-        if not self._staged.all_reduce.clip_norm:
-            return [None] * len(grads)
-        squares = [self.alone(host, self._square[g], of_group) for g, of_group in enumerate(grads)]
-        norms = host.call(self._root, self._to(host, 0, squares, BY_REPLICA))
-        return [self._to(host, g, norms, BY_REPLICA) for g in range(len(grads))]
-
-    def merged(self, group: int, of_chunks: Sequence[Params]) -> Params:
+    def _merged(self, group: int, of_chunks: Sequence[Params]) -> Params:
         """Return the gradient of a device, summed over its chunks and the replicas of its stage. For `shard_map`."""
         held = sum_over_stages(of_chunks)
         return jax.lax.psum(held, STAGE) if len(self._columns.groups[group]) > 1 else held
 
-    def exchanged(self, grads: Params, residuals: Tree, norm: jax.Array | None) -> tuple[Params, Tree]:
-        """Return the mean gradient of the replicas, and the residuals after it. For `shard_map`.
-
-        norm: that of the replica's gradient, if the exchange clips by it.
-        """
-        if self._staged.all_reduce.clip_norm:
-            assert norm is not None
-            grads = clipped(grads, norm, self._staged.all_reduce.clip_norm)
-        return self._staged.all_reduce.mean(grads, residuals)
+    def _agreed(self, sums: Sums, squares: list[jax.Array], nonfinite: list[jax.Array]) -> Any:
+        # With a gradient norm of NaN, nothing is updated.
+        return over_replicas(sums), jnp.where(sum(nonfinite) == 0, _root_of_sum(squares), jnp.nan)
 
     def _make_square(self, group: int) -> Program:
         def on_device(of_chunks: list[Params]) -> jax.Array:
-            return optax.tree.norm(self.merged(group, without_leading(of_chunks)))[None] ** 2
+            return optax.tree.norm(self._merged(group, without_leading(of_chunks)))[None] ** 2
 
         return program_on(self._columns.of_group[group], on_device, (LOCAL,), BY_REPLICA, ("gradients",))
 
     def _make_reduce(self, group: int) -> Program:
         apart = {array for array, holders in self._ties.items() if group in holders}
 
-        def on_device(of_chunks: list[Params], private: Tree, norm: jax.Array | None) -> ReducedGradient:
+        def on_device(of_chunks: list[Params], private: Tree, norm: jax.Array | None) -> tuple[Any, ...]:
             of_chunks, private = without_leading((of_chunks, private))
             # Check for infinities and NaNs before the exchange: a compressor may hide them.
             nonfinite = jax.lax.psum(steps.nonfinite_count(of_chunks), (DATA, STAGE))
-            grads = self.merged(group, of_chunks)
-            grads, residuals = self.exchanged(grads, private, None if norm is None else norm[0])
+            grads = self._merged(group, of_chunks)
+            grads, residuals = self._staged.exchanged(grads, private, None if norm is None else norm[0])
             whole = [x for layer, arrays in grads.items() for name, x in arrays.items() if (layer, name) not in apart]
-            return ReducedGradient(grads, with_leading(residuals), _square_of(whole), nonfinite)
+            return grads, with_leading(residuals), _square_of(whole), nonfinite
 
-        results: Any = ReducedGradient(*[ON_ALL] * 4)._replace(residuals=LOCAL)  # type: ignore[arg-type]
+        results = ON_ALL, LOCAL, ON_ALL, ON_ALL
         # Chunks that share a tied array have more arrays than their sum, so that JAX could not use all of them.
         donated = 0 if self._staged.stages.placement.shape[1] == 1 else ()
         specs, kinds = (LOCAL, LOCAL, BY_REPLICA), ("gradients", "private", "inputs")
         return program_on(self._columns.of_group[group], on_device, specs, results, kinds, donate_argnums=donated)
 
-    def _make_update(self, group: int, options: Mapping[str, Any]) -> Program:
+    def _make_update(self, group: int) -> Program:
         def on_device(
             step: jax.Array,
             params: Params,
@@ -288,16 +239,10 @@ class StageUpdates:
             after, metrics = steps.update(self._staged.problem, before, grads, sums, norm)
             return after.params, after.optimizer, kept_if(metrics.finite, residuals, private), metrics
 
-        specs = (ON_ALL, ON_ALL, ON_ALL, LOCAL, ON_ALL, LOCAL, ON_ALL, ON_ALL)
+        specs, results = (ON_ALL, ON_ALL, ON_ALL, LOCAL, ON_ALL, LOCAL, ON_ALL, ON_ALL), (ON_ALL, ON_ALL, LOCAL, ON_ALL)
         kinds = ("inputs", "parameters", "optimizer", "private", "gradients", "residuals", "inputs", "inputs")
-        results, jitting = (ON_ALL, ON_ALL, LOCAL, ON_ALL), {"donate_argnums": (1, 2, 3)}
-        mesh = self._columns.of_group[group]
-        return program_on(mesh, on_device, specs, results, kinds, compiler_options=options, **jitting)
-
-
-def kept_if(is_finite: jax.Array, new: Tree, old: Tree) -> Tree:
-    """Return the new residuals, or the old ones after a step that changes nothing."""
-    return jax.tree.map(lambda after, before: jnp.where(is_finite, after, before), new, old)
+        mesh, donated = self._columns.of_group[group], (1, 2, 3)
+        return program_on(mesh, on_device, specs, results, kinds, compiler_options=IN_PLACE, donate_argnums=donated)
 
 
 def over_replicas(sums: Sums) -> Sums:
@@ -317,9 +262,3 @@ def _sum_and_square(parts: list[Tree]) -> tuple[Tree, jax.Array]:
 
 def _root_of_sum(squares: list[jax.Array]) -> jax.Array:
     return jnp.sqrt(sum(squares[1:], squares[0]))
-
-
-def _agree(sums: Sums, squares: list[jax.Array], nonfinite: list[jax.Array]) -> tuple[Sums, jax.Array]:
-    """Return the metric sums over all replicas, and the global norm: NaN, so that no update is made, if not finite."""
-    norm = jnp.sqrt(sum(squares[1:], squares[0]))
-    return over_replicas(sums), jnp.where(sum(nonfinite) == 0, norm, jnp.nan)

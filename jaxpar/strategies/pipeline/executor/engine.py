@@ -48,18 +48,27 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxpar.core import step as steps
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.step import Metrics
-from jaxpar.exchange.clip import clipped
 from jaxpar.exchange.reduce import psum_small
 from jaxpar.models.model import Batch
-from jaxpar.strategies.pipeline.executor.branches import clock_scope, delivery_scope, phase_scope, possible_programs
-from jaxpar.strategies.pipeline.executor.lowering import INBOXES, NONE, Actions, ClockShape, TableArrays, TableShape
-from jaxpar.strategies.pipeline.executor.packing import Packed, Packing
+from jaxpar.strategies.pipeline.executor.lowering import (
+    CLOCK,
+    DELIVERY,
+    INBOXES,
+    NONE,
+    PHASE,
+    Actions,
+    ClockShape,
+    TableArrays,
+    TableShape,
+)
+from jaxpar.strategies.pipeline.executor.packing import Packed, Packing, at_index, written_at
 from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs, StagePrograms
-from jaxpar.strategies.pipeline.executor.state import PackedState, StagedState, StageUpdate
+from jaxpar.strategies.pipeline.executor.state import PackedState, StagedState, StageUpdate, kept_if
 from jaxpar.strategies.pipeline.executor.timeline import ActionNumbers, Timeline
 from jaxpar.tasks import Sums
 
@@ -85,35 +94,36 @@ class StepBatches(NamedTuple):
 
     def of(self, microbatch: jax.Array) -> tuple[Batch, jax.Array | None, jax.Array]:
         """Return a microbatch, and the dropout key and the divisor of its batch."""
-        chosen = jax.tree.map(partial(_at, index=microbatch), self.microbatches)
+        chosen: Batch = jax.tree.map(lambda x: at_index(x, microbatch), self.microbatches)
         num_batches = len(self.weights)
-        if num_batches == 1:
-            return chosen, None if self.keys is None else self.keys[0], self.weights[0]
-        batch = microbatch // (len(self.microbatches["index"]) // num_batches)
+        batch: Any = microbatch // (len(self.microbatches["index"]) // num_batches) if num_batches > 1 else 0
         return chosen, None if self.keys is None else self.keys[batch], self.weights[batch]
 
 
-def _at(x: jax.Array, index: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
-
-
 class PipelineEngine:
-    """Runs the stage programs as branches of one program for all devices, for any table of a given shape.
+    """Runs the stage programs as branches of one program for all devices, for any table of a given shape."""
 
-    Attributes:
-      programs: the stage programs that the branches run.
-      packing: packing of each device's parameters, by kind of device.
-      shape: shape of the table.
-      transfers: packing of stage outputs, by the number of the program that computes them.
-      stashes: packing of each stash, by the number of the program that writes to it.
-    """
+    def __init__(
+        self,
+        staged: StagedState,
+        shape: TableShape,
+        microbatches: Batch,
+        key: jax.Array | None,
+        remat: str,
+        timeline: Timeline | None = None,
+    ):
+        """Trace the stage programs.
 
-    def __init__(self, programs: StagePrograms, packing: Packing, shape: TableShape, timeline: Timeline | None = None):
-        """Build the engine. See the attributes; timeline: measures when every action starts and ends."""
-        self.programs, self.packing, self.shape, self._timeline = programs, packing, shape, timeline
-        each = programs.programs
-        self.transfers = Packing([program.y for program in each])
+        microbatches: [m, B, ..]; arrays, or their shapes. key: as in `StagePrograms`, or an array. remat: none, full or
+        dots: which values the forward pass saves for the backward pass. timeline: measures every action.
+        """
+        microbatch, like = steps.abstract(microbatches, 1), steps.abstract(key)
+        self.programs = StagePrograms(staged.stages, microbatch, like, num_phases=shape.num_phases, remat=remat)
+        self.packing, self.shape, self._timeline = staged.params.packing, shape, timeline
+        each = self.programs.programs
+        self.transfers = Packing([program.y for program in each])  # of stage outputs, by program that computes them
         stashes = [buffer for buffer, _ in shape.num_slots if isinstance(buffer, tuple)]
+        # packing of each stash, by the number of the program that writes to it
         self.stashes = {stash: Packing([program.cut.saved.get(stash, []) for program in each]) for stash in stashes}
 
     @property
@@ -140,19 +150,17 @@ class PipelineEngine:
           arrays: this device's part of the table: arrays over clocks.
           read: (Carry.weights, Actions.version) -> the parameters that an action reads, packed.
           batches: the batches of this replica.
-          start: what the device carries before the first clock: `self.start()`, unless the pipeline is not empty.
+          start: the carry before the first clock: `self.start()`, unless the pipeline is not empty.
           update: (carry, entry of TableArrays.updates) -> carry after the update of a clock; None if there are none.
         """
         device, programs, clocks = jax.lax.axis_index(STAGE), self.programs, self.shape.clocks
-        possible = [
-            [possible_programs(of_clock, phase, programs.numbers) for phase in range(self.shape.num_phases)]
-            for of_clock in clocks
-        ]
+        phases = range(self.shape.num_phases)
+        possible = [[of_clock.programs(phase, programs.numbers) for phase in phases] for of_clock in clocks]
         places = {each: jnp.asarray(np.searchsorted(each, programs.numbers))[device] for each in chain(*possible)}
         shifts = jnp.asarray(programs.stages.shifts)[device]
 
         def inputs(number: int, action: Actions, carry: Carry) -> StageInputs:
-            """Return the inputs of an action, except x and dy."""
+            # 4. All but x and dy, which `_act` adds.
             held = self.packing.unpack(programs.kind(number), read(carry.weights, action.version))
             microbatch, key, weight = batches.of(action.microbatch)
             return StageInputs(programs.params(number, held), microbatch, key, shifts[programs.chunk(number)], weight)
@@ -162,8 +170,9 @@ class PipelineEngine:
                 # 3. Branch 0 is the empty one; branch 1 + n runs the n-th program that can run in this clock.
                 branch = jnp.where(action.chunk == NONE, 0, 1 + places[able][action.chunk])
                 acts = [partial(self._act, phase, number, inputs) for number in able]
-                with jax.named_scope(phase_scope(phase)):
-                    touched = jax.lax.switch(branch, [partial(self._idle, phase), *acts], action, carry)
+                idle = [lambda _action, carry, phase=phase: self._touched(phase, carry)]
+                with jax.named_scope(PHASE.format(phase)):
+                    touched = jax.lax.switch(branch, [*idle, *acts], action, carry)
                 carry = carry._replace(**touched | {"stashes": carry.stashes | touched["stashes"]})
             if update is not None and clocks[index].has_update:
                 carry = update(carry, now.updates)
@@ -171,13 +180,12 @@ class PipelineEngine:
 
         def iteration(carry: Carry, nows: Sequence[TableArrays]) -> tuple[Carry, None]:
             for index, now in enumerate(nows):
-                with jax.named_scope(clock_scope(index)):
+                with jax.named_scope(CLOCK.format(index)):
                     carry = clock(carry, index, now)
             return carry, None
 
-        by_clock = [
-            jax.tree.map(lambda x, first=first: x[first :: len(clocks)], arrays) for first in range(len(clocks))
-        ]
+        size = len(clocks)
+        by_clock = [jax.tree.map(lambda x, first=first: x[first::size], arrays) for first in range(size)]
         end, _ = jax.lax.scan(iteration, start, by_clock)
         return end
 
@@ -200,9 +208,6 @@ class PipelineEngine:
             fields = [*fields, "grads"]
         stashes = {stash: slots for stash, slots in carry.stashes.items() if stash[0] == phase}
         return {"stashes": stashes} | {field: getattr(carry, field) for field in fields}
-
-    def _idle(self, phase: int, action: Actions, carry: Carry) -> dict[str, Any]:
-        return self._touched(phase, carry)
 
     def _act(
         self, phase: int, number: int, inputs: Callable[..., StageInputs], action: Actions, carry: Carry
@@ -227,9 +232,8 @@ class PipelineEngine:
         # 6. Stage 0 sends no dX.
         touched = self._touched(phase, carry)
         for stash, values in made.items():
-            touched["stashes"][stash] = self.stashes[stash].write(
-                number, touched["stashes"][stash], action.stash[stash], values
-            )
+            slots = touched["stashes"][stash]
+            touched["stashes"][stash] = self.stashes[stash].write(number, slots, action.stash[stash], values)
         if outputs.y is not None:
             touched["activation"] = self.transfers.pack(number, outputs.y)
         if outputs.sums is not None:
@@ -243,6 +247,7 @@ class PipelineEngine:
     def add_gradients(self, number: int, grads: Packed, dparams: Any) -> Packed:
         """Return a device's accumulated gradients plus those of one action. XLA can do this in place."""
         kind = self.programs.kind(number)
+        # The gradients are those of one chunk: find the places of its parameters among those of the device.
         leaves, structure = jax.tree.flatten(self.packing.tree(kind))
         leaf_numbers = jax.tree.unflatten(structure, range(len(leaves)))
         which = jax.tree.leaves(self.programs.params(number, leaf_numbers))
@@ -254,14 +259,11 @@ class PipelineEngine:
         outputs = (carry.activation, carry.gradient)
         inboxes = dict(carry.inboxes)
 
-        def store(phase: int, where: str, slot: jax.Array, transfer: Packed) -> None:
+        def store(phase: int, where: str | int, slot: jax.Array, transfer: Packed) -> None:
             inbox = INBOXES[phase]
 
-            def write(slots: Packed) -> Packed:
-                update = jax.lax.dynamic_update_index_in_dim
-                return tuple(update(old, new, slot, 0) for old, new in zip(slots, transfer, strict=True))
-
-            with jax.named_scope(delivery_scope(phase, where)):
+            with jax.named_scope(DELIVERY.format(phase, where)):
+                write = partial(written_at, transfer, slot)
                 inboxes[inbox] = jax.lax.cond(slot == NONE, lambda slots: slots, write, inboxes[inbox])
 
         for phase in self.shape.local_phases:
@@ -271,13 +273,13 @@ class PipelineEngine:
             if not route.senders:
                 continue
             transfer = outputs[route.phases[0]]
-            if len(route.phases) == 2:
+            if len(route.phases) == 2:  # both send over this distance, but a device at most one of them in a clock
                 is_forward = actions[0].route == number
                 transfer = tuple(jnp.where(is_forward, x, dx) for x, dx in zip(*outputs, strict=True))
             pairs = [(sender, (sender + route.offset) % num_devices) for sender in route.senders]
             transfer = tuple(jax.lax.ppermute(part, STAGE, pairs) for part in transfer)
             for phase in route.phases:
-                store(phase, str(number), arrival[phase], transfer)
+                store(phase, number, arrival[phase], transfer)
         return carry._replace(inboxes=inboxes)
 
 
@@ -286,8 +288,7 @@ def pipeline_step(
 ) -> Callable[..., tuple[PackedState, Metrics]]:
     """Return the function that runs one training step on a device, inside `shard_map`: steps 1 to 10.
 
-    Its arguments are the table's shape, and this device's shards of the state, the batch and the table's arrays. The
-    state still has its leading dims of size 1, for the device and the replica.
+    Its arguments are the table's shape, and this device's shards of the state, the batch and the table's arrays.
     """
 
     def step(shape: TableShape, state: PackedState, batch: Batch, arrays: TableArrays) -> tuple[PackedState, Metrics]:
@@ -297,28 +298,26 @@ def pipeline_step(
         key = steps.dropout_key(state.key, state.step)
         weight = jax.lax.pmean(steps.batch_weight(batch), DATA)  # so that the gradient is the mean over replicas
         # 2. to 7. Run the clocks.
-        engine = make_engine(staged, shape, microbatches, key, remat, timeline)
+        engine = PipelineEngine(staged, shape, microbatches, key, remat, timeline)
         batches = StepBatches(microbatches, [key], [weight])
         end = engine.run(arrays, lambda _weights, _version: state.params, batches, engine.start())
-        local_grads, local_sums = end.grads, end.sums
         # 8. Check for infinities and NaNs before the exchange: a compressor may hide them.
-        nonfinite_count = steps.nonfinite_count(local_grads)
-        sums, nonfinite_count = psum_small((local_sums, nonfinite_count), (DATA, STAGE))
-        # The gradients of a tied array on different stages count separately, because they are sent separately.
+        nonfinite_count = steps.nonfinite_count(end.grads)
+        sums, nonfinite_count = psum_small((end.sums, nonfinite_count), (DATA, STAGE))
         update = StageUpdate(staged, jax.lax.axis_index(STAGE))
-        local_grads = update.over_replicas(local_grads)
+        local_grads, replica_norm = update.over_replicas(end.grads), None
         if staged.all_reduce.clip_norm:
-            replica_norm = jnp.sqrt(jax.lax.psum(update.norm_part(local_grads), STAGE))
-            local_grads = clipped(local_grads, replica_norm, staged.all_reduce.clip_norm)
-        grads, residuals = staged.all_reduce.mean(local_grads, state.private)
+            # The gradients of a tied array on different stages count separately, because they are sent separately.
+            replica_norm = jnp.sqrt(jax.lax.psum(update.counted(optax.tree.norm(local_grads) ** 2), STAGE))
+        grads, residuals = staged.exchanged(local_grads, state.private, replica_norm)
         # 9. The gradient of an array that several devices use is the sum of their gradients.
-        for tie in update.copied:
+        for tie in staged.stages.copied:
             grads = update.replace(tie, grads, jax.lax.psum(update.part(tie, grads), STAGE))
         grad_norm = jnp.sqrt(jax.lax.psum(update.squares(grads), STAGE))
         # 10. With a gradient norm of NaN the update keeps the old parameters.
         after, metrics = update(state, grads, sums, jnp.where(nonfinite_count == 0, grad_norm, jnp.nan))
-        residuals = jax.tree.map(lambda new, old: jnp.where(metrics.finite, new, old), residuals, state.private)
-        return staged.packed.out(after._replace(private=residuals)), metrics
+        private = kept_if(metrics.finite, residuals, state.private)
+        return staged.packed.out(after._replace(private=private)), metrics
 
     return step
 
@@ -331,32 +330,9 @@ def pipeline_evaluation(staged: StagedState) -> Callable[..., Sums]:
 
     def evaluate(shape: TableShape, params: Packed, batch: Batch, arrays: TableArrays) -> Sums:
         microbatches, held = steps.microbatches(batch, shape.num_microbatches), staged.params.packed.local(params)
-        engine = make_engine(staged, shape, microbatches, None, "none")
+        engine = PipelineEngine(staged, shape, microbatches, None, "none")
         batches = StepBatches(microbatches, None, [jnp.ones(())])
         end = engine.run(arrays, lambda _weights, _version: held, batches, engine.start())
         return jax.lax.psum(end.sums, (DATA, STAGE))
 
     return evaluate
-
-
-def make_engine(
-    staged: StagedState,
-    shape: TableShape,
-    microbatches: Batch,
-    key: jax.Array | None,
-    remat: str,
-    timeline: Timeline | None = None,
-) -> PipelineEngine:
-    """Trace the stage programs, and build the engine that runs them.
-
-    Args:
-      staged: the stages, and how their parameters are packed.
-      shape: shape of the table.
-      microbatches: [m, B, ..] the microbatches; arrays, or their shapes.
-      key: dropout key, or its shape; None disables dropout.
-      remat: none, full or dots: which values the forward pass saves for the backward pass.
-      timeline: measures the actions; None: no measurement.
-    """
-    microbatch, like = steps.abstract(microbatches, 1), steps.abstract(key)
-    programs = StagePrograms(staged.stages, microbatch, like, num_phases=shape.num_phases, remat=remat)
-    return PipelineEngine(programs, staged.params.packing, shape, timeline)

@@ -1,4 +1,12 @@
-"""Programs of a dispatched pipeline, and the hosts that enqueue them: on devices, or only to compile them from shapes.
+"""Programs and arrays on the columns of a mesh, and the hosts that enqueue them: on devices, or only to compile them.
+
+A *column* of the mesh is one index of the stage axis, with all its replicas on the data axis. The columns of a
+replicated stage form a *group*; other columns are groups of their own. Arrays have one of four forms:
+
+    ON_ALL       P()              equal on all devices: parameters, optimizer state, scalars
+    DIVIDED      P(None, data)    [m, B, ..] microbatches, whose examples are divided among the replicas
+    BY_REPLICA   P(data)          [data] a scalar of each replica
+    LOCAL        P(data, stage)   [data, stage, ..] different on each device: activations, stashes, gradients
 
 A step is one Python function that calls programs and sends arrays through a host. With `DEVICES` it trains. With a
 `Compiler`, whose arrays are shapes with shardings, the same function lists the programs of a step, for an audit.
@@ -6,17 +14,78 @@ A step is one Python function that calls programs and sends arrays through a hos
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.launch import processes
 from jaxpar.layout import Tree
 
+ON_ALL, DIVIDED = PartitionSpec(), PartitionSpec(None, DATA)
+BY_REPLICA, LOCAL = PartitionSpec(DATA), PartitionSpec(DATA, STAGE)
 ENQUEUE_SECONDS = 1e-4  # of the host, to enqueue a program with the arrays of a stage; not measured on GPUs
+
+
+class MeshColumns:
+    """The columns of a mesh, and their groups. groups: the columns of each group, in the order of the stages."""
+
+    def __init__(self, mesh: Mesh, groups: Sequence[Sequence[int]]):
+        def submesh(columns: Sequence[int]) -> Mesh:
+            return Mesh(mesh.devices[:, list(columns)], mesh.axis_names, axis_types=mesh.axis_types)
+
+        self.mesh, self.groups = mesh, groups
+        self.group_of = {column: number for number, group in enumerate(groups) for column in group}  # by column
+        self.of_column = [submesh([column]) for column in range(mesh.shape[STAGE])]  # mesh of each column
+        self.of_group = [submesh(group) for group in groups]  # mesh of each group
+
+    def split(self, tree: Tree) -> list[Tree]:
+        """Return a tree on the whole mesh as it is on each column."""
+        return [restricted(tree, column) for column in self.of_column]
+
+    def joined(self, group: int, trees: Sequence[Tree]) -> Tree:
+        """Return trees on the columns of a group, in the form LOCAL, as one tree on the group."""
+        if len(trees) == 1:
+            return trees[0]
+        sharding = NamedSharding(self.of_group[group], LOCAL)
+
+        def join(*parts: Any) -> Any:
+            num_data, _, *rest = parts[0].shape
+            return _assembled(parts, (num_data, len(parts), *rest), sharding)
+
+        return jax.tree.map(join, *trees)
+
+
+def without_leading(tree: Tree) -> Tree:
+    """Return arrays of the form LOCAL as a device sees them inside `shard_map`: without their leading dims."""
+    return jax.tree.map(lambda x: x[0, 0], tree)
+
+
+def with_leading(tree: Tree) -> Tree:
+    """Return arrays with the leading dims of the form LOCAL. The inverse of `without_leading`."""
+    return jax.tree.map(lambda x: x[None, None], tree)
+
+
+def restricted(tree: Tree, mesh: Mesh) -> Tree:
+    """Return arrays that are equal on all columns as they are on some of them, without copying them."""
+
+    def of_leaf(x: Any) -> Any:
+        return x if x.sharding.mesh == mesh else _assembled([x], x.shape, NamedSharding(mesh, x.sharding.spec))
+
+    return jax.tree.map(of_leaf, tree)
+
+
+def _assembled(parts: Sequence[Any], shape: tuple[int, ...], sharding: NamedSharding) -> Any:
+    """Return the array whose shards are those of `parts` on its devices; of shapes, the shape."""
+    if isinstance(parts[0], jax.ShapeDtypeStruct):
+        arrivals = {call: nbytes for part in parts for call, nbytes in arrivals_of(part).items()}
+        return made(jax.ShapeDtypeStruct(shape, parts[0].dtype), sharding, arrivals)
+    shards: Mapping[Any, Any] = {shard.device: shard.data for part in parts for shard in part.addressable_shards}
+    in_order = [shards[device] for device in sharding.mesh.devices.flat if device in shards]
+    return jax.make_array_from_single_device_arrays(shape, sharding, in_order, dtype=parts[0].dtype)
 
 
 class Program(NamedTuple):
@@ -36,35 +105,27 @@ def program_on(
     return Program(jax.jit(mapped, **options), mesh, kinds)
 
 
-class Host(Protocol):
-    """A host, through which a step calls programs and sends arrays."""
+class Host:
+    """A host, through which a step calls programs and sends arrays. It waits for none of them."""
 
     def call(self, program: Program, *args: Any) -> Any:
         """Enqueue a program, and return its results."""
-
-    def send(self, tree: Tree, sharding: NamedSharding) -> Any:
-        """Return arrays on other devices."""
-
-
-class _Devices:
-    """Enqueues programs on their devices, and waits for none of them."""
-
-    def call(self, program: Program, *args: Any) -> Any:
         return program.jitted(*args)
 
     def send(self, tree: Tree, sharding: NamedSharding) -> Any:
+        """Return arrays on other devices."""
         if jax.process_count() == 1:
             return jax.device_put(tree, sharding)
         return jax.tree.map(lambda x: _sent_between_processes(x, sharding), tree)
 
 
-DEVICES = _Devices()
+DEVICES = Host()
 
 
 def _sent_between_processes(x: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
     """Send the shards of an array one by one. Every process calls this for the same arrays in the same order.
 
-    x: an array of one of the forms of columns.py, or a host array, which all processes have.
+    x: an array of one of the four forms, or a host array, which all processes have.
     """
     if not isinstance(x, jax.Array):
         return processes.put_on_devices(x, sharding)
@@ -115,7 +176,19 @@ class Made(jax.ShapeDtypeStruct):
     arrivals: Mapping[int, int]
 
 
-class Compiler:
+def made(x: Any, sharding: Sharding, arrivals: Mapping[int, int]) -> Made:
+    """Return the shape of x with a sharding, and the bytes that were sent to a device since it was made."""
+    shape = Made(x.shape, x.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+    shape.arrivals = arrivals
+    return shape
+
+
+def arrivals_of(x: Any) -> Mapping[int, int]:
+    """Return `Made.arrivals`; empty for an array that no call of the step made."""
+    return x.arrivals if isinstance(x, Made) else {}
+
+
+class Compiler(Host):
     """Compiles each program when it is called for the first time, and lists the calls of a step."""
 
     def __init__(self) -> None:
@@ -133,9 +206,8 @@ class Compiler:
         if key not in self.called:
             lowered = program.jitted.lower(*args)
             compiled = lowered.compile()
-            results = jax.tree.map(
-                lambda x, sharding: made(x, sharding, {}), lowered.out_info, compiled.output_shardings
-            )
+            shardings = compiled.output_shardings
+            results = jax.tree.map(lambda x, sharding: made(x, sharding, {}), lowered.out_info, shardings)
             self.called[key] = Called(program, compiled, results, ())
         arrived: dict[int, Counter[str]] = {}
         for x in jax.tree.leaves(args):
@@ -157,15 +229,3 @@ class Compiler:
             return made(x, sharding, {call: nbytes + received for call, nbytes in arrivals_of(x).items()})
 
         return jax.tree.map(of_leaf, tree)
-
-
-def made(x: Any, sharding: Sharding, arrivals: Mapping[int, int]) -> Made:
-    """Return the shape of x with a sharding, and the bytes that were sent to a device since it was made."""
-    shape = Made(x.shape, x.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
-    shape.arrivals = arrivals
-    return shape
-
-
-def arrivals_of(x: Any) -> Mapping[int, int]:
-    """Return `Made.arrivals`; empty for an array that no call of the step made."""
-    return x.arrivals if isinstance(x, Made) else {}

@@ -25,19 +25,30 @@ class _Place(NamedTuple):
     offset: int | None
 
 
+def at_index(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Return x[index], of dim 0. The index is on a device."""
+    return jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
+
+
+def written_at(packed: Packed, slot: jax.Array, slots: Packed) -> Packed:
+    """Return `slots`, packed trees stacked along dim 0, with number `slot` replaced."""
+    update = jax.lax.dynamic_update_index_in_dim
+    return tuple(update(old, new, slot, 0) for old, new in zip(slots, packed, strict=True))
+
+
 class Packing:
     """The packed form that several trees share. A tree is identified by its kind: its index among the trees."""
 
     def __init__(self, trees: Sequence[Any]):
-        """Plan the packed form. trees: one tree per kind; their leaves have a shape and a dtype."""
+        """Lay out the packed form. trees: one tree per kind; their leaves have a shape and a dtype."""
         flat = [jax.tree.flatten(tree) for tree in trees]
         self._structures = [structure for _, structure in flat]
         self._leaves = [[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves] for leaves, _ in flat]
         counts = [Counter((leaf.shape, leaf.dtype) for leaf in leaves) for leaves in self._leaves]
-        some = [count for count in counts if count] or [Counter()]
-        common = functools.reduce(operator.and_, some)
-        # shapes and dtypes of the packed arrays
-        self.shapes = [jax.ShapeDtypeStruct(*key) for key in common.elements()]
+        # The intersection of multisets: if one tree has two leaves of a shape and another has three, then two are
+        # shared, and the third one of the latter goes to a vector.
+        common = functools.reduce(operator.and_, [count for count in counts if count] or [Counter()])
+        self.shapes = [jax.ShapeDtypeStruct(*key) for key in common.elements()]  # of the packed arrays
         first = {}  # the first shared array of a shape and dtype
         for index, array in reversed(list(enumerate(self.shapes))):
             first[array.shape, array.dtype] = index
@@ -126,16 +137,6 @@ class Packing:
                 result[array] = result[array].at[offset : offset + total.size].add(total)
         return tuple(result)
 
-    def replace(self, kind: int, packed: Packed, index: int, leaf: Any) -> Packed:
-        """Return `packed` with leaf number `index` replaced."""
-        result, place = list(packed), self._places[kind][index]
-        if place.offset is None:
-            result[place.array] = leaf
-        else:
-            span = slice(place.offset, place.offset + leaf.size)
-            result[place.array] = result[place.array].at[span].set(leaf.reshape(-1))
-        return tuple(result)
-
     def write(self, kind: int, slots: Packed, slot: jax.Array, tree: Any) -> Packed:
         """Return `slots`, packed trees stacked along dim 0, with the tree written to number `slot`."""
         result = list(slots)
@@ -154,7 +155,7 @@ class Packing:
         for place, leaf in zip(self._places[kind], self._leaves[kind], strict=True):
             array = slots[place.array]
             if place.offset is None:
-                leaves.append(jax.lax.dynamic_index_in_dim(array, slot, 0, keepdims=False))
+                leaves.append(at_index(array, slot))
             else:
                 part = jax.lax.dynamic_slice(array, (slot, place.offset), (1, leaf.size))
                 leaves.append(part.reshape(leaf.shape))

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +20,9 @@ AUTO = "auto"  # by a profile; jaxpar/choose replaces it by layer names
 def stage_bounds(model: Model, batch: Batch, inputs: Sequence[Any], method: str, num_stages: int) -> tuple[int, ...]:
     """Return the layer bounds of the stages: stage j is layers[bounds[j]:bounds[j + 1]].
 
+    Raises UserError if the model has fewer layers than stages, if the cut points are not layer names in order, or if
+    the activations at a cut have an array that is not floating-point.
+
     Args:
       model: the model to cut.
       batch: shapes of a batch, for counting FLOPs.
@@ -29,10 +31,6 @@ def stage_bounds(model: Model, batch: Batch, inputs: Sequence[Any], method: str,
         most expensive stage. narrow balances the FLOPs too, but cuts only where the activations are smallest, such as
         at the bottlenecks of a model. Any other value lists the first layers of stages 1, 2, .., separated by commas.
       num_stages: number of stages of the whole pipeline.
-
-    Raises:
-      UserError: the model has fewer layers than stages, the cut points are not layer names in order, or the activations
-        at a cut have an array that is not floating-point.
     """
     cuts = explicit_cuts([layer.name for layer in model.layers], method, num_stages)
     if cuts is not None:
@@ -40,9 +38,8 @@ def stage_bounds(model: Model, batch: Batch, inputs: Sequence[Any], method: str,
     else:
         by_layer = {"uniform": uniform, "parameters": parameters}
         costs = by_layer[method](model) if method in by_layer else layer_flops(model, batch, inputs)
-        starts = list(range(len(costs)))
-        if method == "narrow":
-            starts = _narrow_starts(model, inputs, num_stages)
+        is_narrow = method == "narrow"
+        starts = _narrow_starts(model, inputs, num_stages) if is_narrow else list(range(len(costs)))
         chosen = balanced(np.add.reduceat(costs, starts).tolist(), num_stages)
         bounds = tuple([*starts, len(costs)][start] for start in chosen)
     for begin in bounds[1:-1]:
@@ -69,16 +66,29 @@ def _narrow_starts(model: Model, inputs: Sequence[Any], num_stages: int) -> list
 
 
 def explicit_cuts(names: Sequence[str], method: str, num_stages: int) -> list[int] | None:
-    """Return the cut points that `method` lists, as layer indices; None if `method` is one of METHODS.
-
-    Raises UserError for too few layers, and cut points that are not layer names in order.
-    """
+    """Return the cut points that `method` lists, as layer indices; None if it is one of METHODS. Raises UserError."""
     if num_stages > len(names):
         raise UserError(
             f"config.mesh.stage x config.pipeline.num_chunks is {num_stages} stages; it must be at most "
             f"{len(names)}, the number of layers of the model ({names[0]} .. {names[-1]})"
         )
-    return None if method in METHODS else _explicit(list(names), method, num_stages)
+    if method in METHODS:
+        return None
+    cuts = [cut.strip() for cut in method.split(",")]
+    values = f"config.pipeline.partition is {method!r}; it must be one of {', '.join((*METHODS, AUTO))}, or"
+    if unknown := [cut for cut in cuts if cut not in names]:
+        hint = nearest(unknown[0], [*METHODS, *names])
+        raise UserError(
+            f"{values} list the first layers of stages 1, 2, .. (layers after {names[0]}, up to {names[-1]}), "
+            f"separated by commas; {unknown[0]!r} is not a layer{hint and '.' + hint}"
+        )
+    indices = [names.index(cut) for cut in cuts]
+    if len(cuts) != num_stages - 1 or not np.all(np.diff([0, *indices]) > 0):
+        raise UserError(
+            f"{values} the first layer of each stage but the first ({num_stages - 1} layers), in model order and after "
+            f"{names[0]}"
+        )
+    return indices
 
 
 def uniform(model: Model) -> list[int]:
@@ -102,13 +112,12 @@ def layer_flops(model: Model, batch: Batch, inputs: Sequence[Any]) -> list[int]:
         if index not in starts and x == inputs[index - 1]:  # same layer, same input shapes
             costs.append(costs[-1])
             continue
-        costs.append(flops.forward_flops(partial(_apply, model, index), shapes, x, dict(batch)))
+
+        def layer(params: Params, x: Activations, batch: Batch, index: int = index) -> Any:
+            return whole(model.apply_layers(params, x, batch, None, index, index + 1))  # logits as one array
+
+        costs.append(flops.forward_flops(layer, shapes, x, dict(batch)))
     return costs
-
-
-def _apply(model: Model, index: int, params: Params, x: Activations, batch: Batch) -> Any:
-    """Return the output of a layer; logits as one array."""
-    return whole(model.apply_layers(params, x, batch, None, index, index + 1))
 
 
 def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
@@ -135,22 +144,3 @@ def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
             for stop in range(stages, num_layers + 1)
         }
     return best[num_layers][2]
-
-
-def _explicit(names: list[str], text: str, num_stages: int) -> list[int]:
-    cuts = [cut.strip() for cut in text.split(",")]
-    unknown = next((cut for cut in cuts if cut not in names), None)
-    if unknown is not None:
-        hint = nearest(unknown, [*METHODS, *names])
-        raise UserError(
-            f"config.pipeline.partition is {text!r}; it must be one of {', '.join((*METHODS, AUTO))}, or list the "
-            f"first layers of stages 1, 2, .. (layers after {names[0]}, up to {names[-1]}), separated by commas; "
-            f"{unknown!r} is not a layer{hint and '.' + hint}"
-        )
-    indices = [names.index(cut) for cut in cuts]
-    if len(cuts) != num_stages - 1 or not np.all(np.diff([0, *indices]) > 0):
-        raise UserError(
-            f"config.pipeline.partition is {text!r}; it must be one of {', '.join((*METHODS, AUTO))}, or the first "
-            f"layer of each stage but the first ({num_stages - 1} layers), in model order and after {names[0]}"
-        )
-    return indices

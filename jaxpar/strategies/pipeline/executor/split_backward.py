@@ -52,21 +52,21 @@ class Cut(NamedTuple):
 
 
 def cut_phases(closed: core.ClosedJaxpr, num_outputs: Sequence[int], sources: Sequence[Origin]) -> Cut:
-    """Cut a jaxpr into phases, one for each group of consecutive outputs.
+    """Cut a jaxpr without calls (see `flatten`) into phases, one for each group of consecutive outputs.
 
-    Args:
-      closed: the jaxpr, which must contain no calls: see `flatten`.
-      num_outputs: number of outputs of each phase.
-      sources: origin of each input.
+    num_outputs: number of outputs of each phase. sources: origin of each input.
     """
     jaxpr = closed.jaxpr
     ends = [sum(num_outputs[: i + 1]) for i in range(len(num_outputs))]
     outputs = [jaxpr.outvars[end - number : end] for end, number in zip(ends, num_outputs, strict=True)]
     is_cheap = _cheap(jaxpr, sources)
+    # Which elementwise functions can be recomputed follows from what is saved anyway. Recomputing them then makes it
+    # unnecessary to save some values, so the second assignment is the final one.
     _, saved = _assign(jaxpr, outputs, sources, is_cheap)
     equations, saved = _assign(jaxpr, outputs, sources, is_cheap | _elementwise(jaxpr, sources, is_cheap, saved))
     runs = tuple(_runner(closed, equations[phase], outputs[phase], saved, phase) for phase in range(len(outputs)))
-    return Cut(runs, {key: [_abstract(var) for var in variables] for key, variables in saved.items()})
+    avals = {key: [var.aval for var in variables] for key, variables in saved.items()}
+    return Cut(runs, {key: [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in of_key] for key, of_key in avals.items()})
 
 
 def _assign(
@@ -74,7 +74,7 @@ def _assign(
 ) -> tuple[list[list[Any]], Variables]:
     """Return the equations that each phase runs, and the values to save by (phase that computes them, last use)."""
     maker = {var: source for var, source in zip(jaxpr.invars, sources, strict=True) if isinstance(source, int)}
-    first_use: dict[Any, int] = {}
+    first_use: dict[Any, int] = {}  # first phase whose outputs depend on a variable, which therefore computes it
     for phase in reversed(range(len(outputs))):
         first_use |= dict.fromkeys(_variables(outputs[phase]), phase)
     for equation in reversed(jaxpr.eqns):
@@ -134,8 +134,7 @@ def _needed(
     jaxpr: Any, outputs: Sequence[Any], maker: Mapping[Any, int], is_cheap: Mapping[int, bool], phase: int
 ) -> list[Any]:
     """Return the equations that a phase runs: those that belong to it, and the cheap ones that they depend on."""
-    wanted = set(_variables(outputs))
-    needed = []
+    wanted, needed = set(_variables(outputs)), []
     # All equations of the phase are included, as later phases may need their results.
     for equation in reversed(jaxpr.eqns):
         is_of_phase = any(maker.get(var) == phase for var in equation.outvars)
@@ -146,11 +145,7 @@ def _needed(
 
 
 def _runner(
-    closed: core.ClosedJaxpr,
-    equations: list[Any],
-    outputs: list[Any],
-    saved: Mapping[tuple[int, int], Any],
-    phase: int,
+    closed: core.ClosedJaxpr, equations: list[Any], outputs: list[Any], saved: Variables, phase: int
 ) -> Callable[[Sequence[Any], Saved], tuple[list[Any], Saved]]:
     jaxpr = closed.jaxpr
     reads = [key for key in saved if key[0] < phase <= key[1]]
@@ -172,21 +167,15 @@ def _runner(
 
 
 def flatten(closed: core.ClosedJaxpr, *, remat: bool) -> core.ClosedJaxpr:
-    """Return an equivalent jaxpr in which calls of jitted functions are inlined.
+    """Return an equivalent jaxpr in which calls of jitted functions are inlined, with `remat` also `jax.checkpoint`.
 
     A call is one equation, so all of it would belong to one phase.
-
-    Args:
-      closed: the jaxpr.
-      remat: also inline calls of `jax.checkpoint`.
     """
     wrappers = CALLS | (REMAT_CALLS if remat else {})
 
     def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-        used = set(_variables([var for equation in jaxpr.eqns for var in equation.invars])) | set(
-            _variables(jaxpr.outvars)
-        )
+        used = set(_variables([var for equation in jaxpr.eqns for var in equation.invars] + jaxpr.outvars))
 
         def read(var: Any) -> Any:
             return var.val if isinstance(var, core.Literal) else values[var]
@@ -213,7 +202,3 @@ def flatten(closed: core.ClosedJaxpr, *, remat: bool) -> core.ClosedJaxpr:
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, core.Literal)]
-
-
-def _abstract(var: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)

@@ -5,7 +5,6 @@ mesh, axis name or schedule. The engine (engine.py) runs the phases as branches 
 callers can run them one at a time.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -13,7 +12,6 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from jaxpar.core.step import example_keys
 from jaxpar.models.model import Activations, Batch, Model, Params
@@ -24,8 +22,6 @@ from jaxpar.tasks import Sums, Task, mean_loss
 
 REMATS = ("full", "none", "dots")
 NO_MESH = jax.sharding.AbstractMesh((), ())
-
-
 # Stages that have been traced, and their programs, by model.
 _TRACED: WeakKeyDictionary[Model, dict[Any, Any]] = WeakKeyDictionary()
 
@@ -69,14 +65,7 @@ class StageProgram(NamedTuple):
 
 
 class StagePrograms:
-    """The programs of all stages. Stages that differ only in their position in the model share a program.
-
-    Attributes:
-      stages: the stages.
-      num_phases: 1: F alone; 2: F and a fused backward; 3: F, B and W.
-      numbers: number of the program that each [device, chunk] runs.
-      programs: the programs, by number.
-    """
+    """The programs of all stages. Stages that differ only in their position in the model share a program."""
 
     def __init__(self, stages: Stages, microbatch: Batch, key: jax.Array | None, *, num_phases: int, remat: str):
         """Trace the programs.
@@ -85,17 +74,17 @@ class StagePrograms:
           stages: the stages.
           microbatch: shapes of a microbatch.
           key: shape of a dropout key; None disables dropout.
-          num_phases: see the attribute.
+          num_phases: 1: F alone; 2: F and a fused backward; 3: F, B and W.
           remat: none, full or dots: which values the forward pass saves for the backward pass.
         """
         self.stages, self.num_phases = stages, num_phases
-        self.numbers = stages.program_numbers
+        self.numbers = stages.program_numbers  # number of the program that each [device, chunk] runs
         _, firsts = np.unique(stages.placement, return_index=True)
-        by_stage = self.numbers.ravel()[firsts].tolist()
+        self._by_stage: list[int] = self.numbers.ravel()[firsts].tolist()
         scalar = partial(jax.ShapeDtypeStruct, ())
         traced: dict[int, StageProgram] = {}
         x = None
-        for number in by_stage:
+        for number in self._by_stage:
             if number not in traced:
                 device = stages.examples[self.kind(number)]
                 params = self.params(number, stages.select(stages.model.shapes, device))
@@ -103,8 +92,7 @@ class StagePrograms:
                 stage = int(stages.placement[device, self.chunk(number)])
                 traced[number] = trace_stage(stages, stage, inputs, num_phases=num_phases, remat=remat)
             x = traced[number].y
-        self.programs = [traced[number] for number in range(len(traced))]
-        self._by_stage = by_stage
+        self.programs = [traced[number] for number in range(len(traced))]  # by number
 
     @property
     def sums(self) -> Sums:
@@ -142,16 +130,13 @@ class StagePrograms:
         return self.stages.part(held, self.stages.examples[self.kind(number)], self.chunk(number))
 
     def run(self, number: int, phase: int, inputs: StageInputs, saved: Saved) -> tuple[StageOutputs, Saved]:
-        """Run one phase of a program: a pure function, which can be jitted.
+        """Run one phase of a program, a pure function: return the outputs, and the values saved for later phases.
 
         Args:
           number: number of the program.
           phase: 0: F; 1: B, or the fused backward; 2: W.
           inputs: the inputs; those that this phase does not use may be None.
           saved: values that earlier phases of the microbatch saved for this phase.
-
-        Returns:
-          The outputs, and the values that this phase saves for later ones.
         """
         program = self.programs[number]
         leaves: list[Any] = []
@@ -162,17 +147,10 @@ class StagePrograms:
 
 
 def trace_stage(stages: Stages, stage: int, inputs: StageInputs, *, num_phases: int, remat: str) -> StageProgram:
-    """Trace the layers of a stage, and cut the trace into phases.
+    """Trace the layers of a stage, and cut the trace into phases. inputs: shapes; dy is ignored.
 
     Traces are cached: a stage with the same layers and inputs has one, as do all plans of a model and the
     programs built from them. They are made without a mesh, so that those outside and inside `shard_map` are the same.
-
-    Args:
-      stages: the stages.
-      stage: number of the stage.
-      inputs: shapes of the inputs; dy is ignored.
-      num_phases: 1: F alone; 2: F and a fused backward; 3: F, B and W.
-      remat: none, full or dots: which values the forward pass saves for the backward pass.
     """
     computation = _Stage(
         stages.model,
@@ -191,35 +169,21 @@ def trace_stage(stages: Stages, stage: int, inputs: StageInputs, *, num_phases: 
     found = _TRACED.setdefault(stages.model, {})
     with jax.sharding.use_abstract_mesh(NO_MESH):
         if key not in found:
-            found[key] = _trace(computation, inputs, is_bumped=is_bumped, remat=remat)
+            if not computation.is_last:
+                y = jax.eval_shape(lambda inputs: computation.forward(inputs, inputs.params, inputs.x, None)[0], inputs)
+            inputs = inputs._replace(dy=None if computation.is_last else y)
+            phases = partial(computation.phases, is_bumped=is_bumped, remat=remat)
+            found[key] = inputs, *jax.make_jaxpr(phases, return_shape=True)(inputs)
         if (*key, num_phases) not in found:
-            found[*key, num_phases] = _cut(stage, *found[key], num_phases=num_phases)
+            inputs, closed, outputs = found[key]
+            if num_phases == 2:  # B and W are one phase
+                forward, backward, weight = outputs
+                outputs = forward, backward._replace(dparams=weight.dparams)
+            num_outputs = [len(jax.tree.leaves(of_phase)) for of_phase in outputs]
+            pieces = cut_phases(flatten(closed, remat=num_phases == 3), num_outputs, input_origins(inputs))
+            found[*key, num_phases] = StageProgram(stage, inputs, tuple(outputs), pieces)
     program: StageProgram = found[*key, num_phases]
     return program
-
-
-def _trace(
-    computation: "_Stage", inputs: StageInputs, *, is_bumped: bool, remat: str
-) -> tuple[StageInputs, core.ClosedJaxpr, list[StageOutputs]]:
-    """Return the inputs with dy, the trace of all phases, and the shapes of the outputs of F, B and W."""
-    y = None
-    if not computation.is_last:
-        y = jax.eval_shape(lambda inputs: computation.forward(inputs, inputs.params, inputs.x, None)[0], inputs)
-    inputs = inputs._replace(dy=y)
-    phases = partial(computation.phases, is_bumped=is_bumped, remat=remat)
-    return inputs, *jax.make_jaxpr(phases, return_shape=True)(inputs)
-
-
-def _cut(
-    stage: int, inputs: StageInputs, closed: core.ClosedJaxpr, outputs: Sequence[StageOutputs], *, num_phases: int
-) -> StageProgram:
-    """Return the program of a trace, with B and W separate if it has three phases."""
-    if num_phases == 2:
-        forward, backward, weight = outputs
-        outputs = forward, backward._replace(dparams=weight.dparams)
-    num_outputs = [len(jax.tree.leaves(of_phase)) for of_phase in outputs]
-    pieces = cut_phases(flatten(closed, remat=num_phases == 3), num_outputs, input_origins(inputs))
-    return StageProgram(stage, inputs, tuple(outputs), pieces)
 
 
 def input_origins(inputs: StageInputs) -> list[Origin]:
@@ -228,21 +192,14 @@ def input_origins(inputs: StageInputs) -> list[Origin]:
     Values that depend on the dropout key are saved, because random numbers are slow to draw again. So are values that
     depend on the microbatch inputs, because these are the activations of stage 0.
     """
+    origins: dict[str, Origin] = {"key": "saved", "x": 0, "dy": 1}
 
     def of(part: Any, source: Origin) -> Any:
         return jax.tree.map(lambda _: source, part)
 
-    microbatch = {name: of(x, "saved" if name == "inputs" else "free") for name, x in inputs.microbatch.items()}
-    spread = StageInputs(
-        of(inputs.params, "free"),
-        microbatch,
-        of(inputs.key, "saved"),
-        of(inputs.shift, "free"),
-        of(inputs.weight, "free"),
-        of(inputs.x, 0),
-        of(inputs.dy, 1),
-    )
-    return jax.tree.leaves(spread)
+    fields = {name: of(part, origins.get(name, "free")) for name, part in inputs._asdict().items()}
+    fields["microbatch"]["inputs"] = of(inputs.microbatch["inputs"], "saved")
+    return jax.tree.leaves(StageInputs(**fields))
 
 
 class _Stage(NamedTuple):
@@ -256,28 +213,22 @@ class _Stage(NamedTuple):
     is_evaluation: bool  # a forward pass alone
 
     def layers(self, inputs: StageInputs, params: Any, x: Activations, start: int, stop: int) -> Activations:
-        """Apply the layers without a scan.
-
-        A scan would stack the weights for every microbatch, and compute dX and dW together.
-        """
-        keys_B = None if inputs.key is None else example_keys(inputs.key, inputs.microbatch)
-        return self.model.apply_layers(
-            params, x, inputs.microbatch, keys_B, start, stop, shift=inputs.shift, scan=False
-        )
+        """Apply the layers without a scan, which would stack the weights, and compute dX and dW together."""
+        batch, shift = inputs.microbatch, inputs.shift
+        keys_B = None if inputs.key is None else example_keys(inputs.key, batch)
+        return self.model.apply_layers(params, x, batch, keys_B, start, stop, shift=shift, scan=False)
 
     def forward(self, inputs: StageInputs, params: Any, x: Any, bump: Any) -> tuple[Activations, Sums | None]:
         """Return the output of the stage, or the loss at the last stage, and the metric sums of the last stage.
 
-        Args:
-          inputs: the inputs.
-          params: the parameters, separate from `inputs` so that they can be differentiated.
-          x: input of the stage.
-          bump: zeros to add to the output of the first layer, or None. Their gradient is that of the layer's output.
+        params and x: separate from `inputs` so that they can be differentiated.
+        bump: zeros to add to the output of the first layer, or None. Their gradient is that of the layer's output.
         """
         start, stop = self.span
         x = inputs.microbatch["inputs"] if self.is_first else x
         if bump is not None:
-            x, start = jax.tree.map(_add, self.layers(inputs, params, x, start, start + 1), bump), start + 1
+            first = self.layers(inputs, params, x, start, start + 1)
+            x, start = jax.tree.map(lambda x, zeros: x if zeros is None else x + zeros, first, bump), start + 1
         y = self.layers(inputs, params, x, start, stop)
         if not self.is_last:
             return y, None
@@ -293,7 +244,11 @@ class _Stage(NamedTuple):
         bump, (start, _) = None, self.span
         if is_bumped:
             first = partial(self.layers, inputs, inputs.params, inputs.microbatch["inputs"], start, start + 1)
-            bump = jax.tree.map(_zeros_of_float, jax.eval_shape(first))
+
+            def zeros(x: jax.ShapeDtypeStruct) -> jax.Array | None:  # other arrays have no gradient
+                return jnp.zeros(x.shape, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else None
+
+            bump = jax.tree.map(zeros, jax.eval_shape(first))
         function = forward if remat in ("none", "full") else jax.checkpoint(forward, policy=REMAT_POLICIES[remat])
         y, pullback, sums = jax.vjp(function, inputs.params, inputs.x, bump, has_aux=True)
         dy = jnp.ones(y.shape, y.dtype) if self.is_last else inputs.dy
@@ -305,11 +260,3 @@ class _Stage(NamedTuple):
 
     def _outputs(self, y: Activations, sums: Sums | None) -> StageOutputs:
         return StageOutputs(sums=sums) if self.is_last else StageOutputs(y=y)
-
-
-def _zeros_of_float(x: jax.ShapeDtypeStruct) -> jax.Array | None:
-    return jnp.zeros(x.shape, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else None
-
-
-def _add(x: jax.Array, bump: jax.Array | None) -> jax.Array:
-    return x if bump is None else x + bump

@@ -19,24 +19,16 @@ from jaxpar.tasks import Task
 
 
 class Stages:
-    """The stages of a model, and the device and chunk of each stage.
-
-    Attributes:
-      model: the model.
-      task: the task, which computes the loss and the metrics from the output of the last stage.
-      bounds: stage j is model.layers[bounds[j]:bounds[j + 1]].
-      placement: stage by [device, chunk].
-      kinds: kind by device.
-      examples: by kind, the device that its program is traced for.
-    """
+    """The stages of a model, and the device and chunk of each stage."""
 
     def __init__(self, model: Model, bounds: Sequence[int], placement: np.ndarray, inputs: Sequence[Any], task: Task):
-        """See the attributes. inputs: input shapes of every layer, from `Model.inputs`, for a batch of any size."""
-        self.model, self.task = model, task
-        self.bounds, self.placement = tuple(bounds), placement
+        """inputs: input shapes of every layer, from `Model.inputs`, for a batch of any size."""
+        self.model, self.task = model, task  # the task computes the loss from the output of the last stage
+        self.bounds = tuple(bounds)  # stage j is model.layers[bounds[j]:bounds[j + 1]]
+        self.placement = placement  # stage by [device, chunk]
         self._inputs = inputs
-        self.examples: list[int] = []
-        self.kinds: list[int] = []
+        self.examples: list[int] = []  # by kind, the device that its program is traced for
+        self.kinds: list[int] = []  # kind by device
         for device in range(len(placement)):
             equal = (kind for kind, other in enumerate(self.examples) if self._are_equal(device, other))
             kind = next(equal, len(self.examples))
@@ -56,15 +48,17 @@ class Stages:
         return [names[start:stop] for start, stop in itertools.pairwise(self.bounds)]
 
     @property
-    def groups(self) -> list[list[int]]:
-        """The devices of each stage if some stages have replicas; otherwise empty."""
-        devices = StageDevices(self.placement)
-        groups = [devices.of(stage) for stage in range(self.num_stages)]
-        return groups if self.placement.size > self.num_stages else []
+    def has_replicas(self) -> bool:
+        """Whether some stages are on several devices."""
+        return self.placement.size > self.num_stages
 
-    def is_first(self, device: int) -> bool:
-        """Return whether a device is the first replica of its stage."""
-        return device == 0 or self.placement[device].tolist() != self.placement[device - 1].tolist()
+    @cached_property
+    def groups(self) -> list[list[int]]:
+        """The devices in groups that hold the same layers: the replicas of each stage, or each device alone."""
+        if not self.has_replicas:
+            return [[device] for device in range(len(self.placement))]
+        devices = StageDevices(self.placement)
+        return [devices.of(stage) for stage in range(self.num_stages)]
 
     def span(self, device: int, chunk: int) -> tuple[int, int]:
         """Return the range of layers of a chunk: [start, stop)."""
@@ -80,21 +74,18 @@ class Stages:
     @cached_property
     def shifts(self) -> np.ndarray:
         """Layer-index offset of each [device, chunk] from the same chunk of the representative device of its kind."""
-        return np.array(
-            [
-                [
-                    self.span(d, chunk)[0] - self.span(self.examples[kind], chunk)[0]
-                    for chunk in range(self.placement.shape[1])
-                ]
-                for d, kind in enumerate(self.kinds)
-            ],
-            np.int32,
-        )
+        starts = np.array(self.bounds, np.int32)[self.placement]
+        return starts - starts[[self.examples[kind] for kind in self.kinds]]
 
     def copies(self, device: int) -> list[Tie]:
         """Return the ties whose source is on another device, so that this device holds a copy of the array."""
         layers = self.layer_names(device)
         return [tie for tie in self.model.ties if tie.layer in layers and tie.source not in layers]
+
+    @property
+    def copied(self) -> list[tuple[str, str]]:
+        """The tied arrays that several devices hold, as (layer, name)."""
+        return sorted({(tie.source, tie.source_name) for device in self.examples for tie in self.copies(device)})
 
     def select(self, params: Params, device: int) -> Params:
         """Return the parameters on a device: those of its layers, and copies of tied arrays of other devices."""
@@ -117,8 +108,7 @@ class Stages:
 
     def part(self, held: Params, device: int, chunk: int) -> Params:
         """Return the subset of a device's parameters that one of its chunks uses."""
-        start, stop = self.span(device, chunk)
-        names = {layer.name for layer in self.model.layers[start:stop]}
+        names = {layer.name for layer in self.model.layers[slice(*self.span(device, chunk))]}
         used = {name: held[name] for name in names}
         for tie in self.model.ties:
             if tie.layer in names and tie.source not in names:

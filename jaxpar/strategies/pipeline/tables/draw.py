@@ -1,7 +1,9 @@
-"""Draws pipelines: tables as text, and planned or measured timelines as pictures. Every row is a device."""
+"""Draws pipelines: tables as text, and simulated or measured timelines as pictures. Every row is a device."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -28,9 +30,8 @@ def format_table(table: Table) -> str:
     """Format the table as a grid with a column per clock. `F3b` is F of microbatch 3 on the second chunk."""
     cells = [[""] * table.num_clocks for _ in range(table.num_devices)]
     for clock, device, kind, microbatch, chunk, *_ in table.actions.tolist():
-        cells[device][clock] += f"{ACTION_KINDS[kind].name}{microbatch}" + (
-            letter(chunk) if table.num_chunks > 1 else ""
-        )
+        suffix = letter(chunk) if table.num_chunks > 1 else ""
+        cells[device][clock] += f"{ACTION_KINDS[kind].name}{microbatch}{suffix}"
     widths = [max(len(row[clock]) for row in cells) for clock in range(table.num_clocks)]
     rows = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
     return "\n".join(f"{device}:  {row}".rstrip() for device, row in enumerate(rows))
@@ -47,9 +48,8 @@ def save_charts(path: Path | str, charts: Sequence[tuple[str, Sequence[Span]]], 
     axis: title of the time axis, with the unit if the times have one.
     """
     Path(path).unlink(missing_ok=True)  # a link is replaced, not followed
-    with matplotlib.rc_context(
-        {"svg.fonttype": "none", "svg.hashsalt": "jaxpar"}
-    ):  # text stays text; output is reproducible
+    options: Any = {"svg.fonttype": "none", "svg.hashsalt": "jaxpar"}  # text stays text; output is reproducible
+    with matplotlib.rc_context(options):
         metadata = {"Date": None} if str(path).endswith(".svg") else None
         draw_charts(charts, axis).savefig(path, dpi=150, metadata=metadata)
 
@@ -91,7 +91,7 @@ def _chart(ax: Axes, title: str, timeline: Sequence[Span], width: float, height:
     num_devices, num_chunks = _num_devices(timeline), 1 + max(span.chunk for span in timeline)
     start, makespan = float(min(span.start for span in timeline)), _makespan(timeline)
     points, row = POINTS * width / makespan, height / num_devices  # per unit of time; inches per device
-    timeline = [span for span in timeline if span.kind != U or span.end > span.start]  # planned updates take no time
+    timeline = [span for span in timeline if span.kind != U or span.end > span.start]  # simulated updates take no time
     device_N, kind_N, _, chunk_N, begin_N, end_N = np.array(timeline, float).reshape(-1, 6).T
     left_N, right_N = begin_N - start, end_N - start
     colours = np.array([[shade(kind, chunk, num_chunks) for chunk in range(num_chunks)] for kind in ACTION_KINDS])
@@ -114,14 +114,10 @@ def _chart(ax: Axes, title: str, timeline: Sequence[Span], width: float, height:
     ax.set(ylabel="device", xlim=(0, makespan), ylim=(num_devices - 0.5, -0.5), facecolor="#eeeeee")
     ax.set_yticks(range(0, num_devices, int(np.ceil(LABEL_INCHES / row))))
     kinds = [ACTION_KINDS[kind] for kind in sorted({span.kind for span in timeline})]
-    legend = [
-        Patch(
-            color=shade(kind, chunk, num_chunks),
-            label=kind.title + (f", chunk {letter(chunk)}" * (num_chunks > 1)),
-        )
-        for kind in kinds
-        for chunk in range(num_chunks)
-    ]
+    legend = []
+    for kind, chunk in itertools.product(kinds, range(num_chunks)):
+        label = kind.title + (f", chunk {letter(chunk)}" if num_chunks > 1 else "")
+        legend.append(Patch(color=shade(kind, chunk, num_chunks), label=label))
     below = (0, -0.25 / height)  # below the tick labels of the time axis
     ax.legend(handles=legend, loc="upper left", bbox_to_anchor=below, ncols=len(kinds), frameon=False, fontsize=8)
 

@@ -21,14 +21,11 @@ from jaxpar.strategies.pipeline.tables.table import ACTION, BW, F, Table, U, wit
 
 
 class Reads(NamedTuple):
-    """Facts on which the version depends that an action of a microbatch reads.
+    """Newest versions, relative to the batch of a microbatch, on which the version depends that its action reads."""
 
-    Versions are relative to the batch of the microbatch.
-    """
-
-    at_entry: int  # the newest version of the first stage when the microbatch enters it
-    at_forward: int  # the newest version of the stage when F runs there
-    at_action: int  # the newest version of the stage when the action, F or its backward, runs there
+    at_entry: int  # that of the first stage when the microbatch enters it
+    at_forward: int  # that of the stage when F runs there
+    at_action: int  # that of the stage when the action, F or its backward, runs there
 
 
 class Continuous(NamedTuple):
@@ -43,10 +40,7 @@ class Continuous(NamedTuple):
 CONTINUOUS = {
     # PipeDream, section 3.3: a backward reads the weights of its forward, which are stashed in between.
     "pipedream": Continuous(
-        lambda reads: reads.at_forward,
-        False,
-        None,
-        "each stage computes a batch with the newest weights that it has",
+        lambda reads: reads.at_forward, False, None, "each stage computes a batch with the newest weights that it has"
     ),
     # PipeDream, section 3.3, "vertical sync": a microbatch reads one version at all stages.
     "pipedream_vertical_sync": Continuous(
@@ -72,11 +66,7 @@ CONTINUOUS = {
 def continuous_obstacle(name: str, replicas: Sequence[int], *, num_microbatches: int, num_chunks: int) -> str | None:
     """Return an error message in one line if a schedule without flush cannot have these sizes; None if it can.
 
-    Args:
-      name: one of CONTINUOUS.
-      replicas: number of devices of each stage.
-      num_microbatches: number of microbatches per batch.
-      num_chunks: number of chunks per device.
+    replicas: number of devices of each stage; num_microbatches: those of a batch; num_chunks: those of a device.
     """
     if len(replicas) < 2:
         return f"num_devices is {len(replicas)}; it must be at least 2 for schedule {name}"
@@ -108,25 +98,20 @@ def periodic_table(name: str, replicas: Sequence[int], num_microbatches: int) ->
 
     The order of actions is that of 1F1B in its steady state. If a stage has i microbatches in flight, F of microbatch k
     runs in clock 2 k + s at stage s, and its backward in clock 2 k + s + 2 i - 1. Without replicas, a stage has an
-    action in every clock.
-
-    Args:
-      name: one of CONTINUOUS.
-      replicas: number of devices of each stage.
-      num_microbatches: number of microbatches per batch, a multiple of every number of replicas.
+    action in every clock. num_microbatches: those of a batch, a multiple of every number of replicas.
     """
     m = num_microbatches
     first_backward = [stage + 2 * number - 1 for stage, number in enumerate(microbatches_in_flight(replicas))]
 
     def newest(clock: int, stage: int) -> int:
-        """Return the newest version of a stage before a clock, relative to the batch that enters at clock 0."""
+        # relative to the batch that enters at clock 0
         first_update = first_backward[stage] + 2 * (m - 1)
         return 1 + (clock - 1 - first_update) // (2 * m)
 
     rows = []
 
     def add(clock: int, device: int, kind: int, microbatch: int, stage: int, version: int) -> None:
-        age, in_step = divmod(clock, 2 * m)
+        age, in_step = divmod(clock, 2 * m)  # an action in a later period is on a batch that is older by then
         rows.append((in_step, device, kind, microbatch - m * age, 0, stage, version, 0))
 
     for stage, number in enumerate(replicas):

@@ -1,8 +1,7 @@
 """The named schedules: the order in which each device runs its actions. `make_table` turns an order into a table.
 
 Arguments of the order functions are the number of devices p, the number of microbatches m, the number of chunks per
-device v, and the device d. The diagrams are in the format of jaxpar/strategies/pipeline/tables/draw.py: a row is a
-device, a column is a clock.
+device v, and the device d. In the diagrams (draw.py) a row is a device, a column is a clock.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -176,21 +175,14 @@ def _alternate_split(m: int, warmup: int, delay: int) -> Iterator[Action]:
 
 
 class Schedule(NamedTuple):
-    """The definition of a named schedule.
+    """The definition of a named schedule."""
 
-    Attributes:
-      order: (p, m, v, d) -> the order of actions on device d.
-      stages: (p, v) -> stage by [device, chunk].
-      num_chunks: number of chunks per device; the default number if `any_chunks`.
-      any_chunks: any number of chunks is allowed.
-      pairs: an F and the BW after it share a clock, so that every clock of the steady state has one of each. Other
-        schedules run one action per device and clock, because in lockstep all devices wait for a device that runs two.
-    """
-
-    order: Callable[[int, int, int, int], Iterator[Action]]
-    stages: Callable[[int, int], np.ndarray] = loop_stages
-    num_chunks: int = 1
-    any_chunks: bool = False
+    order: Callable[[int, int, int, int], Iterator[Action]]  # (p, m, v, d) -> the order of actions on device d
+    stages: Callable[[int, int], np.ndarray] = loop_stages  # (p, v) -> stage by [device, chunk]
+    num_chunks: int = 1  # number of chunks per device; the default number if `any_chunks`
+    any_chunks: bool = False  # whether any number of chunks is allowed
+    # An F and the BW after it share a clock, so that every clock of the steady state has one of each. Other schedules
+    # run one action per device and clock, because in lockstep all devices wait for a device that runs two.
     pairs: bool = False
 
 
@@ -252,8 +244,7 @@ def unknown_schedule(key: str, name: str, others: Sequence[str] = ()) -> str:
 def make_table(name: str, *, num_devices: int, num_microbatches: int, num_chunks: int) -> Table:
     """Make the table of a named schedule. One without flush is unrolled, and drains after the last microbatch.
 
-    Raises:
-      ValueError: the schedule does not exist, or it cannot have these sizes. The message is one line.
+    Raises ValueError with one line if the schedule does not exist, or cannot have these sizes.
     """
     p, m, v = num_devices, num_microbatches, num_chunks
     if name in CONTINUOUS:
@@ -272,14 +263,8 @@ def make_table(name: str, *, num_devices: int, num_microbatches: int, num_chunks
 def unrolled_table(name: str, replicas: Sequence[int], per_batch: int, num_microbatches: int) -> Table:
     """Make the table of the first microbatches of a schedule without flush, which drains after the last one.
 
-    Args:
-      name: one of CONTINUOUS.
-      replicas: number of devices of each stage.
-      per_batch: number of microbatches per batch, which the schedule supports.
-      num_microbatches: number of microbatches of all batches.
-
-    Raises:
-      ValueError: num_microbatches is not a multiple of per_batch, or too large. The message is one line.
+    Raises ValueError with one line if num_microbatches is not a multiple of per_batch, the microbatches of a batch, or
+    too large.
     """
     if reason := size_obstacle(sum(replicas), num_microbatches, 1):
         raise ValueError(reason)
@@ -296,16 +281,10 @@ def forward_only(num_devices: int, num_microbatches: int, stages: np.ndarray) ->
 
     A microbatch advances by one stage per clock. It enters at the first clock from which it never needs a device at the
     same time as an earlier microbatch.
-
-    Args:
-      num_devices: number of devices.
-      num_microbatches: number of microbatches.
-      stages: stage by [device, chunk].
     """
     busy: set[tuple[int, int]] = set()  # device, clock
     clocks: list[list[tuple[int, Action]]] = [[] for _ in range(num_devices)]
-    entry = 0
-    devices = StageDevices(stages)
+    entry, devices = 0, StageDevices(stages)
     for k in range(num_microbatches):
         places = [(d, c, int(stage)) for (d, c), stage in np.ndenumerate(stages) if devices.device(stage, k) == d]
         while any((d, entry + stage) in busy for d, _, stage in places):
@@ -313,6 +292,45 @@ def forward_only(num_devices: int, num_microbatches: int, stages: np.ndarray) ->
         for d, c, stage in places:
             busy.add((d, entry + stage))
             clocks[d].append((entry + stage, Action(F, k, c)))
-    return place_actions(
-        [[action for _, action in sorted(of_device)] for of_device in clocks], stages, num_microbatches
-    )
+    orders = [[action for _, action in sorted(of_device)] for of_device in clocks]
+    return place_actions(orders, stages, num_microbatches)
+
+
+# ---- stages with replicas: several devices that take turns with the microbatches -----------------
+#
+# Replica i of r runs the microbatches k with k mod r = i, forward and backward alike (1F1B-RR in Narayanan et al.,
+# "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019, section 3.2).
+
+WITH_REPLICAS = ("gpipe", "1f1b")  # besides the schedules without flush (periodic.py)
+
+
+def parse_replicas(text: str) -> tuple[int, ...] | None:
+    """Return the numbers of devices that a text such as `2,1,1` lists; None if it does not list any."""
+    numbers = [part.strip() for part in text.split(",")]
+    if not all(number.isascii() and number.isdigit() and len(number) < 10 and int(number) > 0 for number in numbers):
+        return None
+    return tuple(map(int, numbers))
+
+
+def noam(num_workers: int, num_replicas: int) -> int:
+    """Return the microbatches that 1F1B has in flight on each replica of a stage (NOAM in PipeDream, section 3.2).
+
+    num_workers: the number of workers of this stage and all later ones.
+    """
+    return -(-num_workers // num_replicas)
+
+
+def replicated_table(name: str, replicas: Sequence[int], num_microbatches: int) -> Table:
+    """Make the table of a schedule, one of WITH_REPLICAS. replicas: number of devices of each stage.
+
+    Each replica runs its microbatches in the order of the schedule.
+    """
+    orders = []
+    for stage, number in enumerate(replicas):
+        in_flight = noam(sum(replicas[stage:]), number)
+        for replica in range(number):
+            own = range(replica, num_microbatches, number)
+            order = gpipe(1, len(own), 1, 0) if name == "gpipe" else one_f_one_b(in_flight, len(own), 1, 0)
+            orders.append([action._replace(microbatch=own[action.microbatch]) for action in order])
+    stages = np.repeat(np.arange(len(replicas)), replicas)[:, None]  # devices of a stage are next to each other
+    return place_actions(orders, stages, num_microbatches)

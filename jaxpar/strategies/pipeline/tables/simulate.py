@@ -29,16 +29,15 @@ class Times(NamedTuple):
         for name, times in zip(self._fields, self, strict=True):
             of_devices = list(times) if isinstance(times, Sequence) else [times] * num_devices
             if len(of_devices) != num_devices:
-                raise ValueError(
-                    f"{name} has {len(of_devices)} times; it must have one, or one per device ({num_devices})"
-                )
+                rule = f"it must have one, or one per device ({num_devices})"
+                raise ValueError(f"{name} has {len(of_devices)} times; {rule}")
             spread.append([time / num_chunks for time in of_devices])
         by_device = [dict(zip(self._fields, times, strict=True)) for times in zip(*spread, strict=True)]
         return [tuple(sum(times[one] for one in kind.passes) for kind in ACTION_KINDS) for times in by_device]
 
 
 class Span(NamedTuple):
-    """One action on the time axis, planned or measured."""
+    """One action on the time axis, simulated or measured."""
 
     device: int
     kind: int
@@ -49,33 +48,17 @@ class Span(NamedTuple):
 
 
 class Simulation(NamedTuple):
-    """The costs of a table. Tuples are by device.
+    """The costs of a table. Tuples are by device. In peaks, a microbatch on one of v chunks counts 1 / v."""
 
-    Peaks are in microbatches of a whole device: a microbatch on one of v chunks counts 1 / v.
-
-    Attributes:
-      makespan: time from the first start to the last end on any device.
-      cost: the longest of `spans`, which is what a schedule search minimizes.
-      bubble_rate: idle fraction of the longest span.
-      lockstep: time of a step if all devices step through the clocks together. A clock then costs the time of its most
-        expensive device, plus the communication time if any device sends.
-      idle: makespan minus work.
-      idle_in_span: span minus work.
-      spans: time from the start of the first action to the end of the last one.
-      peak_in_flight: maximum number of microbatches between their F and their B or BW.
-      peak_stashed: maximum number of microbatches between their F and their W or BW.
-      timeline: all actions.
-    """
-
-    makespan: Time
-    cost: Time
-    bubble_rate: Time
-    lockstep: Time
-    idle: tuple[Time, ...]
-    idle_in_span: tuple[Time, ...]
-    spans: tuple[Time, ...]
-    peak_in_flight: tuple[float, ...]
-    peak_stashed: tuple[float, ...]
+    makespan: Time  # from the first start to the last end on any device
+    cost: Time  # the longest of `spans`, which is what a schedule search minimizes
+    bubble_rate: Time  # idle fraction of the longest span
+    lockstep: Time  # of a step if all devices step through the clocks together
+    idle: tuple[Time, ...]  # makespan minus work
+    idle_in_span: tuple[Time, ...]  # span minus work
+    spans: tuple[Time, ...]  # from the start of the first action to the end of the last one
+    peak_in_flight: tuple[float, ...]  # most microbatches between their F and their B or BW
+    peak_stashed: tuple[float, ...]  # most microbatches between their F and their W or BW
     timeline: tuple[Span, ...]
 
 
@@ -122,24 +105,17 @@ def action_graph(table: Table, times: Times, communication: Time) -> tuple[Actio
     rows = table.actions[["device", "kind", "microbatch", "stage"]].tolist()
     index = {(ACTION_KINDS[kind].phase, microbatch, stage): i for i, (_, kind, microbatch, stage) in enumerate(rows)}
     waits = []
-    for device, kind, microbatch, stage in rows:
+    orders: list[list[int]] = [[] for _ in range(table.num_devices)]
+    for action, (device, kind, microbatch, stage) in enumerate(rows):
         keys = action_inputs(kind, microbatch, stage, table.num_stages)
         delays = (communication if devices.device(sender, k) != device else 0 for _, k, sender in keys)
         waits.append([(index[key], delay) for key, delay in zip(keys, delays, strict=True)])
-    orders: list[list[int]] = [[] for _ in range(table.num_devices)]
-    for action, (device, *_) in enumerate(rows):
         orders[device].append(action)
     return ActionGraph([durations[device][kind] for device, kind, *_ in rows], waits), orders
 
 
 def simulate_table(table: Table, times: Times, communication: Time = 0) -> Simulation:
-    """Simulate a valid table.
-
-    Args:
-      table: the table.
-      times: times of the actions.
-      communication: time from the end of an action until its result is available on another device.
-    """
+    """Simulate a valid table. communication: time from the end of an action until another device has its result."""
     actions, orders = action_graph(table, times, communication)
     ends = end_times(actions, orders)
     assert ends is not None, "not a valid table: its devices deadlock"
@@ -149,7 +125,7 @@ def simulate_table(table: Table, times: Times, communication: Time = 0) -> Simul
     busy = [sum(actions.durations[action] for action in order) for order in orders]
     makespan, cost = max(ends), max(spans)
     longest = spans.index(cost)
-    rows = table.actions[["device", "kind", "microbatch", "chunk"]].tolist()
+    numbers = table.actions[["device", "kind", "microbatch", "chunk"]].tolist()
     return Simulation(
         makespan=makespan,
         cost=cost,
@@ -161,7 +137,7 @@ def simulate_table(table: Table, times: Times, communication: Time = 0) -> Simul
         peak_in_flight=tuple((peak_in_flight(table) / table.num_chunks).tolist()),
         peak_stashed=tuple((peak_stashed(table) / table.num_chunks).tolist()),
         timeline=tuple(
-            Span(d, kind, k, c, start, end) for (d, kind, k, c), start, end in zip(rows, starts, ends, strict=True)
+            Span(d, kind, k, c, start, end) for (d, kind, k, c), start, end in zip(numbers, starts, ends, strict=True)
         ),
     )
 
@@ -187,11 +163,8 @@ def work(table: Table, times: Times) -> list[Time]:
 def lockstep(table: Table, times: Times, communication: Time = 0, *, sharing: int = 1) -> Time:
     """Return the time of all clocks if all devices step through them together.
 
-    Args:
-      table: the table.
-      times: times of the actions.
-      communication: time of a clock in which any device sends, in addition to its actions.
-      sharing: number of neighbouring devices that share a processor, which runs their actions one after the other.
+    A clock takes as long as its most expensive device, plus `communication` if any device sends.
+    sharing: number of neighbouring devices that share a processor, which runs their actions one after the other.
     """
     by_kind = times.by_kind(table.num_devices, table.num_chunks)
     durations = [by_kind[device][kind] for device, kind in table.actions[["device", "kind"]].tolist()]

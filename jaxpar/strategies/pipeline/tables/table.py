@@ -25,32 +25,21 @@ ACTION = np.dtype([(name, np.int32) for name in FIELDS])
 
 
 class Kind(NamedTuple):
-    """The properties of a kind of action.
+    """The properties of a kind of action."""
 
-    Attributes:
-      name: its name in tables.
-      title: its name in pictures.
-      colour: its colour in pictures; they remain distinct with colour blindness (Okabe and Ito, "Color Universal
-        Design", 2008).
-      phase: its place in the order within a clock.
-      passes: the passes that it computes, out of forward, backward (dX) and weight (dW), which add up to its time.
-      reads: the actions whose results it needs: their phase, and the distance of their stage.
-      sends_to: distance to the stage that receives its result; 0 if no other stage does.
-    """
-
-    name: str
-    title: str
-    colour: str
-    phase: int
-    passes: tuple[str, ...]
-    reads: tuple[tuple[int, int], ...]
-    sends_to: int
+    name: str  # in tables
+    title: str  # in pictures
+    colour: str  # in pictures; distinct with colour blindness (Okabe and Ito, "Color Universal Design", 2008)
+    phase: int  # its place in the order within a clock
+    passes: tuple[str, ...]  # out of forward, backward (dX) and weight (dW); their times add up to that of the action
+    reads: tuple[tuple[int, int], ...]  # the actions whose results it needs: their phase, and distance of their stage
+    sends_to: int  # distance to the stage that receives its result; 0 if no other stage does
 
     def stashes(self, weight_memory: float = 1.0) -> float:
         """Return the change in the number of stashed microbatches that an action of this kind causes.
 
-        weight_memory: fraction of a microbatch's memory that is still held between its B and its W. It is less than 1
-        if W needs only a part of the values that F stashed.
+        weight_memory: fraction of a microbatch's bytes that W still needs after B. It is less than 1 if W needs only a
+        part of the values that F stashed.
         """
         freed = ("backward" in self.passes) * (1 - weight_memory) + ("weight" in self.passes) * weight_memory
         return ("forward" in self.passes) - freed
@@ -69,21 +58,17 @@ F, B, W, BW, U = range(len(ACTION_KINDS))
 class Table(NamedTuple):
     """A schedule whose actions are assigned to clocks.
 
-    `actions` has dtype ACTION and is sorted by clock, device and order within the clock. `version` is the version of
-    the weights that an action reads, or that a U writes; version 0 is that of the start. The `microbatch` of a U is the
-    last one whose gradient it applies. `slot` is the slot in the device's stash that a microbatch occupies from its F
-    to its B or BW. For W, it is the slot in a second stash that the microbatch occupies from its B to its W.
-
-    If `period` is not 0, the table repeats after this number of clocks, and numbers are relative (periodic.py).
-    `replicas` is the number of devices of each stage; empty if each stage is on one device.
+    `version` is the version of the weights that an action reads, or that a U writes; version 0 is that of the start.
+    The `microbatch` of a U is the last one whose gradient it applies. `slot` is the slot in the device's stash that a
+    microbatch occupies from its F to its B or BW; for W, that in a second stash, from its B to its W.
     """
 
     num_devices: int
     num_chunks: int
     num_microbatches: int
-    actions: np.ndarray
-    period: int = 0
-    replicas: tuple[int, ...] = ()
+    actions: np.ndarray  # of dtype ACTION, sorted by clock, device and order within the clock
+    period: int = 0  # if not 0, the table repeats after this number of clocks, and numbers are relative (periodic.py)
+    replicas: tuple[int, ...] = ()  # number of devices of each stage; empty if each stage is on one device
 
     @property
     def num_stages(self) -> int:
@@ -123,19 +108,10 @@ def v_stages(num_devices: int, num_chunks: int = 2) -> np.ndarray:
     return np.stack([down, 2 * num_devices - 1 - down], axis=1)
 
 
-def replicated_stages(replicas: Sequence[int]) -> np.ndarray:
-    """Return the stage of every [device, chunk] if the devices of each stage are next to each other.
-
-    replicas: number of devices of each stage.
-    """
-    return np.repeat(np.arange(len(replicas)), replicas)[:, None]
-
-
 class StageDevices:
-    """The devices of each stage."""
+    """The devices of each stage. stages: stage by [device, chunk]."""
 
     def __init__(self, stages: np.ndarray):
-        """stages: stage by [device, chunk]."""
         in_order = np.argsort(stages, axis=None, kind="stable")
         self._devices: list[list[int]] = [[] for _ in range(int(stages.max()) + 1)]
         for place in in_order.tolist():
@@ -174,7 +150,7 @@ def place_actions(
 
     The result of an action is available from the next clock on. The only exception is the backward of the last stage,
     which may run in the same clock as its forward. In a clock, a device sends at most one transfer over each distance
-    on the ring of devices.
+    on the ring of devices. Raises ValueError if the orders deadlock.
 
     Args:
       orders: order of actions on each device.
@@ -182,9 +158,6 @@ def place_actions(
       num_microbatches: number of microbatches.
       pairs: allow an F and the backward that follows it on the same device in one clock; otherwise a device runs one
         action per clock.
-
-    Raises:
-      ValueError: the orders deadlock.
     """
     devices, last_stage = StageDevices(stages), int(stages.max())
     made: dict[tuple[int, int, int], int] = {}  # clock by (phase, microbatch, stage)
@@ -192,15 +165,13 @@ def place_actions(
     rows: list[tuple[int, ...]] = []
 
     def run(clock: int, device: int) -> None:
-        """Run all actions that the device can run in this clock."""
         used, offsets = -1, {0}  # latest phase in this clock; distances of its transfers
         for index in range(nexts[device], len(orders[device])):
             kind, microbatch, chunk = orders[device][index]
             stage, phase = int(stages[device, chunk]), ACTION_KINDS[kind].phase
             before = clock + (phase == 1 and stage == last_stage)
-            arrived = all(
-                made.get(key, before) < before for key in action_inputs(kind, microbatch, stage, last_stage + 1)
-            )
+            inputs = action_inputs(kind, microbatch, stage, last_stage + 1)
+            arrived = all(made.get(key, before) < before for key in inputs)
             to = devices.receiver(kind, stage, microbatch)
             offset = 0 if to is None else (to - device) % len(orders)
             if not arrived or phase <= used or (offset and offset in offsets):
@@ -239,24 +210,19 @@ class Stash:
 
     def __init__(self) -> None:
         self._slot_of: dict[tuple[int, int], int] = {}
-        self._free: list[int] = []  # a heap: the slots below `_size` that hold nothing
-        self._size = 0
+        self._free: list[int] = []  # a heap: the slots that hold nothing any more
 
     def take(self, key: tuple[int, int]) -> int:
         """Return the lowest free slot, which now holds `key`."""
         self.release(key)  # an invalid table may take a slot twice
-        if self._free:
-            slot = heapq.heappop(self._free)
-        else:
-            slot, self._size = self._size, self._size + 1
-        self._slot_of[key] = slot
+        slot = self._slot_of[key] = heapq.heappop(self._free) if self._free else len(self._slot_of)
         return slot
 
     def release(self, key: tuple[int, int]) -> int:
         """Return the slot that holds `key`, which is now free; 0 if there is none, as in an invalid table."""
-        slot = self._slot_of.pop(key, None)
-        if slot is None:
+        if key not in self._slot_of:
             return 0
+        slot = self._slot_of.pop(key)
         heapq.heappush(self._free, slot)
         return slot
 

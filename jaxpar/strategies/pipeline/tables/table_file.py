@@ -17,7 +17,7 @@ MAX_CLOCKS = 10  # per action, in a table read from a file
 
 
 def write_table(table: Table, path: Path | str) -> None:
-    """Write the table as CSV with one row per action. Kinds are written by name."""
+    """Write the table as CSV with one row per action."""
     with Path(path).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(FIELDS)
@@ -37,12 +37,8 @@ def read_table(path: Path | str) -> Table:
 
     The first line names the columns: clock, device, kind, microbatch, chunk, and optionally stage, version and slot.
     By default stages are assigned to devices round-robin, versions are 0, and slots are assigned by `with_slots`. Rows
-    may be in any order. The numbers of devices, chunks and microbatches follow from the largest ones in the rows. Slots
-    are renumbered without gaps.
-
-    Raises:
-      ValueError: the file cannot be read, or the table breaks a rule. The message is one line, with the path and the
-        line number, or with the clock, the device and the rule.
+    may be in any order. The numbers of devices, chunks and microbatches follow from the largest ones in the rows.
+    Raises ValueError with one line, which names the path and the line, or the clock, the device and the rule.
     """
     try:
         with open_text(path) as file:
@@ -51,7 +47,13 @@ def read_table(path: Path | str) -> Table:
             rows = [_row(columns, row, f"line {line}") for line, row in lines if row]
         if not rows:
             raise ValueError("the table has no actions; it must have at least one")
-        table = _table(columns, rows)
+        rows.sort(key=lambda row: (row["clock"], row["device"], ACTION_KINDS[row["kind"]].phase))
+        devices, chunks, microbatches = (max(row[of] for row in rows) + 1 for of in ("device", "chunk", "microbatch"))
+        for row in rows:
+            row.setdefault("stage", row["chunk"] * devices + row["device"])
+        actions = np.array([tuple(row.get(field, 0) for field in FIELDS) for row in rows], dtype=ACTION)
+        table = Table(devices, chunks, microbatches, actions)
+        table = table if "slot" in columns else with_slots(table)
         check_table(table)
         if table.num_clocks > MAX_CLOCKS * len(rows):
             raise ValueError(
@@ -94,13 +96,3 @@ def _row(columns: list[str], row: list[str], line: str) -> dict[str, int]:
                 raise ValueError(f"{line}: {column} is {value!r}; it must be an integer between 0 and 999999999")
             result[column] = int(value)
     return result
-
-
-def _table(columns: list[str], rows: list[dict[str, int]]) -> Table:
-    rows.sort(key=lambda row: (row["clock"], row["device"], ACTION_KINDS[row["kind"]].phase))
-    devices, chunks, microbatches = (max(row[size] for row in rows) + 1 for size in ("device", "chunk", "microbatch"))
-    for row in rows:
-        row.setdefault("stage", row["chunk"] * devices + row["device"])
-    actions = np.array([tuple(row.get(field, 0) for field in FIELDS) for row in rows], dtype=ACTION)
-    table = Table(devices, chunks, microbatches, actions)
-    return table if "slot" in columns else with_slots(table)

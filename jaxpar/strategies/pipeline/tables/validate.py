@@ -30,20 +30,18 @@ class TableError(ValueError):
 
 
 def check_table(table: Table) -> None:
-    """Raise TableError if the table breaks a rule.
+    """Raise TableError if the table breaks one of these rules.
 
-    These are the rules.
-
-      - Numbers are in range, and rows are sorted.
-      - Every stage is one chunk of one device, or of as many neighbours as it has replicas, which take turns.
-      - A device runs at most one action of each phase per clock.
-      - Every microbatch has one F at every stage, and one BW, or one B and one W. A forward-only table has no backward.
-      - Results are available from the next clock on. Two actions may also run in the same clock as the action that they
-        depend on: the backward of the last stage after its F, and W after its B. So may U after a backward.
-      - A device sends at most one transfer per clock over each distance on the ring of devices.
-      - Microbatches that are stashed on a device at the same time have different slots.
-      - Every U writes the version after the newest one of its stage. An action reads a version that a U has written in
-        an earlier clock, or version 0.
+    - Numbers are in range, and rows are sorted.
+    - Every stage is one chunk of one device, or of as many neighbours as it has replicas, which take turns.
+    - A device runs at most one action of each phase per clock.
+    - Every microbatch has one F at every stage, and one BW, or one B and one W. A forward-only table has no backward.
+    - Results are available from the next clock on. Two actions may also run in the same clock as the action that they
+      depend on: the backward of the last stage after its F, and W after its B. So may U after a backward.
+    - A device sends at most one transfer per clock over each distance on the ring of devices.
+    - Microbatches that are stashed on a device at the same time have different slots.
+    - Every U writes the version after the newest one of its stage. An action reads a version that a U has written in
+      an earlier clock, or version 0.
     """
     rows = [dict(zip(FIELDS, row, strict=True)) for row in table.actions.tolist()]
     _check_rows(table, rows)
@@ -83,9 +81,8 @@ def _check_rows(table: Table, rows: list[ActionRow]) -> None:
                 _fail(row, f"{field} is {row[field]}; it must be at least 0{upper}")
     for before, row in itertools.pairwise(rows):
         if _place(row) < _place(before):
-            _fail(
-                row, "rows must be sorted by clock, device and order within the clock (F, then B or BW, then W, then U)"
-            )
+            order = "order within the clock (F, then B or BW, then W, then U)"
+            _fail(row, f"rows must be sorted by clock, device and {order}")
 
 
 def _place(row: ActionRow) -> tuple[int, int, int]:
@@ -132,10 +129,8 @@ def _check_clocks(table: Table, rows: list[ActionRow], device_of: DeviceOf) -> N
     for row in rows:
         other = actions.setdefault(_place(row), row)
         if other is not row:
-            _fail(
-                row,
-                f"{_name(row)} and {_name(other)} are in one clock; there must be at most one action per phase",
-            )
+            both = f"{_name(row)} and {_name(other)}"
+            _fail(row, f"{both} are in one clock; there must be at most one action per phase")
         device = row["device"]
         to = device_of(receiver(row["kind"], row["stage"]), row["microbatch"])
         distance = 0 if to is None else (to - device) % table.num_devices
@@ -172,11 +167,8 @@ def _check_inputs(table: Table, rows: list[ActionRow], made: dict[tuple[int, int
             before = made[key]
             shares = row["kind"] in (W, U) or (key[0] == 0 and row["kind"] != F and row["stage"] == last_stage)
             if before["clock"] >= row["clock"] + shares:
-                _fail(
-                    row,
-                    f"{_name(row)} needs the result of {_name(before)}, which runs at clock {before['clock']}; it "
-                    f"must run {'no later' if shares else 'earlier'}",
-                )
+                needs = f"{_name(row)} needs the result of {_name(before)}, which runs at clock {before['clock']}"
+                _fail(row, f"{needs}; it must run {'no later' if shares else 'earlier'}")
 
 
 def _check_complete(
@@ -189,10 +181,8 @@ def _check_complete(
             if (0, microbatch, stage) not in made:
                 device = device_of(stage, microbatch)
                 device = min(nowhere)[0] if device is None else device
-                _fail(
-                    rows[-1] | {"device": device},
-                    f"the table ends without F of microbatch {microbatch}, stage {stage}; it must have it",
-                )
+                missing = f"F of microbatch {microbatch}, stage {stage}"
+                _fail(rows[-1] | {"device": device}, f"the table ends without {missing}; it must have it")
     if not is_training(table):
         return
     for row in rows:

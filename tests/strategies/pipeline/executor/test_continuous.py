@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.strategies.pipeline.executor.continuous_state import arrays_at_step
+from jaxpar.strategies.pipeline.executor.continuous import arrays_at_step
 from jaxpar.strategies.pipeline.executor.lowering import INBOXES, NONE, ClockShape, lower_table
 from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS, fewest_microbatches, periodic_table, unroll
 from jaxpar.strategies.pipeline.tables.table import ACTION_KINDS, StageDevices, Table, U

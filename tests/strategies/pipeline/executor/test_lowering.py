@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpar.strategies.pipeline.executor.lowering import INBOXES, NONE, LoweredTable, lower_table
+from jaxpar import cluster, strategies
+from jaxpar.strategies.pipeline.executor.lowering import INBOXES, NONE, LoweredTable, device_branches, lower_table
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, forward_only
 from jaxpar.strategies.pipeline.tables.table import (
     ACTION,
@@ -24,6 +25,7 @@ from jaxpar.strategies.pipeline.tables.table import (
 )
 from jaxpar.strategies.pipeline.tables.validate import check_table, peak_handed, peak_in_flight, peak_stashed
 from tests.strategies.pipeline.named_tables import grid, make
+from tests.strategies.pipelines import Task, make_config, make_problem
 
 ZEROS = "the value that ppermute delivers to a device without a sender"
 Symbol = Any  # (phase, microbatch, stage) of the action that computed a value; in a stash (buffer, microbatch, stage)
@@ -200,5 +202,29 @@ def test_one_f_one_b_by_hand() -> None:
     assert backward.inbox.tolist() == [[-1, -1, -1, 0, -1, 0], [-1] * 6]
     assert backward.stash[0, 1].tolist() == [[-1, -1, -1, 0, -1, 1], [-1, -1, 0, -1, 0, -1]]
     (arrival,) = lowered.arrays.arrivals
-    assert arrival.activations.tolist() == [[-1] * 6, [0, 0, -1, -1, -1, -1]]
-    assert arrival.gradients.tolist() == [[-1, -1, 0, -1, 0, -1], [-1] * 6]
+    assert arrival[0].tolist() == [[-1] * 6, [0, 0, -1, -1, -1, -1]]
+    assert arrival[1].tolist() == [[-1, -1, 0, -1, 0, -1], [-1] * 6]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_branches_are_those_of_the_table(schedule: str) -> None:
+    overrides = ("--config.strategy=pipeline", "--config.mesh.stage=2", f"--config.pipeline.schedule={schedule}")
+    task = Task("mlp", "classification", layers=4)
+    config = make_config(task, *overrides)
+    details: Any = strategies.plan(config, make_problem(config, task), cluster.find_cluster()).details
+    found, table = device_branches(details.lowered, details.stages), details.table
+    for phase, kinds in enumerate(([F], [B, BW], [W])[: 3 if schedule == "zb_h1" else 2]):
+        acts = np.zeros((table.num_clocks, table.num_devices), bool)
+        for clock, device, kind in table.actions[["clock", "device", "kind"]].tolist():
+            acts[clock, device] |= kind in kinds
+        branches = found[f"clock_0/phase_{phase}"]
+        assert ((branches.taken > 0) == acts).all()
+        assert (branches.taken < branches.number).all()
+        # The two devices have stages of different kinds, so they never run the same program.
+        assert not set(branches.taken[acts[:, 0], 0]) & set(branches.taken[acts[:, 1], 1])
+        assert sum(branches.fractions) == pytest.approx(1)
+        assert branches.fractions[0] == pytest.approx(1 - acts.mean())
+    # Every transfer is stored once: each device but one receives each microbatch's activation.
+    stored = [one for name, one in found.items() if "/deliver_0_" in name]
+    assert sum((one.taken == 0).sum() for one in stored) == table.num_microbatches
+    assert (found["of_kind"].taken == [details.stages.kinds]).all()

@@ -124,16 +124,6 @@ def test_add_any_of_the_leaves() -> None:
         same(packing.unpack(1, got), {name: leaf + more.get(name, np.zeros_like(leaf)) for name, leaf in held.items()})
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2])
-def test_replace_one_leaf(kind: int) -> None:
-    packing, held = Packing(TREES), TREES[kind]
-    packed = packing.pack(kind, jax.tree.map(jnp.asarray, held))
-    for index, name in enumerate(sorted(held)):
-        other = (held[name] * 3 + 1).astype(held[name].dtype)
-        got = packing.replace(kind, packed, index, jnp.asarray(other))
-        same(packing.unpack(kind, got), held | {name: other})
-
-
 def test_a_tree_without_leaves_has_zeros_for_what_the_others_share() -> None:
     leaf = jax.ShapeDtypeStruct((2, 3), np.float32)
     packing = Packing([{"a": leaf}, {}, {"a": leaf, "b": jax.ShapeDtypeStruct((4,), np.float32)}])
