@@ -1,6 +1,5 @@
 """Describes the devices of a real or planned cluster. This is the only file that asks JAX for devices.
 
-`find_cluster` describes the devices of the current run, and `named_cluster` those of a cluster that is not available.
 Plans are made for a `Cluster` (jaxpar/core/plan.py); strategies are built on the devices that `devices` returns.
 """
 
@@ -101,8 +100,7 @@ def named_cluster(
 ) -> Cluster:
     """Describe a cluster of CPUs (`cpu`) or of GPUs (jaxpar/cluster/gpus), without touching a device.
 
-    Raises:
-      UserError: the device kind is unknown, num_devices is less than 1, or num_processes does not divide it.
+    Raises UserError if the device kind is unknown, num_devices is less than 1, or num_processes does not divide it.
     """
     if num_devices < 1:
         raise UserError(f"num_devices is {num_devices}; it must be at least 1")
@@ -135,9 +133,7 @@ def gpu_cluster(
 def with_rates_of_kind(cluster: Cluster) -> Cluster:
     """Return the devices of a run with the rates of their kind, which JAX does not report; unchanged if not known."""
     gpu = kind_of_device(cluster.device_kind)
-    if gpu is None:
-        return cluster
-    return replace(cluster, memory_bandwidth=gpu.memory_bandwidth, send_rates=gpu.links)
+    return replace(cluster, memory_bandwidth=gpu.memory_bandwidth, send_rates=gpu.links) if gpu else cluster
 
 
 def _peaks(device_kind: str) -> dict[str, float]:

@@ -35,8 +35,7 @@ from jaxpar.command_line import Parser, integer, number
 from jaxpar.errors import UserError, exit_code
 from jaxpar.strategies.swarm.live import cluster as ray_cluster
 from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent, PeerStatus, listeners
-from jaxpar.strategies.swarm.live.peer import StagePeer
-from jaxpar.strategies.swarm.live.tickets import PeerSettings
+from jaxpar.strategies.swarm.live.peer import PeerSettings, StagePeer
 from jaxpar.strategies.swarm.live.trainer import LiveTrainer
 from scripts.bench.pipeline_case import Maker
 
@@ -107,7 +106,7 @@ def start(arguments: Any, layers: Sequence[int]) -> tuple[LiveTrainer, Any, list
     more = [f"--config.swarm.{key}={value}" for key, value in settings.items()]
     configs.override(config, ["--config.strategy=swarm", "--config.optimizer.accumulation_steps=1", *more])
     configs.override(config, [f"--config.pipeline.partition={cuts}"])
-    ray = ray_cluster.connect("", ray_cluster.PeerResources(1.0, 0.0), num_peers)
+    ray = ray_cluster.connect("", num_peers)
     node = ray.nodes()[0]["NodeID"]
     plan: Any = strategies.plan(config, case.problem, clusters.find_cluster())
     workload = plan.details.workload

@@ -4,7 +4,7 @@ A global batch of m microbatches passes through the S stages, forward and back. 
 each microbatch is counted exactly once in each stage (progress.py). Then the peers of each stage average their
 gradients and take the optimizer step.
 
-The engine decides by pure functions (routing.py, membership.py, rebalancing.py). A transport carries out what it
+The engine decides by pure functions (routing.py, membership.py). A transport carries out what it
 decides, and reports what happens, so that all swarms share their decisions:
 
     virtual time (run.py)               messages, passes, downloads and averagings take what they cost
@@ -23,16 +23,15 @@ import heapq
 import itertools
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxpar.strategies.swarm import routing
-from jaxpar.strategies.swarm.membership import ABSENT, Move, Swarm, neediest, placed, refills, removed
+from jaxpar.strategies.swarm.membership import ABSENT, REBALANCING_RULES, Move, Swarm, neediest, placed, refills
 from jaxpar.strategies.swarm.progress import BatchProgress, next_phase
-from jaxpar.strategies.swarm.rebalancing import REBALANCING_RULES, LoadMeter
 from jaxpar.strategies.swarm.record import AssignedPass, RunRecord
 
 
@@ -77,16 +76,32 @@ class SwarmTransport(Protocol):
         """Take note that all microbatches of a batch have started."""
 
 
-class SwarmEngine:
-    """The mutable state of a swarm.
+class LoadMeter:
+    """Mean number of passes that each peer has been assigned since the last reading: the load of its queue."""
 
-    Attributes:
-      swarm: the peers, and the stages that they serve or load.
-      queues: the queue of each stage.
-      batches: the batches without their update, by step.
-      loads: the passes that each peer has been assigned.
-      record: what has happened.
-    """
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self.depth = defaultdict[int, int](int)  # the number of passes that each peer has been assigned now
+        self._area, self._changed = defaultdict[int, float](float), defaultdict[int, float](float)
+
+    def count(self, peer: int, change: int) -> None:
+        """Change the number of passes that a peer has been assigned, and integrate it over time."""
+        now = self._now()
+        self._area[peer] += self.depth[peer] * (now - self._changed[peer])
+        self.depth[peer] += change
+        self._changed[peer] = now
+
+    def read(self, num_peers: int, seconds: float) -> list[float]:
+        """Return the load of each peer in the last `seconds`, since the last reading."""
+        for peer in range(num_peers):
+            self.count(peer, 0)
+        loads = [self._area[peer] / seconds for peer in range(num_peers)]
+        self._area.clear()
+        return loads
+
+
+class SwarmEngine:
+    """The mutable state of a swarm."""
 
     def __init__(
         self, transport: SwarmTransport, work: tuple[Sequence[float], Sequence[float]], swarm: Swarm, seed: int
@@ -95,8 +110,8 @@ class SwarmEngine:
         self._transport, self._work = transport, work
         self.num_stages = len(swarm.work)
         self.swarm, self.record = swarm, RunRecord()
-        self.queues: list[routing.StageQueue] = [()] * self.num_stages
-        self.batches: dict[int, GlobalBatch] = {}
+        self.queues: list[routing.StageQueue] = [()] * self.num_stages  # of each stage
+        self.batches: dict[int, GlobalBatch] = {}  # the batches without their update, by step
         self.loads = LoadMeter(lambda: transport.now)
         self._rng = np.random.default_rng(seed)
         self._active: dict[tuple[int, int], AssignedPass] = {}  # by step and microbatch
@@ -236,7 +251,7 @@ class SwarmEngine:
         stage = self.swarm.stage[peer]
         if stage != ABSENT:
             self.queues[stage] = routing.withdraw(self.queues[stage], peer)
-        self.swarm = removed(self.swarm, peer)
+        self.swarm = placed(self.swarm, peer, ABSENT, 0.0)
         self._inboxes.pop(peer, None)
         lost: list[tuple[int, int]] = []
         for step, batch in self.batches.items():
@@ -247,14 +262,13 @@ class SwarmEngine:
                 self.record.lose_pass(row)
                 lost.append((step, microbatch))
         self.refill()
-        self.reroute([one for one in self._active.values() if one.peer == peer or self._needs(one, peer)], lost)
-        return len(lost)
 
-    def _needs(self, one: AssignedPass, gone: int) -> bool:
-        """Return whether a pass depends on a peer that has failed."""
-        if gone in one.sources.values():
-            return True
-        return one.is_repeat and one.stage not in self.batches[one.step].progress.of(one.microbatch).counted
+        def needs(one: AssignedPass) -> bool:
+            is_void = one.is_repeat and one.stage not in self.batches[one.step].progress.of(one.microbatch).counted
+            return peer == one.peer or peer in one.sources.values() or is_void
+
+        self.reroute([one for one in self._active.values() if needs(one)], lost)
+        return len(lost)
 
     def refill(self) -> None:
         """Move a peer to each stage that has lost its last one."""

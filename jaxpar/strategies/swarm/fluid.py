@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxpar.strategies.swarm.availability import LEAVE, SwarmPeer, Trace, events_before
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
-from jaxpar.strategies.swarm.membership import ABSENT, Move, Swarm, capacities, optimal_throughput
+from jaxpar.strategies.swarm.membership import ABSENT, Move, capacities, optimal_throughput
 from jaxpar.strategies.swarm.run import VirtualPeers
 
 
@@ -44,17 +44,7 @@ def run_fluid(
     rebalance_seconds: float = 0.0,
     rule: str = "paper",
 ) -> FluidRun:
-    """Return the run of a swarm.
-
-    Args:
-      peers: all peers.
-      work: [S], units of work of a microbatch in each stage.
-      trace: when peers join and leave.
-      seconds: length of the run.
-      state_bytes: parameters and optimizer state of a stage, which a peer downloads before it serves.
-      rebalance_seconds: the period of rebalancing; 0: none.
-      rule: key of REBALANCING_RULES.
-    """
+    """Return the run of a swarm. work: [S], units of work of a microbatch in each stage; the others: as in costs.py."""
     workload = Workload(tuple(work), (0.0,) * len(work), state_bytes=state_bytes)
     fluid = _FluidPeers(peers, workload, trace, SwarmSettings(0, 0, rebalance_seconds=rebalance_seconds, rule=rule))
     clock, engine = fluid.clock, fluid.engine
@@ -71,15 +61,8 @@ def run_fluid(
         if clock.upcoming <= seconds:
             clock.advance()
     failures = [event.seconds for event in events_before(trace, seconds) if event.event == LEAVE]
-    return FluidRun(
-        np.array(times),
-        np.array(rates),
-        np.array(optima),
-        np.array(rows),
-        np.array(counts),
-        failures,
-        engine.record.moves,
-    )
+    time, rate, optimal, capacity, count = (np.array(values) for values in (times, rates, optima, rows, counts))
+    return FluidRun(time, rate, optimal, capacity, count, failures, engine.record.moves)
 
 
 class _FluidPeers(VirtualPeers):
@@ -94,12 +77,7 @@ class _FluidPeers(VirtualPeers):
         """Do nothing: no pass waits for the peer, and its stage counts it from the end of its download."""
 
     def read_loads(self) -> list[float]:
-        """See `published_loads`."""
-        return published_loads(self.engine.swarm, self.clock.now)
-
-
-def published_loads(swarm: Swarm, now: float) -> list[float]:
-    """Return [P]: the load of each peer: the fraction of the time for which the slowest stage keeps its stage busy."""
-    capacity = capacities(swarm, now)
-    busy = np.where(capacity > 0, capacity.min() / np.maximum(capacity, 1e-300), np.inf)
-    return [0.0 if stage == ABSENT else float(busy[stage]) for stage in swarm.stage]
+        """Return [P]: the fraction of the time for which the slowest stage keeps the stage of a peer busy."""
+        capacity = capacities(self.engine.swarm, self.now)
+        busy = np.where(capacity > 0, capacity.min() / np.maximum(capacity, 1e-300), np.inf)
+        return [0.0 if stage == ABSENT else float(busy[stage]) for stage in self.engine.swarm.stage]

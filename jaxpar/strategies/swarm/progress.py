@@ -82,12 +82,7 @@ class BatchProgress:
     def finish(self, microbatch: int, phase: int, stage: int, peer: int, row: int) -> int:
         """Record a finished pass, whose output the peer now holds, and return COUNTED or REPEATED.
 
-        Args:
-          microbatch: index in the batch.
-          phase: FORWARD_PASS or BACKWARD_PASS.
-          stage: the stage.
-          peer: the peer that computed it.
-          row: row of the pass in the routing table, which `lose` returns.
+        row: row of the pass in the routing table, which `lose` returns.
         """
         if phase == FORWARD_PASS:
             if stage + 1 < self.num_stages:

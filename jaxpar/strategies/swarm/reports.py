@@ -3,6 +3,7 @@
 import argparse
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,9 @@ from jaxpar.strategies.swarm.availability import (
     read_swarm_trace,
     write_trace,
 )
-from jaxpar.strategies.swarm.costs import SwarmSettings, TransformerLayer, Workload, device_utilization
+from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
 from jaxpar.strategies.swarm.fluid import FluidRun, run_fluid
-from jaxpar.strategies.swarm.rebalancing import REBALANCING_RULES
-from jaxpar.strategies.swarm.record import SwarmRun
+from jaxpar.strategies.swarm.membership import REBALANCING_RULES
 from jaxpar.strategies.swarm.run import run_swarm
 from jaxpar.strategies.swarm.scenario import read_scenario
 from jaxpar.strategies.swarm.table import OUTCOME_NAMES, check_routing
@@ -80,7 +80,7 @@ def find_trace(arguments: argparse.Namespace, peers: Sequence[SwarmPeer]) -> lis
         seed=arguments.seed,
     )
     events = itertools.takewhile(lambda event: event.seconds < arguments.hours * HOUR, rates)
-    trace = list(itertools.islice(events, MAX_EVENTS + 1))
+    trace = [*itertools.islice(events, MAX_EVENTS + 1)]
     if len(trace) > MAX_EVENTS:
         raise UserError(
             f"--hours is {arguments.hours:g}; it must be less than {trace[-1].seconds / HOUR:g}, because by then peers "
@@ -104,20 +104,12 @@ def rebalancing(arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any
         )
     peers = peers_of(arguments)
     trace = find_trace(arguments, peers)
-    rules = [arguments.rule] if arguments.rule else list(REBALANCING_RULES)
-    cases = [("none", 0.0), *((rule, period) for rule in rules for period in periods)]
-    runs = {
-        case: run_fluid(
-            peers,
-            [arguments.forward + arguments.backward] * arguments.stages,
-            trace,
-            arguments.hours * HOUR,
-            state_bytes=arguments.state_bytes,
-            rebalance_seconds=case[1],
-            rule=case[0] if case[1] else "paper",
-        )
-        for case in cases
-    }
+    work, seconds = [arguments.forward + arguments.backward] * arguments.stages, arguments.hours * HOUR
+    simulate = partial(run_fluid, peers, work, trace, seconds, state_bytes=arguments.state_bytes)
+    runs = {("none", 0.0): simulate()}
+    for rule in [arguments.rule] if arguments.rule else REBALANCING_RULES:
+        for period in periods:
+            runs[rule, period] = simulate(rebalance_seconds=period, rule=rule)
     if arguments.out:
         _draw(runs, arguments.out)
     first, is_comparable = runs["none", 0.0], arguments.is_published
@@ -197,17 +189,30 @@ def latency(arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
         rates = [total / float(step) / ideal]
         for delayed in (False, True):
             run = run_swarm(peers, work, [], SwarmSettings(steps, total, delayed=delayed))
-            rates.append(utilization(run, num_peers))
+            # The fraction of the time in which peers compute, without the first two steps and the last one.
+            begin, end = run.update_times[1], run.update_times[-2]
+            busy = np.clip(run.table.finish, begin, end) - np.clip(run.table.start, begin, end)
+            rates.append(float(busy.sum() / (end - begin) / num_peers))
         lines.append(f"{f'{1e3 * seconds:g} ms':<10}{rates[0]:>8.3f}{rates[1]:>8.3f}{rates[2]:>18.3f}")
         metrics.append({"latency": seconds, "gpipe": rates[0], "swarm": rates[1], "delayed": rates[2]})
     return lines, {"peers": num_peers, "stages": stages, "cases": metrics}
 
 
-def utilization(run: SwarmRun, num_peers: int) -> float:
-    """Return the fraction of the time in which peers compute, without the first two steps and the last one."""
-    begin, end = run.update_times[1], run.update_times[-2]
-    seconds = np.clip(run.table.finish, begin, end) - np.clip(run.table.start, begin, end)
-    return float(seconds.sum() / (end - begin) / num_peers)
+def device_utilization(
+    width: int, tokens: int, value_bytes: float, *, flops: float, bandwidth: float, latency: float
+) -> float:
+    """Return the fraction of the time in which a device computes, if its stage is one layer and nothing overlaps.
+
+    The layer is a transformer's with a feed-forward network of 4 times its width. Each of its two passes waits for one
+    message with the hidden states of a microbatch, of value_bytes per value, and one round trip (`latency`).
+
+    The square-cube law: the work of the layer grows with the cube of its width, what it sends with the square. A
+    pipeline over slow links therefore uses its devices better, the wider the model is (Ryabinin et al., "SWARM
+    Parallelism", 2023, section 3.1).
+    """
+    # 24 T d^2 + 4 T^2 d forward, and twice that backward
+    compute = 3.0 * (24 * tokens * width**2 + 4 * tokens**2 * width) / flops
+    return compute / (compute + 2 * (value_bytes * tokens * width / bandwidth + latency))
 
 
 def width(_arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
@@ -222,9 +227,7 @@ def width(_arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
     for size, name in LAYER_WIDTHS.items():
         for seconds in LATENCIES:
             values = [
-                device_utilization(
-                    TransformerLayer(size, 512, nbytes), flops=V100_FLOPS, bandwidth=rate * MEGABIT, latency=seconds
-                )
+                device_utilization(size, 512, nbytes, flops=V100_FLOPS, bandwidth=rate * MEGABIT, latency=seconds)
                 for nbytes, rate in links
             ]
             known = PUBLISHED_UTILIZATION.get((size, round(1e3 * seconds)))

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from jaxpar.errors import UserError
-from jaxpar.strategies.swarm.availability import JOIN, PeerEvent, RandomTrace, SwarmPeer, Trace, first_present
+from jaxpar.strategies.swarm.availability import JOIN, PeerEvent, RandomTrace, SwarmPeer, Trace, present_at_start
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload, averaging_seconds, download_seconds, message_seconds
 from jaxpar.strategies.swarm.engine import SwarmEngine
 from jaxpar.strategies.swarm.membership import ABSENT, Move, make_swarm
@@ -36,30 +36,18 @@ MOST_EVENTS = 300_000  # of a step, and 10 more per event of a list; more mean t
 def run_swarm(peers: Sequence[SwarmPeer], workload: Workload, trace: Trace, settings: SwarmSettings) -> SwarmRun:
     """Return a run. The same arguments return the same run, to the last bit; a longer run begins with the same rows.
 
-    Raises:
-      UserError: a stage has no peer for the rest of the trace, so training cannot continue; or peers fail so often that
-        a step never ends.
+    Raises UserError if a stage has no peer for the rest of the trace, or peers fail so often that a step never ends.
     """
     return VirtualPeers(peers, workload, trace, settings).run()
 
 
 class VirtualClock:
-    """A clock and its future events. Events at the same time are called in the order in which they were added.
-
-    Attributes:
-      now: the time, in seconds.
-      num_advances: number of events so far.
-    """
+    """A clock and its future events. Events at the same time are called in the order in which they were added."""
 
     def __init__(self) -> None:
-        self.now, self.num_advances = 0.0, 0
+        self.now, self.num_advances = 0.0, 0  # seconds; events so far
         self._numbers = itertools.count(1)
         self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no event is left."""
-        return not self._heap
 
     @property
     def upcoming(self) -> float:
@@ -88,7 +76,7 @@ class VirtualPeers:
         self.peers, self.workload, self.settings = peers, workload, settings
         self.work = (workload.forward, workload.backward)
         self.clock = VirtualClock()
-        present = first_present(len(peers), trace)
+        present = present_at_start(len(peers), trace)
         totals = tuple(f + b for f, b in zip(*self.work, strict=True))
         swarm = make_swarm(tuple(peer.speed for peer in peers), totals, present)
         self.engine = SwarmEngine(self, self.work, swarm, settings.seed)
@@ -116,17 +104,18 @@ class VirtualPeers:
         """Process all events until the last update. With delayed updates, the next batch has started by then."""
         clock, record, settings = self.clock, self.record, self.settings
         self.start_batches()
-        while not clock.is_idle and len(record.update_times) < settings.num_steps:
-            step, limit = len(record.update_times), clock.num_advances + self.most_events
-            while not clock.is_idle and len(record.update_times) == step:
+        for step in range(settings.num_steps):
+            limit = clock.num_advances + self.most_events
+            while len(record.update_times) == step:
+                if clock.upcoming == math.inf:
+                    empty = [stage for stage, queue in enumerate(self.engine.queues) if not queue]
+                    raise UserError(
+                        f"stage {empty[0]} has no peer from second {clock.now:g} on, and no other peer can move there "
+                        "or joins"
+                    )
                 if clock.num_advances == limit:
                     raise UserError(f"step {step} does not end within {self.most_events:,} events")
                 clock.advance()
-        if len(record.update_times) < settings.num_steps:
-            empty = [stage for stage, queue in enumerate(self.engine.queues) if not queue]
-            raise UserError(
-                f"stage {empty[0]} has no peer from second {clock.now:g} on, and no other peer can move there or joins"
-            )
         for peer in range(len(self.peers)):
             self.end_service(peer)
         sizes = self.engine.num_stages, settings.num_microbatches
@@ -149,13 +138,12 @@ class VirtualPeers:
 
     def average(self, step: int) -> list[list[int]]:
         """Return the peers of each stage that have accumulated gradients of it, or serve it and need the update."""
-        progress, groups = self.engine.batches[step].progress, []
+        groups = []
         for stage in range(self.engine.num_stages):
             serving = {peer for peer, at in enumerate(self.serving) if at == stage}
-            groups.append(sorted(progress.contributors(stage) | serving))
-        times = (
-            averaging_seconds([self.peers[peer] for peer in group], self.workload.gradient_bytes) for group in groups
-        )
+            groups.append(sorted(self.engine.batches[step].progress.contributors(stage) | serving))
+        nbytes = self.workload.gradient_bytes
+        times = [averaging_seconds([self.peers[peer] for peer in group], nbytes) for group in groups]
         self.clock.after(max(times), self.update, step, groups)
         return groups
 
@@ -271,7 +259,7 @@ class VirtualPeers:
 
     def rebalance(self) -> None:
         """End a period."""
-        if self.clock.is_idle and self.engine.batches:
+        if self.clock.upcoming == math.inf and self.engine.batches:
             return  # nothing can happen any more that ends the step
         self.engine.rebalance(self.settings.rule, self.read_loads())
         self.clock.after(self.settings.rebalance_seconds, self.rebalance)

@@ -24,7 +24,7 @@ from jaxpar.strategies.swarm.availability import (
     parse_peers,
 )
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
-from jaxpar.strategies.swarm.rebalancing import REBALANCING_RULES
+from jaxpar.strategies.swarm.membership import REBALANCING_RULES
 from jaxpar.strategies.swarm.record import SwarmAction, SwarmRun
 from jaxpar.strategies.swarm.run import run_swarm
 
@@ -61,18 +61,14 @@ class RunActions:
 
 def write_scenario(path: Path | str, scenario: SwarmScenario) -> None:
     """Write a scenario as JSON."""
-    peers, trace = scenario.peers, scenario.trace
+    peers, workload, trace, settings = scenario
     events: Any
     if isinstance(trace, RandomTrace):
         events = dataclasses.asdict(trace)
     else:
         events = [[str(event.seconds), peers[event.peer].name, event.event] for event in trace]
-    value = {
-        "peers": [[str(value) for value in peer] for peer in peers],
-        "workload": scenario.workload._asdict(),
-        "trace": events,
-        "settings": scenario.settings._asdict(),
-    }
+    rows = [[str(value) for value in peer] for peer in peers]
+    value = {"peers": rows, "workload": workload._asdict(), "trace": events, "settings": settings._asdict()}
     write_text(Path(path), json_text(value) + "\n")
 
 
@@ -113,10 +109,9 @@ def _parse(value: object) -> SwarmScenario:
     if not 0 < len(workload.forward) == len(workload.backward) <= len(peers):
         raise ValueError("forward and backward must have a number for each stage, and there must be a peer per stage")
     settings = _object("settings", parts["settings"], SwarmSettings._fields)
-    if settings["rule"] not in [*REBALANCING_RULES]:
-        raise ValueError(
-            f"rule is {json.dumps(settings['rule'])[:40]}; it must be one of {', '.join(REBALANCING_RULES)}"
-        )
+    rule = settings["rule"]
+    if rule not in [*REBALANCING_RULES]:
+        raise ValueError(f"rule is {json.dumps(rule)[:40]}; it must be one of {', '.join(REBALANCING_RULES)}")
     settings |= {name: _number(name, settings[name]) for name in settings if name != "rule"}
     settings["delayed"] = bool(settings["delayed"])
     trace: Trace
@@ -124,8 +119,8 @@ def _parse(value: object) -> SwarmScenario:
         trace = parse_events(_rows("trace", parts["trace"], len(TRACE_COLUMNS)), peers)
     else:
         rates = _object("trace", parts["trace"], [field.name for field in dataclasses.fields(RandomTrace)])
-        numbers = {name: _number(name, rates[name]) for name in rates if name != "num_peers"}
-        trace = RandomTrace(len(peers), **numbers)  # type: ignore[arg-type]
+        numbers: dict[str, Any] = {name: _number(name, rates[name]) for name in rates if name != "num_peers"}
+        trace = RandomTrace(len(peers), **numbers)
     return SwarmScenario(peers, workload, trace, SwarmSettings(**settings))
 
 

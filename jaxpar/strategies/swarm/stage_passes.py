@@ -1,49 +1,77 @@
-"""Compiled programs of a swarm: passes of a stage, whose inputs and outputs are messages, and the update of all stages.
+"""Passes of a stage as compiled programs, whose inputs and outputs are messages, and the update of all stages.
 
-Every result depends only on the weights and the data of a microbatch, and not on the peer that computes it.
+Messages are activations and their gradients, in 8 bits or as they are. Every result depends only on the weights and the
+data of a microbatch, and not on the peer that computes it.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.core import step as steps
-from jaxpar.core.state import State
+from jaxpar.core.state import State, nbytes
 from jaxpar.core.step import Metrics, Problem
-from jaxpar.models.model import Batch, Params
+from jaxpar.exchange.compress import Compressor, absmax_int8, payload_nbytes
+from jaxpar.models.model import Activations, Batch, Params
 from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs, StageOutputs, StagePrograms
 from jaxpar.strategies.pipeline.executor.stages import Stages, sum_over_stages
-from jaxpar.strategies.swarm.messages import MessageFormat
 from jaxpar.strategies.swarm.progress import BACKWARD_PASS, FORWARD_PASS
 from jaxpar.tasks import Sums
+
+MESSAGE_BLOCK = 4096  # elements that share a scale (Ryabinin et al., "SWARM Parallelism", 2023, section 4.3)
+MESSAGE_COMPRESSORS: dict[str, Compressor | None] = {"none": None, "int8": absmax_int8(MESSAGE_BLOCK)}
+
+
+class MessageFormat(NamedTuple):
+    """The form in which activations and their gradients are sent."""
+
+    compressor: Compressor | None  # compressor of each array; None: arrays are sent as they are
+
+    def pack(self, tree: Activations | None) -> Any:
+        """Return the message with the arrays of a tree. Jittable, like `unpack`."""
+        if self.compressor is None or tree is None:
+            return tree
+        encode = self.compressor.encode
+        return [encode(x.astype(jnp.float32).reshape(-1), ())[0] for x in jax.tree.leaves(tree)]
+
+    def unpack(self, message: Any, like: Activations | None) -> Activations | None:
+        """Return the arrays of a message. like: their shapes and dtypes."""
+        if self.compressor is None or message is None:
+            return message
+        leaves, structure = jax.tree.flatten(like)
+        arrays = [
+            self.compressor.decode(payload, x.size).reshape(x.shape).astype(x.dtype)
+            for payload, x in zip(message, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(structure, arrays)
+
+    def nbytes(self, like: Activations) -> int:
+        """Return the bytes of a message with arrays of these shapes and dtypes."""
+        if self.compressor is None:
+            return nbytes(like)
+        return sum(payload_nbytes(self.compressor.payload(x.size)) for x in jax.tree.leaves(like))
 
 
 class SwarmPrograms:
     """The programs of a swarm, compiled when they are first called on a device.
 
     Stages that differ only in their position share the programs of their kind.
-
-    Attributes:
-      messages: form of activations and their gradients between peers.
-      forward: (kind, inputs) -> outputs; x and y are messages.
-      backward: (kind, inputs) -> outputs. Computes the inside of the stage again; x, dy and dx are messages.
-      add: (tree, tree) -> their sum; the first one is donated.
-      begin: (run's key, step, weights of the examples) -> data of the step's dropout key, divisor of the loss.
-      update: (params, state without params, gradients by stage, sums by microbatch) -> state, metrics. Donates the
-        state.
     """
 
     def __init__(self, problem: Problem, stages: Stages, messages: MessageFormat, *, keeps_params: bool):
         """keeps_params: whether the old parameters are still needed after an update."""
         self._problem, self._stages, self.messages = problem, stages, messages
+        # (kind, inputs) -> outputs; x, y, dy and dx are messages
         self.forward = jax.jit(self._forward, static_argnums=0)
-        self.backward = jax.jit(self._backward, static_argnums=0)
+        self.backward = jax.jit(self._backward, static_argnums=0)  # computes the inside of the stage again
         self.add = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
+        # (run's key, step, weights of the examples) -> data of the step's dropout key, divisor of the loss
         self.begin = jax.jit(_begin)
+        # (params, state without params, gradients by stage, sums by microbatch) -> state, metrics. Donates the state.
         self.update = jax.jit(self._update, donate_argnums=1 if keeps_params else (0, 1))
 
     def of_stages(self, microbatch: Batch) -> StagePrograms:
@@ -71,24 +99,17 @@ class SwarmPrograms:
     def _update(
         self, params: Params, rest: State, gradients: Sequence[Params], sums: Sequence[Sums]
     ) -> tuple[State, Metrics]:
-        state, total = rest._replace(params=params), sum_over_stages(gradients)
-        added = reduce(partial(jax.tree.map, jnp.add), sums)
-        return steps.update(self._problem, state, total, added)
+        total, added = sum_over_stages(gradients), reduce(partial(jax.tree.map, jnp.add), sums)
+        return steps.update(self._problem, rest._replace(params=params), total, added)
+
+
+def _begin(key: jax.Array, step: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jax.random.key_data(steps.dropout_key(key, step)), steps.batch_weight({"weights": weights})
 
 
 def microbatches_of(batch: Mapping[str, np.ndarray], number: int) -> list[dict[str, np.ndarray]]:
     """Return the microbatches of a batch on the host: each takes every `number`-th example."""
     return [{name: x[i::number] for name, x in batch.items()} for i in range(number)]
-
-
-def split_params(state: State) -> tuple[Params, State]:
-    """Return the parameters, and the state without them."""
-    rest: Any = state._asdict() | {"params": None}
-    return state.params, State(**rest)
-
-
-def _begin(key: jax.Array, step: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return jax.random.key_data(steps.dropout_key(key, step)), steps.batch_weight({"weights": weights})
 
 
 def stage_params(stages: Stages, params: Params, stage: int) -> Params:

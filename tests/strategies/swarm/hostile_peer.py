@@ -4,8 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.strategies.swarm.live.peer import StagePeer
-from jaxpar.strategies.swarm.live.tickets import PeerSettings
+from jaxpar.strategies.swarm.live.peer import PeerSettings, StagePeer
 
 
 class HostilePeer(StagePeer):

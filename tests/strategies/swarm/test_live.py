@@ -17,7 +17,7 @@ from jaxpar.errors import TrainingError
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.swarm.live import cluster, events
 from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent
-from jaxpar.strategies.swarm.live.tickets import PeerSettings
+from jaxpar.strategies.swarm.live.peer import PeerSettings
 from jaxpar.strategies.swarm.live.trainer import LiveTrainer
 from jaxpar.strategies.swarm.progress import BACKWARD_PASS, FORWARD_PASS, LOST, OUTPUT_GRADIENT, STAGE_INPUT
 from jaxpar.strategies.swarm.table import check_routing
@@ -42,7 +42,7 @@ NAMESPACE, NUM_PEERS = "tests", 4
 @pytest.fixture(scope="module", autouse=True)
 def ray() -> Iterator[Any]:
     """Start Ray for the tests of this file."""
-    found = cluster.connect("", cluster.PeerResources(1.0, 0.0), most=NUM_PEERS)
+    found = cluster.connect("", num_cpus=NUM_PEERS)
     yield found
     found.shutdown()
 

@@ -1,8 +1,8 @@
 """Live swarms: peers are processes on Ray, on this machine or others, which join, fail and leave while training runs.
 
     cluster.py    starts or joins a Ray cluster, starts peers, finds those of an earlier trainer: the only use of Ray
-    peer.py       a peer: the passes, gradients and optimizer steps of the stage that it serves
-    tickets.py    what the trainer and its peers send each other, and checks of it before it is used
+    peer.py       a peer: the passes, gradients and optimizer steps of the stage that it serves; what the trainer and
+                  its peers send each other, and checks of it before it is used
     calls.py      calls to peers: answers, failures, and silence by each peer's measured times
     members.py    the peers of a run: the transport of the engine, which decides (engine.py)
     step.py       one global batch: sends its passes, checks what peers send, and averages the gradients
