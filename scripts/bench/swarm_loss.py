@@ -35,7 +35,7 @@ from jaxpar.command_line import Parser, integer, number
 from jaxpar.errors import UserError, exit_code
 from jaxpar.strategies.swarm.live import cluster as ray_cluster
 from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent, PeerStatus, listeners
-from jaxpar.strategies.swarm.live.peer import PeerSettings, StagePeer
+from jaxpar.strategies.swarm.live.peer import StagePeer
 from jaxpar.strategies.swarm.live.trainer import LiveTrainer
 from scripts.bench.pipeline_case import Maker
 
@@ -47,8 +47,8 @@ MODEL = {"hidden_size": 32, "max_length": 8, "vocab_size": 32}  # so that comput
 class PacedPeer(StagePeer):
     """A peer whose passes take a fixed time. times: seconds of a forward and of a backward pass, by stage."""
 
-    def __init__(self, settings: PeerSettings, node: str, times: Sequence[Sequence[float]]) -> None:
-        super().__init__(settings, node)
+    def __init__(self, node: str, times: Sequence[Sequence[float]]) -> None:
+        super().__init__(node, cpus=1, gpus=0)
         self._times = times
 
     def compute(self, ticket: Any, phase: int, stage: int, *arguments: Any) -> Any:
@@ -115,7 +115,7 @@ def start(arguments: Any, layers: Sequence[int]) -> tuple[LiveTrainer, Any, list
     for peer in range(num_peers):
         lasting = {"name": f"{ray_cluster.PEER_NAME}-{peer}", "namespace": namespace, "lifetime": "detached"}
         actor = ray.remote(PacedPeer).options(num_cpus=0, **lasting)
-        actor.remote(PeerSettings(platform="cpu", num_threads=1), node, times)
+        actor.remote(node, times)
     strategy = strategies.make(config, case.problem)
     trainer: LiveTrainer = strategy.step.__self__  # type: ignore[attr-defined]
     state = strategy.init(jax.random.key(0))

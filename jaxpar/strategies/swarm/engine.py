@@ -4,19 +4,8 @@ A global batch of m microbatches passes through the S stages, forward and back. 
 each microbatch is counted exactly once in each stage (progress.py). Then the peers of each stage average their
 gradients and take the optimizer step.
 
-The engine decides by pure functions (routing.py, membership.py). A transport carries out what it
-decides, and reports what happens, so that all swarms share their decisions:
-
-    virtual time (run.py)               messages, passes, downloads and averagings take what they cost
-    Ray (live/members.py)               peers are processes, which answer, fail or are silent
-
-    the engine calls                    the transport calls, later or at once
-    send(one)                           receive(one)          what a pass reads is with its peer
-    start(one)                          finish(one)           it has been computed, and its output can be read
-    load(move)                          serve(peer)           the peer has the state of its stage
-    average(step)                       end(step)             the update is complete
-
-    and, at any time, `begin`, `feed`, `join`, `leave`, `rebalance` and `reroute`
+The engine decides by pure functions (routing.py, membership.py). A transport carries out what it decides, in virtual
+time (run.py) or on Ray (live/members.py), and reports what happens. So all swarms share their decisions.
 """
 
 import heapq
@@ -31,7 +20,7 @@ import numpy as np
 
 from jaxpar.strategies.swarm import routing
 from jaxpar.strategies.swarm.membership import ABSENT, REBALANCING_RULES, Move, Swarm, neediest, placed, refills
-from jaxpar.strategies.swarm.progress import BatchProgress, next_phase
+from jaxpar.strategies.swarm.progress import BatchProgress
 from jaxpar.strategies.swarm.record import AssignedPass, RunRecord
 
 
@@ -48,20 +37,23 @@ class GlobalBatch:
 
 
 class SwarmTransport(Protocol):
-    """The interface of an engine to the peers."""
+    """The interface of an engine to the peers.
+
+    It also calls, at any time, `begin`, `feed`, `join`, `leave`, `rebalance` and `reroute`.
+    """
 
     @property
     def now(self) -> float:
         """The time, in seconds."""
 
     def send(self, one: AssignedPass) -> None:
-        """Let a peer receive what a pass reads. Then call `receive`."""
+        """Let a peer receive what a pass reads. Then, or at once, call `receive`."""
 
     def is_free(self, peer: int) -> bool:
         """Return whether a peer takes another pass."""
 
     def start(self, one: AssignedPass) -> None:
-        """Let a peer compute a pass. Then call `finish`, if the pass is still active."""
+        """Let a peer compute a pass. When its output can be read, call `finish`, if the pass is still active."""
 
     def load(self, move: Move) -> float:
         """Let a peer load the state of stage `target`, and return when it will have it; inf if unknown.
@@ -155,7 +147,7 @@ class SwarmEngine:
         step, microbatch = key
         self._parked.discard(key)
         batch = self.batches[step]
-        found = next_phase(batch.progress.of(microbatch), self.num_stages)
+        found = batch.progress.next_phase(microbatch)
         if found is None:
             if microbatch not in batch.finished:
                 batch.finished.add(microbatch)
@@ -264,7 +256,8 @@ class SwarmEngine:
         self.refill()
 
         def needs(one: AssignedPass) -> bool:
-            is_void = one.is_repeat and one.stage not in self.batches[one.step].progress.of(one.microbatch).counted
+            progress = self.batches[one.step].progress
+            is_void = one.is_repeat and not progress.is_counted(one.microbatch, one.stage)
             return peer == one.peer or peer in one.sources.values() or is_void
 
         self.reroute([one for one in self._active.values() if needs(one)], lost)
@@ -275,7 +268,7 @@ class SwarmEngine:
         self._move(refills(self.swarm, self._transport.now))
 
     def rebalance(self, rule: str, loads: Sequence[float]) -> None:
-        """Move peers by a rule. loads: the load of each peer, such as `self.loads` measures."""
+        """Move peers by a rule. loads: of each peer, as `self.loads` measures it."""
         self._move(REBALANCING_RULES[rule](self.swarm, loads, self._transport.now))
 
     def _move(self, moves: Iterable[Move]) -> None:

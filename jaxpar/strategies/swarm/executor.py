@@ -1,10 +1,7 @@
 """Emulated training of a swarm: peers on the devices of this machine repeat the actions of a simulated run.
 
-One step:
-
-1. Do the actions of the step in their order: forward and backward passes, messages, failures.
-2. Add up the gradients that the peers of each stage have accumulated.
-3. Take the optimizer step for all stages together, as `single` does, so that it clips by the norm over all layers.
+A step does its actions in their order, adds up the gradients that the peers of each stage have accumulated, and takes
+the optimizer step for all stages together, as `single` does, so that it clips by the norm over all layers.
 
 Each peer holds what its machine would hold: messages and gradients, until the update of the step. A peer that fails
 loses them. A pass reads only what its peer holds, so it fails with a KeyError if the simulated run lacks a message. The
@@ -30,7 +27,7 @@ from jaxpar.layout import Tree
 from jaxpar.models.model import Params
 from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs
 from jaxpar.strategies.pipeline.executor.stages import Stages
-from jaxpar.strategies.swarm.progress import FORWARD_PASS, OUTPUT_GRADIENT, STAGE_INPUT
+from jaxpar.strategies.swarm.progress import BACKWARD_PASS, FORWARD_PASS, OUTPUT_GRADIENT, STAGE_INPUT
 from jaxpar.strategies.swarm.record import FAILURE, RECEIVE, SwarmAction
 from jaxpar.strategies.swarm.stage_passes import SwarmPrograms, by_layer, microbatches_of, stage_params
 from jaxpar.tasks import Sums
@@ -86,37 +83,30 @@ class EmulatedStep:
 
     def _compute(self, action: SwarmAction) -> None:
         """Compute a pass."""
-        held, (_, microbatch, stage, *_) = self.peers[action.peer], action
-        kind, inputs = self.stages.kinds[stage], self._inputs(action)
-        if action.kind == FORWARD_PASS:
-            outputs = self.programs.forward(kind, inputs)
-            if outputs.sums is None:
-                held.messages[STAGE_INPUT, stage + 1, microbatch] = outputs.y
-            else:
-                self.sums[microbatch] = outputs.sums
-            return
-        if stage < self.stages.num_stages - 1:
-            inputs = inputs._replace(dy=held.messages[OUTPUT_GRADIENT, stage, microbatch])
-        outputs = self.programs.backward(kind, inputs)
-        if stage > 0:
-            held.messages[OUTPUT_GRADIENT, stage - 1, microbatch] = outputs.dx
-        if action.is_counted:
-            before = held.gradients.get(stage)
-            held.gradients[stage] = outputs.dparams if before is None else self.programs.add(before, outputs.dparams)
-            held.counted[stage].append(microbatch)
-
-    def _inputs(self, action: SwarmAction) -> StageInputs:
-        """Return the inputs of a pass, without the gradient of the output."""
-        stage, number, device = action.stage, action.microbatch, self._device(action.peer)
+        phase, microbatch, stage, peer, *_ = action
+        held, device = self.peers[peer], self._device(peer)
+        is_last, is_backward = stage == self.stages.num_stages - 1, phase == BACKWARD_PASS
         key, weight = self._place("scalars", 0, device, lambda: self.scalars)
-        return StageInputs(
+        inputs = StageInputs(
             self._place("params", stage, device, lambda: stage_params(self.stages, self.params, stage)),
-            self._place("microbatch", number, device, lambda: self.microbatches[number]),
+            self._place("microbatch", microbatch, device, lambda: self.microbatches[microbatch]),
             key,
             self.stages.shifts[stage, 0],
             weight,
-            self.peers[action.peer].messages[STAGE_INPUT, stage, number] if stage else None,
+            held.messages[STAGE_INPUT, stage, microbatch] if stage else None,
+            held.messages[OUTPUT_GRADIENT, stage, microbatch] if is_backward and not is_last else None,
         )
+        outputs = self.programs.passes[phase](self.stages.kinds[stage], inputs)
+        if is_backward and stage > 0:
+            held.messages[OUTPUT_GRADIENT, stage - 1, microbatch] = outputs.dx
+        elif not is_backward and is_last:
+            self.sums[microbatch] = outputs.sums
+        elif not is_backward:
+            held.messages[STAGE_INPUT, stage + 1, microbatch] = outputs.y
+        if is_backward and action.is_counted:
+            before = held.gradients.get(stage)
+            held.gradients[stage] = outputs.dparams if before is None else self.programs.add(before, outputs.dparams)
+            held.counted[stage].append(microbatch)
 
     def _device(self, peer: int) -> jax.Device:
         return self.devices[peer % len(self.devices)]
@@ -173,8 +163,8 @@ class SwarmExecutor:
             inputs = inputs._replace(x=pack(inputs.x), dy=pack(inputs.dy))
             for device in self.devices:
                 placed = on_device(inputs, device)
-                lowered.append(self.programs.forward.lower(kind, placed._replace(dy=None)))
-                lowered.append(self.programs.backward.lower(kind, placed))
+                lowered.append(self.programs.passes[FORWARD_PASS].lower(kind, placed._replace(dy=None)))
+                lowered.append(self.programs.passes[BACKWARD_PASS].lower(kind, placed))
             sums = program.outputs[FORWARD_PASS].sums or sums
         kinds = enumerate(self.stages.kinds)
         gradients = [by_layer(self.stages, programs[kind].inputs.params, stage) for stage, kind in kinds]

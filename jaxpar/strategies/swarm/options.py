@@ -20,7 +20,7 @@ from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
 from jaxpar.strategies.swarm.membership import REBALANCING_RULES
 from jaxpar.strategies.swarm.record import SwarmRun
 from jaxpar.strategies.swarm.scenario import SwarmScenario
-from jaxpar.strategies.swarm.stage_passes import MESSAGE_COMPRESSORS, MessageFormat
+from jaxpar.strategies.swarm.stage_passes import MESSAGE_FORMATS, MessageFormat
 
 SWARM_MODES = ("emulated", "live")
 ONLY_LIVE = ("address", "namespace", "peer_cpus", "peer_gpus", "join_seconds", "patience")
@@ -68,7 +68,7 @@ def decide_swarm(config: ConfigDict) -> SwarmSource:
     s = config.swarm
     check_choice("swarm.mode", s.mode, SWARM_MODES)
     check_choice("swarm.rule", s.rule, REBALANCING_RULES)
-    check_choice("swarm.compress", s.compress, MESSAGE_COMPRESSORS)
+    check_choice("swarm.compress", s.compress, MESSAGE_FORMATS)
     default, of_other_mode = configs.keys(configs.default_config()), ONLY_EMULATED if s.mode == "live" else ONLY_LIVE
     for key, value in configs.changed_keys(config).items():
         section, *names = key.split(".")
@@ -174,7 +174,7 @@ def plan_stages(config: ConfigDict, shapes: Problem) -> tuple[Stages, Workload, 
     flops = np.add.reduceat(np.array(layer_flops(model, microbatch, inputs), float), bounds[:-1])
     ratios = np.maximum(flops / flops.mean(), LEAST_WORK)
     forward = tuple(config.swarm.forward_seconds * ratio for ratio in ratios.tolist())
-    messages = MessageFormat(MESSAGE_COMPRESSORS[config.swarm.compress])
+    messages = MESSAGE_FORMATS[config.swarm.compress]
     sizes = StageSizes(
         [messages.nbytes(inputs[begin]) for begin in bounds[1:-1]],
         [nbytes(stages.select(model.shapes, stage)) for stage in range(num_stages)],

@@ -13,18 +13,8 @@ from jaxpar.command_line import missing, writing
 from jaxpar.errors import UserError
 from jaxpar.strategies.pipeline.tables.schedule import make_table
 from jaxpar.strategies.pipeline.tables.simulate import Times, simulate_table
-from jaxpar.strategies.swarm.availability import (
-    LEAVE,
-    MAX_EVENTS,
-    PeerEvent,
-    RandomTrace,
-    SwarmPeer,
-    events_before,
-    find_peers,
-    present_at_start,
-    read_swarm_trace,
-    write_trace,
-)
+from jaxpar.strategies.swarm import availability
+from jaxpar.strategies.swarm.availability import LEAVE, MAX_EVENTS, PeerEvent, SwarmPeer
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
 from jaxpar.strategies.swarm.fluid import FluidRun, run_fluid
 from jaxpar.strategies.swarm.membership import REBALANCING_RULES
@@ -48,7 +38,7 @@ PUBLISHED_UTILIZATION = {(768, 0): 0.18, (768, 200): 0.015, (12288, 0): 0.82, (1
 def peers_of(arguments: argparse.Namespace, latency_seconds: float = 0.0) -> list[SwarmPeer]:
     """Return the peers of --peers, at least as many as stages."""
     text = arguments.peers
-    peers = [peer._replace(latency=peer.latency + latency_seconds) for peer in find_peers(text, "--peers")]
+    peers = [peer._replace(latency=peer.latency + latency_seconds) for peer in availability.find_peers(text, "--peers")]
     if text.isdecimal():
         peers = [peer._replace(bandwidth=arguments.bandwidth * MEGABIT) for peer in peers]
     if len(peers) < arguments.stages:
@@ -59,9 +49,9 @@ def peers_of(arguments: argparse.Namespace, latency_seconds: float = 0.0) -> lis
 def find_trace(arguments: argparse.Namespace, peers: Sequence[SwarmPeer]) -> list[PeerEvent]:
     """Return the trace of --trace, or a generated one."""
     if arguments.trace:
-        trace = read_swarm_trace(arguments.trace, peers)
+        trace = availability.read_swarm_trace(arguments.trace, peers)
         left_at_once = {event.peer for event in trace if event.seconds == 0 and event.event == LEAVE}
-        present = len(present_at_start(len(peers), trace) - left_at_once)
+        present = len(availability.present_at_start(len(peers), trace) - left_at_once)
         if present < arguments.stages:
             raise UserError(
                 f"--trace is '{arguments.trace}', which begins with {present} peers; it must begin with at least "
@@ -70,17 +60,11 @@ def find_trace(arguments: argparse.Namespace, peers: Sequence[SwarmPeer]) -> lis
         return trace
     if arguments.groups > len(peers):
         raise UserError(f"--groups is {arguments.groups}; it must be at most the number of peers, {len(peers)}")
-    rates = RandomTrace(
-        len(peers),
-        lifetime=arguments.lifetime * HOUR,
-        rejoin=arguments.rejoin * HOUR,
-        groups=arguments.groups,
-        group_lifetime=arguments.group_lifetime * HOUR,
-        group_share=arguments.group_share,
-        seed=arguments.seed,
-    )
+    lifetime, rejoin, of_group = (HOUR * x for x in (arguments.lifetime, arguments.rejoin, arguments.group_lifetime))
+    more = arguments.groups, of_group, arguments.group_share, arguments.seed
+    rates = availability.RandomTrace(len(peers), lifetime, rejoin, *more)
     events = itertools.takewhile(lambda event: event.seconds < arguments.hours * HOUR, rates)
-    trace = [*itertools.islice(events, MAX_EVENTS + 1)]
+    trace = list(itertools.islice(events, MAX_EVENTS + 1))
     if len(trace) > MAX_EVENTS:
         raise UserError(
             f"--hours is {arguments.hours:g}; it must be less than {trace[-1].seconds / HOUR:g}, because by then peers "
@@ -88,7 +72,7 @@ def find_trace(arguments: argparse.Namespace, peers: Sequence[SwarmPeer]) -> lis
         )
     if arguments.make_trace:
         with writing("--make_trace", arguments.make_trace):
-            write_trace(arguments.make_trace, trace, peers)
+            availability.write_trace(arguments.make_trace, trace, peers)
     return trace
 
 
@@ -249,7 +233,7 @@ def replay(arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
         raise UserError(f"--scenario is '{arguments.scenario}'; it must let the peers train, but {error}") from error
     check_routing(run.table, run.service)
     steps, seconds = scenario.settings.num_steps, run.update_times[-1]
-    failures = sum(event.event == LEAVE for event in events_before(scenario.trace, seconds))
+    failures = sum(event.event == LEAVE for event in availability.events_before(scenario.trace, seconds))
     outcomes = dict(zip(OUTCOME_NAMES, np.bincount(run.table.outcome, minlength=3).tolist(), strict=True))
     metrics = {"steps": steps, "seconds": seconds, "failures": failures, "moves": len(run.moves), **outcomes}
     lines = [

@@ -14,15 +14,8 @@ from typing import Any, NamedTuple
 
 from jaxpar.errors import UserError
 from jaxpar.files import json_text, open_text, parse_json, path_error, write_text
-from jaxpar.strategies.swarm.availability import (
-    PEER_COLUMNS,
-    TRACE_COLUMNS,
-    RandomTrace,
-    SwarmPeer,
-    Trace,
-    parse_events,
-    parse_peers,
-)
+from jaxpar.strategies.swarm import availability
+from jaxpar.strategies.swarm.availability import RandomTrace, SwarmPeer, Trace
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
 from jaxpar.strategies.swarm.membership import REBALANCING_RULES
 from jaxpar.strategies.swarm.record import SwarmAction, SwarmRun
@@ -98,7 +91,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 def _parse(value: object) -> SwarmScenario:
     parts = _object("the file", value, SwarmScenario._fields)
-    peers = parse_peers(_rows("peers", parts["peers"], len(PEER_COLUMNS)))
+    peers = availability.parse_peers(_rows("peers", parts["peers"], len(availability.PEER_COLUMNS)))
     costs = _object("workload", parts["workload"], Workload._fields)
     for phase in ("forward", "backward"):
         if not isinstance(costs[phase], list):
@@ -116,7 +109,8 @@ def _parse(value: object) -> SwarmScenario:
     settings["delayed"] = bool(settings["delayed"])
     trace: Trace
     if isinstance(parts["trace"], list):
-        trace = parse_events(_rows("trace", parts["trace"], len(TRACE_COLUMNS)), peers)
+        rows = _rows("trace", parts["trace"], len(availability.TRACE_COLUMNS))
+        trace = availability.parse_events(rows, peers)
     else:
         rates = _object("trace", parts["trace"], [field.name for field in dataclasses.fields(RandomTrace)])
         numbers: dict[str, Any] = {name: _number(name, rates[name]) for name in rates if name != "num_peers"}

@@ -23,7 +23,6 @@ from jaxpar.strategies.swarm.progress import BACKWARD_PASS, FORWARD_PASS
 from jaxpar.tasks import Sums
 
 MESSAGE_BLOCK = 4096  # elements that share a scale (Ryabinin et al., "SWARM Parallelism", 2023, section 4.3)
-MESSAGE_COMPRESSORS: dict[str, Compressor | None] = {"none": None, "int8": absmax_int8(MESSAGE_BLOCK)}
 
 
 class MessageFormat(NamedTuple):
@@ -56,6 +55,9 @@ class MessageFormat(NamedTuple):
         return sum(payload_nbytes(self.compressor.payload(x.size)) for x in jax.tree.leaves(like))
 
 
+MESSAGE_FORMATS = {"none": MessageFormat(None), "int8": MessageFormat(absmax_int8(MESSAGE_BLOCK))}
+
+
 class SwarmPrograms:
     """The programs of a swarm, compiled when they are first called on a device.
 
@@ -65,9 +67,8 @@ class SwarmPrograms:
     def __init__(self, problem: Problem, stages: Stages, messages: MessageFormat, *, keeps_params: bool):
         """keeps_params: whether the old parameters are still needed after an update."""
         self._problem, self._stages, self.messages = problem, stages, messages
-        # (kind, inputs) -> outputs; x, y, dy and dx are messages
-        self.forward = jax.jit(self._forward, static_argnums=0)
-        self.backward = jax.jit(self._backward, static_argnums=0)  # computes the inside of the stage again
+        # by FORWARD_PASS and BACKWARD_PASS, (kind, inputs) -> outputs; x, y, dy and dx are messages
+        self.passes = [jax.jit(partial(self._pass, phase), static_argnums=0) for phase in (FORWARD_PASS, BACKWARD_PASS)]
         self.add = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
         # (run's key, step, weights of the examples) -> data of the step's dropout key, divisor of the loss
         self.begin = jax.jit(_begin)
@@ -79,22 +80,15 @@ class SwarmPrograms:
         key = jax.eval_shape(lambda: jax.random.key(0))
         return StagePrograms(self._stages, steps.abstract(microbatch), key, num_phases=2, remat="none")
 
-    def _unpacked(self, programs: StagePrograms, kind: int, inputs: StageInputs) -> StageInputs:
-        like, unpack = programs.programs[kind].inputs, self.messages.unpack
-        key = jax.random.wrap_key_data(inputs.key)
-        return inputs._replace(key=key, x=unpack(inputs.x, like.x), dy=unpack(inputs.dy, like.dy))
-
-    def _forward(self, kind: int, inputs: StageInputs) -> StageOutputs:
-        programs = self.of_stages(inputs.microbatch)
-        outputs, _ = programs.run(kind, FORWARD_PASS, self._unpacked(programs, kind, inputs), {})
-        return outputs._replace(y=self.messages.pack(outputs.y))
-
-    def _backward(self, kind: int, inputs: StageInputs) -> StageOutputs:
-        programs = self.of_stages(inputs.microbatch)
-        unpacked = self._unpacked(programs, kind, inputs)
-        _, saved = programs.run(kind, FORWARD_PASS, unpacked, {})
-        outputs, _ = programs.run(kind, BACKWARD_PASS, unpacked, saved)
-        return outputs._replace(dx=self.messages.pack(outputs.dx))
+    def _pass(self, phase: int, kind: int, inputs: StageInputs) -> StageOutputs:
+        """Compute a pass. A backward pass computes the inside of the stage again."""
+        programs, pack, unpack = self.of_stages(inputs.microbatch), self.messages.pack, self.messages.unpack
+        like, key = programs.programs[kind].inputs, jax.random.wrap_key_data(inputs.key)
+        inputs = inputs._replace(key=key, x=unpack(inputs.x, like.x), dy=unpack(inputs.dy, like.dy))
+        outputs, saved = programs.run(kind, FORWARD_PASS, inputs, {})
+        if phase == BACKWARD_PASS:
+            outputs, _ = programs.run(kind, BACKWARD_PASS, inputs, saved)
+        return outputs._replace(y=pack(outputs.y), dx=pack(outputs.dx))
 
     def _update(
         self, params: Params, rest: State, gradients: Sequence[Params], sums: Sequence[Sums]

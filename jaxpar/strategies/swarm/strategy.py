@@ -41,14 +41,12 @@ from jaxpar.strategies.swarm.availability import LEAVE, events_before
 from jaxpar.strategies.swarm.executor import SwarmExecutor, SwarmState
 from jaxpar.strategies.swarm.fluid import run_fluid
 from jaxpar.strategies.swarm.options import LiveDetails, StageSizes, SwarmSource
-from jaxpar.strategies.swarm.progress import LOST, REPEATED
-from jaxpar.strategies.swarm.record import FAILURE, RECEIVE, RECEIVE_INPUT, SwarmRun
+from jaxpar.strategies.swarm.progress import BACKWARD_PASS, FORWARD_PASS, LOST, REPEATED
+from jaxpar.strategies.swarm.record import RECEIVE, RECEIVE_INPUT, SwarmRun
 from jaxpar.strategies.swarm.scenario import RunActions, SwarmScenario, write_scenario
-from jaxpar.strategies.swarm.stage_passes import MESSAGE_COMPRESSORS, MessageFormat, SwarmPrograms
+from jaxpar.strategies.swarm.stage_passes import MESSAGE_FORMATS, MessageFormat, SwarmPrograms
 from jaxpar.strategies.swarm.table import write_routing
 from jaxpar.tasks import Sums
-
-NO_PASSES = (*RECEIVE, FAILURE)
 
 
 def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Decision[SwarmSource]:
@@ -113,7 +111,7 @@ def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decis
     stages, workload, sizes = options.plan_stages(config, shapes)
     like = states.abstract_state(shapes.model, shapes.optimizer)
     layouts = {part: layout.on_one(decision.axes, tree, DATA) for part, tree in like._asdict().items()}
-    s, messages = config.swarm, MessageFormat(MESSAGE_COMPRESSORS[config.swarm.compress])
+    s, messages = config.swarm, MESSAGE_FORMATS[config.swarm.compress]
     num_microbatches = options.swarm_microbatches(config)
     swarm = f"in {format_count(stages.num_stages, 'stage')}"
     batch = format_count(num_microbatches, "microbatch")
@@ -140,23 +138,16 @@ def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decis
     most_microbatches = float((optimal.optimal * np.diff(optimal.time)).sum())
     rate = shapes.num_steps * num_microbatches / most_microbatches
     num_failures = sum(event.event == LEAVE for event in events_before(source.trace, seconds))
-    computing = {
-        (one.stage, one.peer % num_devices) for step in run.actions for one in step if one.kind not in NO_PASSES
-    }
-    copies = [
-        layout.on_some(
-            decision.axes,
-            stages.select(like.params, stage),
-            DATA,
-            [device for device in range(1, num_devices) if (stage, device) in computing],
-        )
-        for stage in range(stages.num_stages)
-    ]
+    passes = [one for step in run.actions for one in step if one.kind in (FORWARD_PASS, BACKWARD_PASS)]
+    computing = {(one.stage, one.peer % num_devices) for one in passes}
+    copies = []
+    for stage in range(stages.num_stages):
+        on = [device for device in range(1, num_devices) if (stage, device) in computing]
+        copies.append(layout.on_some(decision.axes, stages.select(like.params, stage), DATA, on))
     layouts["copies"] = layout.join(tuple(copies))  # of the weights, on the devices of the peers
     layouts["history"] = layout.on_one(decision.axes, like.params if s.delayed else (), DATA)
     layers = tuple(layer.name for layer in shapes.model.layers)
-    zeros, ones = (0,) * num_microbatches, (1,) * num_microbatches
-    stage_delay = StageDelay(layers, updated_after=0, computed_after=zeros, lags=ones)
+    stage_delay = StageDelay(layers, 0, computed_after=(0,) * num_microbatches, lags=(1,) * num_microbatches)
     return Plan(
         "swarm",
         decision,

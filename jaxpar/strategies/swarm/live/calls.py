@@ -1,12 +1,10 @@
 """Calls to peers that have not been answered: answers, failures, and peers that are silent for too long.
 
 A peer answers its calls in order. The time of a call begins when it is the first one that its peer has not answered. A
-call may take `factor` times as long as a comparable one, and SLACK_SECONDS more, because short calls vary. An ordinary
-call is compared with the calls of the same peer that have the same label: its kind, the stage and the shapes. Their
-longest time decays towards newer ones, so that one slow call does not raise the limit for good.
-
-Rare calls, which start a process, load or compile, have labels of their own and are compared with those of all peers.
-The first ordinary call of a kind has the limit of loading, too. Until any peer has loaded, there is no limit.
+call may take `factor` times as long as a comparable one, and SLACK_SECONDS more. An ordinary call is compared with the
+calls of the same peer that have the same label: its kind, the stage and the shapes. A rare one, which starts a process,
+loads or compiles, is compared with those of all peers; so is the first ordinary call of a kind, with loading. Until any
+peer has loaded, there is no limit.
 """
 
 import math
@@ -39,7 +37,7 @@ class Patience:
             self._rare[label] = max(seconds, self._rare.get(label, 0.0))
         else:
             own = self._ordinary.setdefault(peer, {})
-            before = own.get(label, 0.0)
+            before = own.get(label, 0.0)  # decays, so that one slow call does not raise the limit for good
             own[label] = max(seconds, before + SMOOTHING * (seconds - before))
 
     def forget(self, peer: int) -> None:

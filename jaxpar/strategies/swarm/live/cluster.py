@@ -27,7 +27,7 @@ import jax
 from ml_collections import ConfigDict
 
 from jaxpar.errors import TrainingError, UserError
-from jaxpar.strategies.swarm.live.peer import PeerSettings, StagePeer
+from jaxpar.strategies.swarm.live.peer import StagePeer
 
 PEER_NAME = "peer"
 CONNECT_SECONDS = 10.0
@@ -178,13 +178,8 @@ def start_peer(ray: Any, node: str, settings: ConfigDict) -> Any:
     """Start a peer on a machine, and return its handle, without waiting for it. settings: config.swarm."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    cpus, gpus, cache = settings.peer_cpus, settings.peer_gpus, jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    process = PeerSettings(
-        platform="cuda" if gpus else "cpu",
-        num_threads=0 if gpus else int(cpus),
-        memory_fraction=0.75 * gpus if 0 < gpus < 1 else 0.0,
-        cache=cache or "",
-    )
+    cpus, gpus = settings.peer_cpus, settings.peer_gpus
+    cache = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     place = {
         "num_cpus": cpus,
         "num_gpus": gpus,
@@ -193,7 +188,7 @@ def start_peer(ray: Any, node: str, settings: ConfigDict) -> Any:
     if settings.namespace:
         name = f"{PEER_NAME}-{secrets.token_hex(4)}"
         place |= {"name": name, "namespace": settings.namespace, "lifetime": "detached"}
-    return ray.remote(StagePeer).options(max_restarts=0, **place).remote(process, node)
+    return ray.remote(StagePeer).options(max_restarts=0, **place).remote(node, cpus, gpus, cache or "")
 
 
 def named_peers(ray: Any, namespace: str) -> list[Any]:

@@ -24,21 +24,10 @@ from ml_collections import ConfigDict
 
 from jaxpar.errors import TrainingError
 from jaxpar.strategies.swarm.engine import SwarmEngine
-from jaxpar.strategies.swarm.live import cluster
-from jaxpar.strategies.swarm.live.calls import (
-    ATTACH,
-    HEARTBEAT,
-    LOAD,
-    SILENT,
-    START,
-    VALUE_LOST,
-    Call,
-    CallFailure,
-    Calls,
-    Label,
-)
+from jaxpar.strategies.swarm.live import calls, cluster
+from jaxpar.strategies.swarm.live.calls import Call, CallFailure, Label
 from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent, PeerStatus, emit
-from jaxpar.strategies.swarm.live.peer import SUPERSEDED, Arrays, PeerAnswer, PeerPlace, Ticket
+from jaxpar.strategies.swarm.live.peer import STALE, SUPERSEDED, Arrays, PeerAnswer, PeerPlace, Ticket
 from jaxpar.strategies.swarm.membership import ABSENT, Move, Swarm
 from jaxpar.strategies.swarm.record import AssignedPass
 
@@ -85,7 +74,7 @@ class Members:
         self._most = int(settings.peers)  # peers at a time
         self.trainer = secrets.token_hex(8)
         self.peers: list[LivePeer] = []
-        self.calls = Calls(ray, settings.patience)
+        self.calls = calls.Calls(ray, settings.patience)
         self._begin = time.monotonic()
         totals = tuple(f + b for f, b in zip(*work, strict=True))
         self.engine = SwarmEngine(self, work, Swarm((), totals, (), ()), seed)  # decides what they do
@@ -135,7 +124,7 @@ class Members:
             self._next_heartbeat = self.now + HEARTBEAT_SECONDS
             for number, peer in enumerate(self.peers):
                 if peer.status in (PeerStatus.WAITING, PeerStatus.SERVING) and not self.calls.number(number):
-                    self.call(number, "answer", label=HEARTBEAT)
+                    self.call(number, "answer", label=calls.HEARTBEAT)
         for number, depth in self.engine.loads.depth.items():
             if depth != self._shown.get(number, 0):
                 self._shown[number] = depth
@@ -161,7 +150,7 @@ class Members:
     ) -> Call:
         """Call a method of a peer in the present step.
 
-        done: receives the answer, and the references to its `num_arrays` other results; None: there is nothing to do.
+        done: receives the answer to a call that was not refused, and the references to its `num_arrays` other results.
         """
         ticket = Ticket(self.trainer, self.peers[peer].generation, self.step_number)
         remote = getattr(self.peers[peer].handle, method).options(num_returns=1 + num_arrays).remote
@@ -169,10 +158,13 @@ class Members:
         answer, *arrays = result if num_arrays else [result]
 
         def received(got: PeerAnswer, call: Call) -> None:
-            if done is not None:
+            if got.fault == SUPERSEDED:
+                name = self.settings.namespace
+                raise TrainingError(f"another trainer has taken the peers of config.swarm.namespace={name!r}")
+            if got.fault == STALE or (got.fault and done is None):
+                self._restart(peer, got.fault)
+            elif done is not None:
                 done(got, arrays, call)
-            elif got.fault is not None:
-                self.fault(peer, got)
 
         return self.calls.add(peer, answer, label, received)
 
@@ -181,7 +173,7 @@ class Members:
     def gather(self) -> None:
         """Attach the peers of an earlier trainer, and start new ones where the cluster has room."""
         for handle in cluster.named_peers(self.ray, self.settings.namespace):
-            self._add(LivePeer(handle, ""), ATTACH)
+            self._add(LivePeer(handle, ""), calls.ATTACH)
         self._start_peers()
 
     def _start_peers(self) -> None:
@@ -201,7 +193,7 @@ class Members:
             number = max(min(room - taken, free), 0)
             free -= number
             for _ in range(number):
-                self._add(LivePeer(cluster.start_peer(self.ray, node, self.settings), node), START)
+                self._add(LivePeer(cluster.start_peer(self.ray, node, self.settings), node), calls.START)
 
     def _add(self, peer: LivePeer, label: Label) -> None:
         number = len(self.peers)
@@ -213,7 +205,7 @@ class Members:
         emit(LiveEvent(EventKind.STARTED, number))
         self._attach(number, label)
 
-    def _attach(self, peer: int, label: Label | None = ATTACH) -> None:
+    def _attach(self, peer: int, label: Label | None = calls.ATTACH) -> None:
         result = self.peers[peer].handle.attach.remote(self.trainer, self._spec)
         self.calls.add(peer, result, label, lambda place, _call: self._attached(peer, place))
 
@@ -251,16 +243,13 @@ class Members:
         emit(LiveEvent(EventKind.LOADING, peer, stage))
         arguments = (stage, self.source.tree(stage), self.source.microbatch, self.source.scalars)
         self.calls.patience.forget(peer)
-        one.loading = self.call(peer, "serve", *arguments, label=LOAD, done=self._served)
+        one.loading = self.call(peer, "serve", *arguments, label=calls.LOAD, done=self._served)
         return math.inf
 
-    def _served(self, answer: PeerAnswer, _arrays: list[Any], call: Call) -> None:
+    def _served(self, _answer: PeerAnswer, _arrays: list[Any], call: Call) -> None:
         peer, one = call.peer, self.peers[call.peer]
         if one.loading is not call:
             return  # it loads another stage
-        if answer.fault:
-            self.fault(peer, answer)
-            return
         one.status = PeerStatus.SERVING
         emit(LiveEvent(EventKind.SERVING, peer, self.engine.swarm.stage[peer]))
         self.engine.serve(peer, one.pace)
@@ -305,25 +294,16 @@ class Members:
 
     def _handle(self, failure: CallFailure) -> None:
         call, kind, text = failure
-        if kind == VALUE_LOST:
+        if kind == calls.VALUE_LOST:
             if self.batch is None or not self.batch.value_lost(call):
                 # It was in an update or a state: the peer loads the newest one.
                 self._restart(call.peer, "lost what it should have received")
             return
-        self.give_up(call.peer, f"{kind}: {text}", is_gone=kind != SILENT)
-        if kind == SILENT:
+        self.give_up(call.peer, f"{kind}: {text}", is_gone=kind != calls.SILENT)
+        if kind == calls.SILENT:
             if self.peers[call.peer].place is not None:  # otherwise its process still starts
                 self.peers[call.peer].silent_since = self.now
             self._attach(call.peer, label=None)
-
-    def fault(self, peer: int, answer: PeerAnswer) -> None:
-        """Handle a call that a peer refused because of its ticket."""
-        assert answer.fault is not None
-        if answer.fault.kind == SUPERSEDED:
-            raise TrainingError(
-                f"another trainer has taken the peers of config.swarm.namespace={self.settings.namespace!r}"
-            )
-        self._restart(peer, answer.fault.kind)
 
     def _restart(self, peer: int, reason: str) -> None:
         self.give_up(peer, reason, is_gone=False)
@@ -360,7 +340,7 @@ class Members:
         one = self.peers[peer]
         one.status, one.silent_since = PeerStatus.GONE, math.inf
         self.calls.drop(peer)
-        emit(LiveEvent(EventKind.FAILED, peer, text=f"{SILENT}: {reason}"))
+        emit(LiveEvent(EventKind.FAILED, peer, text=f"{calls.SILENT}: {reason}"))
         self.ray.kill(one.handle)
         if one.place and one.place.host == socket.gethostname():  # a stopped process does not see Ray's request
             with contextlib.suppress(ProcessLookupError):

@@ -37,15 +37,6 @@ Arrays = list[np.ndarray]
 Examples = Mapping[str, Any]  # arrays of a microbatch by name, on the host
 
 
-class PeerSettings(NamedTuple):
-    """Settings of a peer's process."""
-
-    platform: str = ""  # the JAX platform: cpu, cuda; empty: the default of its machine
-    num_threads: int = 0  # threads of a peer on CPUs; 0: JAX's default
-    memory_fraction: float = 0.0  # the fraction of the memory of a GPU that it takes; 0: JAX's default
-    cache: str = ""  # folder of compiled programs; empty: none
-
-
 class PeerPlace(NamedTuple):
     """The place of a peer."""
 
@@ -70,18 +61,12 @@ class Ticket(NamedTuple):
     step: int  # the step. With a new one, the accumulated gradients are void.
 
 
-class Fault(NamedTuple):
-    """A reason for not computing."""
-
-    kind: str  # SUPERSEDED, STALE, MALFORMED or NONFINITE_VALUES
-    # what was received: STAGE_INPUT, OUTPUT_GRADIENT, or the position of a peer in an averaging; -1 if nothing
-    source: int = -1
-
-
 class PeerAnswer(NamedTuple):
     """The small part of the result of a call, which the trainer reads."""
 
-    fault: Fault | None = None  # why there is no result, or None
+    fault: str = ""  # why there is no result: SUPERSEDED, STALE, MALFORMED or NONFINITE_VALUES; empty if there is one
+    # what was wrong: STAGE_INPUT, OUTPUT_GRADIENT, or the position of a peer in an averaging; -1 if nothing
+    source: int = -1
     seconds: float = 0.0  # the time that the peer measured for a pass
     # leaves of the metric sums of a microbatch, from the forward pass of the last stage; otherwise empty
     sums: Sequence[np.ndarray] = ()
@@ -117,22 +102,24 @@ def find_fault_of_shard(received: Any, size: int) -> str:
 class StagePeer:
     """A peer. Its methods return a `PeerAnswer`, and arrays for other peers."""
 
-    def __init__(self, settings: PeerSettings, node: str) -> None:
-        """Configure JAX, before it touches a device. node: Ray's identifier of the machine."""
+    def __init__(self, node: str, cpus: float, gpus: float, cache: str = "") -> None:
+        """Configure JAX for these resources, before it touches a device.
+
+        node: Ray's identifier of the machine; cache: folder of compiled programs; empty: none.
+        """
         self._node = node
-        if settings.num_threads == 1:
+        if not gpus and int(cpus) == 1:
             os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
-        if settings.memory_fraction:
-            os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(settings.memory_fraction)
-        if settings.platform:
-            jax.config.update("jax_platforms", settings.platform)
-        if settings.cache and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-            jax.config.update("jax_compilation_cache_dir", settings.cache)
+        if 0 < gpus < 1:
+            os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(0.75 * gpus)
+        jax.config.update("jax_platforms", "cuda" if gpus else "cpu")
+        if cache and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+            jax.config.update("jax_compilation_cache_dir", cache)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
     def attach(self, trainer: str, spec: SwarmSpec) -> PeerPlace:
         """Take a new run: everything of the one before is void."""
-        self._trainer, self._spec = trainer, spec
+        self._spec = spec
         self._programs = SwarmPrograms(spec.problem, spec.stages, spec.messages, keeps_params=False)
         self._update = jax.jit(self._update_stage, donate_argnums=0)
         self._ticket = Ticket(trainer, -1, -1)  # the newest one
@@ -157,10 +144,8 @@ class StagePeer:
         # Compute both passes, a sum and an update, so that they are compiled.
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._inputs_like(microbatch))
         inputs = self._inputs(microbatch, scalars)._replace(x=zeros[STAGE_INPUT])
-        outputs = [
-            self._programs.forward(self._kind, inputs),
-            self._programs.backward(self._kind, inputs._replace(dy=zeros[OUTPUT_GRADIENT])),
-        ]
+        forward, backward = self._programs.passes
+        outputs = [forward(self._kind, inputs), backward(self._kind, inputs._replace(dy=zeros[OUTPUT_GRADIENT]))]
         copy, gradient = jax.tree.map(partial(jnp.array, copy=True), (self._state, self._state.params))
         outputs.append(self._update(copy, self._programs.add(gradient, self._state.params), np.float32(0)))
         jax.block_until_ready(outputs)
@@ -198,18 +183,17 @@ class StagePeer:
             leaves, structure = jax.tree.flatten(self._inputs_like(microbatch)[value])
             if messages[value] is not None or leaves:
                 if kind := find_fault(messages[value], leaves):
-                    return PeerAnswer(Fault(kind, value)), []
+                    return PeerAnswer(kind, value), []
                 received[value] = jax.tree.unflatten(structure, messages[value])
         inputs = self._inputs(microbatch, scalars)._replace(x=received[STAGE_INPUT], dy=received[OUTPUT_GRADIENT])
-        program = self._programs.backward if is_backward else self._programs.forward
-        outputs: StageOutputs = program(self._kind, inputs)
+        outputs: StageOutputs = self._programs.passes[phase](self._kind, inputs)
         if is_counted:
             gradients, gradient = self._gradients, by_layer(self._spec.stages, outputs.dparams, stage)
             gradients[stage] = self._programs.add(gradients[stage], gradient) if stage in gradients else gradient
         message = (outputs.dx if stage else None) if is_backward else outputs.y
         sums, message = jax.device_get((jax.tree.leaves(outputs.sums), jax.tree.leaves(message)))
         jax.block_until_ready(self._gradients.get(stage))
-        return PeerAnswer(None, time.perf_counter() - begin, sums), message
+        return PeerAnswer(seconds=time.perf_counter() - begin, sums=sums), message
 
     def publish(self, ticket: Ticket, stage: int, number: int) -> tuple[Any, ...]:
         """Return the accumulated gradient of a stage in `number` shards, each as a list of one array."""
@@ -224,7 +208,7 @@ class StagePeer:
             return PeerAnswer(fault), []
         for source, shard in enumerate(shards):
             if kind := find_fault_of_shard(shard, size):
-                return PeerAnswer(Fault(kind, source)), []
+                return PeerAnswer(kind, source), []
         total = np.array(shards[0][0])
         for shard in shards[1:]:
             total += shard[0]
@@ -233,11 +217,8 @@ class StagePeer:
     def update(self, ticket: Ticket, norm: np.ndarray, tied: Params, *totals: Arrays) -> PeerAnswer:
         """Take the optimizer step of the stage that this peer serves.
 
-        Args:
-          ticket: identifies the call.
-          norm: the norm of the gradient of all stages.
-          tied: gradients of arrays that several stages share, from all of them together.
-          totals: the shards of the total gradient of this stage, in order.
+        norm: of the gradient of all stages; tied: gradients of arrays that several stages share, from all of them
+        together; totals: the shards of the total gradient of this stage, in order.
         """
         if fault := self._refuse(ticket):
             return PeerAnswer(fault)
@@ -245,7 +226,7 @@ class StagePeer:
         size = states.nbytes(like) // np.dtype(np.float32).itemsize
         for source, (shard, length) in enumerate(zip(totals, shard_sizes(size, len(totals)), strict=True)):
             if kind := find_fault_of_shard(shard, length):
-                return PeerAnswer(Fault(kind, source))
+                return PeerAnswer(kind, source)
         gradient = joined_shards(totals, like)
         for layer, arrays in tied.items():
             gradient[layer] = {**gradient[layer], **arrays}
@@ -271,15 +252,15 @@ class StagePeer:
     def _update_stage(self, state: State, gradient: Params, norm: jax.Array) -> State:
         return steps.update(self._spec.problem, state, gradient, self._spec.problem.task.zeros(), norm)[0]
 
-    def _refuse(self, ticket: Ticket, stage: int = -1) -> Fault | None:
+    def _refuse(self, ticket: Ticket, stage: int = -1) -> str:
         """Return the fault of a call that must not be computed, and start over if the ticket demands it."""
-        if ticket.trainer != self._trainer:
-            return Fault(SUPERSEDED)
+        if ticket.trainer != self._ticket.trainer:
+            return SUPERSEDED
         if ticket.generation < self._ticket.generation or stage not in (-1, self._stage):
-            return Fault(STALE)
+            return STALE
         if ticket != self._ticket:
             self._ticket, self._gradients = ticket, {}
-        return None
+        return ""
 
     def _inputs_like(self, microbatch: Examples) -> tuple[Any, Any]:
         """Return the expected messages with the input of the stage and the gradient of its output."""

@@ -18,15 +18,7 @@ from typing import Any, NamedTuple
 from jaxpar.strategies.swarm.live.calls import LOAD, Call
 from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent, emit
 from jaxpar.strategies.swarm.live.members import HOSTILE, SUSPECTED, Members
-from jaxpar.strategies.swarm.live.peer import (
-    MALFORMED,
-    NONFINITE_VALUES,
-    Arrays,
-    PeerAnswer,
-    StepShapes,
-    find_fault,
-    shard_sizes,
-)
+from jaxpar.strategies.swarm.live.peer import MALFORMED, Arrays, PeerAnswer, StepShapes, find_fault, shard_sizes
 from jaxpar.strategies.swarm.progress import (
     BACKWARD_PASS,
     FORWARD_PASS,
@@ -76,13 +68,9 @@ class LiveStep:
     ) -> None:
         """Assign all microbatches.
 
-        Args:
-          members: the peers.
-          number: number of the step in the engine.
-          shapes: expected shapes.
-          microbatches: references to the examples of each.
-          scalars: data of the step's dropout key, and the divisor of the loss.
-          compiled: (peer, phase, stage, key of shapes) of programs that peers have run; is added to.
+        number: of the step in the engine; microbatches: references to the examples of each; scalars: data of the step's
+        dropout key, and the divisor of the loss; compiled: (peer, phase, stage, key of shapes) of programs that peers
+        have run, which is added to.
         """
         self.members, self.engine, self.number, self.shapes = members, members.engine, number, shapes
         self._microbatches, self._scalars, self._compiled = microbatches, scalars, compiled
@@ -122,7 +110,7 @@ class LiveStep:
         values = self.progress.holders(one.microbatch, one.phase, one.stage)
         reads = {value: self.messages[value, *place] for value in values}
         inputs = [reads[value].reference if value in reads else None for value in (STAGE_INPUT, OUTPUT_GRADIENT)]
-        one.is_repeat = is_backward and one.stage in self.progress.of(one.microbatch).counted
+        one.is_repeat = is_backward and self.progress.is_counted(one.microbatch, one.stage)
         program = (one.peer, one.phase, one.stage, self.shapes.key)
         is_first = program not in self._compiled
         call = self.members.call(
@@ -154,11 +142,8 @@ class LiveStep:
 
     def _is_sound(self, one: AssignedPass, answer: PeerAnswer) -> bool:
         """Handle the fault of a pass, and return whether there is none."""
-        if answer.fault is not None:
-            if answer.fault.kind in (MALFORMED, NONFINITE_VALUES):
-                self._blame(answer.fault.source, one)
-            else:
-                self.members.fault(one.peer, answer)
+        if answer.fault:
+            self._blame(answer.source, one)
             return False
         if one.phase == FORWARD_PASS and one.stage == self.engine.num_stages - 1:
             sums = list(answer.sums)
@@ -305,12 +290,10 @@ class Averaging:
         def answered(answer: PeerAnswer, arrays: list[Any], _call: Call) -> None:
             if step.members.batch is not step or step.averaging is not self:
                 return  # this averaging is void
-            if answer.fault is None:
-                done(arrays)
-            elif answer.fault.kind in (MALFORMED, NONFINITE_VALUES):
-                step.blame_gradient(stage, self.contributors[stage][answer.fault.source], answer.fault.kind)
+            if answer.fault:
+                step.blame_gradient(stage, self.contributors[stage][answer.source], answer.fault)
             else:
-                step.members.fault(peer, answer)
+                done(arrays)
 
         label = (method, stage)
         call = step.members.call(peer, method, *arguments, label=label, num_arrays=num_arrays, done=answered)
