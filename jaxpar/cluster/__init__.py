@@ -35,26 +35,20 @@ class Cluster:
     device_kind: str  # the device kind as JAX reports it
     num_devices: int  # the number of devices on all hosts together
     num_processes: int = 1  # the number of processes that share the devices
-    # the memory of one device; None if unknown. The CPU devices of a machine share its memory.
-    memory_bytes: float | None = None
-    # the fraction of it that JAX takes; 1 for devices that are present, which report what it took
-    memory_fraction: float = 1.0
+    memory_bytes: float | None = None  # of one device; None if unknown. The CPU devices of a machine share its memory.
+    memory_fraction: float = 1.0  # of it that JAX takes; 1 for devices that are present, which report what it took
     memory_bandwidth: float | None = None  # the rate at which a device reads its memory, in bytes/s; None if unknown
-    # peak FLOP/s of one device by dtype; unknown dtypes are missing
-    peak_flops: Mapping[str, float] = field(default_factory=dict)
+    peak_flops: Mapping[str, float] = field(default_factory=dict)  # FLOP/s of one device, by the dtypes that are known
     compute_capability: str = ""  # the compute capability of NVIDIA GPUs, such as 9.0; empty for other devices
     has_pinned_host_memory: bool = True  # whether arrays can be placed in pinned host memory
-    # the link of each mesh axis; axes with an unknown link are missing
-    links: Mapping[str, Link] = field(default_factory=dict)
+    links: Mapping[str, Link] = field(default_factory=dict)  # of each mesh axis whose link is known
     # the rates at which a device can send to others of its host (`host`) and over the network (`network`), in bytes/s;
     # empty if unknown
     send_rates: Mapping[str, float] = field(default_factory=dict)
-    # the seconds of a hop on these links; those that are not known are missing
-    latencies: Mapping[str, float] = field(default_factory=dict)
+    latencies: Mapping[str, float] = field(default_factory=dict)  # the seconds of a hop on these links, if known
     # by RATE_NAMES, what is reached / the rates above; those that were not measured are missing
     efficiencies: Mapping[str, float] = field(default_factory=dict)
-    # from the end of a kernel to the start of the next one; None if it was not measured
-    launch_seconds: float | None = None
+    launch_seconds: float | None = None  # from the end of a kernel to the start of the next one; None if not measured
 
     @property
     def usable_bytes(self) -> float | None:

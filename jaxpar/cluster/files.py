@@ -29,14 +29,10 @@ CLUSTER_KEYS = (
 
 
 def find_named(text: str, key: str, others: Sequence[str] = ()) -> tuple[GpuKind, Cluster]:
-    """Return the cluster that a flag names, and its kind of GPU.
+    """Return the cluster that the value of a flag names, and its kind of GPU.
 
-    Raises UserError, which begins with `key` or the path, if it names none, or the file is invalid.
-
-    Args:
-      text: the value of the flag.
-      key: the flag, for messages.
-      others: values of the flag that name no cluster, for messages.
+    Raises UserError, which begins with `key`, the flag, or the path, if it names none, or the file is invalid. others:
+    values of the flag that name no cluster, for messages.
     """
     path = shipped(Path(text))
     if path.suffix == ".toml" and path.is_file():

@@ -104,7 +104,7 @@ class RunRecord:
 
     def run(self, table: RoutingTable) -> SwarmRun:
         """Return the run whose passes are in a table."""
-        columns = np.array(self.service).T
-        service = ServiceTable(columns[0].astype(np.int32), columns[1].astype(np.int32), columns[2], columns[3])
+        peer, stage, begin, end = np.array(self.service).T
+        service = ServiceTable(peer.astype(np.int32), stage.astype(np.int32), begin, end)
         actions = self.actions[: int(table.step.max()) + 1]
         return SwarmRun(table, service, self.update_times, self.moves, actions, self.groups)

@@ -57,11 +57,8 @@ def load_ray(*, alone: bool) -> Any:
 def connect(address: str, num_cpus: int) -> Any:
     """Return Ray, connected to a cluster. A process that is connected already stays where it is.
 
-    Peers find jaxpar and an own model in the folders of this process's PYTHONPATH, if they are not installed.
-
-    Args:
-      address: HOST:PORT of a cluster, `auto` for the one of this machine, or empty to start one here.
-      num_cpus: CPUs of a cluster that is started here.
+    Peers find jaxpar and an own model in the folders of this process's PYTHONPATH, if they are not installed. address:
+    HOST:PORT of a cluster, `auto` for the one of this machine, or empty to start one here, with `num_cpus`.
 
     Raises UserError if there is no cluster at the address, or it has another version of Ray or Python; TrainingError if
     Ray does not start here.
@@ -79,23 +76,23 @@ def connect(address: str, num_cpus: int) -> Any:
             except Exception as error:  # Ray raises bare exceptions
                 reason = str(error).strip().split("\n")[0]
                 raise TrainingError(f"Ray does not start on this machine: {reason}") from error
-            _announce_silent_end()
-            return ray
-        try:
-            # Without these checks, Ray itself tries for minutes.
-            if address != "auto":
-                host, _, port = address.rpartition(":")
-                socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-            elif here and not os.environ.get("RAY_ADDRESS") and all(one.startswith(LOOPBACK) for one in here):
-                raise ValueError(f"the cluster at {min(here)} is that of another run, which nothing else can join")
-            folders = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
-            ray.init(address=address, job_config=ray.job_config.JobConfig(code_search_path=folders), **quiet)
-        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise UserError(
-                f"config.swarm.address is {address!r}, where no Ray cluster answers ({reason}); it must be HOST:PORT "
-                "of a cluster that `ray start --head` started, auto, or empty to start one on this machine"
-            ) from error
+        else:
+            try:
+                # Without these checks, Ray itself tries for minutes.
+                if address != "auto":
+                    host, _, port = address.rpartition(":")
+                    socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+                elif here and not os.environ.get("RAY_ADDRESS") and all(one.startswith(LOOPBACK) for one in here):
+                    raise ValueError(f"the cluster at {min(here)} is that of another run, which nothing else can join")
+                folders = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+                ray.init(address=address, job_config=ray.job_config.JobConfig(code_search_path=folders), **quiet)
+            except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+                reason = str(error).strip().split("\n")[0]
+                raise UserError(
+                    f"config.swarm.address is {address!r}, where no Ray cluster answers ({reason}); it must be "
+                    "HOST:PORT of a cluster that `ray start --head` started, auto, or empty to start one on this "
+                    "machine"
+                ) from error
     _announce_silent_end()
     return ray
 

@@ -164,15 +164,9 @@ class StagePeer:
     ) -> tuple[PeerAnswer, Arrays]:
         """Compute a pass, and return the message for the stage after it, or before it in a backward pass.
 
-        Args:
-          ticket: identifies the call.
-          phase: FORWARD_PASS or BACKWARD_PASS.
-          stage: the stage, which the peer serves.
-          microbatch: the examples.
-          scalars: data of the step's dropout key, and the divisor of the loss.
-          is_counted: whether to accumulate the gradient of the parameters.
-          x: the message with the input of the stage; None at stage 0.
-          dy: the message with the gradient of its output; None in a forward pass, and at the last stage.
+        phase: FORWARD_PASS or BACKWARD_PASS; scalars: data of the step's dropout key, and the divisor of the loss;
+        is_counted: whether to accumulate the gradient of the parameters; x: the message with the input of the stage,
+        None at stage 0; dy: that with the gradient of its output, None in a forward pass and at the last stage.
         """
         begin, is_backward = time.perf_counter(), phase == BACKWARD_PASS
         if fault := self._refuse(ticket, stage):

@@ -126,32 +126,28 @@ class LiveStep:
         emit(LiveEvent(EventKind.SENT, one.peer, *place, phase=one.phase))
 
     def _computed(self, one: AssignedPass, answer: PeerAnswer, reference: Any) -> None:
-        if not self.engine.is_active(one) or not self._is_sound(one, answer):
+        if not self.engine.is_active(one):
             return
+        if answer.fault:
+            self._blame(answer.source, one)
+            return
+        last = self.engine.num_stages - 1
+        if one.phase == FORWARD_PASS and one.stage == last:
+            if fault := find_fault(list(answer.sums), self.shapes.sums):
+                self._accuse((LOSS, one.stage, one.microbatch), one.peer, fault)
+                return
+            self.sums[one.microbatch] = list(answer.sums)
         call, is_first, _ = self._sent[one]
         self._compiled.add((one.peer, one.phase, one.stage, self.shapes.key))
         self.engine.record.begin_pass(one, one.step, self.members.since(call.start))
-        kind, target = (STAGE_INPUT, 1) if one.phase == FORWARD_PASS else (OUTPUT_GRADIENT, -1)
-        if 0 <= one.stage + target < self.engine.num_stages:
-            value = (kind, one.stage + target, one.microbatch)
+        kind, target = (STAGE_INPUT, one.stage + 1) if one.phase == FORWARD_PASS else (OUTPUT_GRADIENT, one.stage - 1)
+        if 0 <= target <= last:
+            value = (kind, target, one.microbatch)
             self.messages[value] = Message(reference, one.peer)
             self._holders(value).add(STORE)
         place = one.peer, one.stage, one.microbatch
         emit(LiveEvent(EventKind.COMPUTED, *place, phase=one.phase, value=answer.seconds))
         self.engine.finish(one, self.members.since(call.ended), is_typical=not is_first)
-
-    def _is_sound(self, one: AssignedPass, answer: PeerAnswer) -> bool:
-        """Handle the fault of a pass, and return whether there is none."""
-        if answer.fault:
-            self._blame(answer.source, one)
-            return False
-        if one.phase == FORWARD_PASS and one.stage == self.engine.num_stages - 1:
-            sums = list(answer.sums)
-            if kind := find_fault(sums, self.shapes.sums):
-                self._accuse((LOSS, one.stage, one.microbatch), one.peer, kind)
-                return False
-            self.sums[one.microbatch] = sums
-        return True
 
     # ---- faults ---------------------------------------------------------------------------------------------------
 

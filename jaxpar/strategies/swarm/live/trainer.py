@@ -45,6 +45,13 @@ from jaxpar.strategies.swarm.table import RoutingTable, write_routing
 from jaxpar.tasks import Sums, mean_loss
 
 
+@jax.jit
+def _combined(gradients: Sequence[Params], sums: Sequence[Sums]) -> tuple[Params, Sums, jax.Array]:
+    """Return the gradient of all layers, the metric sums of all microbatches, and the norm of the gradient."""
+    total = sum_over_stages(gradients)
+    return total, reduce(partial(jax.tree.map, jnp.add), sums), optax.tree.norm(total)
+
+
 class LiveTrainer:
     """The trainer of a live swarm."""
 
@@ -61,7 +68,6 @@ class LiveTrainer:
         self._spec, self._num_microbatches = SwarmSpec(problem, stages, details.messages), details.num_microbatches
         self.members = Members(self._ray, self._ray.put(self._spec), work, s, details.seed)
         self._programs = SwarmPrograms(problem, stages, details.messages, keeps_params=False)
-        self._combine = jax.jit(combine_gradients)
         self._update = jax.jit(partial(steps.update, problem), donate_argnums=0)
         self._likes = [stages.select(problem.model.shapes, stage) for stage in range(stages.num_stages)]
         self._shapes: dict[Any, StepShapes] = {}
@@ -138,7 +144,7 @@ class LiveTrainer:
             members.give_up(peer, SUSPECTED, is_gone=True, is_hostile=True)
         structure = jax.tree.structure(self._spec.problem.task.zeros())
         sums = [jax.tree.unflatten(structure, step.sums[number]) for number in range(self._num_microbatches)]
-        total, added, norm = self._combine(gradients, sums)
+        total, added, norm = _combined(gradients, sums)
         if np.isfinite(norm) and np.isfinite(added.loss):
             tied = jax.device_get([tied_gradients(stages, total, stage) for stage in range(stages.num_stages)])
             for peer, one in enumerate(members.peers):
@@ -193,15 +199,6 @@ class LiveTrainer:
             sizes = [states.nbytes(like) // np.dtype(np.float32).itemsize for like in self._likes]
             self._shapes[key] = StepShapes(key, messages, sums, sizes)
         return self._shapes[key]
-
-
-def combine_gradients(gradients: Sequence[Params], sums: Sequence[Sums]) -> tuple[Params, Sums, jax.Array]:
-    """Return the gradient of all layers, the metric sums of all microbatches, and the norm of the gradient. Jittable.
-
-    gradients: of each stage; that of a tied array is the sum over the stages that use it. sums: of each microbatch.
-    """
-    total = sum_over_stages(gradients)
-    return total, reduce(partial(jax.tree.map, jnp.add), sums), optax.tree.norm(total)
 
 
 def tied_gradients(stages: Any, total: Params, stage: int) -> Params:
