@@ -1,6 +1,5 @@
 """Describes the devices of a real or planned cluster. This is the only file that asks JAX for devices.
 
-`find_cluster` describes the devices of the current run, and `named_cluster` those of a cluster that is not available.
 Plans are made for a `Cluster` (jaxpar/core/plan.py); strategies are built on the devices that `devices` returns.
 """
 
@@ -36,26 +35,20 @@ class Cluster:
     device_kind: str  # the device kind as JAX reports it
     num_devices: int  # the number of devices on all hosts together
     num_processes: int = 1  # the number of processes that share the devices
-    # the memory of one device; None if unknown. The CPU devices of a machine share its memory.
-    memory_bytes: float | None = None
-    # the fraction of it that JAX takes; 1 for devices that are present, which report what it took
-    memory_fraction: float = 1.0
+    memory_bytes: float | None = None  # of one device; None if unknown. The CPU devices of a machine share its memory.
+    memory_fraction: float = 1.0  # of it that JAX takes; 1 for devices that are present, which report what it took
     memory_bandwidth: float | None = None  # the rate at which a device reads its memory, in bytes/s; None if unknown
-    # peak FLOP/s of one device by dtype; unknown dtypes are missing
-    peak_flops: Mapping[str, float] = field(default_factory=dict)
+    peak_flops: Mapping[str, float] = field(default_factory=dict)  # FLOP/s of one device, by the dtypes that are known
     compute_capability: str = ""  # the compute capability of NVIDIA GPUs, such as 9.0; empty for other devices
     has_pinned_host_memory: bool = True  # whether arrays can be placed in pinned host memory
-    # the link of each mesh axis; axes with an unknown link are missing
-    links: Mapping[str, Link] = field(default_factory=dict)
+    links: Mapping[str, Link] = field(default_factory=dict)  # of each mesh axis whose link is known
     # the rates at which a device can send to others of its host (`host`) and over the network (`network`), in bytes/s;
     # empty if unknown
     send_rates: Mapping[str, float] = field(default_factory=dict)
-    # the seconds of a hop on these links; those that are not known are missing
-    latencies: Mapping[str, float] = field(default_factory=dict)
+    latencies: Mapping[str, float] = field(default_factory=dict)  # the seconds of a hop on these links, if known
     # by RATE_NAMES, what is reached / the rates above; those that were not measured are missing
     efficiencies: Mapping[str, float] = field(default_factory=dict)
-    # from the end of a kernel to the start of the next one; None if it was not measured
-    launch_seconds: float | None = None
+    launch_seconds: float | None = None  # from the end of a kernel to the start of the next one; None if not measured
 
     @property
     def usable_bytes(self) -> float | None:
@@ -101,8 +94,7 @@ def named_cluster(
 ) -> Cluster:
     """Describe a cluster of CPUs (`cpu`) or of GPUs (jaxpar/cluster/gpus), without touching a device.
 
-    Raises:
-      UserError: the device kind is unknown, num_devices is less than 1, or num_processes does not divide it.
+    Raises UserError if the device kind is unknown, num_devices is less than 1, or num_processes does not divide it.
     """
     if num_devices < 1:
         raise UserError(f"num_devices is {num_devices}; it must be at least 1")
@@ -135,9 +127,7 @@ def gpu_cluster(
 def with_rates_of_kind(cluster: Cluster) -> Cluster:
     """Return the devices of a run with the rates of their kind, which JAX does not report; unchanged if not known."""
     gpu = kind_of_device(cluster.device_kind)
-    if gpu is None:
-        return cluster
-    return replace(cluster, memory_bandwidth=gpu.memory_bandwidth, send_rates=gpu.links)
+    return replace(cluster, memory_bandwidth=gpu.memory_bandwidth, send_rates=gpu.links) if gpu else cluster
 
 
 def _peaks(device_kind: str) -> dict[str, float]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.cluster import RATE_NAMES, Cluster, gpu_cluster, gpus
-from jaxpar.cluster.gpus import GpuKind, find_gpu, read_number, read_peaks, read_toml
+from jaxpar.cluster.gpus import GpuKind, check_positive, find_gpu, read_number, read_peaks, read_toml
 from jaxpar.config import config_folder
 from jaxpar.errors import UserError, nearest
 from jaxpar.files import file_of
@@ -29,35 +29,18 @@ CLUSTER_KEYS = (
 
 
 def find_named(text: str, key: str, others: Sequence[str] = ()) -> tuple[GpuKind, Cluster]:
-    """Return the cluster that a flag names, and its kind of GPU.
+    """Return the cluster that the value of a flag names, and its kind of GPU.
 
-    Args:
-      text: the value of the flag.
-      key: the flag, for messages.
-      others: values of the flag that name no cluster, for messages.
-
-    Raises:
-      UserError: it names none, or the file is invalid; the message begins with `key` or the path.
+    Raises UserError, which begins with `key`, the flag, or the path, if it names none, or the file is invalid. others:
+    values of the flag that name no cluster, for messages.
     """
     path = shipped(Path(text))
-    if path.suffix == ".toml" and path.is_file() and describes_cluster(content := read_toml(path, key)):
-        return read_cluster(content, text)
-    gpu, hosts, number = parse_devices(text, key, others)
-    return gpu, gpu_cluster(gpu, hosts * number, num_processes=hosts)
-
-
-def shipped(path: Path) -> Path:
-    """Return the path, or that of the cluster file with this name that is shipped with jaxpar."""
-    other = config_folder() / "clusters" / path.name
-    return other if not path.exists() and other.is_file() else path
-
-
-def parse_devices(text: str, key: str, others: Sequence[str] = ()) -> tuple[GpuKind, int, int]:
-    """Return the kind of GPU, the hosts and the GPUs of a host that a flag names. others: as in `find_named`.
-
-    Raises:
-      UserError: it names none; the message begins with `key`.
-    """
+    if path.suffix == ".toml" and path.is_file():
+        content = read_toml(path, key)
+        only = set(CLUSTER_KEYS) - set(gpus.KEYS)
+        # Otherwise it describes a kind of GPU.
+        if not content or "gpu" in content or ("xla" not in content and not only.isdisjoint(content)):
+            return _read_cluster(content, text)
     name, colon, devices = text.partition(":")
     parts = re.fullmatch(r"((?P<hosts>\d+)x)?(?P<number>\d+)", devices if colon else "1", re.ASCII)
     if parts is None:
@@ -67,25 +50,18 @@ def parse_devices(text: str, key: str, others: Sequence[str] = ()) -> tuple[GpuK
     hosts, number = int(parts["hosts"] or 1), int(parts["number"])
     if not 0 < hosts * number <= MOST_DEVICES:
         raise UserError(f"{key} is {text!r}; it must have between 1 and {MOST_DEVICES:,} devices, as in h100:16x8")
-    return find_gpu(name, key, others), hosts, number
+    gpu = find_gpu(name, key, others)
+    return gpu, gpu_cluster(gpu, hosts * number, num_processes=hosts)
 
 
-def describes_cluster(content: dict[str, Any]) -> bool:
-    """Return whether a TOML file is empty or has keys of cluster files only, and is not that of a kind of GPU."""
-    only = set(CLUSTER_KEYS) - set(gpus.KEYS)
-    return not content or "gpu" in content or ("xla" not in content and not only.isdisjoint(content))
+def shipped(path: Path) -> Path:
+    """Return the path, or that of the cluster file with this name that is shipped with jaxpar."""
+    other = config_folder() / "clusters" / path.name
+    return other if not path.exists() and other.is_file() else path
 
 
-def read_cluster(content: dict[str, Any], path: str) -> tuple[GpuKind, Cluster]:
-    """Return the cluster of a file, and its kind of GPU.
-
-    Args:
-      content: the content of the file.
-      path: its path, for messages.
-
-    Raises:
-      UserError: a key is missing, unknown or invalid.
-    """
+def _read_cluster(content: dict[str, Any], path: str) -> tuple[GpuKind, Cluster]:
+    """Return the cluster of a file, and its kind of GPU. Raises UserError if a key is missing, unknown or invalid."""
     for name in content:
         if name not in CLUSTER_KEYS:
             hint = nearest(name.lower(), CLUSTER_KEYS)
@@ -107,41 +83,34 @@ def read_cluster(content: dict[str, Any], path: str) -> tuple[GpuKind, Cluster]:
                 raise UserError(f"{path}: {link} is {of_link!r}; it must be a table with bandwidth and latency")
             rates[link] = read_number(of_link, "bandwidth", f"{path}: {link}")
             latencies[link] = read_number(of_link, "latency", f"{path}: {link}", least=0)
-    missing = [
-        link for link, number in zip(CLUSTER_LINKS, (each, hosts), strict=True) if number > 1 and link not in rates
-    ]
-    if missing:
-        raise UserError(f"{path} has no table {missing[0]}; it must have one with bandwidth and latency")
+    for link, number in zip(CLUSTER_LINKS, (each, hosts), strict=True):
+        if number > 1 and link not in rates:
+            raise UserError(f"{path} has no table {link}; it must have one with bandwidth and latency")
     cluster = gpu_cluster(gpu, int(hosts * each), num_processes=int(hosts))
     memory = read_number(content, "memory_bytes", path) if "memory_bytes" in content else cluster.memory_bytes
     launch = read_number(content, "launch_seconds", path, least=0) if "launch_seconds" in content else None
+    peaks = {**cluster.peak_flops, **read_peaks(content, path)}
+    efficiency = content.get("efficiency", {})
+    if not isinstance(efficiency, dict) or not set(efficiency) <= set(RATE_NAMES):
+        names = ", ".join(RATE_NAMES)
+        raise UserError(f"{path}: efficiency is {efficiency!r}; it must be a table with some of {names}")
+    for name, value in efficiency.items():
+        check_positive(value, f"{path}: efficiency.{name}")
     return gpu, replace(
         cluster,
         memory_bytes=memory,
-        peak_flops={**cluster.peak_flops, **read_peaks(content, path)},
+        peak_flops=peaks,
         send_rates=rates,
         latencies=latencies,
-        efficiencies=_efficiencies(content.get("efficiency", {}), path),
+        efficiencies=efficiency,
         launch_seconds=launch,
     )
 
 
-def _efficiencies(content: Any, path: str) -> dict[str, float]:
-    if not isinstance(content, dict) or not set(content) <= set(RATE_NAMES):
-        raise UserError(f"{path}: efficiency is {content!r}; it must be a table with some of {', '.join(RATE_NAMES)}")
-    for name, value in content.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**63:
-            raise UserError(f"{path}: efficiency.{name} is {value!r}; it must be a number greater than 0")
-    return content
-
-
 def cluster_toml(cluster: Cluster, gpu: str, source: str) -> str:
-    """Return the cluster file of measured GPUs, with four digits of each number.
+    """Return the cluster file of measured GPUs of this kind, with four digits of each number.
 
-    Args:
-      cluster: the GPUs. Their memory and peak FLOP/s are those of their kind.
-      gpu: the name of the kind.
-      source: where the numbers are from.
+    Their memory and peak FLOP/s are those of their kind. source: where the numbers are from.
     """
     assert cluster.launch_seconds is not None
     lines = [

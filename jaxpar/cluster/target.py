@@ -21,8 +21,7 @@ from jaxpar.errors import UserError, format_bytes
 
 HERE = "here"
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-# Autotuning would run kernels, and there is nothing to run them on.
-NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
+NO_AUTOTUNING = "--xla_gpu_autotune_level=0"  # it would run kernels, and there is nothing to run them on
 FRACTION = "XLA_CLIENT_MEM_FRACTION"
 FORMER_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
@@ -37,11 +36,7 @@ class Target(NamedTuple):
 
 
 def memory_fraction() -> float:
-    """Return the fraction of the memory that JAX takes on a GPU with the present environment variables.
-
-    Raises:
-      UserError: the variable is not a number above 0 and up to 1.
-    """
+    """Return the fraction of the memory that JAX takes on a GPU with the present environment variables."""
     name = FRACTION if os.environ.get(FRACTION) else FORMER_FRACTION
     text = os.environ.get(name) or str(DEFAULT_FRACTION)
     if not re.fullmatch(r"\d*\.?\d+", text) or not 0 < float(text) <= 1:
@@ -59,16 +54,18 @@ def what_jax_takes(usable_bytes: float, digits: int = 3) -> str:
 def find_target(text: str, key: str = "--target") -> Target:
     """Return the target that a flag names. Call before JAX uses a device: it restricts JAX to CPUs.
 
-    Args:
-      text: the value of the flag.
-      key: the flag, for messages.
-
-    Raises:
-      UserError: the text is not a target, the plugin is not installed, XLA_CLIENT_MEM_FRACTION is invalid, or the
-        target is `here` on a machine without GPUs.
+    Raises UserError, which begins with `key`, if the text is not a target, the plugin is not installed, or the target
+    is `here` on a machine without GPUs; and if XLA_CLIENT_MEM_FRACTION is invalid.
     """
     if text == HERE:
-        return _find_here(key)
+        cluster = clusters.with_rates_of_kind(clusters.find_cluster())
+        if cluster.platform != "gpu" or cluster.memory_bytes is None:
+            raise UserError(
+                f"{key} is {text!r}, on a machine without GPUs that JAX can use; it must be a kind of GPU, such as "
+                "h100:8"
+            )
+        # JAX reports the memory that it takes.
+        return Target(cluster, clusters.devices(), cluster.memory_bytes / memory_fraction(), cluster.memory_bytes)
     if text.startswith(f"{HERE}:"):
         raise UserError(f"{key} is {text!r}; it must be {HERE}, without a number of devices")
     (gpu, cluster), fraction = find_named(text, key, others=(HERE,)), memory_fraction()
@@ -98,13 +95,3 @@ def find_target(text: str, key: str = "--target") -> Target:
     usable = fraction * memory
     cluster = replace(cluster, memory_fraction=usable / cluster.memory_bytes)
     return Target(cluster, list(topology.devices), memory, usable)
-
-
-def _find_here(key: str) -> Target:
-    """Return the GPUs of this machine. JAX reports the memory that it takes. Raises UserError if there are none."""
-    cluster = clusters.with_rates_of_kind(clusters.find_cluster())
-    if cluster.platform != "gpu" or cluster.memory_bytes is None:
-        raise UserError(
-            f"{key} is {HERE!r}, on a machine without GPUs that JAX can use; it must be a kind of GPU, such as h100:8"
-        )
-    return Target(cluster, clusters.devices(), cluster.memory_bytes / memory_fraction(), cluster.memory_bytes)

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from jaxpar.command_line import Parser, choice, integer, number, output_path
 from jaxpar.errors import UserError
-from jaxpar.strategies.swarm.rebalancing import REBALANCING_RULES
+from jaxpar.strategies.swarm.membership import REBALANCING_RULES
 from jaxpar.strategies.swarm.reports import REPORTS
 
 # Flags of a generated trace, and the flags that each report reads.

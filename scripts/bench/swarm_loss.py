@@ -36,7 +36,6 @@ from jaxpar.errors import UserError, exit_code
 from jaxpar.strategies.swarm.live import cluster as ray_cluster
 from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent, PeerStatus, listeners
 from jaxpar.strategies.swarm.live.peer import StagePeer
-from jaxpar.strategies.swarm.live.tickets import PeerSettings
 from jaxpar.strategies.swarm.live.trainer import LiveTrainer
 from scripts.bench.pipeline_case import Maker
 
@@ -48,8 +47,8 @@ MODEL = {"hidden_size": 32, "max_length": 8, "vocab_size": 32}  # so that comput
 class PacedPeer(StagePeer):
     """A peer whose passes take a fixed time. times: seconds of a forward and of a backward pass, by stage."""
 
-    def __init__(self, settings: PeerSettings, node: str, times: Sequence[Sequence[float]]) -> None:
-        super().__init__(settings, node)
+    def __init__(self, node: str, times: Sequence[Sequence[float]]) -> None:
+        super().__init__(node, cpus=1, gpus=0)
         self._times = times
 
     def compute(self, ticket: Any, phase: int, stage: int, *arguments: Any) -> Any:
@@ -107,7 +106,7 @@ def start(arguments: Any, layers: Sequence[int]) -> tuple[LiveTrainer, Any, list
     more = [f"--config.swarm.{key}={value}" for key, value in settings.items()]
     configs.override(config, ["--config.strategy=swarm", "--config.optimizer.accumulation_steps=1", *more])
     configs.override(config, [f"--config.pipeline.partition={cuts}"])
-    ray = ray_cluster.connect("", ray_cluster.PeerResources(1.0, 0.0), num_peers)
+    ray = ray_cluster.connect("", num_peers)
     node = ray.nodes()[0]["NodeID"]
     plan: Any = strategies.plan(config, case.problem, clusters.find_cluster())
     workload = plan.details.workload
@@ -116,7 +115,7 @@ def start(arguments: Any, layers: Sequence[int]) -> tuple[LiveTrainer, Any, list
     for peer in range(num_peers):
         lasting = {"name": f"{ray_cluster.PEER_NAME}-{peer}", "namespace": namespace, "lifetime": "detached"}
         actor = ray.remote(PacedPeer).options(num_cpus=0, **lasting)
-        actor.remote(PeerSettings(platform="cpu", num_threads=1), node, times)
+        actor.remote(node, times)
     strategy = strategies.make(config, case.problem)
     trainer: LiveTrainer = strategy.step.__self__  # type: ignore[attr-defined]
     state = strategy.init(jax.random.key(0))

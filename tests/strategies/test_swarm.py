@@ -20,8 +20,8 @@ from jaxpar.core.state import Canonical
 from jaxpar.errors import UserError
 from jaxpar.inspect import audit
 from jaxpar.strategies import Strategy
-from jaxpar.strategies.swarm import live_options
 from jaxpar.strategies.swarm import run as run_module
+from jaxpar.strategies.swarm import strategy as strategy_module
 from jaxpar.strategies.swarm.availability import JOIN, LEAVE, PeerEvent, RandomTrace, SwarmPeer, events_before
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
 from jaxpar.strategies.swarm.executor import EmulatedStep, SwarmExecutor
@@ -454,7 +454,7 @@ def test_a_trace_excludes_rates(tmp_path: Path) -> None:
 
 
 def test_live_mode_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_options, "find_spec", lambda _: None)
+    monkeypatch.setattr(strategy_module, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"swarm.mode is 'live'; it must be 'emulated' without Ray, which `pip install"):
         strategies.decide(make_config(MLP, *swarm(LIVE.removeprefix("swarm."), stages=2)), cluster.find_cluster())
 

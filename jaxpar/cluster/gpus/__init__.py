@@ -85,13 +85,8 @@ def name_of_kind(device_kind: str) -> str | None:
 def find_gpu(name: str, key: str = "device kind", others: Sequence[str] = ()) -> GpuKind:
     """Return the kind with this name in lower or upper case, or that of a TOML file with this path.
 
-    Args:
-      name: the name or the path.
-      key: what has this value, for messages.
-      others: other values that it can have, for messages.
-
-    Raises:
-      UserError: there is none, or the file is invalid. The message begins with `key`.
+    Raises UserError, which begins with `key`, if there is none, or the file is invalid. others: other values that the
+    key can have, for messages.
     """
     kinds = gpu_kinds()
     if name.lower() in kinds:
@@ -108,8 +103,7 @@ def find_gpu(name: str, key: str = "device kind", others: Sequence[str] = ()) ->
 
 def kind_of_device(device_kind: str) -> GpuKind | None:
     """Return the known kind of GPUs that JAX reports by this name; None if there is none."""
-    name = name_of_kind(device_kind)
-    return None if name is None else gpu_kinds()[name]
+    return next((gpu for gpu in gpu_kinds().values() if gpu.device_kind == device_kind), None)
 
 
 def read_toml(path: Path, key: str) -> dict[str, Any]:
@@ -132,12 +126,7 @@ def read_gpu(path: Path, key: str = "device kind") -> GpuKind:
             "file without a number of GPUs behind it"
         )
     links, numbers = content.get("links", {}), content.get("xla")
-    tables: list[tuple[str, Any, Sequence[str]]] = [
-        ("", content, KEYS),
-        ("xla.", numbers, DIFFERENT),
-        ("links.", links, LINKS),
-    ]
-    for prefix, table, keys in tables:
+    for prefix, table, keys in (("", content, KEYS), ("xla.", numbers, DIFFERENT), ("links.", links, LINKS)):
         for name in table if isinstance(table, dict) else ():
             if name not in keys:
                 raise UserError(
@@ -151,8 +140,7 @@ def read_gpu(path: Path, key: str = "device kind") -> GpuKind:
     if links:
         values |= {f"links.{name}": links.get(name) for name in LINKS}
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**63:
-            raise UserError(f"{path}: {name} is {value!r}; it must be a number greater than 0")
+        check_positive(value, f"{path}: {name}")
     kind, capability = content.get("device_kind"), str(content.get("compute_capability", ""))
     if not isinstance(kind, str) or not re.fullmatch(r'[^"\\\x00-\x1f]+', kind):
         raise UserError(f"{path}: device_kind is {kind!r}; it must be a name")
@@ -161,6 +149,12 @@ def read_gpu(path: Path, key: str = "device kind") -> GpuKind:
         raise UserError(f"{path}: compute_capability is {state}; it must be one of {', '.join(CAPABILITIES)}")
     known = COMMON | {name: numbers[name] for name in DIFFERENT}
     return GpuKind(kind, content["memory_bytes"], capability, known, links, read_peaks(content, str(path)))
+
+
+def check_positive(value: object, key: str) -> None:
+    """Raise UserError, which begins with `key`, unless this value of a file is a number greater than 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**63:
+        raise UserError(f"{key} is {value!r}; it must be a number greater than 0")
 
 
 def read_peaks(content: Mapping[str, Any], path: str) -> dict[str, float]:

@@ -26,23 +26,18 @@ MAX_EVENTS = 1_000_000
 MAX_FILE_BYTES = 200_000_000
 MAX_PEERS = 5_000  # a decision of the simulation takes time in proportion to the number of peers
 # The least and the greatest value of each number in a file.
-LIMITS = {
-    "speed": (1e-6, 1e6),
-    "bandwidth": (1.0, math.inf),
-    "latency": (0.0, 1e6),
-    "seconds": (0.0, 1e12),
-}
+LIMITS = {"speed": (1e-6, 1e6), "bandwidth": (1.0, math.inf), "latency": (0.0, 1e6), "seconds": (0.0, 1e12)}
 PEER_COLUMNS = ("peer", "speed", "bandwidth", "latency")
 TRACE_COLUMNS = ("seconds", "peer", "event")
 
 
 class SwarmPeer(NamedTuple):
-    """A peer: its name, relative speed, bandwidth in bytes per second, and latency in seconds."""
+    """A peer."""
 
     name: str
-    speed: float = 1.0
-    bandwidth: float = math.inf
-    latency: float = 0.0
+    speed: float = 1.0  # relative
+    bandwidth: float = math.inf  # bytes per second
+    latency: float = 0.0  # seconds
 
 
 class PeerEvent(NamedTuple):
@@ -53,10 +48,56 @@ class PeerEvent(NamedTuple):
     event: str
 
 
-def present_at_start(num_peers: int, trace: Sequence[PeerEvent]) -> frozenset[int]:
+@dataclass(frozen=True)
+class RandomTrace:
+    """An endless random trace in which all peers are present at second 0. Each iteration yields the same events.
+
+    All times are exponentially distributed, and in the same unit as those of the events.
+    """
+
+    num_peers: int
+    lifetime: float  # mean time that a peer stays
+    rejoin: float  # mean time until a peer that left joins again
+    groups: int = 1  # of peers, such as those of a zone, that are preempted together; peer p is in p % groups
+    group_lifetime: float = math.inf  # mean time between the preemptions of a group
+    group_share: float = 0.5  # the fraction of its present peers that a preemption stops, each independently
+    seed: int = 0
+
+    def __iter__(self) -> Iterator[PeerEvent]:
+        """Yield the events in order of time."""
+        rng = np.random.default_rng(self.seed)
+        present = np.ones(self.num_peers, bool)
+        # (time, number, peer or -1, group or -1): a peer changes between present and absent, or a group is preempted.
+        numbers = itertools.count()
+        heap = [(rng.exponential(self.lifetime), next(numbers), peer, -1) for peer in range(self.num_peers)]
+        if self.group_lifetime < math.inf:
+            heap += [(rng.exponential(self.group_lifetime), next(numbers), -1, group) for group in range(self.groups)]
+        heapq.heapify(heap)
+        newest = {peer: number for _, number, peer, _ in heap}  # an older event of a peer is void
+        while heap[0][0] < math.inf:
+            now, number, peer, group = heapq.heappop(heap)
+            if group >= 0:
+                members = range(group, self.num_peers, self.groups)
+                changing = (one for one in members if present[one] and rng.random() < self.group_share)
+            else:
+                changing = (one for one in (peer,) if newest[one] == number)
+            for one in changing:
+                present[one] = not present[one]
+                yield PeerEvent(now, one, JOIN if present[one] else LEAVE)
+                newest[one] = next(numbers)
+                after = now + rng.exponential(self.lifetime if present[one] else self.rejoin)
+                heapq.heappush(heap, (after, newest[one], one, -1))
+            if group >= 0:
+                heapq.heappush(heap, (now + rng.exponential(self.group_lifetime), next(numbers), -1, group))
+
+
+Trace = Sequence[PeerEvent] | RandomTrace
+
+
+def present_at_start(num_peers: int, trace: Trace) -> frozenset[int]:
     """Return the peers that are present at second 0: all whose first event is not that they join."""
     first: dict[int, str] = {}
-    for event in trace:
+    for event in () if isinstance(trace, RandomTrace) else trace:
         first.setdefault(event.peer, event.event)
     return frozenset(peer for peer in range(num_peers) if first.get(peer) != JOIN)
 
@@ -73,8 +114,7 @@ def write_trace(path: Path | str, trace: Sequence[PeerEvent], peers: Sequence[Sw
 def find_peers(text: str, key: str) -> list[SwarmPeer]:
     """Return the peers of a flag or setting: a number of equal peers, named p0, p1, .., or a file of peers.
 
-    Raises:
-      UserError: the number or the file is invalid. It begins with `key`.
+    Raises UserError, which begins with `key`, if the number or the file is invalid.
     """
     if text and not (text.isascii() and text.removeprefix("-").isdecimal()):
         return read_peers(text, key)
@@ -106,13 +146,11 @@ Rows = Iterable[tuple[str, Sequence[str]]]  # where a row is, such as `line 2`, 
 def parse_peers(rows: Rows) -> list[SwarmPeer]:
     """Return the peers of rows with PEER_COLUMNS. Raises ValueError with the place of the first mistake."""
     peers: dict[str, SwarmPeer] = {}
-    for place, (name, *numbers) in rows:
+    for place, (name, *texts) in rows:
         if not name or name in peers:
             raise ValueError(f"{place}: peer is {name[:40]!r}; it must be a name that no other row has")
-        speed, bandwidth, latency = (
-            _number(place, column, text) for column, text in zip(PEER_COLUMNS[1:], numbers, strict=True)
-        )
-        peers[name] = SwarmPeer(name, speed, bandwidth, latency)
+        numbers = [_number(place, column, text) for column, text in zip(PEER_COLUMNS[1:], texts, strict=True)]
+        peers[name] = SwarmPeer(name, *numbers)
     if not 0 < len(peers) <= MAX_PEERS:
         raise ValueError(f"there are {len(peers)} peers; there must be 1 to {MAX_PEERS}")
     return list(peers.values())
@@ -167,67 +205,6 @@ def _number(place: str, column: str, text: str) -> float:
     if not least <= number <= greatest:
         raise ValueError(f"{place}: {column} is {text[:40]!r}; it must be between {least:g} and {greatest:g}")
     return number
-
-
-@dataclass(frozen=True)
-class RandomTrace:
-    """An endless random trace in which all peers are present at second 0. Each iteration yields the same events.
-
-    All times are exponentially distributed, and in the same unit as those of the events.
-
-    Attributes:
-      num_peers: number of peers.
-      lifetime: mean time that a peer stays.
-      rejoin: mean time until a peer that left joins again.
-      groups: number of groups of peers, such as those of a zone, that are preempted together. Peer p is in group
-        p % groups.
-      group_lifetime: mean time between the preemptions of a group.
-      group_share: the fraction of the present peers of its group that a preemption stops, each independently.
-      seed: seed of all random numbers.
-    """
-
-    num_peers: int
-    lifetime: float
-    rejoin: float
-    groups: int = 1
-    group_lifetime: float = math.inf
-    group_share: float = 0.5
-    seed: int = 0
-
-    def __iter__(self) -> Iterator[PeerEvent]:
-        """Yield the events in order of time."""
-        rng = np.random.default_rng(self.seed)
-        present = np.ones(self.num_peers, bool)
-        # (time, number, peer or -1, group or -1): a peer changes between present and absent, or a group is preempted.
-        numbers = itertools.count()
-        heap = [(rng.exponential(self.lifetime), next(numbers), peer, -1) for peer in range(self.num_peers)]
-        if self.group_lifetime < math.inf:
-            heap += [(rng.exponential(self.group_lifetime), next(numbers), -1, group) for group in range(self.groups)]
-        heapq.heapify(heap)
-        newest = {peer: number for _, number, peer, _ in heap}  # an older event of a peer is void
-        while heap[0][0] < math.inf:
-            now, number, peer, group = heapq.heappop(heap)
-            if group >= 0:
-                members = range(group, self.num_peers, self.groups)
-                changing = (one for one in members if present[one] and rng.random() < self.group_share)
-            else:
-                changing = (one for one in (peer,) if newest[one] == number)
-            for one in changing:
-                present[one] = not present[one]
-                yield PeerEvent(now, one, JOIN if present[one] else LEAVE)
-                newest[one] = next(numbers)
-                after = now + rng.exponential(self.lifetime if present[one] else self.rejoin)
-                heapq.heappush(heap, (after, newest[one], one, -1))
-            if group >= 0:
-                heapq.heappush(heap, (now + rng.exponential(self.group_lifetime), next(numbers), -1, group))
-
-
-Trace = Sequence[PeerEvent] | RandomTrace
-
-
-def first_present(num_peers: int, trace: Trace) -> frozenset[int]:
-    """Return the peers that are present at second 0."""
-    return present_at_start(num_peers, () if isinstance(trace, RandomTrace) else trace)
 
 
 def events_before(trace: Trace, seconds: float) -> list[PeerEvent]:

@@ -1,9 +1,4 @@
-"""Costs of training with a swarm: work and bytes of a model, settings of a run, and times of messages.
-
-The square-cube law: the work of a transformer layer grows with the cube of its width, what it sends with the square. A
-pipeline over slow links therefore uses its devices better, the wider the model is (Ryabinin et al., "SWARM
-Parallelism", 2023, section 3.1).
-"""
+"""Costs of training with a swarm: work and bytes of a model, settings of a run, and times of messages."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,43 +9,25 @@ from jaxpar.strategies.swarm.membership import Swarm
 
 
 class Workload(NamedTuple):
-    """Costs of a model of S stages.
+    """Costs of a model of S stages."""
 
-    Attributes:
-      forward: [S], units of work of a forward pass of a microbatch: its seconds on a peer of speed 1.
-      backward: [S], units of work of a backward pass, which also computes the inside of the stage again.
-      activation_bytes: bytes of the activation, and of its gradient, that a microbatch sends from a stage to the next.
-      gradient_bytes: bytes of the gradient of a stage, which its peers average.
-      state_bytes: bytes of the parameters and the optimizer state of a stage, which a peer downloads.
-    """
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    activation_bytes: float = 0.0
-    gradient_bytes: float = 0.0
-    state_bytes: float = 0.0
+    forward: tuple[float, ...]  # [S], units of work of a forward pass of a microbatch: seconds on a peer of speed 1
+    backward: tuple[float, ...]  # [S], units of work of a backward pass, which also computes the stage again
+    activation_bytes: float = 0.0  # of the activation, and of its gradient, that a microbatch sends to the next stage
+    gradient_bytes: float = 0.0  # of the gradient of a stage, which its peers average
+    state_bytes: float = 0.0  # of the parameters and the optimizer state of a stage, which a peer downloads
 
 
 class SwarmSettings(NamedTuple):
-    """Settings of a run.
-
-    Attributes:
-      num_steps: number of steps.
-      num_microbatches: number of microbatches in a global batch.
-      in_flight: number of microbatches of a batch that are in the stages at a time; 0: all.
-      delayed: whether a batch starts before the update of the one before.
-      rebalance_seconds: the period of rebalancing; 0: none.
-      rule: key of REBALANCING_RULES.
-      seed: seed of the ties in routing.
-    """
+    """Settings of a run."""
 
     num_steps: int
-    num_microbatches: int
-    in_flight: int = 0
-    delayed: bool = False
-    rebalance_seconds: float = 0.0
-    rule: str = "paper"
-    seed: int = 0
+    num_microbatches: int  # in a global batch
+    in_flight: int = 0  # number of microbatches of a batch that are in the stages at a time; 0: all
+    delayed: bool = False  # whether a batch starts before the update of the one before
+    rebalance_seconds: float = 0.0  # the period of rebalancing; 0: none
+    rule: str = "paper"  # key of REBALANCING_RULES
+    seed: int = 0  # of the ties in routing
 
 
 def message_seconds(sources: Sequence[SwarmPeer], to: SwarmPeer, nbytes: float) -> float:
@@ -77,42 +54,3 @@ def download_seconds(
     donors = [p for p in range(len(peers)) if swarm.stage[p] == stage and swarm.ready[p] <= now and p != peer]
     donor = max((peers[p] for p in donors), key=lambda one: one.bandwidth, default=SwarmPeer(""))
     return state_bytes / min(peers[peer].bandwidth, donor.bandwidth) + peers[peer].latency + donor.latency
-
-
-class TransformerLayer(NamedTuple):
-    """A transformer layer with a feed-forward network of 4 times its width, and its microbatch.
-
-    Attributes:
-      width: size of the hidden state.
-      tokens: number of tokens in a microbatch, all of one sequence.
-      value_bytes: bytes of each value that is sent: 2 for float16, about 1 with 8-bit compression.
-    """
-
-    width: int
-    tokens: int = 512
-    value_bytes: float = 2.0
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of a forward and a backward pass: 24 T d^2 + 4 T^2 d forward, and twice that backward."""
-        return 3.0 * (24 * self.tokens * self.width**2 + 4 * self.tokens**2 * self.width)
-
-    @property
-    def nbytes(self) -> float:
-        """Bytes of the hidden states of a microbatch, which a pass sends."""
-        return self.value_bytes * self.tokens * self.width
-
-
-def device_utilization(layer: TransformerLayer, *, flops: float, bandwidth: float, latency: float) -> float:
-    """Return the fraction of the time in which a device computes, if its stage is one layer and nothing overlaps.
-
-    Each of the two passes waits for one message and one round trip.
-
-    Args:
-      layer: the layer of the stage.
-      flops: FLOP/s of the device.
-      bandwidth: bytes per second.
-      latency: round-trip time in seconds.
-    """
-    compute = layer.flops / flops
-    return compute / (compute + 2 * (layer.nbytes / bandwidth + latency))

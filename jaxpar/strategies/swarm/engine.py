@@ -4,35 +4,23 @@ A global batch of m microbatches passes through the S stages, forward and back. 
 each microbatch is counted exactly once in each stage (progress.py). Then the peers of each stage average their
 gradients and take the optimizer step.
 
-The engine decides by pure functions (routing.py, membership.py, rebalancing.py). A transport carries out what it
-decides, and reports what happens, so that all swarms share their decisions:
-
-    virtual time (run.py)               messages, passes, downloads and averagings take what they cost
-    Ray (live/members.py)               peers are processes, which answer, fail or are silent
-
-    the engine calls                    the transport calls, later or at once
-    send(one)                           receive(one)          what a pass reads is with its peer
-    start(one)                          finish(one)           it has been computed, and its output can be read
-    load(move)                          serve(peer)           the peer has the state of its stage
-    average(step)                       end(step)             the update is complete
-
-    and, at any time, `begin`, `feed`, `join`, `leave`, `rebalance` and `reroute`
+The engine decides by pure functions (routing.py, membership.py). A transport carries out what it decides, in virtual
+time (run.py) or on Ray (live/members.py), and reports what happens. So all swarms share their decisions.
 """
 
 import heapq
 import itertools
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxpar.strategies.swarm import routing
-from jaxpar.strategies.swarm.membership import ABSENT, Move, Swarm, neediest, placed, refills, removed
-from jaxpar.strategies.swarm.progress import BatchProgress, next_phase
-from jaxpar.strategies.swarm.rebalancing import REBALANCING_RULES, LoadMeter
+from jaxpar.strategies.swarm.membership import ABSENT, REBALANCING_RULES, Move, Swarm, neediest, placed, refills
+from jaxpar.strategies.swarm.progress import BatchProgress
 from jaxpar.strategies.swarm.record import AssignedPass, RunRecord
 
 
@@ -49,20 +37,23 @@ class GlobalBatch:
 
 
 class SwarmTransport(Protocol):
-    """The interface of an engine to the peers."""
+    """The interface of an engine to the peers.
+
+    It also calls, at any time, `begin`, `feed`, `join`, `leave`, `rebalance` and `reroute`.
+    """
 
     @property
     def now(self) -> float:
         """The time, in seconds."""
 
     def send(self, one: AssignedPass) -> None:
-        """Let a peer receive what a pass reads. Then call `receive`."""
+        """Let a peer receive what a pass reads. Then, or at once, call `receive`."""
 
     def is_free(self, peer: int) -> bool:
         """Return whether a peer takes another pass."""
 
     def start(self, one: AssignedPass) -> None:
-        """Let a peer compute a pass. Then call `finish`, if the pass is still active."""
+        """Let a peer compute a pass. When its output can be read, call `finish`, if the pass is still active."""
 
     def load(self, move: Move) -> float:
         """Let a peer load the state of stage `target`, and return when it will have it; inf if unknown.
@@ -77,16 +68,32 @@ class SwarmTransport(Protocol):
         """Take note that all microbatches of a batch have started."""
 
 
-class SwarmEngine:
-    """The mutable state of a swarm.
+class LoadMeter:
+    """Mean number of passes that each peer has been assigned since the last reading: the load of its queue."""
 
-    Attributes:
-      swarm: the peers, and the stages that they serve or load.
-      queues: the queue of each stage.
-      batches: the batches without their update, by step.
-      loads: the passes that each peer has been assigned.
-      record: what has happened.
-    """
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self.depth = defaultdict[int, int](int)  # the number of passes that each peer has been assigned now
+        self._area, self._changed = defaultdict[int, float](float), defaultdict[int, float](float)
+
+    def count(self, peer: int, change: int) -> None:
+        """Change the number of passes that a peer has been assigned, and integrate it over time."""
+        now = self._now()
+        self._area[peer] += self.depth[peer] * (now - self._changed[peer])
+        self.depth[peer] += change
+        self._changed[peer] = now
+
+    def read(self, num_peers: int, seconds: float) -> list[float]:
+        """Return the load of each peer in the last `seconds`, since the last reading."""
+        for peer in range(num_peers):
+            self.count(peer, 0)
+        loads = [self._area[peer] / seconds for peer in range(num_peers)]
+        self._area.clear()
+        return loads
+
+
+class SwarmEngine:
+    """The mutable state of a swarm."""
 
     def __init__(
         self, transport: SwarmTransport, work: tuple[Sequence[float], Sequence[float]], swarm: Swarm, seed: int
@@ -95,8 +102,8 @@ class SwarmEngine:
         self._transport, self._work = transport, work
         self.num_stages = len(swarm.work)
         self.swarm, self.record = swarm, RunRecord()
-        self.queues: list[routing.StageQueue] = [()] * self.num_stages
-        self.batches: dict[int, GlobalBatch] = {}
+        self.queues: list[routing.StageQueue] = [()] * self.num_stages  # of each stage
+        self.batches: dict[int, GlobalBatch] = {}  # the batches without their update, by step
         self.loads = LoadMeter(lambda: transport.now)
         self._rng = np.random.default_rng(seed)
         self._active: dict[tuple[int, int], AssignedPass] = {}  # by step and microbatch
@@ -140,7 +147,7 @@ class SwarmEngine:
         step, microbatch = key
         self._parked.discard(key)
         batch = self.batches[step]
-        found = next_phase(batch.progress.of(microbatch), self.num_stages)
+        found = batch.progress.next_phase(microbatch)
         if found is None:
             if microbatch not in batch.finished:
                 batch.finished.add(microbatch)
@@ -236,7 +243,7 @@ class SwarmEngine:
         stage = self.swarm.stage[peer]
         if stage != ABSENT:
             self.queues[stage] = routing.withdraw(self.queues[stage], peer)
-        self.swarm = removed(self.swarm, peer)
+        self.swarm = placed(self.swarm, peer, ABSENT, 0.0)
         self._inboxes.pop(peer, None)
         lost: list[tuple[int, int]] = []
         for step, batch in self.batches.items():
@@ -247,21 +254,21 @@ class SwarmEngine:
                 self.record.lose_pass(row)
                 lost.append((step, microbatch))
         self.refill()
-        self.reroute([one for one in self._active.values() if one.peer == peer or self._needs(one, peer)], lost)
-        return len(lost)
 
-    def _needs(self, one: AssignedPass, gone: int) -> bool:
-        """Return whether a pass depends on a peer that has failed."""
-        if gone in one.sources.values():
-            return True
-        return one.is_repeat and one.stage not in self.batches[one.step].progress.of(one.microbatch).counted
+        def needs(one: AssignedPass) -> bool:
+            progress = self.batches[one.step].progress
+            is_void = one.is_repeat and not progress.is_counted(one.microbatch, one.stage)
+            return peer == one.peer or peer in one.sources.values() or is_void
+
+        self.reroute([one for one in self._active.values() if needs(one)], lost)
+        return len(lost)
 
     def refill(self) -> None:
         """Move a peer to each stage that has lost its last one."""
         self._move(refills(self.swarm, self._transport.now))
 
     def rebalance(self, rule: str, loads: Sequence[float]) -> None:
-        """Move peers by a rule. loads: the load of each peer, such as `self.loads` measures."""
+        """Move peers by a rule. loads: of each peer, as `self.loads` measures it."""
         self._move(REBALANCING_RULES[rule](self.swarm, loads, self._transport.now))
 
     def _move(self, moves: Iterable[Move]) -> None:

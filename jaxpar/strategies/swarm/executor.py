@@ -1,10 +1,7 @@
 """Emulated training of a swarm: peers on the devices of this machine repeat the actions of a simulated run.
 
-One step:
-
-1. Do the actions of the step in their order: forward and backward passes, messages, failures.
-2. Add up the gradients that the peers of each stage have accumulated.
-3. Take the optimizer step for all stages together, as `single` does, so that it clips by the norm over all layers.
+A step does its actions in their order, adds up the gradients that the peers of each stage have accumulated, and takes
+the optimizer step for all stages together, as `single` does, so that it clips by the norm over all layers.
 
 Each peer holds what its machine would hold: messages and gradients, until the update of the step. A peer that fails
 loses them. A pass reads only what its peer holds, so it fails with a KeyError if the simulated run lacks a message. The
@@ -30,9 +27,9 @@ from jaxpar.layout import Tree
 from jaxpar.models.model import Params
 from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs
 from jaxpar.strategies.pipeline.executor.stages import Stages
-from jaxpar.strategies.swarm.progress import FORWARD_PASS, OUTPUT_GRADIENT, STAGE_INPUT
+from jaxpar.strategies.swarm.progress import BACKWARD_PASS, FORWARD_PASS, OUTPUT_GRADIENT, STAGE_INPUT
 from jaxpar.strategies.swarm.record import FAILURE, RECEIVE, SwarmAction
-from jaxpar.strategies.swarm.stage_passes import SwarmPrograms, by_layer, microbatches_of, split_params, stage_params
+from jaxpar.strategies.swarm.stage_passes import SwarmPrograms, by_layer, microbatches_of, stage_params
 from jaxpar.tasks import Sums
 
 
@@ -47,25 +44,20 @@ class EmulatedPeer:
     counted: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
 
+@dataclass
 class EmulatedStep:
     """A step on the peers."""
 
-    def __init__(
-        self,
-        programs: SwarmPrograms,
-        stages: Stages,
-        devices: Sequence[jax.Device],
-        params: Params,
-        scalars: tuple[jax.Array, jax.Array],
-        microbatches: Sequence[Mapping[str, np.ndarray]],
-    ):
-        """Begin a step. params: the weights that it reads; scalars: from `SwarmPrograms.begin`."""
-        self._programs, self._stages, self._devices = programs, stages, devices
-        self._params, self._scalars, self._microbatches = params, scalars, microbatches
-        self._placed: dict[tuple[str, int, jax.Device], Any] = {}
-        self.peers: defaultdict[int, EmulatedPeer] = defaultdict(EmulatedPeer)  # what each peer holds
-        # the sums of each microbatch that has passed the last stage. They are sent to the trainer, and never lost.
-        self.sums: dict[int, Sums] = {}
+    programs: SwarmPrograms
+    stages: Stages
+    devices: Sequence[jax.Device]
+    params: Params  # the weights that the step reads
+    scalars: tuple[jax.Array, jax.Array]  # from `SwarmPrograms.begin`
+    microbatches: Sequence[Mapping[str, np.ndarray]]
+    peers: defaultdict[int, EmulatedPeer] = field(default_factory=lambda: defaultdict(EmulatedPeer))
+    # the sums of each microbatch that has passed the last stage. They are sent to the trainer, and never lost.
+    sums: dict[int, Sums] = field(default_factory=dict)
+    placed: dict[tuple[str, int, jax.Device], Any] = field(default_factory=dict)
 
     def act(self, action: SwarmAction) -> None:
         """Do one action."""
@@ -75,68 +67,56 @@ class EmulatedStep:
             key = (RECEIVE.index(action.kind), action.stage, action.microbatch)
             message = self.peers[action.source].messages[key]
             self.peers[action.peer].messages[key] = jax.device_put(message, self._device(action.peer))
-        elif action.kind == FORWARD_PASS:
-            self._forward(action)
         else:
-            self._backward(action)
+            self._compute(action)
 
     def totals(self) -> tuple[list[Params], list[Sums]]:
         """Return the gradient of each stage, by layer, and the sums of each microbatch, on the first device."""
-        sums = [self.sums[number] for number in range(len(self._microbatches))]
-        gradients = [by_layer(self._stages, self._total(stage), stage) for stage in range(self._stages.num_stages)]
-        return gradients, jax.device_put(sums, self._devices[0])
+        gradients, everything = [], [*range(len(self.microbatches))]
+        for stage in range(self.stages.num_stages):
+            contributors = [peer for _, peer in sorted(self.peers.items()) if stage in peer.gradients]
+            counted = sorted(number for peer in contributors for number in peer.counted[stage])
+            assert counted == everything, (stage, counted)
+            first, *others = (jax.device_put(peer.gradients[stage], self.devices[0]) for peer in contributors)
+            gradients.append(by_layer(self.stages, reduce(self.programs.add, others, first), stage))
+        return gradients, jax.device_put([self.sums[number] for number in everything], self.devices[0])
 
-    def _total(self, stage: int) -> Params:
-        contributors = [peer for _, peer in sorted(self.peers.items()) if stage in peer.gradients]
-        counted = sorted(number for peer in contributors for number in peer.counted[stage])
-        assert counted == [*range(len(self._microbatches))], (stage, counted)
-        first, *others = (jax.device_put(peer.gradients[stage], self._devices[0]) for peer in contributors)
-        return reduce(self._programs.add, others, first)
-
-    def _forward(self, action: SwarmAction) -> None:
-        held, (_, microbatch, stage, *_) = self.peers[action.peer], action
-        outputs = self._programs.forward(self._stages.kinds[stage], self._inputs(action))
-        if outputs.sums is None:
-            held.messages[STAGE_INPUT, stage + 1, microbatch] = outputs.y
-        else:
-            self.sums[microbatch] = outputs.sums
-
-    def _backward(self, action: SwarmAction) -> None:
-        held, (_, microbatch, stage, *_) = self.peers[action.peer], action
-        inputs = self._inputs(action)
-        if stage < self._stages.num_stages - 1:
-            inputs = inputs._replace(dy=held.messages[OUTPUT_GRADIENT, stage, microbatch])
-        outputs = self._programs.backward(self._stages.kinds[stage], inputs)
-        if stage > 0:
+    def _compute(self, action: SwarmAction) -> None:
+        """Compute a pass."""
+        phase, microbatch, stage, peer, *_ = action
+        held, device = self.peers[peer], self._device(peer)
+        is_last, is_backward = stage == self.stages.num_stages - 1, phase == BACKWARD_PASS
+        key, weight = self._place("scalars", 0, device, lambda: self.scalars)
+        inputs = StageInputs(
+            self._place("params", stage, device, lambda: stage_params(self.stages, self.params, stage)),
+            self._place("microbatch", microbatch, device, lambda: self.microbatches[microbatch]),
+            key,
+            self.stages.shifts[stage, 0],
+            weight,
+            held.messages[STAGE_INPUT, stage, microbatch] if stage else None,
+            held.messages[OUTPUT_GRADIENT, stage, microbatch] if is_backward and not is_last else None,
+        )
+        outputs = self.programs.passes[phase](self.stages.kinds[stage], inputs)
+        if is_backward and stage > 0:
             held.messages[OUTPUT_GRADIENT, stage - 1, microbatch] = outputs.dx
-        if action.is_counted:
+        elif not is_backward and is_last:
+            self.sums[microbatch] = outputs.sums
+        elif not is_backward:
+            held.messages[STAGE_INPUT, stage + 1, microbatch] = outputs.y
+        if is_backward and action.is_counted:
             before = held.gradients.get(stage)
-            held.gradients[stage] = outputs.dparams if before is None else self._programs.add(before, outputs.dparams)
+            held.gradients[stage] = outputs.dparams if before is None else self.programs.add(before, outputs.dparams)
             held.counted[stage].append(microbatch)
 
-    def _inputs(self, action: SwarmAction) -> StageInputs:
-        """Return the inputs of a pass, without the gradient of the output."""
-        stage, number, device = action.stage, action.microbatch, self._device(action.peer)
-        key, weight = self._place("scalars", 0, device, lambda: self._scalars)
-        x = self.peers[action.peer].messages[STAGE_INPUT, stage, number] if stage else None
-        return StageInputs(
-            self._place("params", stage, device, lambda: stage_params(self._stages, self._params, stage)),
-            self._place("microbatch", number, device, lambda: self._microbatches[number]),
-            key,
-            self._stages.shifts[stage, 0],
-            weight,
-            x,
-        )
-
     def _device(self, peer: int) -> jax.Device:
-        return self._devices[peer % len(self._devices)]
+        return self.devices[peer % len(self.devices)]
 
     def _place(self, name: str, number: int, device: jax.Device, make: Callable[[], Tree]) -> Any:
         """Return a value on a device, where it remains until the end of the step."""
         key = (name, number, device)
-        if key not in self._placed:
-            self._placed[key] = jax.device_put(make(), device)
-        return self._placed[key]
+        if key not in self.placed:
+            self.placed[key] = jax.device_put(make(), device)
+        return self.placed[key]
 
 
 class SwarmState(NamedTuple):
@@ -147,59 +127,56 @@ class SwarmState(NamedTuple):
     older: Params | None  # the weights before the last update, which the next step reads; None without delayed updates
 
 
+@dataclass
 class SwarmExecutor:
     """Executes the steps of a simulated run."""
 
-    def __init__(
-        self,
-        programs: SwarmPrograms,
-        stages: Stages,
-        actions_of: Callable[[int], Sequence[SwarmAction]],
-        num_microbatches: int,
-        devices: Sequence[jax.Device],
-    ):
-        """Take the devices of the peers, round-robin, of which the first one holds the state.
-
-        actions_of: step -> its actions.
-        """
-        self._programs, self._stages, self._actions_of = programs, stages, actions_of
-        self._num_microbatches, self._devices = num_microbatches, devices
+    programs: SwarmPrograms
+    stages: Stages
+    actions_of: Callable[[int], Sequence[SwarmAction]]  # step -> its actions
+    num_microbatches: int
+    devices: Sequence[jax.Device]  # of the peers, round-robin; the first one holds the state
 
     def step(self, before: SwarmState, batch: Mapping[str, np.ndarray]) -> tuple[SwarmState, Metrics]:
         """Take a step. batch: on the host."""
         number, state, older = before
-        scalars = self._programs.begin(state.key, np.int32(number), batch["weights"])
-        microbatches = microbatches_of(batch, self._num_microbatches)
+        scalars = self.programs.begin(state.key, np.int32(number), batch["weights"])
+        microbatches = microbatches_of(batch, self.num_microbatches)
         params = state.params if older is None else older
-        step = EmulatedStep(self._programs, self._stages, self._devices, params, scalars, microbatches)
-        for action in self._actions_of(number):
+        step = EmulatedStep(self.programs, self.stages, self.devices, params, scalars, microbatches)
+        for action in self.actions_of(number):
             step.act(action)
         gradients, sums = step.totals()
         del step  # with the weights on the devices, which the update donates
-        after, metrics = self._programs.update(*split_params(state), gradients, sums)
+        after, metrics = self.programs.update(*split_params(state), gradients, sums)
         return SwarmState(number + 1, after, older if older is None else state.params), metrics
 
     def lower(self, like: State, batch: Mapping[str, Any]) -> list[jax.stages.Lowered]:
         """Lower the programs of a step, each on every device that can run it. like and batch: shapes."""
-        stages = self._stages
-        share: Any = steps.abstract_share(batch, self._num_microbatches)
-        programs = self._programs.of_stages(share).programs
-        lowered, gradients, sums = [], [], None
+        share: Any = steps.abstract_share(batch, self.num_microbatches)
+        programs = self.programs.of_stages(share).programs
+        lowered, sums = [], None
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        pack = partial(jax.eval_shape, self._programs.messages.pack)
+        pack = partial(jax.eval_shape, self.programs.messages.pack)
         for kind, program in enumerate(programs):
             inputs = program.inputs._replace(microbatch=share, key=like.key, weight=scalar)
             inputs = inputs._replace(x=pack(inputs.x), dy=pack(inputs.dy))
-            for device in self._devices:
+            for device in self.devices:
                 placed = on_device(inputs, device)
-                lowered.append(self._programs.forward.lower(kind, placed._replace(dy=None)))
-                lowered.append(self._programs.backward.lower(kind, placed))
+                lowered.append(self.programs.passes[FORWARD_PASS].lower(kind, placed._replace(dy=None)))
+                lowered.append(self.programs.passes[BACKWARD_PASS].lower(kind, placed))
             sums = program.outputs[FORWARD_PASS].sums or sums
-        for stage, kind in enumerate(stages.kinds):
-            gradients.append(by_layer(stages, programs[kind].inputs.params, stage))
-        first = partial(on_device, device=self._devices[0])
-        arguments = *first(split_params(like)), first(gradients), first([sums] * self._num_microbatches)
-        return [*lowered, self._programs.update.lower(*arguments)]
+        kinds = enumerate(self.stages.kinds)
+        gradients = [by_layer(self.stages, programs[kind].inputs.params, stage) for stage, kind in kinds]
+        rest = [gradients, [sums] * self.num_microbatches]
+        arguments = [on_device(one, self.devices[0]) for one in (*split_params(like), *rest)]
+        return [*lowered, self.programs.update.lower(*arguments)]
+
+
+def split_params(state: State) -> tuple[Params, State]:
+    """Return the parameters, and the state without them."""
+    rest: Any = state._asdict() | {"params": None}
+    return state.params, State(**rest)
 
 
 def on_device(tree: Tree, device: jax.Device) -> Tree:

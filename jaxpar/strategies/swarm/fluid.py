@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxpar.strategies.swarm.availability import LEAVE, SwarmPeer, Trace, events_before
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
-from jaxpar.strategies.swarm.membership import ABSENT, Move, Swarm, capacities, optimal_throughput
+from jaxpar.strategies.swarm.membership import ABSENT, Move, capacities, optimal_throughput
 from jaxpar.strategies.swarm.run import VirtualPeers
 
 
@@ -20,12 +20,16 @@ class FluidRun(NamedTuple):
     """The state of a swarm between N consecutive events."""
 
     time: np.ndarray  # [N + 1], the times of the events, in seconds; the first is 0, the last the end of the run
-    throughput: np.ndarray  # [N], microbatches per second
     optimal: np.ndarray  # [N], the most microbatches per second that the present peers can compute
     capacity: np.ndarray  # [N, S], microbatches per second that the serving peers of each stage can compute
     num_present: np.ndarray  # [N], number of present peers
     failures: list[float]  # the times at which peers left
     moves: list[tuple[float, Move]]  # the time and the move of each peer that changed its stage
+
+    @property
+    def throughput(self) -> np.ndarray:
+        """[N], microbatches per second: those of the slowest stage."""
+        return self.capacity.min(axis=1)
 
     @property
     def efficiency(self) -> float:
@@ -44,42 +48,23 @@ def run_fluid(
     rebalance_seconds: float = 0.0,
     rule: str = "paper",
 ) -> FluidRun:
-    """Return the run of a swarm.
-
-    Args:
-      peers: all peers.
-      work: [S], units of work of a microbatch in each stage.
-      trace: when peers join and leave.
-      seconds: length of the run.
-      state_bytes: parameters and optimizer state of a stage, which a peer downloads before it serves.
-      rebalance_seconds: the period of rebalancing; 0: none.
-      rule: key of REBALANCING_RULES.
-    """
+    """Return the run of a swarm. work: [S], units of work of a microbatch in each stage; the others: as in costs.py."""
     workload = Workload(tuple(work), (0.0,) * len(work), state_bytes=state_bytes)
     fluid = _FluidPeers(peers, workload, trace, SwarmSettings(0, 0, rebalance_seconds=rebalance_seconds, rule=rule))
-    clock, engine = fluid.clock, fluid.engine
-    times, rates, optima, rows, counts = [0.0], [], [], [], []
-    while times[-1] < seconds or clock.upcoming <= seconds:
-        until = min(clock.upcoming, seconds)
+    engine = fluid.engine
+    times, optima, rows, counts = [0.0], [], [], []
+    while times[-1] < seconds or fluid.upcoming <= seconds:
+        until = min(fluid.upcoming, seconds)
         if until > times[-1]:
-            capacity = capacities(engine.swarm, clock.now)
             times.append(until)
-            rates.append(float(capacity.min()))
             optima.append(optimal_throughput(engine.swarm))
-            rows.append(capacity)
+            rows.append(capacities(engine.swarm, fluid.now))
             counts.append(sum(stage != ABSENT for stage in engine.swarm.stage))
-        if clock.upcoming <= seconds:
-            clock.advance()
+        if fluid.upcoming <= seconds:
+            fluid.advance()
     failures = [event.seconds for event in events_before(trace, seconds) if event.event == LEAVE]
-    return FluidRun(
-        np.array(times),
-        np.array(rates),
-        np.array(optima),
-        np.array(rows),
-        np.array(counts),
-        failures,
-        engine.record.moves,
-    )
+    time, optimal, capacity, count = (np.array(values) for values in (times, optima, rows, counts))
+    return FluidRun(time, optimal, capacity, count, failures, engine.record.moves)
 
 
 class _FluidPeers(VirtualPeers):
@@ -94,12 +79,7 @@ class _FluidPeers(VirtualPeers):
         """Do nothing: no pass waits for the peer, and its stage counts it from the end of its download."""
 
     def read_loads(self) -> list[float]:
-        """See `published_loads`."""
-        return published_loads(self.engine.swarm, self.clock.now)
-
-
-def published_loads(swarm: Swarm, now: float) -> list[float]:
-    """Return [P]: the load of each peer: the fraction of the time for which the slowest stage keeps its stage busy."""
-    capacity = capacities(swarm, now)
-    busy = np.where(capacity > 0, capacity.min() / np.maximum(capacity, 1e-300), np.inf)
-    return [0.0 if stage == ABSENT else float(busy[stage]) for stage in swarm.stage]
+        """Return [P]: the fraction of the time for which the slowest stage keeps the stage of a peer busy."""
+        capacity = capacities(self.engine.swarm, self.now)
+        busy = np.where(capacity > 0, capacity.min() / np.maximum(capacity, 1e-300), np.inf)
+        return [0.0 if stage == ABSENT else float(busy[stage]) for stage in self.engine.swarm.stage]

@@ -1,13 +1,24 @@
-"""The peers of a swarm and the stages that they serve, as an immutable snapshot, and where a peer is needed most."""
+"""The stages that peers serve: an immutable snapshot, where a peer is needed most, and adaptive rebalancing.
+
+At the end of a period, a rule changes the stages of peers. A stage keeps at least one serving peer.
+
+    paper     one move per period (Ryabinin et al., "SWARM Parallelism", 2023, section 3.3): each peer publishes the
+              load of its queue, and the least loaded peer of the least loaded stage moves to the most loaded stage
+    balance   the moves that make the slowest stage faster, by the measured speeds of the peers, until no move does;
+              where none does, an exchange of two peers between two stages
+"""
 
 import math
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-Value = TypeVar("Value")
-
 ABSENT = -1  # stage of a peer that is not in the swarm
+# Relative increases of the throughput of the slowest stage. Below the first it is a rounding error. An exchange takes
+# two peers out of service, and in large swarms there is always one that gains a little.
+MOVE_GAIN = 1e-9
+SWAP_GAIN = 0.01
 
 
 class Swarm(NamedTuple):
@@ -38,20 +49,27 @@ def make_swarm(speed: tuple[float, ...], work: tuple[float, ...], present: froze
 
 
 def placed(swarm: Swarm, peer: int, stage: int, ready: float) -> Swarm:
-    """Return the swarm after a peer has joined a stage, or moved to it."""
-    return swarm._replace(stage=_set(swarm.stage, peer, stage), ready=_set(swarm.ready, peer, ready))
+    """Return the swarm after a peer has joined a stage, or moved to it; or left, with stage ABSENT."""
+    stages, times = list(swarm.stage), list(swarm.ready)
+    stages[peer], times[peer] = stage, ready
+    return swarm._replace(stage=tuple(stages), ready=tuple(times))
 
 
-def removed(swarm: Swarm, peer: int) -> Swarm:
-    """Return the swarm without a peer."""
-    return placed(swarm, peer, ABSENT, 0.0)
+def _serving(swarm: Swarm, now: float) -> np.ndarray:
+    """Return [P]: whether a peer serves its stage."""
+    return (np.array(swarm.stage) != ABSENT) & (np.array(swarm.ready) <= now)
+
+
+def _movable(swarm: Swarm, now: float) -> np.ndarray:
+    """Return [P]: whether a peer serves, and is not the last serving peer of its stage."""
+    stage, serves = np.array(swarm.stage), _serving(swarm, now)
+    return serves & (np.bincount(stage[serves], minlength=len(swarm.work))[stage] > 1)
 
 
 def capacities(swarm: Swarm, now: float = math.inf) -> np.ndarray:
     """Return [S]: the microbatches per second of each stage, by default with the peers that are still downloading."""
-    stage = np.array(swarm.stage)
-    serves = (stage != ABSENT) & (np.array(swarm.ready) <= now)
-    speeds = np.bincount(stage[serves], np.array(swarm.speed)[serves], len(swarm.work))
+    serves = _serving(swarm, now)
+    speeds = np.bincount(np.array(swarm.stage)[serves], np.array(swarm.speed)[serves], len(swarm.work))
     return speeds / np.array(swarm.work)
 
 
@@ -116,12 +134,38 @@ def refills(swarm: Swarm, now: float) -> list[Move]:
     return moves
 
 
-def _movable(swarm: Swarm, now: float) -> np.ndarray:
-    """Return [P]: whether a peer serves, and is not the last serving peer of its stage."""
-    stage = np.array(swarm.stage)
-    serves = (stage != ABSENT) & (np.array(swarm.ready) <= now)
-    return serves & (np.bincount(stage[serves], minlength=len(swarm.work))[stage] > 1)
+def paper_rule(swarm: Swarm, loads: Sequence[float], now: float) -> list[Move]:
+    """Return the paper's move, if there is one. loads: [P], published by the peers; only those that serve count."""
+    stage, load, serves = np.array(swarm.stage), np.array(loads), _serving(swarm, now)
+    counts = np.bincount(stage[serves], minlength=len(swarm.work))
+    sums = np.bincount(stage[serves], load[serves], len(swarm.work))
+    means = np.where(counts > 0, sums / np.maximum(counts, 1), np.inf)
+    target = int(np.argmax(means))
+    source = int(np.argmin(np.where(counts > 1, means, np.inf)))
+    if counts[source] < 2 or means[source] >= means[target]:
+        return []
+    peers = np.flatnonzero(serves & (stage == source))
+    return [Move(int(peers[np.argmin(load[peers])]), source, target)]
 
 
-def _set(values: tuple[Value, ...], index: int, value: Value) -> tuple[Value, ...]:
-    return (*values[:index], value, *values[index + 1 :])
+def balance_rule(swarm: Swarm, _loads: Sequence[float], now: float) -> list[Move]:
+    """Return moves and exchanges that each increase the throughput of the slowest stage.
+
+    Peers that are downloading count as if they served.
+    """
+    moves: list[Move] = []
+    while True:
+        capacity = capacities(swarm)
+        target = int(np.argmin(capacity))
+        found, slower = best_move(swarm, target, now)
+        if slower <= capacity[target] * (1 + MOVE_GAIN):
+            found, slower = best_swap(swarm, target, now)
+            if slower <= capacity[target] * (1 + SWAP_GAIN):
+                return moves
+        moves += found
+        for move in found:
+            swarm = placed(swarm, move.peer, move.target, math.inf)
+
+
+RebalancingRule = Callable[[Swarm, Sequence[float], float], list[Move]]
+REBALANCING_RULES: Mapping[str, RebalancingRule] = {"paper": paper_rule, "balance": balance_rule}

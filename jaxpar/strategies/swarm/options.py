@@ -1,28 +1,36 @@
 """Checks config.swarm, reads its files, and simulates the run that it describes."""
 
 import math
+import re
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxpar import config as configs
 from jaxpar.core.state import State, nbytes
 from jaxpar.core.step import Problem, abstract_share
 from jaxpar.errors import UserError, check_choice
 from jaxpar.strategies.pipeline.executor.partition import layer_flops, stage_bounds
 from jaxpar.strategies.pipeline.executor.stages import Stages
 from jaxpar.strategies.pipeline.tables.table import loop_stages
-from jaxpar.strategies.swarm import live_options
 from jaxpar.strategies.swarm.availability import RandomTrace, SwarmPeer, Trace, find_peers, read_swarm_trace
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
-from jaxpar.strategies.swarm.messages import MESSAGE_COMPRESSORS, MessageFormat
-from jaxpar.strategies.swarm.rebalancing import REBALANCING_RULES
+from jaxpar.strategies.swarm.membership import REBALANCING_RULES
 from jaxpar.strategies.swarm.record import SwarmRun
 from jaxpar.strategies.swarm.scenario import SwarmScenario
+from jaxpar.strategies.swarm.stage_passes import MESSAGE_FORMATS, MessageFormat
 
 SWARM_MODES = ("emulated", "live")
+ONLY_LIVE = ("address", "namespace", "peer_cpus", "peer_gpus", "join_seconds", "patience")
+ONLY_EMULATED = ("trace", "failures", "forward_seconds", "delayed")
 BACKWARD_WORK = 3.0  # of a backward pass, in forward passes: two products for each one, and the forward pass again
 LEAST_WORK = 0.01  # of a stage, in means: a lookup has no FLOPs, but takes time
+ADDRESS = re.compile(r"[^/\s]+:(?P<port>\d{1,5})")
+MOST_PEERS = 1000  # of a live swarm: its trainer routes every pass
+MOST_RESOURCES = 10_000  # of a peer
+RESOURCE_UNITS = 10_000  # Ray counts resources in ten-thousandths
 
 
 class SwarmSource(NamedTuple):
@@ -40,6 +48,18 @@ class StageSizes(NamedTuple):
     gradients: list[int]  # [S], bytes of the gradient of a stage, with copies of arrays tied to it
 
 
+@dataclass(frozen=True)
+class LiveDetails:
+    """The details of a plan that the trainer of a live swarm needs."""
+
+    stages: Stages  # the stages
+    workload: Workload  # units of work of the passes, which are the FLOPs of a stage relative to the mean
+    messages: MessageFormat  # form of activations and their gradients between peers
+    num_microbatches: int  # number of microbatches of a step
+    settings: ConfigDict  # config.swarm
+    seed: int  # seed of the ties in routing
+
+
 def decide_swarm(config: ConfigDict) -> SwarmSource:
     """Read the files that config.swarm names; live mode has none.
 
@@ -48,8 +68,12 @@ def decide_swarm(config: ConfigDict) -> SwarmSource:
     s = config.swarm
     check_choice("swarm.mode", s.mode, SWARM_MODES)
     check_choice("swarm.rule", s.rule, REBALANCING_RULES)
-    check_choice("swarm.compress", s.compress, MESSAGE_COMPRESSORS)
-    live_options.check_other_mode(config)
+    check_choice("swarm.compress", s.compress, MESSAGE_FORMATS)
+    default, of_other_mode = configs.keys(configs.default_config()), ONLY_EMULATED if s.mode == "live" else ONLY_LIVE
+    for key, value in configs.changed_keys(config).items():
+        section, *names = key.split(".")
+        if section == "swarm" and names[0] in of_other_mode:
+            raise UserError(f"config.{key} is {value!r}; it must be {default[key]!r} with config.swarm.mode={s.mode!r}")
     if s.stages < 1:
         raise UserError(f"config.swarm.stages is {s.stages}; it must be at least 1")
     if s.num_microbatches < 0:
@@ -58,7 +82,7 @@ def decide_swarm(config: ConfigDict) -> SwarmSource:
     if s.rebalance_seconds != 0:
         _check_range("rebalance_seconds", s.rebalance_seconds, s.forward_seconds, 1e12, " or 0")
     if s.mode == "live":
-        live_options.check_live(config)
+        _check_live(s)
         return SwarmSource([], [])
     peers = find_peers(s.peers, "config.swarm.peers")
     trace = read_swarm_trace(s.trace, peers, "config.swarm.trace") if s.trace else []
@@ -86,20 +110,41 @@ def _decide_rates(config: ConfigDict, num_peers: int) -> RandomTrace | None:
     _check_range("failures.group_share", f.group_share, 0, 1)
     if not f.lifetime and not f.group_lifetime:
         return None
-    return RandomTrace(
-        num_peers,
-        lifetime=f.lifetime or math.inf,
-        rejoin=f.rejoin,
-        groups=f.groups,
-        group_lifetime=f.group_lifetime or math.inf,
-        group_share=f.group_share,
-        seed=config.seed,
-    )
+    lifetime, of_groups = f.lifetime or math.inf, f.group_lifetime or math.inf
+    return RandomTrace(num_peers, lifetime, f.rejoin, f.groups, of_groups, f.group_share, config.seed)
 
 
 def _check_range(key: str, value: float, least: float, greatest: float, other: str = "") -> None:
     if not least <= value <= greatest:
         raise UserError(f"config.swarm.{key} is {value}; it must be between {least:g} and {greatest:g}{other}")
+
+
+def _check_live(s: ConfigDict) -> None:
+    """Raise UserError for invalid settings of live mode."""
+    is_number = s.peers.isascii() and s.peers.isdecimal() and len(s.peers) <= len(str(MOST_PEERS))
+    if not is_number or not s.stages <= int(s.peers) <= MOST_PEERS:
+        raise UserError(
+            f"config.swarm.peers is {s.peers[:40]!r}; it must be a number, at least {s.stages} (config.swarm.stages) "
+            f"and at most {MOST_PEERS}, with config.swarm.mode='live'"
+        )
+    address = ADDRESS.fullmatch(s.address)
+    if s.address not in ("", "auto") and not (address and 0 < int(address["port"]) < 2**16):
+        raise UserError(f"config.swarm.address is {s.address!r}; it must be HOST:PORT, auto, or empty")
+    if not 0 <= s.join_seconds < math.inf:
+        raise UserError(f"config.swarm.join_seconds is {s.join_seconds}; it must be finite and at least 0")
+    resources = ("peer_cpus", "peer_gpus")
+    for key in resources:
+        if not 0 <= s[key] <= MOST_RESOURCES:
+            raise UserError(f"config.swarm.{key} is {s[key]}; it must be between 0 and {MOST_RESOURCES:,}")
+    for key in resources:
+        if not math.isclose(s[key] * RESOURCE_UNITS, round(s[key] * RESOURCE_UNITS)):
+            raise UserError(f"config.swarm.{key} is {s[key]}; it must be a multiple of {1 / RESOURCE_UNITS}")
+    if s.peer_gpus > 1 and s.peer_gpus % 1:
+        raise UserError(f"config.swarm.peer_gpus is {s.peer_gpus}; it must be a whole number or less than 1")
+    if s.peer_cpus == 0 and s.peer_gpus == 0:
+        raise UserError("config.swarm.peer_cpus is 0.0; it must be greater than 0 if config.swarm.peer_gpus is 0")
+    if not 1 < s.patience < math.inf:
+        raise UserError(f"config.swarm.patience is {s.patience}; it must be finite and greater than 1")
 
 
 def swarm_microbatches(config: ConfigDict) -> int:
@@ -120,28 +165,22 @@ def check_stage_count(config: ConfigDict, names: list[str]) -> None:
 
 def plan_stages(config: ConfigDict, shapes: Problem) -> tuple[Stages, Workload, StageSizes]:
     """Return the stages, what they cost, and their sizes. Raises UserError for a model that cannot be cut into them."""
-    model = shapes.model
+    model, num_stages = shapes.model, config.swarm.stages
     microbatch: Any = abstract_share(shapes.batch, swarm_microbatches(config))
     inputs = model.inputs(microbatch)
     check_stage_count(config, [layer.name for layer in model.layers])
-    num_stages = config.swarm.stages
     bounds = stage_bounds(model, microbatch, inputs, config.pipeline.partition, num_stages)
     stages = Stages(model, bounds, loop_stages(num_stages, 1), inputs, shapes.task)
     flops = np.add.reduceat(np.array(layer_flops(model, microbatch, inputs), float), bounds[:-1])
     ratios = np.maximum(flops / flops.mean(), LEAST_WORK)
-    forward = [config.swarm.forward_seconds * ratio for ratio in ratios.tolist()]
-    messages = MessageFormat(MESSAGE_COMPRESSORS[config.swarm.compress])
+    forward = tuple(config.swarm.forward_seconds * ratio for ratio in ratios.tolist())
+    messages = MESSAGE_FORMATS[config.swarm.compress]
     sizes = StageSizes(
         [messages.nbytes(inputs[begin]) for begin in bounds[1:-1]],
         [nbytes(stages.select(model.shapes, stage)) for stage in range(num_stages)],
     )
-    workload = Workload(
-        tuple(forward),
-        tuple(BACKWARD_WORK * seconds for seconds in forward),
-        max(sizes.messages, default=0),
-        max(sizes.gradients),
-    )
-    return stages, workload, sizes
+    backward = tuple(BACKWARD_WORK * seconds for seconds in forward)
+    return stages, Workload(forward, backward, max(sizes.messages, default=0), max(sizes.gradients)), sizes
 
 
 def simulate_swarm(
@@ -163,12 +202,11 @@ def simulate_swarm(
     state_bytes = workload.gradient_bytes * (1 + nbytes(like.optimizer) / nbytes(like.params))
     scenario = SwarmScenario(source.peers, workload._replace(state_bytes=state_bytes), source.trace, settings)
     try:
-        run = scenario.run()
+        return scenario, scenario.run()
     except UserError as error:
-        f = s.failures
-        name, value = ("lifetime", f.lifetime) if f.lifetime else ("group_lifetime", f.group_lifetime)
-        what = f"failures.{name} is {value}" if isinstance(source.trace, RandomTrace) else f"trace is {s.trace!r}"
+        name = "lifetime" if s.failures.lifetime else "group_lifetime"
+        is_random = isinstance(source.trace, RandomTrace)
+        what = f"failures.{name} is {s.failures[name]}" if is_random else f"trace is {s.trace!r}"
         raise UserError(
             f"config.swarm.{what}; it must let each stage have a peer for long enough, but {error}"
         ) from None
-    return scenario, run

@@ -1,50 +1,14 @@
 """Progress of a global batch: which peers hold which values, and whose accumulator contains which microbatch.
 
-The gradient of stage s for a microbatch is computed in its backward pass in s, from the weights, the input of the stage
-(an activation) and the gradient of its output. The weights of the step are on every peer of the stage, and outside the
-swarm, until the update. The rule for the rest:
-
-  - A peer keeps every input and gradient that it has sent, received or computed until the update of the step. Nothing
-    else is stored: the backward pass computes what is inside the stage again from its input.
-  - When a peer fails, what it held and what it has accumulated is lost.
-  - `next_phase` then selects the next pass of a microbatch: towards the missing gradient that is nearest to the loss,
-    and from there back to the nearest value that a peer still holds.
-
-This is complete, because every value is computed from the data, which cannot be lost, by a chain of passes: forward up
-to the input of the stage, and backward from the loss to the gradient of its output. A pass that is repeated only for
-its output is not accumulated again.
+A peer keeps every input and gradient of the output of a stage that it has sent, received or computed, and what it has
+accumulated, until the update of the step. If it fails, all of that is lost. The weights of the step are on every peer
+of the stage, and outside the swarm. Every lost value can be computed from the data again, by a chain of passes: forward
+up to the input of the stage, and backward from the loss to the gradient of its output (docs/swarm.md).
 """
-
-from typing import NamedTuple
 
 FORWARD_PASS, BACKWARD_PASS = 0, 1
 COUNTED, REPEATED, LOST = 0, 1, 2  # outcomes of a pass
 STAGE_INPUT, OUTPUT_GRADIENT = 0, 1  # values that peers send: the input of a stage, and the gradient of its output
-
-
-class PassProgress(NamedTuple):
-    """Snapshot of one microbatch."""
-
-    # the stages whose input some peer holds; the data, which is the input of stage 0, is always available
-    inputs: frozenset[int]
-    gradients: frozenset[int]  # the stages for whose output some peer holds the gradient
-    has_loss: bool  # whether the last stage has finished the forward pass at least once
-    counted: frozenset[int]  # the stages whose gradient is in an accumulator
-
-
-def next_phase(progress: PassProgress, num_stages: int) -> tuple[int, int] | None:
-    """Return the phase and the stage of the next pass of a microbatch; None if all its gradients are counted."""
-    missing = [stage for stage in range(num_stages) if stage not in progress.counted]
-    if not missing:
-        return None
-    phase, stage = BACKWARD_PASS, missing[-1]
-    while stage < num_stages - 1 and stage not in progress.gradients:
-        stage += 1
-    if stage == num_stages - 1 and not progress.has_loss:
-        phase = FORWARD_PASS
-    while stage > 0 and stage not in progress.inputs:
-        phase, stage = FORWARD_PASS, stage - 1
-    return phase, stage
 
 
 class BatchProgress:
@@ -53,6 +17,7 @@ class BatchProgress:
     def __init__(self, num_stages: int, num_microbatches: int) -> None:
         self.num_stages = num_stages
         stages, microbatches = range(num_stages), range(num_microbatches)
+        # the peers that hold the input of each stage, except the data, and the gradient of its output
         self._inputs: list[list[set[int]]] = [[set() for _ in stages] for _ in microbatches]
         self._gradients: list[list[set[int]]] = [[set() for _ in stages] for _ in microbatches]
         self._forwarded: list[set[int]] = [set() for _ in microbatches]  # stages with a finished forward pass
@@ -63,14 +28,28 @@ class BatchProgress:
         """Whether the gradients of all microbatches in all stages are in an accumulator."""
         return all(len(counted) == self.num_stages for counted in self._counted)
 
-    def of(self, microbatch: int) -> PassProgress:
-        """Return the snapshot of a microbatch."""
-        return PassProgress(
-            frozenset(stage for stage, holders in enumerate(self._inputs[microbatch]) if holders),
-            frozenset(stage for stage, holders in enumerate(self._gradients[microbatch]) if holders),
-            self.num_stages - 1 in self._forwarded[microbatch],
-            frozenset(self._counted[microbatch]),
-        )
+    def is_counted(self, microbatch: int, stage: int) -> bool:
+        """Return whether the gradient of a stage is in an accumulator."""
+        return stage in self._counted[microbatch]
+
+    def next_phase(self, microbatch: int) -> tuple[int, int] | None:
+        """Return the phase and the stage of the next pass of a microbatch; None if all its gradients are counted.
+
+        It goes towards the missing gradient that is nearest to the loss, and from there back to the nearest value that
+        a peer still holds.
+        """
+        inputs, gradients, last = self._inputs[microbatch], self._gradients[microbatch], self.num_stages - 1
+        missing = [stage for stage in range(self.num_stages) if stage not in self._counted[microbatch]]
+        if not missing:
+            return None
+        phase, stage = BACKWARD_PASS, missing[-1]
+        while stage < last and not gradients[stage]:
+            stage += 1
+        if stage == last and last not in self._forwarded[microbatch]:
+            phase = FORWARD_PASS
+        while stage > 0 and not inputs[stage]:
+            phase, stage = FORWARD_PASS, stage - 1
+        return phase, stage
 
     def holders(self, microbatch: int, phase: int, stage: int) -> dict[int, set[int]]:
         """Return, for each value that a pass reads from other peers, STAGE_INPUT or OUTPUT_GRADIENT, its holders."""
@@ -82,12 +61,7 @@ class BatchProgress:
     def finish(self, microbatch: int, phase: int, stage: int, peer: int, row: int) -> int:
         """Record a finished pass, whose output the peer now holds, and return COUNTED or REPEATED.
 
-        Args:
-          microbatch: index in the batch.
-          phase: FORWARD_PASS or BACKWARD_PASS.
-          stage: the stage.
-          peer: the peer that computed it.
-          row: row of the pass in the routing table, which `lose` returns.
+        A pass that is repeated only for its output is not accumulated again. row: in the routing table, for `lose`.
         """
         if phase == FORWARD_PASS:
             if stage + 1 < self.num_stages:
@@ -97,7 +71,7 @@ class BatchProgress:
         else:
             if stage > 0:
                 self._gradients[microbatch][stage - 1].add(peer)
-            is_new = stage not in self._counted[microbatch]
+            is_new = not self.is_counted(microbatch, stage)
             if is_new:
                 self._counted[microbatch][stage] = (peer, row)
         return COUNTED if is_new else REPEATED

@@ -5,16 +5,14 @@ the routing table, and also the messages that arrive, and the failures.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxpar.strategies.swarm.membership import Move
-from jaxpar.strategies.swarm.progress import BACKWARD_PASS, FORWARD_PASS, LOST
-from jaxpar.strategies.swarm.table import ROUTING_COLUMNS, RoutingTable, ServiceTable, make_routing_table
+from jaxpar.strategies.swarm.progress import LOST
+from jaxpar.strategies.swarm.table import ROUTING_COLUMNS, RoutingTable, ServiceTable
 
 RECEIVE_INPUT, RECEIVE_GRADIENT, FAILURE = 2, 3, 4  # kinds of actions, besides FORWARD_PASS and BACKWARD_PASS
 RECEIVE = (RECEIVE_INPUT, RECEIVE_GRADIENT)  # by value: STAGE_INPUT, OUTPUT_GRADIENT
@@ -22,64 +20,32 @@ _START, _FINISH, _OUTCOME = (ROUTING_COLUMNS.index(name) for name in ("start", "
 
 
 class SwarmAction(NamedTuple):
-    """An action of a peer. Actions are in order of time: of passes, when they end, and of messages, when they arrive.
+    """An action of a peer. They are in order of time: of passes, when they end, and of messages, when they arrive."""
 
-    Attributes:
-      kind: FORWARD_PASS or BACKWARD_PASS; RECEIVE_INPUT: receive the input of the stage; RECEIVE_GRADIENT: receive the
-        gradient of its output; or FAILURE: lose everything.
-      microbatch: the microbatch of the step; -1 in a failure.
-      stage: the stage; -1 in a failure.
-      peer: the peer.
-      source: the peer that sent a message; -1 if there is none.
-      is_counted: whether the gradient of a backward pass is accumulated; false if it is repeated only for its output.
-    """
-
+    # FORWARD_PASS or BACKWARD_PASS; RECEIVE_INPUT: receive the input of the stage; RECEIVE_GRADIENT: receive the
+    # gradient of its output; or FAILURE: lose everything
     kind: int
-    microbatch: int = -1
-    stage: int = -1
+    microbatch: int = -1  # of the step; -1 in a failure
+    stage: int = -1  # -1 in a failure
     peer: int = -1
-    source: int = -1
-    is_counted: bool = False
-
-
-def num_messages(actions: Sequence[Sequence[SwarmAction]]) -> Counter[int]:
-    """Return the number of activations and gradients that peers send to each other, by the stage before the link."""
-    messages = (action for step in actions for action in step if action.kind in RECEIVE)
-    return Counter(action.stage - (action.kind == RECEIVE_INPUT) for action in messages)
-
-
-def devices_of_stages(
-    actions: Sequence[Sequence[SwarmAction]], num_stages: int, device_of: Callable[[int], int]
-) -> list[list[int]]:
-    """Return the devices on which passes of each stage are computed in any step. device_of: peer -> its device."""
-    devices: list[set[int]] = [set() for _ in range(num_stages)]
-    for step in actions:
-        for action in step:
-            if action.kind in (FORWARD_PASS, BACKWARD_PASS):
-                devices[action.stage].add(device_of(action.peer))
-    return [sorted(of_stage) for of_stage in devices]
+    source: int = -1  # the peer that sent a message; -1 if there is none
+    is_counted: bool = False  # whether the gradient of a backward pass is accumulated, or repeated for its output only
 
 
 @dataclass(eq=False)
 class AssignedPass:
-    """A pass that has been assigned to a peer: in transit, queued or started.
-
-    Attributes:
-      sources: the values that are in transit, STAGE_INPUT or OUTPUT_GRADIENT: the peer that sends them.
-      is_started: whether the transport was asked to let the peer compute it.
-      is_repeat: whether the peer does not accumulate its gradient, because it was counted when the pass started.
-      row: its row in the record.
-    """
+    """A pass that has been assigned to a peer: in transit, queued or started."""
 
     step: int
     microbatch: int
     phase: int
     stage: int
     peer: int
+    # the values that are in transit, STAGE_INPUT or OUTPUT_GRADIENT: the peer that sends them
     sources: dict[int, int] = field(default_factory=dict)
-    is_started: bool = False
-    is_repeat: bool = False
-    row: int = -1
+    is_started: bool = False  # whether the transport was asked to let the peer compute it
+    is_repeat: bool = False  # whether its gradient is not accumulated, because it was counted when the pass started
+    row: int = -1  # in the record
 
     @property
     def key(self) -> tuple[int, int]:
@@ -88,23 +54,14 @@ class AssignedPass:
 
 
 class SwarmRun(NamedTuple):
-    """Result of a run.
+    """Result of a run."""
 
-    Attributes:
-      table: its passes.
-      service: which peer served which stage when.
-      update_times: time of the update of each step.
-      moves: moves of peers between stages, with their times.
-      actions: what the peers did in each step.
-      groups: by step and stage, the peers that averaged their gradients.
-    """
-
-    table: RoutingTable
-    service: ServiceTable
-    update_times: list[float]
-    moves: list[tuple[float, Move]]
-    actions: list[list[SwarmAction]]
-    groups: list[list[list[int]]]
+    table: RoutingTable  # its passes
+    service: ServiceTable  # which peer served which stage when
+    update_times: list[float]  # time of the update of each step
+    moves: list[tuple[float, Move]]  # moves of peers between stages, with their times
+    actions: list[list[SwarmAction]]  # what the peers did in each step
+    groups: list[list[list[int]]]  # by step and stage, the peers that averaged their gradients
 
 
 class RunRecord:
@@ -140,11 +97,14 @@ class RunRecord:
     def table(self, num_stages: int, num_microbatches: int, delay: int, num_steps: int) -> RoutingTable:
         """Return the passes of the first `num_steps` steps."""
         rows = [row for row in self._rows if row[0] < num_steps]
-        return make_routing_table(num_stages, num_microbatches, delay, rows)
+        columns = np.array(rows, np.float64).reshape(-1, len(ROUTING_COLUMNS)).T
+        dtypes = [np.float64 if name in ("start", "finish") else np.int32 for name in ROUTING_COLUMNS]
+        made = [column.astype(dtype) for column, dtype in zip(columns, dtypes, strict=True)]
+        return RoutingTable(num_stages, num_microbatches, delay, *made)
 
     def run(self, table: RoutingTable) -> SwarmRun:
         """Return the run whose passes are in a table."""
-        columns = np.array(self.service).T
-        service = ServiceTable(columns[0].astype(np.int32), columns[1].astype(np.int32), columns[2], columns[3])
+        peer, stage, begin, end = np.array(self.service).T
+        service = ServiceTable(peer.astype(np.int32), stage.astype(np.int32), begin, end)
         actions = self.actions[: int(table.step.max()) + 1]
         return SwarmRun(table, service, self.update_times, self.moves, actions, self.groups)

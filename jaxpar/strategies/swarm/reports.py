@@ -3,6 +3,7 @@
 import argparse
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,11 @@ from jaxpar.command_line import missing, writing
 from jaxpar.errors import UserError
 from jaxpar.strategies.pipeline.tables.schedule import make_table
 from jaxpar.strategies.pipeline.tables.simulate import Times, simulate_table
-from jaxpar.strategies.swarm.availability import (
-    LEAVE,
-    MAX_EVENTS,
-    PeerEvent,
-    RandomTrace,
-    SwarmPeer,
-    events_before,
-    find_peers,
-    present_at_start,
-    read_swarm_trace,
-    write_trace,
-)
-from jaxpar.strategies.swarm.costs import SwarmSettings, TransformerLayer, Workload, device_utilization
+from jaxpar.strategies.swarm import availability
+from jaxpar.strategies.swarm.availability import LEAVE, MAX_EVENTS, PeerEvent, SwarmPeer
+from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
 from jaxpar.strategies.swarm.fluid import FluidRun, run_fluid
-from jaxpar.strategies.swarm.rebalancing import REBALANCING_RULES
-from jaxpar.strategies.swarm.record import SwarmRun
+from jaxpar.strategies.swarm.membership import REBALANCING_RULES
 from jaxpar.strategies.swarm.run import run_swarm
 from jaxpar.strategies.swarm.scenario import read_scenario
 from jaxpar.strategies.swarm.table import OUTCOME_NAMES, check_routing
@@ -48,7 +38,7 @@ PUBLISHED_UTILIZATION = {(768, 0): 0.18, (768, 200): 0.015, (12288, 0): 0.82, (1
 def peers_of(arguments: argparse.Namespace, latency_seconds: float = 0.0) -> list[SwarmPeer]:
     """Return the peers of --peers, at least as many as stages."""
     text = arguments.peers
-    peers = [peer._replace(latency=peer.latency + latency_seconds) for peer in find_peers(text, "--peers")]
+    peers = [peer._replace(latency=peer.latency + latency_seconds) for peer in availability.find_peers(text, "--peers")]
     if text.isdecimal():
         peers = [peer._replace(bandwidth=arguments.bandwidth * MEGABIT) for peer in peers]
     if len(peers) < arguments.stages:
@@ -59,9 +49,9 @@ def peers_of(arguments: argparse.Namespace, latency_seconds: float = 0.0) -> lis
 def find_trace(arguments: argparse.Namespace, peers: Sequence[SwarmPeer]) -> list[PeerEvent]:
     """Return the trace of --trace, or a generated one."""
     if arguments.trace:
-        trace = read_swarm_trace(arguments.trace, peers)
+        trace = availability.read_swarm_trace(arguments.trace, peers)
         left_at_once = {event.peer for event in trace if event.seconds == 0 and event.event == LEAVE}
-        present = len(present_at_start(len(peers), trace) - left_at_once)
+        present = len(availability.present_at_start(len(peers), trace) - left_at_once)
         if present < arguments.stages:
             raise UserError(
                 f"--trace is '{arguments.trace}', which begins with {present} peers; it must begin with at least "
@@ -70,15 +60,9 @@ def find_trace(arguments: argparse.Namespace, peers: Sequence[SwarmPeer]) -> lis
         return trace
     if arguments.groups > len(peers):
         raise UserError(f"--groups is {arguments.groups}; it must be at most the number of peers, {len(peers)}")
-    rates = RandomTrace(
-        len(peers),
-        lifetime=arguments.lifetime * HOUR,
-        rejoin=arguments.rejoin * HOUR,
-        groups=arguments.groups,
-        group_lifetime=arguments.group_lifetime * HOUR,
-        group_share=arguments.group_share,
-        seed=arguments.seed,
-    )
+    lifetime, rejoin, of_group = (HOUR * x for x in (arguments.lifetime, arguments.rejoin, arguments.group_lifetime))
+    more = arguments.groups, of_group, arguments.group_share, arguments.seed
+    rates = availability.RandomTrace(len(peers), lifetime, rejoin, *more)
     events = itertools.takewhile(lambda event: event.seconds < arguments.hours * HOUR, rates)
     trace = list(itertools.islice(events, MAX_EVENTS + 1))
     if len(trace) > MAX_EVENTS:
@@ -88,7 +72,7 @@ def find_trace(arguments: argparse.Namespace, peers: Sequence[SwarmPeer]) -> lis
         )
     if arguments.make_trace:
         with writing("--make_trace", arguments.make_trace):
-            write_trace(arguments.make_trace, trace, peers)
+            availability.write_trace(arguments.make_trace, trace, peers)
     return trace
 
 
@@ -104,20 +88,12 @@ def rebalancing(arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any
         )
     peers = peers_of(arguments)
     trace = find_trace(arguments, peers)
-    rules = [arguments.rule] if arguments.rule else list(REBALANCING_RULES)
-    cases = [("none", 0.0), *((rule, period) for rule in rules for period in periods)]
-    runs = {
-        case: run_fluid(
-            peers,
-            [arguments.forward + arguments.backward] * arguments.stages,
-            trace,
-            arguments.hours * HOUR,
-            state_bytes=arguments.state_bytes,
-            rebalance_seconds=case[1],
-            rule=case[0] if case[1] else "paper",
-        )
-        for case in cases
-    }
+    work, seconds = [arguments.forward + arguments.backward] * arguments.stages, arguments.hours * HOUR
+    simulate = partial(run_fluid, peers, work, trace, seconds, state_bytes=arguments.state_bytes)
+    runs = {("none", 0.0): simulate()}
+    for rule in [arguments.rule] if arguments.rule else REBALANCING_RULES:
+        for period in periods:
+            runs[rule, period] = simulate(rebalance_seconds=period, rule=rule)
     if arguments.out:
         _draw(runs, arguments.out)
     first, is_comparable = runs["none", 0.0], arguments.is_published
@@ -197,17 +173,30 @@ def latency(arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
         rates = [total / float(step) / ideal]
         for delayed in (False, True):
             run = run_swarm(peers, work, [], SwarmSettings(steps, total, delayed=delayed))
-            rates.append(utilization(run, num_peers))
+            # The fraction of the time in which peers compute, without the first two steps and the last one.
+            begin, end = run.update_times[1], run.update_times[-2]
+            busy = np.clip(run.table.finish, begin, end) - np.clip(run.table.start, begin, end)
+            rates.append(float(busy.sum() / (end - begin) / num_peers))
         lines.append(f"{f'{1e3 * seconds:g} ms':<10}{rates[0]:>8.3f}{rates[1]:>8.3f}{rates[2]:>18.3f}")
         metrics.append({"latency": seconds, "gpipe": rates[0], "swarm": rates[1], "delayed": rates[2]})
     return lines, {"peers": num_peers, "stages": stages, "cases": metrics}
 
 
-def utilization(run: SwarmRun, num_peers: int) -> float:
-    """Return the fraction of the time in which peers compute, without the first two steps and the last one."""
-    begin, end = run.update_times[1], run.update_times[-2]
-    seconds = np.clip(run.table.finish, begin, end) - np.clip(run.table.start, begin, end)
-    return float(seconds.sum() / (end - begin) / num_peers)
+def device_utilization(
+    width: int, tokens: int, value_bytes: float, *, flops: float, bandwidth: float, latency: float
+) -> float:
+    """Return the fraction of the time in which a device computes, if its stage is one layer and nothing overlaps.
+
+    The layer is a transformer's with a feed-forward network of 4 times its width. Each of its two passes waits for one
+    message with the hidden states of a microbatch, of value_bytes per value, and one round trip (`latency`).
+
+    The square-cube law: the work of the layer grows with the cube of its width, what it sends with the square. A
+    pipeline over slow links therefore uses its devices better, the wider the model is (Ryabinin et al., "SWARM
+    Parallelism", 2023, section 3.1).
+    """
+    # 24 T d^2 + 4 T^2 d forward, and twice that backward
+    compute = 3.0 * (24 * tokens * width**2 + 4 * tokens**2 * width) / flops
+    return compute / (compute + 2 * (value_bytes * tokens * width / bandwidth + latency))
 
 
 def width(_arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
@@ -222,9 +211,7 @@ def width(_arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
     for size, name in LAYER_WIDTHS.items():
         for seconds in LATENCIES:
             values = [
-                device_utilization(
-                    TransformerLayer(size, 512, nbytes), flops=V100_FLOPS, bandwidth=rate * MEGABIT, latency=seconds
-                )
+                device_utilization(size, 512, nbytes, flops=V100_FLOPS, bandwidth=rate * MEGABIT, latency=seconds)
                 for nbytes, rate in links
             ]
             known = PUBLISHED_UTILIZATION.get((size, round(1e3 * seconds)))
@@ -246,7 +233,7 @@ def replay(arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
         raise UserError(f"--scenario is '{arguments.scenario}'; it must let the peers train, but {error}") from error
     check_routing(run.table, run.service)
     steps, seconds = scenario.settings.num_steps, run.update_times[-1]
-    failures = sum(event.event == LEAVE for event in events_before(scenario.trace, seconds))
+    failures = sum(event.event == LEAVE for event in availability.events_before(scenario.trace, seconds))
     outcomes = dict(zip(OUTCOME_NAMES, np.bincount(run.table.outcome, minlength=3).tolist(), strict=True))
     metrics = {"steps": steps, "seconds": seconds, "failures": failures, "moves": len(run.moves), **outcomes}
     lines = [

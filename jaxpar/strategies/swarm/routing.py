@@ -7,7 +7,8 @@ microbatches in proportion to its measured speed. The forward and the backward p
 separately, so they can use different peers.
 
 All functions return a new queue. A peer that fails is withdrawn, and gets no microbatch until it announces itself
-again. `tie` is a random number that the caller draws; it orders peers with equal work.
+again. `work` is the seconds of a microbatch on a peer of speed 1. `tie` is a random number that the caller draws; it
+orders peers with equal work.
 """
 
 from typing import NamedTuple
@@ -49,16 +50,10 @@ def withdraw(queue: StageQueue, peer: int) -> StageQueue:
 
 
 def select(queue: StageQueue, work: float, tie: float) -> tuple[int, StageQueue]:
-    """Return the peer that computes the next microbatch, and the queue after it.
-
-    Args:
-      queue: a queue with at least one peer.
-      work: units of work of the microbatch: its seconds on a peer of speed 1.
-      tie: random number with which the peer returns to the queue.
-    """
+    """Return the peer of a queue that is not empty that computes the next microbatch, and the queue after it."""
     first = min(queue)
     after = first._replace(assigned=first.assigned + work * first.pace, tie=tie)
-    return first.peer, _replaced(queue, after)
+    return first.peer, tuple(after if entry is first else entry for entry in queue)
 
 
 def observe(queue: StageQueue, peer: int, work: float, seconds: float) -> StageQueue:
@@ -66,14 +61,10 @@ def observe(queue: StageQueue, peer: int, work: float, seconds: float) -> StageQ
 
     The average is the plain mean until it contains 1 / SMOOTHING observations, so the guess has no weight.
     """
-    for entry in queue:
-        if entry.peer == peer:
-            number = entry.num_observed + 1
-            weight = max(SMOOTHING, 1 / number)
-            pace = entry.pace + weight * (seconds / work - entry.pace)
-            return _replaced(queue, entry._replace(pace=pace, num_observed=number))
-    return queue
 
+    def observed(entry: QueuedPeer) -> QueuedPeer:
+        number = entry.num_observed + 1
+        pace = entry.pace + max(SMOOTHING, 1 / number) * (seconds / work - entry.pace)
+        return entry._replace(pace=pace, num_observed=number)
 
-def _replaced(queue: StageQueue, new: QueuedPeer) -> StageQueue:
-    return tuple(new if entry.peer == new.peer else entry for entry in queue)
+    return tuple(observed(entry) if entry.peer == peer else entry for entry in queue)

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from jaxpar.errors import UserError
-from jaxpar.strategies.swarm.availability import JOIN, PeerEvent, RandomTrace, SwarmPeer, Trace, first_present
+from jaxpar.strategies.swarm.availability import JOIN, PeerEvent, RandomTrace, SwarmPeer, Trace, present_at_start
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload, averaging_seconds, download_seconds, message_seconds
 from jaxpar.strategies.swarm.engine import SwarmEngine
 from jaxpar.strategies.swarm.membership import ABSENT, Move, make_swarm
@@ -36,49 +36,9 @@ MOST_EVENTS = 300_000  # of a step, and 10 more per event of a list; more mean t
 def run_swarm(peers: Sequence[SwarmPeer], workload: Workload, trace: Trace, settings: SwarmSettings) -> SwarmRun:
     """Return a run. The same arguments return the same run, to the last bit; a longer run begins with the same rows.
 
-    Raises:
-      UserError: a stage has no peer for the rest of the trace, so training cannot continue; or peers fail so often that
-        a step never ends.
+    Raises UserError if a stage has no peer for the rest of the trace, or peers fail so often that a step never ends.
     """
     return VirtualPeers(peers, workload, trace, settings).run()
-
-
-class VirtualClock:
-    """A clock and its future events. Events at the same time are called in the order in which they were added.
-
-    Attributes:
-      now: the time, in seconds.
-      num_advances: number of events so far.
-    """
-
-    def __init__(self) -> None:
-        self.now, self.num_advances = 0.0, 0
-        self._numbers = itertools.count(1)
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no event is left."""
-        return not self._heap
-
-    @property
-    def upcoming(self) -> float:
-        """The time of the next event; inf if none is left."""
-        return self._heap[0][0] if self._heap else math.inf
-
-    def at(self, time: float, event: Callable[..., None], *arguments: object, is_first: bool = False) -> None:
-        """Call `event` with the arguments at this time. is_first: before other events; only one can wait."""
-        heapq.heappush(self._heap, (time, 0 if is_first else next(self._numbers), event, arguments))
-
-    def after(self, seconds: float, event: Callable[..., None], *arguments: object) -> None:
-        """Call `event` with the arguments after this time."""
-        self.at(self.now + seconds, event, *arguments)
-
-    def advance(self) -> None:
-        """Go to the next event, and call it."""
-        self.now, _, event, arguments = heapq.heappop(self._heap)
-        self.num_advances += 1
-        event(*arguments)
 
 
 class VirtualPeers:
@@ -86,9 +46,11 @@ class VirtualPeers:
 
     def __init__(self, peers: Sequence[SwarmPeer], workload: Workload, trace: Trace, settings: SwarmSettings) -> None:
         self.peers, self.workload, self.settings = peers, workload, settings
+        self.now, self.num_events = 0.0, 0  # seconds; events so far
+        self.numbers = itertools.count(1)
+        self.events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []  # a heap of future ones
         self.work = (workload.forward, workload.backward)
-        self.clock = VirtualClock()
-        present = first_present(len(peers), trace)
+        present = present_at_start(len(peers), trace)
         totals = tuple(f + b for f, b in zip(*self.work, strict=True))
         swarm = make_swarm(tuple(peer.speed for peer in peers), totals, present)
         self.engine = SwarmEngine(self, self.work, swarm, settings.seed)
@@ -105,32 +67,45 @@ class VirtualPeers:
         for peer in sorted(present):
             self.serve(peer, 0)
         if settings.rebalance_seconds:
-            self.clock.at(settings.rebalance_seconds, self.rebalance)
-
-    @property
-    def now(self) -> float:
-        """The time, in seconds."""
-        return self.clock.now
+            self.after(settings.rebalance_seconds, self.rebalance)
 
     def run(self) -> SwarmRun:
         """Process all events until the last update. With delayed updates, the next batch has started by then."""
-        clock, record, settings = self.clock, self.record, self.settings
+        record, settings = self.record, self.settings
         self.start_batches()
-        while not clock.is_idle and len(record.update_times) < settings.num_steps:
-            step, limit = len(record.update_times), clock.num_advances + self.most_events
-            while not clock.is_idle and len(record.update_times) == step:
-                if clock.num_advances == limit:
+        for step in range(settings.num_steps):
+            limit = self.num_events + self.most_events
+            while len(record.update_times) == step:
+                if not self.events:
+                    empty = [stage for stage, queue in enumerate(self.engine.queues) if not queue]
+                    raise UserError(
+                        f"stage {empty[0]} has no peer from second {self.now:g} on, and no other peer can move there "
+                        "or joins"
+                    )
+                if self.num_events == limit:
                     raise UserError(f"step {step} does not end within {self.most_events:,} events")
-                clock.advance()
-        if len(record.update_times) < settings.num_steps:
-            empty = [stage for stage, queue in enumerate(self.engine.queues) if not queue]
-            raise UserError(
-                f"stage {empty[0]} has no peer from second {clock.now:g} on, and no other peer can move there or joins"
-            )
+                self.advance()
         for peer in range(len(self.peers)):
             self.end_service(peer)
         sizes = self.engine.num_stages, settings.num_microbatches
         return record.run(record.table(*sizes, int(settings.delayed), settings.num_steps))
+
+    # ---- time -----------------------------------------------------------------------------------------------------
+
+    @property
+    def upcoming(self) -> float:
+        """The time of the next event; inf if none is left."""
+        return self.events[0][0] if self.events else math.inf
+
+    def after(self, seconds: float, event: Callable[..., None], *arguments: object) -> None:
+        """Call `event` with the arguments after this time, behind earlier calls at the same time."""
+        heapq.heappush(self.events, (self.now + seconds, next(self.numbers), event, arguments))
+
+    def advance(self) -> None:
+        """Go to the next event, and call it."""
+        self.now, _, event, arguments = heapq.heappop(self.events)
+        self.num_events += 1
+        event(*arguments)
 
     # ---- batches --------------------------------------------------------------------------------------------------
 
@@ -149,14 +124,13 @@ class VirtualPeers:
 
     def average(self, step: int) -> list[list[int]]:
         """Return the peers of each stage that have accumulated gradients of it, or serve it and need the update."""
-        progress, groups = self.engine.batches[step].progress, []
+        groups = []
         for stage in range(self.engine.num_stages):
             serving = {peer for peer, at in enumerate(self.serving) if at == stage}
-            groups.append(sorted(progress.contributors(stage) | serving))
-        times = (
-            averaging_seconds([self.peers[peer] for peer in group], self.workload.gradient_bytes) for group in groups
-        )
-        self.clock.after(max(times), self.update, step, groups)
+            groups.append(sorted(self.engine.batches[step].progress.contributors(stage) | serving))
+        nbytes = self.workload.gradient_bytes
+        times = [averaging_seconds([self.peers[peer] for peer in group], nbytes) for group in groups]
+        self.after(max(times), self.update, step, groups)
         return groups
 
     def update(self, step: int, groups: list[list[int]]) -> None:
@@ -165,7 +139,7 @@ class VirtualPeers:
         if batch is None or batch.averaging is not groups:
             return  # the averaging has started over
         self.engine.end(step)
-        self.record.update_times.append(self.clock.now)
+        self.record.update_times.append(self.now)
         self.record.groups.append(groups)
         self.start_batches()
         self.engine.average()
@@ -182,7 +156,7 @@ class VirtualPeers:
         }
         sources = [self.peers[source] for source in one.sources.values()]
         seconds = message_seconds(sources, self.peers[one.peer], self.workload.activation_bytes)
-        self.clock.after(seconds, self.arrive, one)
+        self.after(seconds, self.arrive, one)
 
     def arrive(self, one: AssignedPass) -> None:
         """Let a peer hold what it was sent for a pass."""
@@ -204,8 +178,8 @@ class VirtualPeers:
     def start(self, one: AssignedPass) -> None:
         """Let a peer compute a pass."""
         self.running[one.peer] = one
-        self.record.begin_pass(one, max(one.step - self.settings.delayed, 0), self.clock.now)
-        self.clock.after(self.work[one.phase][one.stage] / self.peers[one.peer].speed, self.finish, one)
+        self.record.begin_pass(one, max(one.step - self.settings.delayed, 0), self.now)
+        self.after(self.work[one.phase][one.stage] / self.peers[one.peer].speed, self.finish, one)
 
     def finish(self, one: AssignedPass) -> None:
         """End a pass, and move its peer if that was waiting for it."""
@@ -214,7 +188,7 @@ class VirtualPeers:
         self.running[one.peer] = None
         if one.peer in self.moving:
             self.engine.load(self.moving.pop(one.peer))
-        outcome = self.engine.finish(one, self.clock.now)
+        outcome = self.engine.finish(one, self.now)
         action = SwarmAction(one.phase, one.microbatch, one.stage, one.peer, is_counted=outcome == COUNTED)
         self.record.actions[one.step].append(action)
 
@@ -229,20 +203,20 @@ class VirtualPeers:
         self.end_service(peer)
         self.epoch[peer] += 1
         state_bytes = self.workload.state_bytes
-        seconds = download_seconds(self.peers, self.engine.swarm, peer, move.target, self.clock.now, state_bytes)
-        self.clock.after(seconds, self.serve, peer, self.epoch[peer])
-        return self.clock.now + seconds
+        seconds = download_seconds(self.peers, self.engine.swarm, peer, move.target, self.now, state_bytes)
+        self.after(seconds, self.serve, peer, self.epoch[peer])
+        return self.now + seconds
 
     def serve(self, peer: int, epoch: int) -> None:
         """Begin to serve the stage whose state a peer has downloaded."""
         if epoch == self.epoch[peer]:
-            self.serving[peer], self.since[peer] = self.engine.swarm.stage[peer], self.clock.now
+            self.serving[peer], self.since[peer] = self.engine.swarm.stage[peer], self.now
             self.engine.serve(peer)
 
     def end_service(self, peer: int) -> None:
         """Record until when a peer has served its stage."""
         if self.serving[peer] != ABSENT:
-            self.record.service.append((peer, self.serving[peer], self.since[peer], self.clock.now))
+            self.record.service.append((peer, self.serving[peer], self.since[peer], self.now))
             self.serving[peer] = ABSENT
 
     def follow_trace(self, event: PeerEvent | None = None) -> None:
@@ -251,7 +225,7 @@ class VirtualPeers:
             (self.join if event.event == JOIN else self.leave)(event.peer)
         upcoming = next(self.trace, None)
         if upcoming is not None:
-            self.clock.at(upcoming.seconds, self.follow_trace, upcoming, is_first=True)
+            heapq.heappush(self.events, (upcoming.seconds, 0, self.follow_trace, (upcoming,)))
 
     def join(self, peer: int) -> None:
         """Let a peer download the state of a stage."""
@@ -264,17 +238,17 @@ class VirtualPeers:
         self.moving.pop(peer, None)
         running, self.running[peer] = self.running[peer], None
         if running:
-            self.record.end_pass(running, self.clock.now, LOST)
+            self.record.end_pass(running, self.now, LOST)
         for step in self.engine.batches:
             self.record.actions[step].append(SwarmAction(FAILURE, peer=peer))
         self.engine.leave(peer)
 
     def rebalance(self) -> None:
         """End a period."""
-        if self.clock.is_idle and self.engine.batches:
+        if not self.events and self.engine.batches:
             return  # nothing can happen any more that ends the step
         self.engine.rebalance(self.settings.rule, self.read_loads())
-        self.clock.after(self.settings.rebalance_seconds, self.rebalance)
+        self.after(self.settings.rebalance_seconds, self.rebalance)
 
     def read_loads(self) -> list[float]:
         """Return the mean number of passes that each peer had been assigned in the period."""

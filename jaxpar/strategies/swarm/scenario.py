@@ -14,17 +14,10 @@ from typing import Any, NamedTuple
 
 from jaxpar.errors import UserError
 from jaxpar.files import json_text, open_text, parse_json, path_error, write_text
-from jaxpar.strategies.swarm.availability import (
-    PEER_COLUMNS,
-    TRACE_COLUMNS,
-    RandomTrace,
-    SwarmPeer,
-    Trace,
-    parse_events,
-    parse_peers,
-)
+from jaxpar.strategies.swarm import availability
+from jaxpar.strategies.swarm.availability import RandomTrace, SwarmPeer, Trace
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
-from jaxpar.strategies.swarm.rebalancing import REBALANCING_RULES
+from jaxpar.strategies.swarm.membership import REBALANCING_RULES
 from jaxpar.strategies.swarm.record import SwarmAction, SwarmRun
 from jaxpar.strategies.swarm.run import run_swarm
 
@@ -61,18 +54,14 @@ class RunActions:
 
 def write_scenario(path: Path | str, scenario: SwarmScenario) -> None:
     """Write a scenario as JSON."""
-    peers, trace = scenario.peers, scenario.trace
+    peers, workload, trace, settings = scenario
     events: Any
     if isinstance(trace, RandomTrace):
         events = dataclasses.asdict(trace)
     else:
         events = [[str(event.seconds), peers[event.peer].name, event.event] for event in trace]
-    value = {
-        "peers": [[str(value) for value in peer] for peer in peers],
-        "workload": scenario.workload._asdict(),
-        "trace": events,
-        "settings": scenario.settings._asdict(),
-    }
+    rows = [[str(value) for value in peer] for peer in peers]
+    value = {"peers": rows, "workload": workload._asdict(), "trace": events, "settings": settings._asdict()}
     write_text(Path(path), json_text(value) + "\n")
 
 
@@ -102,7 +91,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 def _parse(value: object) -> SwarmScenario:
     parts = _object("the file", value, SwarmScenario._fields)
-    peers = parse_peers(_rows("peers", parts["peers"], len(PEER_COLUMNS)))
+    peers = availability.parse_peers(_rows("peers", parts["peers"], len(availability.PEER_COLUMNS)))
     costs = _object("workload", parts["workload"], Workload._fields)
     for phase in ("forward", "backward"):
         if not isinstance(costs[phase], list):
@@ -113,19 +102,19 @@ def _parse(value: object) -> SwarmScenario:
     if not 0 < len(workload.forward) == len(workload.backward) <= len(peers):
         raise ValueError("forward and backward must have a number for each stage, and there must be a peer per stage")
     settings = _object("settings", parts["settings"], SwarmSettings._fields)
-    if settings["rule"] not in [*REBALANCING_RULES]:
-        raise ValueError(
-            f"rule is {json.dumps(settings['rule'])[:40]}; it must be one of {', '.join(REBALANCING_RULES)}"
-        )
+    rule = settings["rule"]
+    if rule not in [*REBALANCING_RULES]:
+        raise ValueError(f"rule is {json.dumps(rule)[:40]}; it must be one of {', '.join(REBALANCING_RULES)}")
     settings |= {name: _number(name, settings[name]) for name in settings if name != "rule"}
     settings["delayed"] = bool(settings["delayed"])
     trace: Trace
     if isinstance(parts["trace"], list):
-        trace = parse_events(_rows("trace", parts["trace"], len(TRACE_COLUMNS)), peers)
+        rows = _rows("trace", parts["trace"], len(availability.TRACE_COLUMNS))
+        trace = availability.parse_events(rows, peers)
     else:
         rates = _object("trace", parts["trace"], [field.name for field in dataclasses.fields(RandomTrace)])
-        numbers = {name: _number(name, rates[name]) for name in rates if name != "num_peers"}
-        trace = RandomTrace(len(peers), **numbers)  # type: ignore[arg-type]
+        numbers: dict[str, Any] = {name: _number(name, rates[name]) for name in rates if name != "num_peers"}
+        trace = RandomTrace(len(peers), **numbers)
     return SwarmScenario(peers, workload, trace, SwarmSettings(**settings))
 
 

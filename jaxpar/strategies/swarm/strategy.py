@@ -2,15 +2,17 @@
 
 A simulation in virtual time (jaxpar/strategies/swarm/run.py) decides which peer computes which pass of which
 microbatch, and what is computed again after a failure. The devices of this machine repeat its actions with the real
-model (jaxpar/strategies/swarm/executor.py). Each microbatch counts exactly once, so training is equal to `single` with
-as many accumulation steps as there are microbatches, even if peers fail. Delayed updates and compressed messages change
-the results.
+model (jaxpar/strategies/swarm/executor.py). In live mode, the peers are processes on Ray, and the trainer holds a copy
+of the state on one device (jaxpar/strategies/swarm/live). Each microbatch counts exactly once, so training is equal to
+`single` with as many accumulation steps as there are microbatches, even if peers fail. Delayed updates and compressed
+messages change the results.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +29,22 @@ from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import Decision, DelayedUpdates, Plan, StageDelay, Traffic, state_memory
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Problem
-from jaxpar.errors import UserError, format_count
-from jaxpar.layout import Layout
+from jaxpar.errors import UserError, format_bytes, format_count
 from jaxpar.models.model import Model
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.pipeline.executor.partition import AUTO, METHODS
 from jaxpar.strategies.pipeline.executor.stages import Stages
 from jaxpar.strategies.placement import PlacedState, batch_placer, on_all
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
-from jaxpar.strategies.swarm import live_options, options
-from jaxpar.strategies.swarm import live_plan as live_swarm
+from jaxpar.strategies.swarm import options
 from jaxpar.strategies.swarm.availability import LEAVE, events_before
 from jaxpar.strategies.swarm.executor import SwarmExecutor, SwarmState
 from jaxpar.strategies.swarm.fluid import run_fluid
-from jaxpar.strategies.swarm.live_options import LiveDetails
-from jaxpar.strategies.swarm.messages import MESSAGE_COMPRESSORS, MessageFormat
-from jaxpar.strategies.swarm.options import StageSizes, SwarmSource
-from jaxpar.strategies.swarm.progress import LOST, REPEATED
-from jaxpar.strategies.swarm.record import SwarmRun, devices_of_stages, num_messages
+from jaxpar.strategies.swarm.options import LiveDetails, StageSizes, SwarmSource
+from jaxpar.strategies.swarm.progress import BACKWARD_PASS, FORWARD_PASS, LOST, REPEATED
+from jaxpar.strategies.swarm.record import RECEIVE, RECEIVE_INPUT, SwarmRun
 from jaxpar.strategies.swarm.scenario import RunActions, SwarmScenario, write_scenario
-from jaxpar.strategies.swarm.stage_passes import SwarmPrograms
+from jaxpar.strategies.swarm.stage_passes import MESSAGE_FORMATS, MessageFormat, SwarmPrograms
 from jaxpar.strategies.swarm.table import write_routing
 from jaxpar.tasks import Sums
 
@@ -72,8 +70,11 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Deci
             f"config.optimizer.accumulation_steps is {config.optimizer.accumulation_steps}; it must be 1 with "
             "config.strategy='swarm', which accumulates over config.swarm.num_microbatches"
         )
-    if config.swarm.mode == "live":
-        live_options.check_ray()
+    if config.swarm.mode == "live" and find_spec("ray") is None:
+        raise UserError(
+            "config.swarm.mode is 'live'; it must be 'emulated' without Ray, which `pip install 'jaxpar[swarm]'` "
+            "installs, and `scripts/setup swarm` in a clone"
+        )
     source = options.decide_swarm(config)
     if config.pipeline.partition == AUTO:
         raise UserError(
@@ -107,59 +108,59 @@ def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decis
 
     Raises UserError for a model that cannot be cut into the stages, and a trace that leaves a stage without a peer.
     """
-    if config.swarm.mode == "live":
-        return live_swarm.plan_live(config, shapes, decision)
-    return plan_emulated(config, shapes, decision)
-
-
-def plan_emulated(config: ConfigDict, shapes: Problem, decision: Decision[SwarmSource]) -> Plan[SwarmDetails]:
-    """Plan the stages, and simulate the run. Raises the errors of `plan`."""
-    s, source, num_microbatches = config.swarm, decision.source, options.swarm_microbatches(config)
-    like = states.abstract_state(shapes.model, shapes.optimizer)
     stages, workload, sizes = options.plan_stages(config, shapes)
+    like = states.abstract_state(shapes.model, shapes.optimizer)
+    layouts = {part: layout.on_one(decision.axes, tree, DATA) for part, tree in like._asdict().items()}
+    s, messages = config.swarm, MESSAGE_FORMATS[config.swarm.compress]
+    num_microbatches = options.swarm_microbatches(config)
+    swarm = f"in {format_count(stages.num_stages, 'stage')}"
+    batch = format_count(num_microbatches, "microbatch")
+    lossy = f"{s.compress} messages are lossy" if s.compress != "none" else ""
+    if s.mode == "live":
+        most = int(s.peers)
+        where = f"on Ray at {s.address}" if s.address else "on Ray on this machine"
+        return Plan(
+            "swarm",
+            decision,
+            f"up to {format_count(most, 'peer')} {swarm} {where}, {batch}, {format_bytes(max(sizes.gradients))} of "
+            "parameters per peer",
+            layouts,
+            LiveDetails(stages, workload, messages, num_microbatches, s, config.seed),
+            state_memory(layouts),
+            live_traffic(sizes, num_microbatches, most, s.compress),
+            differs=lossy,
+        )
+    source, num_devices = decision.source, decision.num_replicas
     scenario, run = options.simulate_swarm(config, source, workload, like, shapes.num_steps)
     seconds = run.update_times[-1]
     works = [sum(both) for both in zip(workload.forward, workload.backward, strict=True)]
     optimal = run_fluid(source.peers, works, source.trace, seconds)
-    most = float((optimal.optimal * np.diff(optimal.time)).sum())
-    rate = shapes.num_steps * num_microbatches / most
+    most_microbatches = float((optimal.optimal * np.diff(optimal.time)).sum())
+    rate = shapes.num_steps * num_microbatches / most_microbatches
     num_failures = sum(event.event == LEAVE for event in events_before(source.trace, seconds))
-    num_peers, num_devices = len(source.peers), decision.num_replicas
-    devices = devices_of_stages(run.actions, stages.num_stages, lambda peer: peer % num_devices)
-    layouts = swarm_layouts(stages, like, devices, decision.axes, delayed=s.delayed)
-    reason = f"{s.compress} messages are lossy" if s.compress != "none" else ""
+    passes = [one for step in run.actions for one in step if one.kind in (FORWARD_PASS, BACKWARD_PASS)]
+    computing = {(one.stage, one.peer % num_devices) for one in passes}
+    copies = []
+    for stage in range(stages.num_stages):
+        on = [device for device in range(1, num_devices) if (stage, device) in computing]
+        copies.append(layout.on_some(decision.axes, stages.select(like.params, stage), DATA, on))
+    layouts["copies"] = layout.join(tuple(copies))  # of the weights, on the devices of the peers
+    layouts["history"] = layout.on_one(decision.axes, like.params if s.delayed else (), DATA)
     layers = tuple(layer.name for layer in shapes.model.layers)
-    zeros, ones = (0,) * num_microbatches, (1,) * num_microbatches
-    stage_delay = StageDelay(layers, updated_after=0, computed_after=zeros, lags=ones)
+    stage_delay = StageDelay(layers, 0, computed_after=(0,) * num_microbatches, lags=(1,) * num_microbatches)
     return Plan(
         "swarm",
         decision,
-        f"{format_count(num_peers, 'peer')} in {format_count(stages.num_stages, 'stage')}, "
-        f"{format_count(num_microbatches, 'microbatch')}, {format_count(num_failures, 'failure')}, "
+        f"{format_count(len(source.peers), 'peer')} {swarm}, {batch}, {format_count(num_failures, 'failure')}, "
         f"{rate:.3f} of the optimal throughput",
         layouts,
-        SwarmDetails(
-            stages, scenario, run, MessageFormat(MESSAGE_COMPRESSORS[s.compress]), num_microbatches, s.delayed, rate
-        ),
+        SwarmDetails(stages, scenario, run, messages, num_microbatches, s.delayed, rate),
         state_memory(layouts),
-        swarm_traffic(run, sizes, num_peers, s.compress),
+        swarm_traffic(run, sizes, len(source.peers), s.compress),
         private_key={"swarm": "delayed"} if s.delayed else {},
-        differs="; ".join(filter(None, ["delayed updates use weights one step older" if s.delayed else "", reason])),
-        delays=DelayedUpdates((stage_delay,), reason) if s.delayed else None,
+        differs="; ".join(filter(None, ["delayed updates use weights one step older" if s.delayed else "", lossy])),
+        delays=DelayedUpdates((stage_delay,), lossy) if s.delayed else None,
     )
-
-
-def swarm_layouts(
-    stages: Stages, like: State, devices: Sequence[Sequence[int]], axes: Mapping[str, int], *, delayed: bool
-) -> dict[str, Layout]:
-    """Return the layouts of the state and of the weights of peers. devices: of the peers of each stage."""
-    on_first = {part: layout.on_one(axes, tree, DATA) for part, tree in like._asdict().items()}
-    copies = [
-        layout.on_some(axes, stages.select(like.params, stage), DATA, [device for device in of_stage if device])
-        for stage, of_stage in enumerate(devices)
-    ]
-    history = layout.on_one(axes, like.params if delayed else (), DATA)
-    return {**on_first, "copies": layout.join(tuple(copies)), "history": history}
 
 
 def swarm_traffic(run: SwarmRun, sizes: StageSizes, num_peers: int, compress: str) -> tuple[Traffic, ...]:
@@ -168,24 +169,35 @@ def swarm_traffic(run: SwarmRun, sizes: StageSizes, num_peers: int, compress: st
     A ring all-reduce among n peers of a stage sends 2 (n - 1) / n of the bytes of its gradient from each of them.
     """
     share = 1 / len(run.actions) / num_peers
-    messages = num_messages(run.actions)
+    sent = [one for step in run.actions for one in step if one.kind in RECEIVE]
+    message_bytes = sum(sizes.messages[one.stage - (one.kind == RECEIVE_INPUT)] for one in sent)
     rings = [(len(group), sizes.gradients[stage]) for groups in run.groups for stage, group in enumerate(groups)]
-    message_bytes = sum(number * sizes.messages[boundary] for boundary, number in messages.items())
     ring_bytes = sum(2 * (size - 1) * nbytes for size, nbytes in rings)
     num_ring_messages = sum(2 * (size - 1) * size for size, _ in rings)
+    messages = share * message_bytes, share * len(sent)
+    return _traffic(compress, messages, (share * ring_bytes, share * num_ring_messages))
+
+
+def live_traffic(sizes: StageSizes, num_microbatches: int, num_peers: int, compress: str) -> tuple[Traffic, ...]:
+    """Return what a peer sends per step, on average, if no peer fails and all stages have equally many."""
+    num_stages, number = len(sizes.gradients), 2 * len(sizes.messages) * num_microbatches
+    groups = [num_peers // num_stages + (stage < num_peers % num_stages) for stage in range(num_stages)]
+    averaged = sum(2 * (size - 1) * nbytes for size, nbytes in zip(groups, sizes.gradients, strict=True))
+    messages = 2 * num_microbatches * sum(sizes.messages) / num_peers, number / num_peers
+    return _traffic(compress, messages, (averaged / num_peers, sum(2 * (n - 1) * n for n in groups) / num_peers))
+
+
+def _traffic(compress: str, messages: tuple[float, float], rings: tuple[float, float]) -> tuple[Traffic, ...]:
+    """Return the traffic with these bytes and numbers of messages, without what sends nothing."""
     dtype = "float32" if compress == "none" else compress
-    traffic = (
-        Traffic("copy", dtype, STAGE, share * message_bytes, share * messages.total()),
-        Traffic("copy", "float32", DATA, share * ring_bytes, share * num_ring_messages),
-    )
+    traffic = Traffic("copy", dtype, STAGE, *messages), Traffic("copy", "float32", DATA, *rings)
     return tuple(one for one in traffic if one.messages)
 
 
 def build(plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[SwarmState]:
     """Build the executor of the simulated run, or the trainer of a live one, on the first of these devices.
 
-    Raises:
-      UserError: no cluster answers at config.swarm.address, or it has room for fewer peers than stages.
+    Raises UserError if no cluster answers at config.swarm.address, or it has room for fewer peers than stages.
     """
     details, mesh = plan.details, meshes.make_mesh(plan.axes, devices)
     is_live = isinstance(details, LiveDetails)
@@ -200,9 +212,9 @@ def build(plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device]) -> S
         tuple(mesh.devices.flat),
     )
     if is_live:
-        from jaxpar.strategies.swarm.live.trainer import start_trainer  # late, because Ray may not be installed
+        from jaxpar.strategies.swarm.live.trainer import LiveTrainer  # late, because Ray may not be installed
 
-        trainer = start_trainer(details, problem)
+        trainer = LiveTrainer(details, problem)
         step, report = trainer.step, trainer.report
     else:
         step, report = executor.step, partial(report_swarm, details)

@@ -5,14 +5,13 @@ from typing import Any
 import numpy as np
 
 from jaxpar.strategies.swarm.live.peer import StagePeer
-from jaxpar.strategies.swarm.live.tickets import PeerSettings
 
 
 class HostilePeer(StagePeer):
     """Sends `nan` in what other stages read, a wrong `shape` of it, or a wrong `gradient` of the parameters."""
 
-    def __init__(self, settings: PeerSettings, node: str, lie: str) -> None:
-        super().__init__(settings, node)
+    def __init__(self, node: str, lie: str) -> None:
+        super().__init__(node, cpus=1, gpus=0)
         self._lie = lie
 
     def _lied(self, arrays: Any) -> Any:

@@ -12,17 +12,18 @@ import pytest
 from jaxpar.strategies.swarm import routing
 from jaxpar.strategies.swarm.membership import (
     ABSENT,
+    REBALANCING_RULES,
     Move,
     Swarm,
+    balance_rule,
     capacities,
     make_swarm,
     neediest,
     optimal_throughput,
+    paper_rule,
     placed,
     refills,
-    removed,
 )
-from jaxpar.strategies.swarm.rebalancing import REBALANCING_RULES, balance_rule, paper_rule
 from jaxpar.strategies.swarm.routing import StageQueue
 
 
@@ -111,7 +112,7 @@ def test_capacities_and_the_bound() -> None:
     late = placed(made, 2, 1, 10.0)
     assert capacities(late, 9.0).tolist() == [3, 0, 2]
     assert capacities(late, 10.0).tolist() == [3, 1.5, 2]
-    assert removed(made, 3).stage == (0, 0, 1, ABSENT, 2)
+    assert placed(made, 3, ABSENT, 0.0).stage == (0, 0, 1, ABSENT, 2)
 
 
 def test_peers_are_assigned_the_fastest_first() -> None:
@@ -188,7 +189,7 @@ def test_no_stage_is_empty_while_peers_can_move(rule: str, seed: int) -> None:
         elif made.stage[peer] == ABSENT:
             made = placed(made, peer, neediest(made), now + rng.exponential(1.0))
         else:
-            made = removed(made, peer)
+            made = placed(made, peer, ABSENT, 0.0)
         for move in moves:
             made = placed(made, move.peer, move.target, now + 1.0)
         for move in refills(made, now):

@@ -17,7 +17,6 @@ from jaxpar.errors import TrainingError
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.swarm.live import cluster, events
 from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent
-from jaxpar.strategies.swarm.live.tickets import PeerSettings
 from jaxpar.strategies.swarm.live.trainer import LiveTrainer
 from jaxpar.strategies.swarm.progress import BACKWARD_PASS, FORWARD_PASS, LOST, OUTPUT_GRADIENT, STAGE_INPUT
 from jaxpar.strategies.swarm.table import check_routing
@@ -42,7 +41,7 @@ NAMESPACE, NUM_PEERS = "tests", 4
 @pytest.fixture(scope="module", autouse=True)
 def ray() -> Iterator[Any]:
     """Start Ray for the tests of this file."""
-    found = cluster.connect("", cluster.PeerResources(1.0, 0.0), most=NUM_PEERS)
+    found = cluster.connect("", num_cpus=NUM_PEERS)
     yield found
     found.shutdown()
 
@@ -313,8 +312,7 @@ def test_a_peer_that_stays_silent_is_replaced() -> None:
 def test_a_hostile_peer_is_banned(lie: str, ray: Any) -> None:
     node = ray.nodes()[0]["NodeID"]
     lasting = {"name": f"peer-{lie}", "namespace": NAMESPACE, "lifetime": "detached"}
-    settings = PeerSettings(platform="cpu", num_threads=1)
-    ray.remote(HostilePeer).options(num_cpus=0, **lasting).remote(settings, node, lie)
+    ray.remote(HostilePeer).options(num_cpus=0, **lasting).remote(node, lie)
     run = LiveRun(MLP, *live(stages=2))
     places = [one.handle for one in run.trainer.members.peers]
     hostile = places.index(ray.get_actor(f"peer-{lie}", namespace=NAMESPACE))

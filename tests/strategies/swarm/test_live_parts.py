@@ -13,11 +13,12 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.strategies.swarm.live import cluster
-from jaxpar.strategies.swarm.live.calls import DIED, LOAD, SILENT, START, CallFailure, Calls, Patience
-from jaxpar.strategies.swarm.live.tickets import MALFORMED, NONFINITE_VALUES, find_fault
+from jaxpar.strategies.swarm.live.calls import DIED, LOAD, SILENT, START, Calls, Patience
+from jaxpar.strategies.swarm.live.peer import MALFORMED, NONFINITE_VALUES, find_fault
 
 ARRAY = np.ones((2, 3), np.float32)
 
@@ -101,9 +102,7 @@ def test_a_stopped_peer_costs_a_multiple_of_its_usual_time(monkeypatch: pytest.M
     for name in ("load", "first", "second", "third"):
         calls.add(0, name, LOAD if name == "load" else "F", lambda *_: None)
     failures = [failure for _ in range(4) for failure in calls.wait(math.inf)]
-    assert [(failure.call.answer, failure.kind) for failure in failures if isinstance(failure, CallFailure)] == [
-        ("third", SILENT)
-    ]
+    assert [(failure.call.answer, failure.kind) for failure in failures] == [("third", SILENT)]
     assert ray.now == pytest.approx(7.46 + 2 + 20 * 0.03, abs=1e-5)
 
 
@@ -132,7 +131,7 @@ def test_a_run_that_is_killed_leaves_a_message() -> None:
 
 def test_no_cluster_answers() -> None:
     with pytest.raises(UserError, match=r"swarm.address is '127.0.0.1:1', where no Ray cluster answers \(.*refused"):
-        cluster.connect("127.0.0.1:1", cluster.PeerResources(1, 0), most=1)
+        cluster.connect("127.0.0.1:1", num_cpus=1)
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
@@ -147,7 +146,7 @@ def test_the_cluster_of_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cluster, "clusters_here", lambda: here)
     message = "is 'auto', where no Ray cluster answers (the cluster at 127.0.0.1:4567 is that of another run, which"
     with pytest.raises(UserError, match=re.escape(message)):
-        cluster.connect("auto", cluster.PeerResources(1, 0), most=1)
+        cluster.connect("auto", num_cpus=1)
 
 
 def test_a_cluster_that_asks_for_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +177,7 @@ def test_a_cluster_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "load_ray", lambda **_options: ray)
     message = r"^Ray does not start on this machine: The current node timed out during startup\.$"
     with pytest.raises(TrainingError, match=message):
-        cluster.connect("", cluster.PeerResources(1, 0), most=1)
+        cluster.connect("", num_cpus=1)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +198,6 @@ def test_why_a_peer_died(text: str, is_at_start: bool, expected: str) -> None:
     calls = Calls(ray, 2.0)
     calls.add(0, "answer", None, lambda *_: None)
     [failure] = calls.wait(1.0)
-    assert isinstance(failure, CallFailure)
     assert (failure.kind, failure.text[: len(expected)]) == (DIED, expected)
 
 
@@ -210,12 +208,13 @@ def test_a_cluster_without_room() -> None:
         {"Alive": False, "NodeID": "c", "Resources": {"CPU": 8.0}},
     ]
     ray = SimpleNamespace(nodes=lambda: nodes)
-    assert cluster.rooms(ray, cluster.PeerResources(2, 0)) == [("a", 2), ("b", 0)]
-    assert cluster.rooms(ray, cluster.PeerResources(1, 0.5)) == [("a", 2), ("b", 0)]
+    whole, shared = ConfigDict({"peer_cpus": 2, "peer_gpus": 0}), ConfigDict({"peer_cpus": 1, "peer_gpus": 0.5})
+    whole.stages, shared.stages = 3, 1
+    assert cluster.rooms(ray, whole) == cluster.rooms(ray, shared) == [("a", 2), ("b", 0)]
     message = "config.swarm.stages is 3; it must be at most 2, the number of peers for which the Ray cluster has room"
     with pytest.raises(UserError, match=re.escape(message)):
-        cluster.check_room(ray, cluster.PeerResources(2, 0), num_stages=3)
+        cluster.check_room(ray, whole)
     nodes[0]["Alive"] = False
     message = "config.swarm.peer_gpus is 0.5; it must be 0, because no machine of the Ray cluster has a GPU"
     with pytest.raises(UserError, match=re.escape(message)):
-        cluster.check_room(ray, cluster.PeerResources(1, 0.5), num_stages=1)
+        cluster.check_room(ray, shared)

@@ -20,8 +20,6 @@ from jaxpar.strategies.swarm.progress import (
     LOST,
     REPEATED,
     BatchProgress,
-    PassProgress,
-    next_phase,
 )
 from jaxpar.strategies.swarm.record import SwarmRun
 from jaxpar.strategies.swarm.run import run_swarm
@@ -210,22 +208,30 @@ def test_a_failure_starts_the_averaging_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("progress", "found"),
+    ("inputs", "gradients", "has_loss", "counted", "found"),
     [
-        (PassProgress(frozenset(), frozenset(), False, frozenset()), (FORWARD_PASS, 0)),
-        (PassProgress(frozenset({1, 2}), frozenset(), False, frozenset()), (FORWARD_PASS, 2)),
-        (PassProgress(frozenset({1, 2}), frozenset(), True, frozenset()), (BACKWARD_PASS, 2)),
-        (PassProgress(frozenset({1, 2}), frozenset({1}), True, frozenset({2})), (BACKWARD_PASS, 1)),
+        (set(), set(), False, set(), (FORWARD_PASS, 0)),
+        ({1, 2}, set(), False, set(), (FORWARD_PASS, 2)),
+        ({1, 2}, set(), True, set(), (BACKWARD_PASS, 2)),
+        ({1, 2}, {1}, True, {2}, (BACKWARD_PASS, 1)),
         # The gradient of the output of stage 1 is lost: repeat the backward pass of stage 2, which is counted.
-        (PassProgress(frozenset({1, 2}), frozenset(), True, frozenset({0, 2})), (BACKWARD_PASS, 2)),
+        ({1, 2}, set(), True, {0, 2}, (BACKWARD_PASS, 2)),
         # Its input is lost too: start from the nearest one that is left.
-        (PassProgress(frozenset({1}), frozenset(), True, frozenset({0, 2})), (FORWARD_PASS, 1)),
-        (PassProgress(frozenset(), frozenset({0}), True, frozenset({1, 2})), (BACKWARD_PASS, 0)),
-        (PassProgress(frozenset(), frozenset(), True, frozenset({0, 1, 2})), None),
+        ({1}, set(), True, {0, 2}, (FORWARD_PASS, 1)),
+        (set(), {0}, True, {1, 2}, (BACKWARD_PASS, 0)),
+        (set(), set(), True, {0, 1, 2}, None),
     ],
 )
-def test_the_next_pass(progress: PassProgress, found: tuple[int, int] | None) -> None:
-    assert next_phase(progress, 3) == found
+def test_the_next_pass(
+    inputs: set[int], gradients: set[int], has_loss: bool, counted: set[int], found: tuple[int, int] | None
+) -> None:
+    """The stages whose input, and gradient of the output, a peer holds; and those whose gradient is counted."""
+    progress = BatchProgress(3, 1)
+    progress._inputs, progress._gradients = (
+        [[{0} if stage in held else set() for stage in range(3)]] for held in (inputs, gradients)
+    )
+    progress._forwarded, progress._counted = [{2} if has_loss else set()], [dict.fromkeys(counted, (0, 0))]
+    assert progress.next_phase(0) == found
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -236,7 +242,7 @@ def test_progress_completes_whatever_is_lost(seed: int) -> None:
     progress = BatchProgress(num_stages, 1)
     held: dict[tuple[int, int], int] = {}  # row of each counted gradient, kept here without BatchProgress
     for row in range(10_000):
-        found = next_phase(progress.of(0), num_stages)
+        found = progress.next_phase(0)
         if found is None:
             break
         peer = int(rng.integers(4))

@@ -9,7 +9,7 @@ import pytest
 from jaxpar.commands import swarm_simulate
 from jaxpar.strategies.swarm import reports
 from jaxpar.strategies.swarm.availability import LEAVE, PeerEvent, SwarmPeer, read_swarm_trace
-from jaxpar.strategies.swarm.costs import SwarmSettings, TransformerLayer, Workload, device_utilization
+from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
 from jaxpar.strategies.swarm.progress import COUNTED, LOST, REPEATED
 from jaxpar.strategies.swarm.scenario import SwarmScenario, write_scenario
 from tests.runs import script_error
@@ -58,9 +58,8 @@ def test_gpipe_at_several_latencies(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_square_cube_law(capsys: pytest.CaptureFixture[str]) -> None:
     """By hand for width 1000 and 100 tokens: 7.32 GFLOP, 2 x 200 kB at 1 MB/s, and two round trips of 0.1 s."""
-    assert device_utilization(TransformerLayer(1000, 100), flops=7.32e9, bandwidth=1e6, latency=0.1) == pytest.approx(
-        1 / 1.6
-    )
+    used = reports.device_utilization(1000, 100, 2.0, flops=7.32e9, bandwidth=1e6, latency=0.1)
+    assert used == pytest.approx(1 / 1.6)
     cases = simulate(capsys, "--report=width")["cases"]
     at_once = [case["utilization"][1] for case in cases if case["latency"] == 0]
     assert at_once == sorted(at_once)

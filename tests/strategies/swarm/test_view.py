@@ -129,31 +129,23 @@ def test_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
         swarm.main(["--", "--config=c.py", "--workdir=w"])
 
 
-def test_killer_kills_one_process_per_period() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        lines: list[str] = []
-        killer = swarm.PeerKiller(0.0, 2, random.Random(0), lines.append)
-        host = socket.gethostname()
-        killer(LiveEvent(EventKind.ATTACHED, 4, number=process.pid, text=host))
-        killer(LiveEvent(EventKind.ATTACHED, 5, number=1, text=f"not-{host}"))
-        assert lines == []  # not before the first update
-        killer(LiveEvent(EventKind.UPDATED))
-        killer(LiveEvent(EventKind.UPDATED))
-        assert process.wait(10) == -9
-    assert lines == [f"swarm     kill -9 {process.pid}, peer 4"]
-
-
-def test_killer_waits_until_a_killed_peer_is_replaced() -> None:
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_killer_kills_one_process_per_period(is_complete: bool) -> None:
+    """The first update at which all peers are present begins it: not one while a peer is being replaced."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         lines: list[str] = []
         killer, host = swarm.PeerKiller(0.0, 2, random.Random(0), lines.append), socket.gethostname()
-        killer(LiveEvent(EventKind.ATTACHED, 4, number=process.pid, text=host))
+        here, other = ((4, process.pid, host), (5, 1, f"not-{host}"))
+        for peer, pid, at in (here, other) if is_complete else (here,):
+            killer(LiveEvent(EventKind.ATTACHED, peer, number=pid, text=at))
+        assert lines == []  # not before the first update
         for _ in range(2):
             killer(LiveEvent(EventKind.UPDATED))
-        assert (lines, process.poll()) == ([], None)  # one of two peers
-        killer(LiveEvent(EventKind.ATTACHED, 5, number=1, text=f"not-{host}"))
+        if not is_complete:
+            assert (lines, process.poll()) == ([], None)  # one of two peers
+            killer(LiveEvent(EventKind.ATTACHED, other[0], number=other[1], text=other[2]))
         assert process.wait(10) == -9
-    assert len(lines) == 1
+    assert lines == [f"swarm     kill -9 {process.pid}, peer 4"]
 
 
 @pytest.mark.slow

@@ -1,17 +1,15 @@
 """Calls to peers that have not been answered: answers, failures, and peers that are silent for too long.
 
 A peer answers its calls in order. The time of a call begins when it is the first one that its peer has not answered. A
-call may take `factor` times as long as a comparable one, and SLACK_SECONDS more, because short calls vary. An ordinary
-call is compared with the calls of the same peer that have the same label: its kind, the stage and the shapes. Their
-longest time decays towards newer ones, so that one slow call does not raise the limit for good.
-
-Rare calls, which start a process, load or compile, have labels of their own and are compared with those of all peers.
-The first ordinary call of a kind has the limit of loading, too. Until any peer has loaded, there is no limit.
+call may take `factor` times as long as a comparable one, and SLACK_SECONDS more. An ordinary call is compared with the
+calls of the same peer that have the same label: its kind, the stage and the shapes. A rare one, which starts a process,
+loads or compiles, is compared with those of all peers; so is the first ordinary call of a kind, with loading. Until any
+peer has loaded, there is no limit.
 """
 
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +19,7 @@ Label = Hashable
 RARE = START, ATTACH, LOAD = "start", "attach", "load"
 HEARTBEAT = "heartbeat"  # label of the calls that only find out whether an idle peer lives
 DIED, SILENT, RAISED = "died", "silent", "raised"  # ways in which a peer fails
+VALUE_LOST = "value lost"  # the call could not start, because an argument is lost with the machine that held it
 SLACK_SECONDS = 2.0
 
 
@@ -38,7 +37,7 @@ class Patience:
             self._rare[label] = max(seconds, self._rare.get(label, 0.0))
         else:
             own = self._ordinary.setdefault(peer, {})
-            before = own.get(label, 0.0)
+            before = own.get(label, 0.0)  # decays, so that one slow call does not raise the limit for good
             own[label] = max(seconds, before + SMOOTHING * (seconds - before))
 
     def forget(self, peer: int) -> None:
@@ -56,29 +55,22 @@ class Patience:
 
 @dataclass(eq=False)
 class Call:
-    """A call that has not been answered."""
+    """A call that has not been answered. Times are those of `time.monotonic`."""
 
     peer: int  # the peer
     answer: Any  # reference to the `PeerAnswer`, or to the only result
     label: Label | None  # calls with the same label take comparable times; None: the call has no limit
     done: Callable[[Any, "Call"], object]  # receives the answer and the call
-    is_first: bool  # whether it is the first call that its peer has not answered
-    start: float  # since when, in seconds of `time.monotonic`
+    start: float = math.inf  # since when it is the first call that its peer has not answered; inf if it is not yet
     ended: float = math.inf  # when it was answered
 
 
 class CallFailure(NamedTuple):
-    """A peer that failed in a call: DIED, SILENT or RAISED, and a description."""
+    """A call that failed: its peer, by DIED, SILENT or RAISED, or VALUE_LOST; and a description."""
 
     call: Call
     kind: str
-    text: str
-
-
-class ValueLost(NamedTuple):
-    """A call that could not start, because an argument is lost with the machine that held it."""
-
-    call: Call
+    text: str = ""
 
 
 class Calls:
@@ -91,7 +83,7 @@ class Calls:
     def add(self, peer: int, answer: Any, label: Label | None, done: Callable[[Any, Call], object]) -> Call:
         """Add a call that was just made."""
         queue = self._queues.setdefault(peer, [])
-        call = Call(peer, answer, label, done, is_first=not queue, start=time.monotonic())
+        call = Call(peer, answer, label, done, math.inf if queue else time.monotonic())
         queue.append(call)
         return call
 
@@ -114,23 +106,25 @@ class Calls:
             for call in queue[:1]:
                 call.start = time.monotonic()
 
-    def wait(self, most: float) -> list[CallFailure | ValueLost]:
+    def wait(self, most: float) -> list[CallFailure]:
         """Wait up to `most` seconds for an answer or the end of a limit, handle answers, and return failures."""
         pending = {call.answer: call for queue in self._queues.values() for call in queue}
         if not pending:
             time.sleep(min(most, 0.01))
             return []
-        deadline = min(map(self._deadline, self._queues), default=most)
+        deadline = min(map(self._deadline, self._queues))
         timeout = max(min(most, deadline - time.monotonic()), 0.0)
         ready, _ = self._ray.wait(list(pending), num_returns=1, timeout=timeout)
         if ready:  # and all others that are ready by now, so that no peer is silent whose answer is there
             ready, _ = self._ray.wait(list(pending), num_returns=len(pending), timeout=0)
-        answered = set(ready)
-        in_order = [call for answer, call in pending.items() if answer in answered]
-        failures = [failure for call in in_order if (failure := self._receive(call))]
-        return failures or ([] if ready else self._silent())
+            answered = set(ready)
+            in_order = [call for answer, call in pending.items() if answer in answered]
+            return [failure for call in in_order if (failure := self._receive(call))]
+        now = time.monotonic()
+        silent = [queue[0] for peer, queue in self._queues.items() if now > self._deadline(peer)]
+        return [CallFailure(call, SILENT, f"no answer for {now - call.start:.3g} s") for call in silent]
 
-    def _receive(self, call: Call) -> CallFailure | ValueLost | None:
+    def _receive(self, call: Call) -> CallFailure | None:
         queue = self._queues.get(call.peer, [])
         if not queue or queue[0] is not call:  # dropped by the handler of another answer, or an earlier one is unread
             return None
@@ -140,45 +134,26 @@ class Calls:
         except exceptions.RayActorError as error:
             lines = str(error).strip().splitlines()
             return CallFailure(call, DIED, lines[-1] if error.actor_init_failed else "its process ended")
-        except exceptions.RayTaskError as error:
-            if isinstance(error.cause, exceptions.ObjectLostError):
-                self._answered(call)
-                return ValueLost(call)
-            return CallFailure(call, RAISED, _first_line(error.cause))
-        except exceptions.ObjectLostError:
-            self._answered(call)
-            return ValueLost(call)
         except exceptions.RayError as error:
-            return CallFailure(call, DIED, _first_line(error))
-        self._answered(call)
+            cause = error.cause if isinstance(error, exceptions.RayTaskError) else error
+            if not isinstance(cause, exceptions.ObjectLostError):
+                lines = str(cause).strip().splitlines()
+                text = f"{type(cause).__name__}: {lines[0] if lines else ''}"[:200]
+                return CallFailure(call, DIED if cause is error else RAISED, text)
+            answer = None
+        queue.remove(call)
+        call.ended = time.monotonic()
+        if call.label is not None:
+            self.patience.observe(call.peer, call.label, call.ended - call.start)
+        if queue:
+            queue[0].start = call.ended
+        if answer is None:
+            return CallFailure(call, VALUE_LOST)
         call.done(answer, call)
         return None
 
-    def _answered(self, call: Call) -> None:
-        """Remove a call, record its time, and begin the time of the next one."""
-        queue, now = self._queues[call.peer], time.monotonic()
-        call.ended = now
-        if call.label is not None:
-            self.patience.observe(call.peer, call.label, now - call.start)
-        queue.remove(call)
-        if queue and not queue[0].is_first:
-            queue[0].is_first, queue[0].start = True, now
-
     def _deadline(self, peer: int) -> float:
-        call = self._queues[peer][0] if self._queues[peer] else None
-        if call is None or call.label is None:
+        queue = self._queues[peer]
+        if not queue or queue[0].label is None:
             return math.inf
-        return call.start + self.patience.limit(peer, call.label)
-
-    def _silent(self) -> list[CallFailure | ValueLost]:
-        now, found = time.monotonic(), list[CallFailure | ValueLost]()
-        for peer, queue in self._queues.items():
-            if now > self._deadline(peer):
-                text = f"no answer for {now - queue[0].start:.3g} s"
-                found.append(CallFailure(queue[0], SILENT, text))
-        return found
-
-
-def _first_line(error: BaseException) -> str:
-    lines: Sequence[str] = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+        return queue[0].start + self.patience.limit(peer, queue[0].label)

@@ -11,7 +11,6 @@ same namespace finds them by their names. Other peers end with their trainer.
 import atexit
 import contextlib
 import logging
-import math
 import os
 import re
 import secrets
@@ -22,14 +21,13 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.strategies.swarm.live.peer import StagePeer
-from jaxpar.strategies.swarm.live.tickets import PeerSettings
 
 PEER_NAME = "peer"
 CONNECT_SECONDS = 10.0
@@ -40,25 +38,6 @@ SILENT_END = (
     "command resumes it from its last checkpoint"
 )
 AUTH_MODE = re.compile(r"(?:^|\0)RAY_AUTH_MODE=([^\0]*)")
-
-
-class PeerResources(NamedTuple):
-    """Resources of a machine that a peer takes."""
-
-    cpus: float
-    gpus: float
-
-
-def peer_resources(settings: ConfigDict) -> PeerResources:
-    """Return the resources that config.swarm gives a peer."""
-    return PeerResources(settings.peer_cpus, settings.peer_gpus)
-
-
-class Room(NamedTuple):
-    """A machine of the cluster, by Ray's identifier, and the number of peers that it can hold."""
-
-    node: str
-    number: int
 
 
 def load_ray(*, alone: bool) -> Any:
@@ -75,56 +54,47 @@ def load_ray(*, alone: bool) -> Any:
     return ray
 
 
-def connect(address: str, resources: PeerResources, most: int) -> Any:
+def connect(address: str, num_cpus: int) -> Any:
     """Return Ray, connected to a cluster. A process that is connected already stays where it is.
 
-    Peers find jaxpar and an own model in the folders of this process's PYTHONPATH, if they are not installed.
+    Peers find jaxpar and an own model in the folders of this process's PYTHONPATH, if they are not installed. address:
+    HOST:PORT of a cluster, `auto` for the one of this machine, or empty to start one here, with `num_cpus`.
 
-    Args:
-      address: HOST:PORT of a cluster, `auto` for the one of this machine, or empty to start one here.
-      resources: resources of a peer.
-      most: number of peers for which a cluster that is started here has room.
-
-    Raises:
-      UserError: there is no cluster at the address, or it has another version of Ray or Python.
+    Raises UserError if there is no cluster at the address, or it has another version of Ray or Python; TrainingError if
+    Ray does not start here.
     """
     here = clusters_here() if address else {}
     adopt_token_mode(address, here)
     ray = load_ray(alone=not address)
     if ray.is_initialized():
         return ray
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     with _signal_handlers():
         if not address:
-            _start(ray, math.ceil(most * resources.cpus), quiet)
-            _announce_silent_end()
-            return ray
-        try:
-            # Without these checks, Ray itself tries for minutes.
-            if address != "auto":
-                host, _, port = address.rpartition(":")
-                socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-            elif here and not os.environ.get("RAY_ADDRESS") and all(one.startswith(LOOPBACK) for one in here):
-                raise ValueError(f"the cluster at {min(here)} is that of another run, which nothing else can join")
-            folders = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
-            ray.init(address=address, job_config=ray.job_config.JobConfig(code_search_path=folders), **quiet)
-        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise UserError(
-                f"config.swarm.address is {address!r}, where no Ray cluster answers ({reason}); it must be HOST:PORT "
-                "of a cluster that `ray start --head` started, auto, or empty to start one on this machine"
-            ) from error
+            try:
+                ray.init(address="local", num_cpus=num_cpus, **quiet)
+            except Exception as error:  # Ray raises bare exceptions
+                reason = str(error).strip().split("\n")[0]
+                raise TrainingError(f"Ray does not start on this machine: {reason}") from error
+        else:
+            try:
+                # Without these checks, Ray itself tries for minutes.
+                if address != "auto":
+                    host, _, port = address.rpartition(":")
+                    socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+                elif here and not os.environ.get("RAY_ADDRESS") and all(one.startswith(LOOPBACK) for one in here):
+                    raise ValueError(f"the cluster at {min(here)} is that of another run, which nothing else can join")
+                folders = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+                ray.init(address=address, job_config=ray.job_config.JobConfig(code_search_path=folders), **quiet)
+            except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+                reason = str(error).strip().split("\n")[0]
+                raise UserError(
+                    f"config.swarm.address is {address!r}, where no Ray cluster answers ({reason}); it must be "
+                    "HOST:PORT of a cluster that `ray start --head` started, auto, or empty to start one on this "
+                    "machine"
+                ) from error
     _announce_silent_end()
     return ray
-
-
-def _start(ray: Any, num_cpus: int, options: dict[str, Any]) -> None:
-    """Start Ray on this machine. Raises TrainingError if one of its processes does not start."""
-    try:
-        ray.init(address="local", num_cpus=num_cpus, **options)
-    except Exception as error:  # Ray raises bare exceptions
-        reason = str(error).strip().split("\n")[0]
-        raise TrainingError(f"Ray does not start on this machine: {reason}") from error
 
 
 def _announce_silent_end() -> None:
@@ -177,32 +147,27 @@ def _signal_handlers() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def rooms(ray: Any, resources: PeerResources) -> list[Room]:
-    """Return the machines that are alive, with the number of peers for which each has resources, used or free."""
-    found = []
-    for node in ray.nodes():
-        if node["Alive"]:
-            shares = [
-                node["Resources"].get(name, 0.0) / needed
-                for name, needed in (("CPU", resources.cpus), ("GPU", resources.gpus))
-                if needed
-            ]
-            found.append(Room(node["NodeID"], int(min(shares))))
-    return found
+def rooms(ray: Any, s: ConfigDict) -> list[tuple[str, int]]:
+    """Return the machines that are alive, by Ray's identifier, and for how many peers each has resources, used or free.
+
+    s: config.swarm, with the resources of a peer.
+    """
+    needs = {name: needed for name, needed in (("CPU", s.peer_cpus), ("GPU", s.peer_gpus)) if needed}
+    nodes = [(node["NodeID"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    return [(node, int(min(has.get(name, 0.0) / need for name, need in needs.items()))) for node, has in nodes]
 
 
-def check_room(ray: Any, resources: PeerResources, num_stages: int) -> None:
+def check_room(ray: Any, s: ConfigDict) -> None:
     """Raise UserError if the cluster has room for fewer peers than stages, or no GPU for peers that need one."""
-    if resources.gpus and not any(node["Resources"].get("GPU") for node in ray.nodes() if node["Alive"]):
+    if s.peer_gpus and not any(node["Resources"].get("GPU") for node in ray.nodes() if node["Alive"]):
         raise UserError(
-            f"config.swarm.peer_gpus is {resources.gpus:g}; it must be 0, because no machine of the Ray cluster has a "
-            "GPU"
+            f"config.swarm.peer_gpus is {s.peer_gpus:g}; it must be 0, because no machine of the Ray cluster has a GPU"
         )
-    number = sum(room.number for room in rooms(ray, resources))
-    if number < num_stages:
+    number = sum(room for _, room in rooms(ray, s))
+    if number < s.stages:
         raise UserError(
-            f"config.swarm.stages is {num_stages}; it must be at most {number}, the number of peers for which the Ray "
-            f"cluster has room (config.swarm.peer_cpus={resources.cpus:g}, config.swarm.peer_gpus={resources.gpus:g})"
+            f"config.swarm.stages is {s.stages}; it must be at most {number}, the number of peers for which the Ray "
+            f"cluster has room (config.swarm.peer_cpus={s.peer_cpus:g}, config.swarm.peer_gpus={s.peer_gpus:g})"
         )
 
 
@@ -210,31 +175,23 @@ def start_peer(ray: Any, node: str, settings: ConfigDict) -> Any:
     """Start a peer on a machine, and return its handle, without waiting for it. settings: config.swarm."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    name, cpus, gpus = f"{PEER_NAME}-{secrets.token_hex(4)}", settings.peer_cpus, settings.peer_gpus
-    namespace, cache = settings.namespace, jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    process = PeerSettings(
-        platform="cuda" if gpus else "cpu",
-        num_threads=0 if gpus else int(cpus),
-        memory_fraction=0.75 * gpus if 0 < gpus < 1 else 0.0,
-        cache=cache or "",
-    )
-    lasting = {"name": name, "namespace": namespace, "lifetime": "detached"} if namespace else {}
-    actor = ray.remote(StagePeer).options(
-        num_cpus=cpus,
-        num_gpus=gpus,
-        max_restarts=0,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        **lasting,
-    )
-    return actor.remote(process, node)
+    cpus, gpus = settings.peer_cpus, settings.peer_gpus
+    cache = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    place = {
+        "num_cpus": cpus,
+        "num_gpus": gpus,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+    }
+    if settings.namespace:
+        name = f"{PEER_NAME}-{secrets.token_hex(4)}"
+        place |= {"name": name, "namespace": settings.namespace, "lifetime": "detached"}
+    return ray.remote(StagePeer).options(max_restarts=0, **place).remote(node, cpus, gpus, cache or "")
 
 
 def named_peers(ray: Any, namespace: str) -> list[Any]:
     """Return the handles of the peers that an earlier trainer of this namespace has left."""
-    if not namespace:
-        return []
     peers = []
-    for named in ray.util.list_named_actors(all_namespaces=True):
+    for named in ray.util.list_named_actors(all_namespaces=True) if namespace else ():
         if named["namespace"] == namespace and named["name"].startswith(PEER_NAME):
             with contextlib.suppress(ValueError):  # it has ended meanwhile
                 peers.append(ray.get_actor(named["name"], namespace=namespace))

@@ -18,27 +18,16 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
 from jaxpar.errors import TrainingError
 from jaxpar.strategies.swarm.engine import SwarmEngine
-from jaxpar.strategies.swarm.live import cluster
-from jaxpar.strategies.swarm.live.calls import (
-    ATTACH,
-    HEARTBEAT,
-    LOAD,
-    SILENT,
-    START,
-    Call,
-    CallFailure,
-    Calls,
-    Label,
-    ValueLost,
-)
+from jaxpar.strategies.swarm.live import calls, cluster
+from jaxpar.strategies.swarm.live.calls import Call, CallFailure, Label
 from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent, PeerStatus, emit
-from jaxpar.strategies.swarm.live.tickets import SUPERSEDED, Arrays, PeerAnswer, PeerPlace, Ticket
+from jaxpar.strategies.swarm.live.peer import STALE, SUPERSEDED, Arrays, PeerAnswer, PeerPlace, Ticket
 from jaxpar.strategies.swarm.membership import ABSENT, Move, Swarm
 from jaxpar.strategies.swarm.record import AssignedPass
 
@@ -57,7 +46,7 @@ class LivePeer:
     handle: Any  # Ray's handle of the actor
     node: str  # Ray's identifier of its machine; empty until it is attached, if an earlier trainer started it
     place: PeerPlace | None = None  # its place, once it is attached
-    status: PeerStatus = PeerStatus.STARTING  # its status
+    status: PeerStatus = PeerStatus.STARTING
     generation: int = 0  # number of times that it was given up
     is_hostile: bool = False  # whether it was banned for what it sent
     # when it was given up because it was silent, in seconds since the run began; inf if it was not
@@ -74,22 +63,6 @@ class StateSource(NamedTuple):
     scalars: Arrays  # data of a dropout key, and a divisor of the loss
 
 
-class StepInProgress(Protocol):
-    """The global batch that the peers compute (step.py)."""
-
-    def start(self, one: AssignedPass) -> None:
-        """Send a pass to its peer."""
-
-    def average(self) -> Any:
-        """Average the gradients of all stages, and return the averaging."""
-
-    def interrupt(self, peer: int) -> None:
-        """Record the pass that a peer was computing when it failed."""
-
-    def value_lost(self, call: Call) -> bool:
-        """Compute again what a call should have received. Returns whether the call belongs to the batch."""
-
-
 class Members:
     """Mutable set of the peers of a run."""
 
@@ -98,32 +71,28 @@ class Members:
     ) -> None:
         """Start no peers yet. spec: reference to the SwarmSpec; work: see SwarmEngine; settings: config.swarm."""
         self.ray, self.settings, self._spec = ray, settings, spec
+        self._most = int(settings.peers)  # peers at a time
         self.trainer = secrets.token_hex(8)
         self.peers: list[LivePeer] = []
-        self.calls = Calls(ray, settings.patience)
+        self.calls = calls.Calls(ray, settings.patience)
         self._begin = time.monotonic()
         totals = tuple(f + b for f, b in zip(*work, strict=True))
         self.engine = SwarmEngine(self, work, Swarm((), totals, (), ()), seed)  # decides what they do
         self.step_number = -1
         self.source: StateSource | None = None  # the state that peers load; None before the first step
-        self.batch: StepInProgress | None = None  # the global batch that they compute; None between steps
+        self.batch: Any = None  # the LiveStep (step.py) that they compute; None between steps
         self.counts: dict[str, int] = {"failures": 0, "moves": 0, "peers": 0}  # what the results of the run contain
         self._next_rebalancing = self._next_join = math.inf
         self._next_heartbeat = 0.0
         self._failed_starts, self._reason = 0, ""
         self._shown: dict[int, int] = {}  # lengths of queues in the events so far
 
-    @property
-    def most(self) -> int:
-        """The most peers at a time."""
-        return int(self.settings.peers)
-
     # ---- time -----------------------------------------------------------------------------------------------------
 
     @property
     def now(self) -> float:
         """Seconds since the run began."""
-        return time.monotonic() - self._begin
+        return self.since(time.monotonic())
 
     def since(self, monotonic: float) -> float:
         """Return a time of `time.monotonic` as seconds since the run began."""
@@ -132,31 +101,30 @@ class Members:
     def turn(self) -> None:
         """Handle what happens next: an answer, a failure, or the end of a period.
 
-        Raises:
-          TrainingError: a stage has no peer, and nothing can change that; or another trainer has taken the peers.
+        Raises TrainingError if a stage has no peer and nothing can change that, or another trainer has the peers.
         """
         wake = min(self._next_rebalancing, self._next_join) - self.now
         if self.calls.is_idle and wake == math.inf:
-            self._stuck()
+            empty = [stage for stage, queue in enumerate(self.engine.queues) if not queue]
+            where = f"stage {empty[0]} has no peer" if empty else "no peer answers"
+            last = f"; the last failure: {self._reason}" if self._reason else ""
+            raise TrainingError(
+                f"{where}, and no other peer can move there or join (config.swarm.join_seconds=0){last}"
+            )
         for failure in self.calls.wait(max(min(wake, 1.0), 0.0)):
-            if self.peers[failure.call.peer].status == PeerStatus.GONE:
-                continue  # another call of this peer has failed, too
-            if isinstance(failure, ValueLost):
-                self._lose_value(failure.call)
-            else:
-                self._fail_call(failure)
+            if self.peers[failure.call.peer].status != PeerStatus.GONE:  # otherwise another call of it has failed, too
+                self._handle(failure)
         for number in range(len(self.peers)):
             self.engine.feed(number)
         if self.now >= self._next_rebalancing:
-            self.rebalance()
+            self._rebalance()
         if self.now >= self._next_join:
-            self.start_peers()
+            self._start_peers()
         if self.now >= self._next_heartbeat:
             self._next_heartbeat = self.now + HEARTBEAT_SECONDS
             for number, peer in enumerate(self.peers):
                 if peer.status in (PeerStatus.WAITING, PeerStatus.SERVING) and not self.calls.number(number):
-                    ticket = self.ticket(number)
-                    self.call(number, "answer", ticket, label=HEARTBEAT, num_arrays=0, done=self.acknowledge)
+                    self.call(number, "answer", label=calls.HEARTBEAT)
         for number, depth in self.engine.loads.depth.items():
             if depth != self._shown.get(number, 0):
                 self._shown[number] = depth
@@ -169,39 +137,46 @@ class Members:
         self._next_join = self.now + s.join_seconds if s.join_seconds else math.inf
         self.engine.loads.read(len(self.peers), 1.0)
 
-    def _stuck(self) -> None:
-        empty = [stage for stage, queue in enumerate(self.engine.queues) if not queue]
-        where = f"stage {empty[0]} has no peer" if empty else "no peer answers"
-        reason = f"; the last failure: {self._reason}" if self._reason else ""
-        raise TrainingError(f"{where}, and no other peer can move there or join (config.swarm.join_seconds=0){reason}")
-
     # ---- calls ----------------------------------------------------------------------------------------------------
 
-    def ticket(self, peer: int) -> Ticket:
-        """Return the ticket of a call to a peer in the present step."""
-        return Ticket(self.trainer, self.peers[peer].generation, self.step_number)
+    def call(
+        self,
+        peer: int,
+        method: str,
+        *arguments: Any,
+        label: Label | None,
+        num_arrays: int = 0,
+        done: Done | None = None,
+    ) -> Call:
+        """Call a method of a peer in the present step.
 
-    def call(self, peer: int, method: str, *arguments: Any, label: Label | None, num_arrays: int, done: Done) -> Call:
-        """Call a method of a peer. done: receives the answer, the references to its `num_arrays` other results."""
+        done: receives the answer to a call that was not refused, and the references to its `num_arrays` other results.
+        """
+        ticket = Ticket(self.trainer, self.peers[peer].generation, self.step_number)
         remote = getattr(self.peers[peer].handle, method).options(num_returns=1 + num_arrays).remote
-        result = remote(*arguments)
+        result = remote(ticket, *arguments)
         answer, *arrays = result if num_arrays else [result]
-        return self.calls.add(peer, answer, label, lambda got, call: done(got, arrays, call))
 
-    def acknowledge(self, answer: PeerAnswer, _arrays: list[Any], call: Call) -> None:
-        """Handle the answer to a call that has no other result."""
-        if answer.fault is not None:
-            self.fault(call.peer, answer)
+        def received(got: PeerAnswer, call: Call) -> None:
+            if got.fault == SUPERSEDED:
+                name = self.settings.namespace
+                raise TrainingError(f"another trainer has taken the peers of config.swarm.namespace={name!r}")
+            if got.fault == STALE or (got.fault and done is None):
+                self._restart(peer, got.fault)
+            elif done is not None:
+                done(got, arrays, call)
+
+        return self.calls.add(peer, answer, label, received)
 
     # ---- joining --------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
         """Attach the peers of an earlier trainer, and start new ones where the cluster has room."""
         for handle in cluster.named_peers(self.ray, self.settings.namespace):
-            self._add(LivePeer(handle, ""), ATTACH)
-        self.start_peers()
+            self._add(LivePeer(handle, ""), calls.ATTACH)
+        self._start_peers()
 
-    def start_peers(self) -> None:
+    def _start_peers(self) -> None:
         """Start peers on machines with room for them."""
         if self.settings.join_seconds:
             self._next_join = self.now + self.settings.join_seconds
@@ -210,16 +185,17 @@ class Members:
         for number, peer in enumerate(self.peers):
             if self.now - peer.silent_since >= self.settings.join_seconds > 0:
                 self._end(number, f"no answer for {self.now - peer.silent_since:.3g} s more")
-        present = [peer for peer in self.peers if peer.status != PeerStatus.GONE]
-        for room in cluster.rooms(self.ray, cluster.peer_resources(self.settings)):
+        free = self._most - sum(peer.status != PeerStatus.GONE for peer in self.peers)
+        for node, room in cluster.rooms(self.ray, self.settings):
             taken = sum(
-                peer.node == room.node and (peer.status != PeerStatus.GONE or peer.is_hostile) for peer in self.peers
+                peer.node == node and (peer.status != PeerStatus.GONE or peer.is_hostile) for peer in self.peers
             )
-            for _ in range(min(room.number - taken, self.most - len(present))):
-                handle = cluster.start_peer(self.ray, room.node, self.settings)
-                present.append(self._add(LivePeer(handle, room.node), START))
+            number = max(min(room - taken, free), 0)
+            free -= number
+            for _ in range(number):
+                self._add(LivePeer(cluster.start_peer(self.ray, node, self.settings), node), calls.START)
 
-    def _add(self, peer: LivePeer, label: Label) -> LivePeer:
+    def _add(self, peer: LivePeer, label: Label) -> None:
         number = len(self.peers)
         self.peers.append(peer)
         paces = [entry.pace for queue in self.engine.queues for entry in queue]
@@ -228,9 +204,8 @@ class Members:
         self.engine.swarm = s._replace(speed=(*s.speed, speed), stage=(*s.stage, ABSENT), ready=(*s.ready, 0.0))
         emit(LiveEvent(EventKind.STARTED, number))
         self._attach(number, label)
-        return peer
 
-    def _attach(self, peer: int, label: Label | None = ATTACH) -> None:
+    def _attach(self, peer: int, label: Label | None = calls.ATTACH) -> None:
         result = self.peers[peer].handle.attach.remote(self.trainer, self._spec)
         self.calls.add(peer, result, label, lambda place, _call: self._attached(peer, place))
 
@@ -238,7 +213,7 @@ class Members:
         one = self.peers[peer]
         one.place, one.node, one.status, one.silent_since = place, place.node, PeerStatus.WAITING, math.inf
         self.counts["peers"] += 1
-        self._failed_starts = -MOST_FAILED_STARTS * self.most
+        self._failed_starts = -MOST_FAILED_STARTS * self._most
         emit(LiveEvent(EventKind.ATTACHED, peer, number=place.pid, text=place.host))
         if self.source is not None:
             self.engine.join(peer)
@@ -266,23 +241,20 @@ class Members:
             self._remember_pace(peer, source)
         one.status = PeerStatus.LOADING
         emit(LiveEvent(EventKind.LOADING, peer, stage))
-        arguments = (self.ticket(peer), stage, self.source.tree(stage), self.source.microbatch, self.source.scalars)
+        arguments = (stage, self.source.tree(stage), self.source.microbatch, self.source.scalars)
         self.calls.patience.forget(peer)
-        one.loading = self.call(peer, "serve", *arguments, label=LOAD, num_arrays=0, done=self._served)
+        one.loading = self.call(peer, "serve", *arguments, label=calls.LOAD, done=self._served)
         return math.inf
 
-    def _served(self, answer: PeerAnswer, _arrays: list[Any], call: Call) -> None:
+    def _served(self, _answer: PeerAnswer, _arrays: list[Any], call: Call) -> None:
         peer, one = call.peer, self.peers[call.peer]
         if one.loading is not call:
             return  # it loads another stage
-        if answer.fault:
-            self.fault(peer, answer)
-            return
         one.status = PeerStatus.SERVING
         emit(LiveEvent(EventKind.SERVING, peer, self.engine.swarm.stage[peer]))
         self.engine.serve(peer, one.pace)
 
-    def rebalance(self) -> None:
+    def _rebalance(self) -> None:
         """Apply the rule of rebalancing to measured speeds and loads."""
         s, swarm = self.settings, self.engine.swarm
         self._next_rebalancing = self.now + s.rebalance_seconds
@@ -308,13 +280,11 @@ class Members:
         return self.calls.number(peer) < SENT_AHEAD
 
     def start(self, one: AssignedPass) -> None:
-        """See `StepInProgress`."""
-        assert self.batch is not None
+        """Send a pass to its peer."""
         self.batch.start(one)
 
     def average(self, _step: int) -> Any:
-        """See `StepInProgress`."""
-        assert self.batch is not None
+        """Average the gradients of all stages, and return the averaging."""
         return self.batch.average()
 
     def all_started(self, _step: int) -> None:
@@ -322,37 +292,27 @@ class Members:
 
     # ---- failures -------------------------------------------------------------------------------------------------
 
-    def _lose_value(self, call: Call) -> None:
-        if not (self.batch and self.batch.value_lost(call)):  # an update or a state: the peer loads the newest one
-            self.give_up(call.peer, "lost what it should have received", is_gone=False)
-            self._attach(call.peer)
+    def _handle(self, failure: CallFailure) -> None:
+        call, kind, text = failure
+        if kind == calls.VALUE_LOST:
+            if self.batch is None or not self.batch.value_lost(call):
+                # It was in an update or a state: the peer loads the newest one.
+                self._restart(call.peer, "lost what it should have received")
+            return
+        self.give_up(call.peer, f"{kind}: {text}", is_gone=kind != calls.SILENT)
+        if kind == calls.SILENT:
+            if self.peers[call.peer].place is not None:  # otherwise its process still starts
+                self.peers[call.peer].silent_since = self.now
+            self._attach(call.peer, label=None)
 
-    def _fail_call(self, failure: CallFailure) -> None:
-        peer = failure.call.peer
-        self.give_up(peer, f"{failure.kind}: {failure.text}", is_gone=failure.kind != SILENT)
-        if failure.kind == SILENT:
-            if self.peers[peer].place is not None:  # otherwise its process still starts
-                self.peers[peer].silent_since = self.now
-            self._attach(peer, label=None)
-
-    def fault(self, peer: int, answer: PeerAnswer) -> None:
-        """Handle a call that a peer refused because of its ticket."""
-        assert answer.fault is not None
-        if answer.fault.kind == SUPERSEDED:
-            raise TrainingError(
-                f"another trainer has taken the peers of config.swarm.namespace={self.settings.namespace!r}"
-            )
-        self.give_up(peer, answer.fault.kind, is_gone=False)
+    def _restart(self, peer: int, reason: str) -> None:
+        self.give_up(peer, reason, is_gone=False)
         self._attach(peer)
 
     def give_up(self, peer: int, reason: str, *, is_gone: bool, is_hostile: bool = False) -> None:
         """Ban a peer. What it was assigned and has accumulated goes to others; what it answers later is ignored.
 
-        Args:
-          peer: the peer.
-          reason: for the log.
-          is_gone: whether it never returns; its process is ended.
-          is_hostile: whether its place stays empty, too.
+        is_gone: whether it never returns; its process is ended. is_hostile: whether its place stays empty, too.
         """
         one, stage = self.peers[peer], self.engine.swarm.stage[peer]
         if one.status == PeerStatus.STARTING:
@@ -368,7 +328,7 @@ class Members:
         emit(LiveEvent(kind, peer, stage, text=reason))
         if is_gone:
             self.ray.kill(one.handle)
-        if self._failed_starts >= MOST_FAILED_STARTS * self.most:
+        if self._failed_starts >= MOST_FAILED_STARTS * self._most:
             raise TrainingError(f"no peer could start; the last failure: {reason}")
         if self.batch:
             self.batch.interrupt(peer)
@@ -380,7 +340,7 @@ class Members:
         one = self.peers[peer]
         one.status, one.silent_since = PeerStatus.GONE, math.inf
         self.calls.drop(peer)
-        emit(LiveEvent(EventKind.FAILED, peer, text=f"{SILENT}: {reason}"))
+        emit(LiveEvent(EventKind.FAILED, peer, text=f"{calls.SILENT}: {reason}"))
         self.ray.kill(one.handle)
         if one.place and one.place.host == socket.gethostname():  # a stopped process does not see Ray's request
             with contextlib.suppress(ProcessLookupError):
@@ -390,3 +350,9 @@ class Members:
         """Let a peer return that was suspected without reason."""
         if self.peers[peer].status == PeerStatus.GIVEN_UP:
             self._attach(peer)
+
+    def end_all(self) -> None:
+        """End all peers."""
+        for peer in self.peers if self.ray.is_initialized() else ():
+            if peer.status != PeerStatus.GONE:
+                self.ray.kill(peer.handle)

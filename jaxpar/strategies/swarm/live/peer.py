@@ -12,9 +12,9 @@ before it uses them. It reports a fault instead of a result.
 import os
 import socket
 import time
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,93 +24,132 @@ from flax import serialization
 from jaxpar.core import state as states
 from jaxpar.core import step as steps
 from jaxpar.core.state import Canonical, State
+from jaxpar.core.step import Problem
 from jaxpar.models.model import Params
 from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs, StageOutputs
-from jaxpar.strategies.swarm.live.tickets import (
-    STALE,
-    SUPERSEDED,
-    Arrays,
-    Examples,
-    Fault,
-    PeerAnswer,
-    PeerPlace,
-    PeerSettings,
-    SwarmSpec,
-    Ticket,
-    find_fault,
-)
+from jaxpar.strategies.pipeline.executor.stages import Stages
 from jaxpar.strategies.swarm.progress import BACKWARD_PASS, OUTPUT_GRADIENT, STAGE_INPUT
-from jaxpar.strategies.swarm.stage_passes import SwarmPrograms, by_layer, stage_params
+from jaxpar.strategies.swarm.stage_passes import MessageFormat, SwarmPrograms, by_layer, stage_params
+
+SUPERSEDED, STALE = "superseded", "stale"  # faults: the trainer has been replaced; the call is of an earlier generation
+MALFORMED, NONFINITE_VALUES = "malformed", "nonfinite"  # faults of what was received
+Arrays = list[np.ndarray]
+Examples = Mapping[str, Any]  # arrays of a microbatch by name, on the host
 
 
-@dataclass
-class _Work:
-    """The gradients that a peer has accumulated in a step, by stage."""
+class PeerPlace(NamedTuple):
+    """The place of a peer."""
 
-    ticket: Ticket
-    gradients: dict[int, Params] = field(default_factory=dict)
+    node: str  # Ray's identifier of its machine
+    host: str  # name of the machine
+    pid: int
+
+
+class SwarmSpec(NamedTuple):
+    """The problem of a run, its stages, and the form of messages, from which a peer builds its programs."""
+
+    problem: Problem
+    stages: Stages
+    messages: MessageFormat
+
+
+class Ticket(NamedTuple):
+    """Identifies a call."""
+
+    trainer: str  # the trainer that calls; a peer obeys the one that attached it last
+    generation: int  # number of times that the trainer has given up this peer. With a new one, the peer starts over.
+    step: int  # the step. With a new one, the accumulated gradients are void.
+
+
+class PeerAnswer(NamedTuple):
+    """The small part of the result of a call, which the trainer reads."""
+
+    fault: str = ""  # why there is no result: SUPERSEDED, STALE, MALFORMED or NONFINITE_VALUES; empty if there is one
+    # what was wrong: STAGE_INPUT, OUTPUT_GRADIENT, or the position of a peer in an averaging; -1 if nothing
+    source: int = -1
+    seconds: float = 0.0  # the time that the peer measured for a pass
+    # leaves of the metric sums of a microbatch, from the forward pass of the last stage; otherwise empty
+    sums: Sequence[np.ndarray] = ()
+
+
+class StepShapes(NamedTuple):
+    """Expected shapes and dtypes in a step with microbatches of one shape."""
+
+    key: Hashable  # identifies the shapes of the microbatches
+    # of the arrays of a message, by (STAGE_INPUT or OUTPUT_GRADIENT, stage)
+    messages: Mapping[tuple[int, int], Sequence[Any]]
+    sums: Sequence[Any]  # of the metric sums of a microbatch
+    sizes: Sequence[int]  # by stage, the number of parameters, with copies of tied arrays
+
+
+def find_fault(received: Any, like: Sequence[Any]) -> str:
+    """Return "" if a received value is a list of NumPy arrays like these, else MALFORMED or NONFINITE_VALUES."""
+    if type(received) is not list or len(received) != len(like):
+        return MALFORMED
+    for array, expected in zip(received, like, strict=True):
+        if type(array) is not np.ndarray or array.shape != expected.shape or array.dtype != expected.dtype:
+            return MALFORMED
+    # Also of bfloat16 and the other types of ml_dtypes.
+    is_finite = all(array.dtype.kind in "biu" or np.isfinite(array).all() for array in received)
+    return "" if is_finite else NONFINITE_VALUES
+
+
+def find_fault_of_shard(received: Any, size: int) -> str:
+    """Return the fault of a shard of a gradient with this number of elements, as `find_fault`."""
+    return find_fault(received, [jax.ShapeDtypeStruct((size,), np.float32)])
 
 
 class StagePeer:
-    """A peer. Its methods return an `PeerAnswer`, and arrays for other peers."""
+    """A peer. Its methods return a `PeerAnswer`, and arrays for other peers."""
 
-    def __init__(self, settings: PeerSettings, node: str) -> None:
-        """Configure JAX, before it touches a device. node: Ray's identifier of the machine."""
+    def __init__(self, node: str, cpus: float, gpus: float, cache: str = "") -> None:
+        """Configure JAX for these resources, before it touches a device.
+
+        node: Ray's identifier of the machine; cache: folder of compiled programs; empty: none.
+        """
         self._node = node
-        if settings.num_threads == 1:
+        if not gpus and int(cpus) == 1:
             os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
-        if settings.memory_fraction:
-            os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(settings.memory_fraction)
-        if settings.platform:
-            jax.config.update("jax_platforms", settings.platform)
-        if settings.cache and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-            jax.config.update("jax_compilation_cache_dir", settings.cache)
+        if 0 < gpus < 1:
+            os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(0.75 * gpus)
+        jax.config.update("jax_platforms", "cuda" if gpus else "cpu")
+        if cache and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+            jax.config.update("jax_compilation_cache_dir", cache)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
     def attach(self, trainer: str, spec: SwarmSpec) -> PeerPlace:
         """Take a new run: everything of the one before is void."""
-        self._trainer, self._spec = trainer, spec
+        self._spec = spec
         self._programs = SwarmPrograms(spec.problem, spec.stages, spec.messages, keeps_params=False)
         self._update = jax.jit(self._update_stage, donate_argnums=0)
-        self._work = _Work(Ticket(trainer, -1, -1))
+        self._ticket = Ticket(trainer, -1, -1)  # the newest one
+        self._gradients: dict[int, Params] = {}  # accumulated with this ticket, by stage
         self._likes: dict[Any, tuple[Any, Any]] = {}  # expected messages by kind of stage and shapes
-        self._generation = -1
         self._stage = -1
-        return PeerPlace(self._node, socket.gethostname(), os.getpid(), jax.devices()[0].device_kind)
+        jax.devices()  # starts JAX, and fails without the platform of the settings
+        return PeerPlace(self._node, socket.gethostname(), os.getpid())
 
     def serve(self, ticket: Ticket, stage: int, tree: Canonical, microbatch: Examples, scalars: Arrays) -> PeerAnswer:
         """Load the state of a stage, and compile its programs for microbatches of this shape.
 
-        Args:
-          ticket: identifies the call.
-          stage: the stage.
-          tree: its part of the canonical state: step, key, params and optimizer.
-          microbatch: some microbatch.
-          scalars: as in `compute`.
+        tree: its part of the canonical state: step, key, params and optimizer; scalars: as in `compute`.
         """
         if fault := self._refuse(ticket):
             return PeerAnswer(fault)
-        problem = self._spec.problem
-        like = jax.eval_shape(problem.optimizer.init, tree["params"])
+        like = jax.eval_shape(self._spec.problem.optimizer.init, tree["params"])
         optimizer = serialization.from_state_dict(like, tree["optimizer"])
         state = State(tree["step"], tree["key"], tree["params"], optimizer)
         self._state = jax.tree.map(partial(jnp.array, copy=True), state)  # not memory of the object store
         self._stage, self._params = stage, stage_params(self._spec.stages, self._state.params, stage)
-        self._warm_up(microbatch, scalars)
-        return PeerAnswer()
-
-    def _warm_up(self, microbatch: Examples, scalars: Arrays) -> None:
-        """Compute both passes, a sum and an update, so that they are compiled."""
-        kind, like = self._kind, self._inputs_like(microbatch)
-        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
+        # Compute both passes, a sum and an update, so that they are compiled.
+        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._inputs_like(microbatch))
         inputs = self._inputs(microbatch, scalars)._replace(x=zeros[STAGE_INPUT])
-        outputs = [
-            self._programs.forward(kind, inputs),
-            self._programs.backward(kind, inputs._replace(dy=zeros[OUTPUT_GRADIENT])),
-        ]
+        forward, backward = self._programs.passes
+        outputs = [forward(self._kind, inputs), backward(self._kind, inputs._replace(dy=zeros[OUTPUT_GRADIENT]))]
         copy, gradient = jax.tree.map(partial(jnp.array, copy=True), (self._state, self._state.params))
         outputs.append(self._update(copy, self._programs.add(gradient, self._state.params), np.float32(0)))
         jax.block_until_ready(outputs)
+        return PeerAnswer()
 
     def compute(
         self,
@@ -125,48 +164,45 @@ class StagePeer:
     ) -> tuple[PeerAnswer, Arrays]:
         """Compute a pass, and return the message for the stage after it, or before it in a backward pass.
 
-        Args:
-          ticket: identifies the call.
-          phase: FORWARD_PASS or BACKWARD_PASS.
-          stage: the stage, which the peer serves.
-          microbatch: the examples.
-          scalars: data of the step's dropout key, and the divisor of the loss.
-          is_counted: whether to accumulate the gradient of the parameters.
-          x: the message with the input of the stage; None at stage 0.
-          dy: the message with the gradient of its output; None in a forward pass, and at the last stage.
+        phase: FORWARD_PASS or BACKWARD_PASS; scalars: data of the step's dropout key, and the divisor of the loss;
+        is_counted: whether to accumulate the gradient of the parameters; x: the message with the input of the stage,
+        None at stage 0; dy: that with the gradient of its output, None in a forward pass and at the last stage.
         """
         begin, is_backward = time.perf_counter(), phase == BACKWARD_PASS
-        fault = self._refuse(ticket, stage) or self._refuse_message(STAGE_INPUT, x, microbatch)
-        if is_backward:
-            fault = fault or self._refuse_message(OUTPUT_GRADIENT, dy, microbatch)
-        if fault:
+        if fault := self._refuse(ticket, stage):
             return PeerAnswer(fault), []
-        program = self._programs.backward if is_backward else self._programs.forward
-        outputs: StageOutputs = program(self._kind, self._with_messages(microbatch, scalars, x, dy))
+        messages: dict[int, Any] = {STAGE_INPUT: x, OUTPUT_GRADIENT: dy}
+        received: dict[int, Any] = {STAGE_INPUT: None, OUTPUT_GRADIENT: None}
+        for value in (STAGE_INPUT, OUTPUT_GRADIENT) if is_backward else (STAGE_INPUT,):
+            leaves, structure = jax.tree.flatten(self._inputs_like(microbatch)[value])
+            if messages[value] is not None or leaves:
+                if kind := find_fault(messages[value], leaves):
+                    return PeerAnswer(kind, value), []
+                received[value] = jax.tree.unflatten(structure, messages[value])
+        inputs = self._inputs(microbatch, scalars)._replace(x=received[STAGE_INPUT], dy=received[OUTPUT_GRADIENT])
+        outputs: StageOutputs = self._programs.passes[phase](self._kind, inputs)
         if is_counted:
-            gradients, gradient = self._work.gradients, by_layer(self._spec.stages, outputs.dparams, stage)
+            gradients, gradient = self._gradients, by_layer(self._spec.stages, outputs.dparams, stage)
             gradients[stage] = self._programs.add(gradients[stage], gradient) if stage in gradients else gradient
         message = (outputs.dx if stage else None) if is_backward else outputs.y
         sums, message = jax.device_get((jax.tree.leaves(outputs.sums), jax.tree.leaves(message)))
-        jax.block_until_ready(self._work.gradients.get(stage))
-        return PeerAnswer(None, time.perf_counter() - begin, sums), message
+        jax.block_until_ready(self._gradients.get(stage))
+        return PeerAnswer(seconds=time.perf_counter() - begin, sums=sums), message
 
     def publish(self, ticket: Ticket, stage: int, number: int) -> tuple[Any, ...]:
         """Return the accumulated gradient of a stage in `number` shards, each as a list of one array."""
         if fault := self._refuse(ticket):
             return (PeerAnswer(fault), *([] for _ in range(number)))
-        flat = flatten_arrays(self._work.gradients[stage])
-        shards = [[shard] for shard in np.array_split(flat, number)]
-        return (PeerAnswer(), *shards)
+        flat = np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(self._gradients[stage])])
+        return (PeerAnswer(), *([shard] for shard in np.array_split(flat, number)))
 
     def reduce(self, ticket: Ticket, size: int, *shards: Arrays) -> tuple[PeerAnswer, Arrays]:
         """Return the sum of one shard of each peer, in their order. size: the number of elements."""
         if fault := self._refuse(ticket):
             return PeerAnswer(fault), []
-        like = [jax.ShapeDtypeStruct((size,), np.float32)]
         for source, shard in enumerate(shards):
-            if kind := find_fault(shard, like):
-                return PeerAnswer(Fault(kind, source)), []
+            if kind := find_fault_of_shard(shard, size):
+                return PeerAnswer(kind, source), []
         total = np.array(shards[0][0])
         for shard in shards[1:]:
             total += shard[0]
@@ -175,20 +211,17 @@ class StagePeer:
     def update(self, ticket: Ticket, norm: np.ndarray, tied: Params, *totals: Arrays) -> PeerAnswer:
         """Take the optimizer step of the stage that this peer serves.
 
-        Args:
-          ticket: identifies the call.
-          norm: the norm of the gradient of all stages.
-          tied: gradients of arrays that several stages share, from all of them together.
-          totals: the shards of the total gradient of this stage, in order.
+        norm: of the gradient of all stages; tied: gradients of arrays that several stages share, from all of them
+        together; totals: the shards of the total gradient of this stage, in order.
         """
         if fault := self._refuse(ticket):
             return PeerAnswer(fault)
         like = self._state.params
         size = states.nbytes(like) // np.dtype(np.float32).itemsize
         for source, (shard, length) in enumerate(zip(totals, shard_sizes(size, len(totals)), strict=True)):
-            if kind := find_fault(shard, [jax.ShapeDtypeStruct((length,), np.float32)]):
-                return PeerAnswer(Fault(kind, source))
-        gradient = unflatten_arrays(np.concatenate([shard[0] for shard in totals]), like)
+            if kind := find_fault_of_shard(shard, length):
+                return PeerAnswer(kind, source)
+        gradient = joined_shards(totals, like)
         for layer, arrays in tied.items():
             gradient[layer] = {**gradient[layer], **arrays}
         state = self._state._replace(step=jnp.int32(ticket.step))  # a peer does not take part in skipped steps
@@ -213,23 +246,15 @@ class StagePeer:
     def _update_stage(self, state: State, gradient: Params, norm: jax.Array) -> State:
         return steps.update(self._spec.problem, state, gradient, self._spec.problem.task.zeros(), norm)[0]
 
-    def _refuse(self, ticket: Ticket, stage: int = -1) -> Fault | None:
+    def _refuse(self, ticket: Ticket, stage: int = -1) -> str:
         """Return the fault of a call that must not be computed, and start over if the ticket demands it."""
-        if ticket.trainer != self._trainer:
-            return Fault(SUPERSEDED)
-        if ticket.generation < self._generation or stage not in (-1, self._stage):
-            return Fault(STALE)
-        self._generation = ticket.generation
-        if ticket != self._work.ticket:
-            self._work = _Work(ticket)
-        return None
-
-    def _refuse_message(self, value: int, message: Arrays | None, microbatch: Examples) -> Fault | None:
-        like = self._inputs_like(microbatch)[value]
-        if like is None and message is None:
-            return None
-        kind = find_fault(message, jax.tree.leaves(like))
-        return Fault(kind, value) if kind else None
+        if ticket.trainer != self._ticket.trainer:
+            return SUPERSEDED
+        if ticket.generation < self._ticket.generation or stage not in (-1, self._stage):
+            return STALE
+        if ticket != self._ticket:
+            self._ticket, self._gradients = ticket, {}
+        return ""
 
     def _inputs_like(self, microbatch: Examples) -> tuple[Any, Any]:
         """Return the expected messages with the input of the stage and the gradient of its output."""
@@ -240,15 +265,9 @@ class StagePeer:
         return self._likes[key]
 
     def _inputs(self, microbatch: Examples, scalars: Arrays) -> StageInputs:
+        """Return the inputs of a pass, without messages."""
         key, weight = scalars
         return StageInputs(self._params, microbatch, key, self._spec.stages.shifts[self._stage, 0], weight)
-
-    def _with_messages(self, microbatch: Examples, scalars: Arrays, x: Arrays | None, dy: Arrays | None) -> StageInputs:
-        messages = [
-            None if received is None else jax.tree.unflatten(jax.tree.structure(like), received)
-            for received, like in zip((x, dy), self._inputs_like(microbatch), strict=True)
-        ]
-        return self._inputs(microbatch, scalars)._replace(x=messages[0], dy=messages[1])
 
 
 def shard_sizes(size: int, number: int) -> list[int]:
@@ -256,14 +275,10 @@ def shard_sizes(size: int, number: int) -> list[int]:
     return [size // number + (shard < size % number) for shard in range(number)]
 
 
-def flatten_arrays(tree: Params) -> np.ndarray:
-    """Return the float32 arrays of a tree as one, in the order of its leaves."""
-    return np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(tree)])
-
-
-def unflatten_arrays(flat: np.ndarray, like: Params) -> Params:
-    """Return the tree of arrays that `flatten_arrays` made one of. like: their shapes."""
+def joined_shards(shards: Sequence[Arrays], like: Params) -> Params:
+    """Return the tree of float32 arrays whose leaves, one after the other, are in these shards. like: their shapes."""
     leaves, structure = jax.tree.flatten(like)
+    flat = np.concatenate([shard[0] for shard in shards])
     ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
     parts = [part.reshape(leaf.shape) for part, leaf in zip(np.split(flat, ends), leaves, strict=True)]
     tree: Params = jax.tree.unflatten(structure, parts)

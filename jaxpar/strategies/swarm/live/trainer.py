@@ -12,10 +12,10 @@ A peer that joins, moves or returns loads its stage from the copy. If the loss o
 changes.
 """
 
-import functools
+import math
 import weakref
-from collections.abc import Mapping, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +36,38 @@ from jaxpar.strategies.swarm.executor import SwarmState
 from jaxpar.strategies.swarm.live import cluster
 from jaxpar.strategies.swarm.live.events import EventKind, LinePrinter, LiveEvent, PeerStatus, emit, listeners
 from jaxpar.strategies.swarm.live.members import SUSPECTED, Members, StateSource
-from jaxpar.strategies.swarm.live.peer import shard_sizes, unflatten_arrays
+from jaxpar.strategies.swarm.live.peer import StepShapes, SwarmSpec, find_fault_of_shard, joined_shards, shard_sizes
 from jaxpar.strategies.swarm.live.step import Averaging, Diverged, LiveStep
-from jaxpar.strategies.swarm.live.tickets import StepShapes, SwarmSpec, find_fault
-from jaxpar.strategies.swarm.live_options import LiveDetails
+from jaxpar.strategies.swarm.options import LiveDetails
 from jaxpar.strategies.swarm.progress import FORWARD_PASS, LOST, OUTPUT_GRADIENT, REPEATED, STAGE_INPUT
 from jaxpar.strategies.swarm.stage_passes import SwarmPrograms, microbatches_of
 from jaxpar.strategies.swarm.table import RoutingTable, write_routing
 from jaxpar.tasks import Sums, mean_loss
 
 
+@jax.jit
+def _combined(gradients: Sequence[Params], sums: Sequence[Sums]) -> tuple[Params, Sums, jax.Array]:
+    """Return the gradient of all layers, the metric sums of all microbatches, and the norm of the gradient."""
+    total = sum_over_stages(gradients)
+    return total, reduce(partial(jax.tree.map, jnp.add), sums), optax.tree.norm(total)
+
+
 class LiveTrainer:
     """The trainer of a live swarm."""
 
-    def __init__(self, ray: Any, details: LiveDetails, problem: Problem) -> None:
-        """Start the peers, without waiting for them."""
-        stages, work = details.stages, (details.workload.forward, details.workload.backward)
-        spec = SwarmSpec(problem, stages, details.messages)
-        self._ray, self._spec, self._num_microbatches = ray, spec, details.num_microbatches
-        self.members = Members(ray, ray.put(spec), work, details.settings, details.seed)
+    def __init__(self, details: LiveDetails, problem: Problem) -> None:
+        """Join or start the Ray cluster of a run, and start its peers, without waiting for them.
+
+        Raises UserError if no cluster answers at config.swarm.address, or it has room for fewer peers than stages.
+        """
+        if not listeners:  # otherwise it is they who show what happens
+            listeners.append(LinePrinter())
+        s, stages, work = details.settings, details.stages, (details.workload.forward, details.workload.backward)
+        self._ray = cluster.connect(s.address, math.ceil(int(s.peers) * s.peer_cpus))
+        cluster.check_room(self._ray, s)
+        self._spec, self._num_microbatches = SwarmSpec(problem, stages, details.messages), details.num_microbatches
+        self.members = Members(self._ray, self._ray.put(self._spec), work, s, details.seed)
         self._programs = SwarmPrograms(problem, stages, details.messages, keeps_params=False)
-        self._combine = jax.jit(combine_gradients)
         self._update = jax.jit(partial(steps.update, problem), donate_argnums=0)
         self._likes = [stages.select(problem.model.shapes, stage) for stage in range(stages.num_stages)]
         self._shapes: dict[Any, StepShapes] = {}
@@ -64,30 +75,23 @@ class LiveTrainer:
         self._newest: State | None = None
         self.num_steps = 0  # with an update, since the start
         self.members.gather()
-        if not details.settings.namespace:
-            weakref.finalize(self, end_peers, ray, self.members)
+        if not s.namespace:
+            weakref.finalize(self, self.members.end_all)
 
     def report(self, workdir: Path) -> dict[str, Any]:
         """End the peers, write the routing table of this process's steps, and return the results of the run."""
-        end_peers(self._ray, self.members)
+        self.members.end_all()
         table = self.routing_table()
         write_routing(workdir / "routing.csv", table)
-        return {
-            **self.members.counts,
-            "lost_passes": int((table.outcome == LOST).sum()),
-            "repeated_passes": int((table.outcome == REPEATED).sum()),
-        }
+        lost, repeated = (int((table.outcome == outcome).sum()) for outcome in (LOST, REPEATED))
+        return {**self.members.counts, "lost_passes": lost, "repeated_passes": repeated}
 
     def routing_table(self) -> RoutingTable:
         """Return the passes of all steps with an update since the trainer started, numbered from 0."""
         return self.members.engine.record.table(len(self._likes), self._num_microbatches, 0, self.num_steps)
 
     def step(self, before: SwarmState, batch: Mapping[str, np.ndarray]) -> tuple[SwarmState, Metrics]:
-        """Take a step. batch: on the host.
-
-        Raises:
-          TrainingError: see `Members.turn`.
-        """
+        """Take a step. batch: on the host. Raises TrainingError, see `Members.turn`."""
         number, state, _ = before
         members = self.members
         key, weight = self._programs.begin(state.key, np.int32(number), batch["weights"])
@@ -96,7 +100,11 @@ class LiveTrainer:
         references = [self._ray.put(one) for one in microbatches]
         members.step_number = number
         members.calls.restart()
-        self._share(state, references[0], scalars)
+        members.source = source = StateSource(self._trees(state), references[0], scalars)
+        if state is not self._newest:  # it is not the result of the step before, so the peers must load it
+            self._newest = state
+            members.distribute(source)
+            members.begin_periods()
         expected = self._expected(microbatches[0])
         step = LiveStep(members, self.num_steps, expected, references, scalars, self._compiled)
         try:
@@ -121,43 +129,34 @@ class LiveTrainer:
                 step.average_again()
                 return None
             for peer, shard, size in zip(peers, shards, shard_sizes(step.shapes.sizes[stage], len(peers)), strict=True):
-                if kind := find_fault(shard, [jax.ShapeDtypeStruct((size,), np.float32)]):
+                if kind := find_fault_of_shard(shard, size):
                     step.blame_gradient(stage, peer, kind)
                     return None
-            gradients.append(unflatten_arrays(np.concatenate([shard[0] for shard in shards]), self._likes[stage]))
+            gradients.append(joined_shards(shards, self._likes[stage]))
         return gradients
 
     def _apply(
         self, before: SwarmState, step: LiveStep, averaging: Averaging, gradients: Sequence[Params]
     ) -> tuple[SwarmState, Metrics]:
         """Apply the total gradients, on the peers and to the copy."""
-        members = self.members
+        members, stages = self.members, self._spec.stages
         for peer in step.suspects:
             members.give_up(peer, SUSPECTED, is_gone=True, is_hostile=True)
         structure = jax.tree.structure(self._spec.problem.task.zeros())
         sums = [jax.tree.unflatten(structure, step.sums[number]) for number in range(self._num_microbatches)]
-        total, added, norm = self._combine(gradients, sums)
+        total, added, norm = _combined(gradients, sums)
         if np.isfinite(norm) and np.isfinite(added.loss):
-            self._update_peers(averaging, total, np.asarray(norm))
-        after, metrics = self._update(before.state, total, added, norm)
-        self._newest = after
+            tied = jax.device_get([tied_gradients(stages, total, stage) for stage in range(stages.num_stages)])
+            for peer, one in enumerate(members.peers):
+                if one.status in (PeerStatus.LOADING, PeerStatus.SERVING):
+                    stage = members.engine.swarm.stage[peer]
+                    arguments = np.asarray(norm), tied[stage], *averaging.totals[stage]
+                    members.call(peer, "update", *arguments, label=("update", stage))
+        after = self._updated(before, total, added, norm)
         self.num_steps += 1
         loss = float(mean_loss(*jax.device_get((added.loss, added.weight))))
         emit(LiveEvent(EventKind.UPDATED, number=before.step, value=loss))
-        members.source = self._source(after, members.source)
-        return SwarmState(before.step + 1, after, None), metrics
-
-    def _update_peers(self, averaging: Averaging, total: Params, norm: np.ndarray) -> None:
-        """Let all peers take the optimizer step of their stage, without waiting for them."""
-        members, stages = self.members, self._spec.stages
-        tied = jax.device_get([tied_gradients(stages, total, stage) for stage in range(stages.num_stages)])
-        for peer, one in enumerate(members.peers):
-            if one.status in (PeerStatus.LOADING, PeerStatus.SERVING):
-                stage = members.engine.swarm.stage[peer]
-                arguments = (members.ticket(peer), norm, tied[stage], *averaging.totals[stage])
-                members.call(
-                    peer, "update", *arguments, label=("update", stage), num_arrays=0, done=members.acknowledge
-                )
+        return after
 
     def _skip(self, before: SwarmState, step: LiveStep) -> tuple[SwarmState, Metrics]:
         """End a step whose loss or gradient is not finite: no state changes."""
@@ -166,34 +165,24 @@ class LiveTrainer:
             self.members.clear(peer)
         nan = jnp.float32(jnp.nan)
         zeros = jax.tree.map(jnp.zeros_like, before.state.params)
-        sums = self._spec.problem.task.zeros()._replace(loss=nan)
-        after, metrics = self._update(before.state, zeros, sums, nan)
-        self._newest = after
-        self.members.source = self._source(after, self.members.source)
-        return SwarmState(before.step + 1, after, None), metrics
+        return self._updated(before, zeros, self._spec.problem.task.zeros()._replace(loss=nan), nan)
 
-    # ---- state ----------------------------------------------------------------------------------------------------
+    def _updated(self, before: SwarmState, total: Params, sums: Sums, norm: jax.Array) -> tuple[SwarmState, Metrics]:
+        """Take the optimizer step for the copy, which peers load from now on."""
+        self._newest, metrics = self._update(before.state, total, sums, norm)
+        assert self.members.source is not None
+        self.members.source = self.members.source._replace(tree=self._trees(self._newest))
+        return SwarmState(before.step + 1, self._newest, None), metrics
 
-    def _share(self, state: State, microbatch: Any, scalars: list[np.ndarray]) -> None:
-        """Let the peers load a state that is not the result of the step before."""
-        source = self._source(state, StateSource(lambda _: None, microbatch, scalars))
-        if state is self._newest:
-            self.members.source = source
-            return
-        self._newest = state
-        self.members.distribute(source)
-        self.members.begin_periods()
-
-    def _source(self, state: State, before: StateSource | None) -> StateSource:
-        """Return what peers load: the parts of a state, each copied to the object store when it is first needed."""
-        assert before is not None
+    def _trees(self, state: State) -> Callable[[int], Any]:
+        """Return a reference to the part of a state by stage, copied to the object store when it is first needed."""
         stages, optimizer = self._spec.stages, self._spec.problem.optimizer
 
-        @functools.cache
+        @cache
         def tree(stage: int) -> Any:
             return self._ray.put(jax.device_get(stage_tree(stages, optimizer, states.to_canonical(state), stage)))
 
-        return before._replace(tree=tree)
+        return tree
 
     def _expected(self, microbatch: Mapping[str, Any]) -> StepShapes:
         """Return the shapes of what peers send for a microbatch like this."""
@@ -212,32 +201,6 @@ class LiveTrainer:
         return self._shapes[key]
 
 
-def start_trainer(details: LiveDetails, problem: Problem) -> LiveTrainer:
-    """Join or start the Ray cluster of a run, and start its peers, without waiting for them.
-
-    Raises:
-      UserError: no cluster answers at config.swarm.address, or it has room for fewer peers than stages.
-    """
-    s = details.settings
-    if not listeners:  # otherwise it is they who show what happens
-        listeners.append(LinePrinter())
-    resources = cluster.peer_resources(s)
-    ray = cluster.connect(s.address, resources, int(s.peers))
-    cluster.check_room(ray, resources, s.stages)
-    return LiveTrainer(ray, details, problem)
-
-
-def combine_gradients(gradients: Sequence[Params], sums: Sequence[Sums]) -> tuple[Params, Sums, jax.Array]:
-    """Return the gradient of all layers, the metric sums of all microbatches, and the norm of the gradient. Jittable.
-
-    Args:
-      gradients: the total gradient of each stage; that of a tied array is the sum over the stages that use it.
-      sums: the sums of each microbatch.
-    """
-    total = sum_over_stages(gradients)
-    return total, reduce(partial(jax.tree.map, jnp.add), sums), optax.tree.norm(total)
-
-
 def tied_gradients(stages: Any, total: Params, stage: int) -> Params:
     """Return the gradients of the arrays of a stage that other stages use, too."""
     tied: Params = {}
@@ -251,19 +214,10 @@ def tied_gradients(stages: Any, total: Params, stage: int) -> Params:
 
 def stage_tree(stages: Any, optimizer: Any, tree: Canonical, stage: int) -> Canonical:
     """Return the part of a canonical state that the peers of a stage hold, with copies of tied arrays."""
+
+    def picked(of_all: Any, like: Any) -> Any:
+        return {key: picked(of_all[key], value) for key, value in like.items()} if isinstance(like, dict) else of_all
+
     params = stages.select(tree["params"], stage)
     like = serialization.to_state_dict(jax.eval_shape(optimizer.init, params))
     return tree | {"params": params, "optimizer": picked(tree["optimizer"], like)}
-
-
-def picked(tree: Any, like: Any) -> Any:
-    """Return the entries of a nested dict that another one has, too."""
-    return {key: picked(tree[key], value) for key, value in like.items()} if isinstance(like, dict) else tree
-
-
-def end_peers(ray: Any, members: Members) -> None:
-    """End all peers."""
-    if ray.is_initialized():
-        for peer in members.peers:
-            if peer.status != PeerStatus.GONE:
-                ray.kill(peer.handle)

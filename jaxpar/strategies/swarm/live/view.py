@@ -32,14 +32,14 @@ STYLES = {PeerStatus.SERVING: "green", PeerStatus.GIVEN_UP: "red", PeerStatus.GO
 
 @dataclass
 class PeerRow:
-    """A peer on the screen. stage: -1 if none; pace: seconds per pass, 0 if unknown."""
+    """A peer on the screen."""
 
     status: PeerStatus = PeerStatus.STARTING
-    stage: int = -1
+    stage: int = -1  # -1 if none
     process: str = ""
     num_queued: int = 0
     num_computed: int = 0
-    pace: float = 0.0
+    pace: float = 0.0  # seconds per pass, 0 if unknown
 
 
 class SwarmView:
