@@ -63,23 +63,15 @@ def entry(parent: Path, name: str, make: Callable[[Path], Facts], *, doing: str)
     """Return the entry `name` in directory `parent`, and create it if it is missing or damaged.
 
     To create it, print `doing` and call `make` with a temporary directory. `make` writes the files of the entry there
-    and returns the metadata to record.
-
-    Raises UserError if `parent` is not writable.
+    and returns the metadata to record. Raises UserError if `parent` is not writable.
     """
-    path = parent / name
+    path, temporary = parent / name, parent / f".{name[:16]}.{uuid.uuid4().hex}"
     facts = _whole(path)
     if facts is not None:
         return Entry(path, facts)
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        temporary = parent / f".{name[:16]}.{uuid.uuid4().hex}"
         temporary.mkdir()
-    except OSError as error:
-        raise UserError(
-            f"the cache {parent} cannot be written: {error}; set config.cache_dir or JAXPAR_CACHE"
-        ) from None
-    try:
         if path.exists():
             print(f"Cache entry {path} is damaged; rebuilding it", flush=True)
             with contextlib.suppress(FileNotFoundError):  # another process may have moved it already
@@ -89,9 +81,8 @@ def entry(parent: Path, name: str, make: Callable[[Path], Facts], *, doing: str)
         facts = make(temporary)
         _finish(temporary, path, facts)
     except OSError as error:
-        raise UserError(
-            f"the cache {parent} cannot be written: {error}; set config.cache_dir or JAXPAR_CACHE"
-        ) from None
+        rule = "set config.cache_dir or JAXPAR_CACHE"
+        raise UserError(f"the cache {parent} cannot be written: {error}; {rule}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Entry(path, facts)

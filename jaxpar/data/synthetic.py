@@ -10,8 +10,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar.data import cache
-from jaxpar.data.examples import Blocks, DataInfo, Dataset, Images, Labels, Masking, Split, Texts, Vectors
-from jaxpar.data.text import buckets_of
+from jaxpar.data.examples import Blocks, DataInfo, Dataset, Images, Labels, Masking, Split, Texts, Vectors, buckets_of
 
 NUM_CLASSES = 8
 _PAD, _CLS, _SEP, _MASK, _FIRST = 0, 2, 3, 4, 5  # as in a trained WordPiece vocabulary
