@@ -1,11 +1,39 @@
-"""The kinds of Hugging Face models that have an equivalent here, and how their config.json maps to config.model."""
+"""The kinds of Hugging Face models that have an equivalent here: how their config.json maps to config.model, and the
+names of their tensors to parameters.
+
+The names are those of the `transformers` classes with a head (see `Family.classes`). BertModel, GPT2Model and
+LlamaModel use the same names without the prefix.
+"""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxpar.models import bert, hf_tensors
+import numpy as np
+
+from jaxpar.models import bert
 from jaxpar.models.rotary import Rope, scaling_problem
+
+
+class Tensor(NamedTuple):
+    """One tensor of a safetensors file."""
+
+    name: str  # name in the file, without the prefix
+    keys: tuple[str, ...]  # the corresponding parameters; the tensor is their concatenation along the last dim
+    transposed: bool = False  # whether the file stores [out, in] for a parameter [in, out]
+    prefixed: bool = True  # whether the name has the model's prefix in classes with a head
+    head: bool = False  # whether the tensor belongs to a head, which the file can lack
+
+    def to_ours(self, array: np.ndarray) -> list[np.ndarray]:
+        """Return the parameters, one float32 array for each key. Values can be infinite or NaN."""
+        with np.errstate(over="ignore"):  # float64 beyond float32 becomes infinite
+            array = np.ascontiguousarray(array.T if self.transposed else array, np.float32)
+        return np.split(array, len(self.keys), axis=-1)
+
+    def from_ours(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the tensor as stored in the file."""
+        array = np.concatenate(arrays, axis=-1) if len(arrays) > 1 else arrays[0]
+        return np.ascontiguousarray(array.T if self.transposed else array)
 
 
 class Family(NamedTuple):
@@ -23,7 +51,79 @@ class Family(NamedTuple):
     fixed: dict[str, object]  # config.json keys with the only supported value of each
     prefix: str  # prefix of the tensor names in `transformers` classes with a head
     classes: dict[str, str]  # head of the task -> `transformers` class
-    tensors: Callable[[int], Iterator[hf_tensors.Tensor]]  # function from the number of layers to all tensors
+    tensors: Callable[[int], Iterator[Tensor]]  # function from the number of layers to all tensors
+
+
+def _bert_tensors(num_layers: int) -> Iterator[Tensor]:
+    """Yield all tensors of BERT and its heads. The decoder of the masked-LM head is the token embedding."""
+    for ours, theirs in (("tokens", "word"), ("positions", "position"), ("token_types", "token_type")):
+        yield Tensor(f"embeddings.{theirs}_embeddings.weight", (f"embed.{ours}",))
+    yield from _norm("embeddings.LayerNorm", "embed.norm")
+    for i in range(num_layers):
+        for name in ("query", "key", "value"):
+            yield from _linear(f"encoder.layer.{i}.attention.self.{name}", f"block_{i}.attention.{name}")
+        yield from _linear(f"encoder.layer.{i}.attention.output.dense", f"block_{i}.attention.out")
+        yield from _norm(f"encoder.layer.{i}.attention.output.LayerNorm", f"block_{i}.attention_norm")
+        yield from _linear(f"encoder.layer.{i}.intermediate.dense", f"block_{i}.mlp.up")
+        yield from _linear(f"encoder.layer.{i}.output.dense", f"block_{i}.mlp.down")
+        yield from _norm(f"encoder.layer.{i}.output.LayerNorm", f"block_{i}.mlp_norm")
+    heads = [
+        *_linear("pooler.dense", "head.pooler"),
+        *_linear("classifier", "head.classifier"),
+        *_linear("cls.predictions.transform.dense", "head.transform"),
+        *_norm("cls.predictions.transform.LayerNorm", "head.norm"),
+        Tensor("cls.predictions.bias", ("head.bias",)),
+    ]
+    for tensor in heads:
+        yield tensor._replace(prefixed=tensor.name.startswith("pooler"), head=True)
+
+
+def _gpt_tensors(num_layers: int) -> Iterator[Tensor]:
+    """Yield all tensors of GPT-2 and its classifier. Its linear maps are "Conv1D" and stored as [in, out]."""
+    yield Tensor("wte.weight", ("embed.tokens",))
+    yield Tensor("wpe.weight", ("embed.positions",))
+    for i in range(num_layers):
+        for part, suffix in (("weight", "kernel"), ("bias", "bias")):
+            block = f"block_{i}"
+            attention = tuple(f"{block}.attention.{name}.{suffix}" for name in ("query", "key", "value"))
+            yield Tensor(f"h.{i}.attn.c_attn.{part}", attention)
+            yield Tensor(f"h.{i}.attn.c_proj.{part}", (f"{block}.attention.out.{suffix}",))
+            yield Tensor(f"h.{i}.mlp.c_fc.{part}", (f"{block}.mlp.up.{suffix}",))
+            yield Tensor(f"h.{i}.mlp.c_proj.{part}", (f"{block}.mlp.down.{suffix}",))
+        yield from _norm(f"h.{i}.ln_1", f"block_{i}.attention_norm")
+        yield from _norm(f"h.{i}.ln_2", f"block_{i}.mlp_norm")
+    yield from _norm("ln_f", "head.norm")
+    yield Tensor("score.weight", ("head.classifier.kernel",), transposed=True, prefixed=False, head=True)
+
+
+def _llama_tensors(num_layers: int) -> Iterator[Tensor]:
+    """Yield all tensors of Llama and its heads. Only Qwen 2 has biases.
+
+    Queries and keys need no permutation: both sides rotate feature i of a head together with feature i + K/2.
+    """
+    yield Tensor("embed_tokens.weight", ("embed.tokens",))
+    for i in range(num_layers):
+        for theirs, ours in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "out")):
+            kernel = f"block_{i}.attention.{ours}.kernel"
+            yield Tensor(f"layers.{i}.self_attn.{theirs}_proj.weight", (kernel,), transposed=True)
+            yield Tensor(f"layers.{i}.self_attn.{theirs}_proj.bias", (f"block_{i}.attention.{ours}.bias",))
+        for name in ("gate", "up", "down"):
+            yield Tensor(f"layers.{i}.mlp.{name}_proj.weight", (f"block_{i}.mlp.{name}.kernel",), transposed=True)
+        yield Tensor(f"layers.{i}.input_layernorm.weight", (f"block_{i}.attention_norm.scale",))
+        yield Tensor(f"layers.{i}.post_attention_layernorm.weight", (f"block_{i}.mlp_norm.scale",))
+    yield Tensor("norm.weight", ("head.norm.scale",))
+    yield Tensor("lm_head.weight", ("head.tokens",), prefixed=False, head=True)
+    yield Tensor("score.weight", ("head.classifier.kernel",), transposed=True, prefixed=False, head=True)
+
+
+def _linear(theirs: str, ours: str) -> Iterator[Tensor]:
+    yield Tensor(f"{theirs}.weight", (f"{ours}.kernel",), transposed=True)
+    yield Tensor(f"{theirs}.bias", (f"{ours}.bias",))
+
+
+def _norm(theirs: str, ours: str) -> Iterator[Tensor]:
+    yield Tensor(f"{theirs}.weight", (f"{ours}.scale",))
+    yield Tensor(f"{theirs}.bias", (f"{ours}.bias",))
 
 
 _LLAMA = Family(
@@ -53,7 +153,7 @@ _LLAMA = Family(
     fixed={"attention_bias": False, "mlp_bias": False},
     prefix="model.",
     classes={"example": "LlamaForSequenceClassification", "causal_lm": "LlamaForCausalLM"},
-    tensors=hf_tensors.llama,
+    tensors=_llama_tensors,
 )
 FAMILIES = {
     "bert": Family(
@@ -88,7 +188,7 @@ FAMILIES = {
             "token": "BertForTokenClassification",
             "masked_lm": "BertForMaskedLM",
         },
-        tensors=hf_tensors.bert,
+        tensors=_bert_tensors,
     ),
     "gpt2": Family(
         model="gpt",
@@ -116,7 +216,7 @@ FAMILIES = {
         },
         prefix="transformer.",
         classes={"example": "GPT2ForSequenceClassification", "causal_lm": "GPT2LMHeadModel"},
-        tensors=hf_tensors.gpt,
+        tensors=_gpt_tensors,
     ),
     "llama": _LLAMA,
     "mistral": _LLAMA._replace(
