@@ -79,28 +79,23 @@ def entry(parent: Path, name: str, make: Callable[[Path], Facts], *, doing: str)
                 shutil.rmtree(temporary / "damaged")
         print(f"{doing} (only once; cached in {path})", flush=True)
         facts = make(temporary)
-        _finish(temporary, path, facts)
+        files = sorted(file for file in temporary.iterdir() if file.is_file())
+        record = {"sizes": {file.name: file.stat().st_size for file in files}, "facts": facts}
+        (temporary / _RECORD).write_text(json.dumps(record))
+        for file in (*files, temporary / _RECORD):
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        try:
+            temporary.rename(path)
+        except OSError:
+            if _whole(path) is None:  # otherwise another process finished first; its identical entry stays
+                raise
     except OSError as error:
         rule = "set config.cache_dir or JAXPAR_CACHE"
         raise UserError(f"the cache {parent} cannot be written: {error}; {rule}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Entry(path, facts)
-
-
-def _finish(temporary: Path, path: Path, facts: Facts) -> None:
-    """Record the file sizes, flush to disk and rename. If another process finished first, its identical entry stays."""
-    files = sorted(file for file in temporary.iterdir() if file.is_file())
-    record = {"sizes": {file.name: file.stat().st_size for file in files}, "facts": facts}
-    (temporary / _RECORD).write_text(json.dumps(record))
-    for file in (*files, temporary / _RECORD):
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-    try:
-        temporary.rename(path)
-    except OSError:
-        if _whole(path) is None:
-            raise
 
 
 def _whole(path: Path) -> Facts | None:

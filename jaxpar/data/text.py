@@ -77,16 +77,10 @@ def load_split(
 ) -> Split:
     """Load the file config.data.test of another data set as a split, with the tokenizer and classes of a run.
 
-    Args:
-      config: config of the run, with another config.data.test and config.data.source.
-      labels: the kind of labels.
-      info: properties of the data of the run.
-      serialized: the tokenizer of the run.
-      workdir: workdir of the run, for error messages.
-      directory: empty directory for the token arrays, which the split reads.
+    config, info, serialized (the tokenizer) and workdir (for error messages) are those of the run, except for
+    config.data.test and config.data.source. directory: empty directory for the token arrays, which the split reads.
 
-    Raises:
-      UserError: the file is invalid, or has labels that the training data lacks.
+    Raises UserError if the file is invalid, or has labels that the training data lacks.
     """
     made, path = Tokenizer.from_str(serialized), workdir / "tokenizer.json"
     corpus = Corpus(config, labels, only="test")

@@ -2,7 +2,7 @@
 
 A trained tokenizer depends on the training texts alone. This does not hold for the library's own WordPiece training: it
 numbers the initial pieces inside words in the order of a hash table, and breaks ties between merges by these numbers.
-`_train_wordpiece` therefore passes these pieces in sorted order.
+`train_tokenizer` therefore passes these pieces in sorted order.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -34,10 +34,8 @@ def train_tokenizer(texts: Callable[[], Iterator[str]], vocab_size: int, *, byte
 
     `texts` returns a new iterator over the training texts; it is called up to twice.
     """
-    return _train_bytes(texts(), vocab_size) if byte_level else _train_wordpiece(texts, vocab_size)
-
-
-def _train_wordpiece(texts: Callable[[], Iterator[str]], vocab_size: int) -> Tokenizer:
+    if byte_level:
+        return _train_bytes(texts(), vocab_size)
     scratch = Tokenizer(models.BPE(unk_token="[UNK]", continuing_subword_prefix="##"))
     scratch.normalizer = normalizers.BertNormalizer()
     long_word = pre_tokenizers.Split(Regex(rf"^.{{{MAX_CHARACTERS + 1},}}$"), "removed")

@@ -79,13 +79,11 @@ def describe_model(config: ConfigDict, model: Model, batch: Mapping[str, jax.Arr
         of_size = _module(name).SIZES[size]
         changed = {key: config.model[key] for key in OVERRIDES if config.model[key] is not None}
         values = of_size | changed
-        if config.model.init_from:
-            name += f" from {config.model.init_from}"
-        elif others := [f"{key}={value}" for key, value in changed.items() if of_size.get(key, value) != value]:
-            was = ", ".join(f"{of_size[one.partition('=')[0]]}" for one in others)
-            name += f" of size {size}, but config.model has {', '.join(others)} (not {was})"
-        else:
-            name += f" of size {size}"
+        others = [key for key, value in changed.items() if of_size.get(key, value) != value]
+        name += f" from {config.model.init_from}" if config.model.init_from else f" of size {size}"
+        if others and not config.model.init_from:
+            listed = ", ".join(f"{key}={changed[key]}" for key in others)
+            name += f", but config.model has {listed} (not {', '.join(f'{of_size[key]}' for key in others)})"
         words = [f"width {values['hidden_size']:,}"]
         words += [format_count(values["num_heads"], "head")] if "num_heads" in values else []
         words += [f"vocabulary {first.shapes['tokens'].shape[0]:,}"] if "tokens" in first.shapes else []
@@ -93,12 +91,8 @@ def describe_model(config: ConfigDict, model: Model, batch: Mapping[str, jax.Arr
         words.append(f"batches of {inputs.shape[0]:,} x {inputs.shape[1]:,} tokens")
     names = [layer.name for layer in model.layers]
     layers = ", ".join(names) if len(names) < 4 else f"{names[0]} .. {names[-2]}, {names[-1]}"
-    parts = [
-        f"{name}, layers {layers}",
-        f"{num_parameters(model):,} parameters, {config.model.dtype}",
-        ", ".join(words),
-    ]
-    return "; ".join(filter(None, parts))
+    size = f"{num_parameters(model):,} parameters, {config.model.dtype}"
+    return "; ".join(filter(None, (f"{name}, layers {layers}", size, ", ".join(words))))
 
 
 def _check_choices(config: ConfigDict) -> None:

@@ -108,27 +108,25 @@ def _refuse_to_lower(*_arguments: Any, **_parameters: Any) -> NoReturn:
     raise UserError(f"config.model.attention selects cuDNN attention, but cuDNN is not installed; {rule}")
 
 
-for _primitive in (_forward, _backward):
-    mlir.register_lowering(_primitive, _refuse_to_lower)
+mlir.register_lowering(_forward, _refuse_to_lower)
+mlir.register_lowering(_backward, _refuse_to_lower)
+
+
+_Arrays = tuple[jax.Array | None, ...]  # q, k, v and lengths_B, or what the backward pass reads
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _abstract_cudnn(
-    is_causal: bool, q: jax.Array, k: jax.Array, v: jax.Array, lengths_B: jax.Array | None
-) -> jax.Array:
-    return _abstract_forward(is_causal, q, k, v, lengths_B)[0]
+def _abstract_cudnn(is_causal: bool, *inputs: jax.Array | None) -> jax.Array:
+    return _abstract_forward(is_causal, *inputs)[0]
 
 
-def _abstract_forward(
-    is_causal: bool, q: jax.Array, k: jax.Array, v: jax.Array, lengths_B: jax.Array | None
-) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
-    y, statistics = _forward.bind(q, k, v, is_causal=is_causal)
-    return y, (q, k, v, y, statistics, lengths_B)
+def _abstract_forward(is_causal: bool, *inputs: jax.Array | None) -> tuple[jax.Array, _Arrays]:
+    *arrays, lengths_B = inputs
+    y, statistics = _forward.bind(*arrays, is_causal=is_causal)
+    return y, (*arrays, y, statistics, lengths_B)
 
 
-def _abstract_backward(
-    is_causal: bool, saved: tuple[jax.Array | None, ...], dy: jax.Array
-) -> tuple[jax.Array | None, ...]:
+def _abstract_backward(is_causal: bool, saved: _Arrays, dy: jax.Array) -> _Arrays:
     *arrays, _lengths_B = saved
     return (*_backward.bind(*arrays, dy, is_causal=is_causal), None)
 

@@ -145,7 +145,7 @@ def _read_config(directory: Path) -> tuple[Path, Family, Settings]:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"{given} with model_type {kind!r:.60}; it must be one of {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    settings = family.defaults | theirs
+    settings = {**family.defaults, **theirs}
     for name, state in (("quantization_config", "quantized"), ("pruned_heads", "pruned")):
         if settings.get(name):
             raise UserError(f"{given} with {name} in config.json; it must be a model that is not {state}")
@@ -154,9 +154,8 @@ def _read_config(directory: Path) -> tuple[Path, Family, Settings]:
         why = ", because no task here has several labels per example" * (problem == "multi_label_classification")
         possible = " or ".join(PROBLEMS)
         raise UserError(f"{given} with problem_type {problem!r} in config.json; it must be {possible}{why}")
-    ids = {str(index) for index in range(len(names))} if isinstance(names, dict) else None
-    is_named = ids is not None and names.keys() == ids and all(isinstance(name, str) for name in names.values())
-    if names is not None and not is_named:
+    is_named = isinstance(names, dict) and names.keys() == {str(index) for index in range(len(names))}
+    if names is not None and not (is_named and all(isinstance(name, str) for name in names.values())):
         rule = 'the name of each class by number: {"0": "no"}'
         raise UserError(f"{path} has id2label {names!r:.60}; it must be {rule}")
     if missing := [name for name in family.keys.values() if name not in settings]:
@@ -183,21 +182,13 @@ def _read_config(directory: Path) -> tuple[Path, Family, Settings]:
 def load_params(
     model: Model, params: Params, directory: Path, info: DataInfo, log: Callable[[str], None] = print
 ) -> Params:
-    """Return `params` with the arrays in the directory in place of the initial ones, as NumPy arrays.
+    """Return `params`, initial parameters or their shapes, with the arrays in the directory in place of them, in NumPy.
 
     Heads that the directory lacks, and a classifier of other classes, stay as in `params`. A classifier of the same
-    classes in another order is reordered.
+    classes in another order is reordered. The model is built from a config processed by `apply_directory`. `log` is
+    called with one line: the directory, the parameters that stay, and the dropout rate that is not applied.
 
-    Args:
-      model: the model, built from a config processed by `apply_directory`.
-      params: initial parameters, which fill in for arrays that the directory lacks, or only their shapes.
-      directory: the directory that config.model.init_from named.
-      info: properties of the data set.
-      log: called with one line that lists the directory, the parameters that keep their initial values, and the dropout
-        rate that is not applied.
-
-    Raises:
-      UserError: a file or tensor is missing, a file is damaged, or a tensor has the wrong shape or is not finite.
+    Raises UserError if a file or tensor is missing or damaged, or a tensor has the wrong shape or is not finite.
     """
     _, family, settings = _read_config(directory)
     order = _output_order(settings, info)

@@ -45,10 +45,10 @@ class Family(NamedTuple):
     varied: dict[str, str]
     keys: dict[str, str]  # config.model key -> config.json key. Without dropout, the model has none.
     activations: dict[str, str]  # config.model.activation -> the activation in config.json
-    defaults: dict[str, object]  # default values of config.json keys that can be absent
+    defaults: Mapping[str, object]  # default values of config.json keys that can be absent
     rates: dict[str, float | None]  # other dropout rates of config.json with their defaults; None is the rate of `keys`
     unapplied: str  # the key of the dropout rate of the attention probabilities, which models here do not have
-    fixed: dict[str, object]  # config.json keys with the only supported value of each
+    fixed: Mapping[str, object]  # config.json keys with the only supported value of each
     prefix: str  # prefix of the tensor names in `transformers` classes with a head
     classes: dict[str, str]  # head of the task -> `transformers` class
     tensors: Callable[[int], Iterator[Tensor]]  # function from the number of layers to all tensors
@@ -67,14 +67,10 @@ def _bert_tensors(num_layers: int) -> Iterator[Tensor]:
         yield from _linear(f"encoder.layer.{i}.intermediate.dense", f"block_{i}.mlp.up")
         yield from _linear(f"encoder.layer.{i}.output.dense", f"block_{i}.mlp.down")
         yield from _norm(f"encoder.layer.{i}.output.LayerNorm", f"block_{i}.mlp_norm")
-    heads = [
-        *_linear("pooler.dense", "head.pooler"),
-        *_linear("classifier", "head.classifier"),
-        *_linear("cls.predictions.transform.dense", "head.transform"),
-        *_norm("cls.predictions.transform.LayerNorm", "head.norm"),
-        Tensor("cls.predictions.bias", ("head.bias",)),
-    ]
-    for tensor in heads:
+    transform = "cls.predictions.transform"
+    heads = [*_linear("pooler.dense", "head.pooler"), *_linear("classifier", "head.classifier")]
+    heads += [*_linear(f"{transform}.dense", "head.transform"), *_norm(f"{transform}.LayerNorm", "head.norm")]
+    for tensor in (*heads, Tensor("cls.predictions.bias", ("head.bias",))):
         yield tensor._replace(prefixed=tensor.name.startswith("pooler"), head=True)
 
 
@@ -84,12 +80,11 @@ def _gpt_tensors(num_layers: int) -> Iterator[Tensor]:
     yield Tensor("wpe.weight", ("embed.positions",))
     for i in range(num_layers):
         for part, suffix in (("weight", "kernel"), ("bias", "bias")):
-            block = f"block_{i}"
-            attention = tuple(f"{block}.attention.{name}.{suffix}" for name in ("query", "key", "value"))
+            attention = tuple(f"block_{i}.attention.{name}.{suffix}" for name in ("query", "key", "value"))
             yield Tensor(f"h.{i}.attn.c_attn.{part}", attention)
-            yield Tensor(f"h.{i}.attn.c_proj.{part}", (f"{block}.attention.out.{suffix}",))
-            yield Tensor(f"h.{i}.mlp.c_fc.{part}", (f"{block}.mlp.up.{suffix}",))
-            yield Tensor(f"h.{i}.mlp.c_proj.{part}", (f"{block}.mlp.down.{suffix}",))
+            yield Tensor(f"h.{i}.attn.c_proj.{part}", (f"block_{i}.attention.out.{suffix}",))
+            yield Tensor(f"h.{i}.mlp.c_fc.{part}", (f"block_{i}.mlp.up.{suffix}",))
+            yield Tensor(f"h.{i}.mlp.c_proj.{part}", (f"block_{i}.mlp.down.{suffix}",))
         yield from _norm(f"h.{i}.ln_1", f"block_{i}.attention_norm")
         yield from _norm(f"h.{i}.ln_2", f"block_{i}.mlp_norm")
     yield from _norm("ln_f", "head.norm")
@@ -130,24 +125,12 @@ _LLAMA = Family(
     model="gpt",
     options={"norm": "rmsnorm", "positions": "rotary", "qkv_bias": False},
     varied={"norm_eps": "rms_norm_eps", "tied_embeddings": "tie_word_embeddings", "head_dim": "head_dim"},
-    keys={
-        "num_layers": "num_hidden_layers",
-        "hidden_size": "hidden_size",
-        "num_heads": "num_attention_heads",
-        "num_kv_heads": "num_key_value_heads",
-        "mlp_size": "intermediate_size",
-        "vocab_size": "vocab_size",
-        "activation": "hidden_act",
-    },
+    keys={"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads"}
+    | {"num_kv_heads": "num_key_value_heads", "mlp_size": "intermediate_size", "vocab_size": "vocab_size"}
+    | {"activation": "hidden_act"},
     activations={"swiglu": "silu"},
-    defaults={
-        "num_key_value_heads": None,
-        "hidden_act": "silu",
-        "attention_dropout": 0.0,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "head_dim": None,
-    },
+    defaults={"num_key_value_heads": None, "hidden_act": "silu", "attention_dropout": 0.0}
+    | {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "head_dim": None},
     rates={},
     unapplied="attention_dropout",
     fixed={"attention_bias": False, "mlp_bias": False},
@@ -160,60 +143,33 @@ FAMILIES = {
         model="bert",
         options={},
         varied={},
-        keys={
-            "num_layers": "num_hidden_layers",
-            "hidden_size": "hidden_size",
-            "num_heads": "num_attention_heads",
-            "mlp_size": "intermediate_size",
-            "vocab_size": "vocab_size",
-            "max_length": "max_position_embeddings",
-            "dropout": "hidden_dropout_prob",
-            "activation": "hidden_act",
-        },
+        keys={"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads"}
+        | {"mlp_size": "intermediate_size", "vocab_size": "vocab_size", "max_length": "max_position_embeddings"}
+        | {"dropout": "hidden_dropout_prob", "activation": "hidden_act"},
         activations={"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"},
         defaults={"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu"},
         rates={"classifier_dropout": None},
         unapplied="attention_probs_dropout_prob",
-        fixed={
-            "type_vocab_size": 2,
-            "layer_norm_eps": bert.NORM_EPS,
-            "position_embedding_type": "absolute",
-            "is_decoder": False,
-            "add_cross_attention": False,
-            "tie_word_embeddings": True,
-        },
+        fixed={"type_vocab_size": 2, "layer_norm_eps": bert.NORM_EPS, "position_embedding_type": "absolute"}
+        | {"is_decoder": False, "add_cross_attention": False, "tie_word_embeddings": True},
         prefix="bert.",
-        classes={
-            "example": "BertForSequenceClassification",
-            "token": "BertForTokenClassification",
-            "masked_lm": "BertForMaskedLM",
-        },
+        classes={"example": "BertForSequenceClassification", "token": "BertForTokenClassification"}
+        | {"masked_lm": "BertForMaskedLM"},
         tensors=_bert_tensors,
     ),
     "gpt2": Family(
         model="gpt",
         options={"norm": "layernorm", "positions": "learned"},
         varied={"norm_eps": "layer_norm_epsilon"},
-        keys={
-            "num_layers": "n_layer",
-            "hidden_size": "n_embd",
-            "num_heads": "n_head",
-            "mlp_size": "n_inner",
-            "vocab_size": "vocab_size",
-            "max_length": "n_positions",
-            "dropout": "resid_pdrop",
-            "activation": "activation_function",
-        },
+        keys={"num_layers": "n_layer", "hidden_size": "n_embd", "num_heads": "n_head", "mlp_size": "n_inner"}
+        | {"vocab_size": "vocab_size", "max_length": "n_positions", "dropout": "resid_pdrop"}
+        | {"activation": "activation_function"},
         activations={"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"},
         defaults={"n_inner": None, "resid_pdrop": 0.1, "attn_pdrop": 0.1, "activation_function": "gelu_new"},
         rates={"embd_pdrop": 0.1},
         unapplied="attn_pdrop",
-        fixed={
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "add_cross_attention": False,
-            "tie_word_embeddings": True,
-        },
+        fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+        | {"add_cross_attention": False, "tie_word_embeddings": True},
         prefix="transformer.",
         classes={"example": "GPT2ForSequenceClassification", "causal_lm": "GPT2LMHeadModel"},
         tensors=_gpt_tensors,

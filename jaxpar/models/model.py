@@ -160,10 +160,7 @@ class Model:
     def outputs(self, params: Params, batch: Batch, keys_B: jax.Array | None = None) -> jax.Array | TokenLogits:
         """Return the output of the last layer in the form from which a task computes its sums.
 
-        Args:
-          params: parameters as returned by `init`.
-          batch: the batch; its "inputs" are the input of the first layer.
-          keys_B: one dropout key per example, or None for no dropout.
+        The batch's "inputs" are the input of the first layer. keys_B: one dropout key per example; None: no dropout.
         """
         return self.apply_layers(params, batch["inputs"], batch, keys_B, 0, len(self.layers))
 
@@ -181,9 +178,8 @@ class Model:
     ) -> Activations:
         """Return the output of layers[start:stop] (such as a pipeline stage) for the input x of layer `start`.
 
-        Args:
-          shift: offset of the layer index for dropout masks, so that equal stages can share one program.
-          scan: if False, do not scan, even if the model was created with scan=True.
+        shift: offset of the layer index for dropout masks, so that equal stages can share one program. scan: if False,
+        do not scan, even if the model was created with scan=True.
         """
         context, scan = Context(batch, keys_B), scan and self._scan
         for run in self.runs:
@@ -220,24 +216,20 @@ class Model:
         """Return the shapes and dtypes of the input of each layer for an abstract batch, as `jax.ShapeDtypeStruct`s."""
         key = tuple(sorted((name, x.shape, str(x.dtype)) for name, x in batch.items()))
         if key not in self._inputs:
-            self._inputs[key] = list(self._trace_inputs(batch))
+            x, before = jax.eval_shape(lambda x: x, batch["inputs"]), None
+            inputs, shapes, starts = [x], self.shapes, {run.start for run in self.runs}
+            for index in range(len(self.layers) - 1):
+                if index in starts or x != before:  # otherwise an equal layer with an equal input has an equal output
+                    apply = partial(self.apply_layers, keys_B=None, start=index, stop=index + 1)
+                    x, before = jax.eval_shape(apply, shapes, x, dict(batch)), x
+                inputs.append(x)
+            self._inputs[key] = inputs
         return list(self._inputs[key])
-
-    def _trace_inputs(self, batch: Batch) -> Iterator[Activations]:
-        x, before = jax.eval_shape(lambda x: x, batch["inputs"]), None
-        yield x
-        shapes, starts = self.shapes, {run.start for run in self.runs}
-        for index in range(len(self.layers) - 1):
-            if index in starts or x != before:  # otherwise an equal layer with an equal input has an equal output
-                apply = partial(self.apply_layers, keys_B=None, start=index, stop=index + 1)
-                x, before = jax.eval_shape(apply, shapes, x, dict(batch)), x
-            yield x
 
     def read_shapes(self, batch: Batch) -> Params:
         """Return the shapes of the arrays that each layer uses, with the dtypes in which it reads them in training.
 
-        These are narrower if all that a layer does with an array is to cast it. They include arrays that the layer
-        shares with another one. batch: an abstract batch.
+        These are narrower if all that a layer does with an array is to cast it. They include shared arrays.
         """
         inputs = zip(self.layers, self.inputs(batch), strict=True)
         keys_B = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), len(batch["inputs"])))
@@ -264,8 +256,7 @@ class Model:
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *packed)
 
         def body(x: Activations, layer: tuple[LayerParams, jax.Array]) -> tuple[Activations, None]:
-            weights, index = layer
-            return self._call(layers[0], weights, x, context, index, scan=True, in_scan=True), None
+            return self._call(layers[0], layer[0], x, context, layer[1], scan=True, in_scan=True), None
 
         return jax.lax.scan(body, x, (stacked, jnp.arange(first, last) + shift))[0]
 
