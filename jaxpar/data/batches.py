@@ -26,10 +26,7 @@ class Batches:
     """The batches of a split, step by step, epoch after epoch."""
 
     def __init__(self, split: Split, *, batch_size: int, seed: int, shuffle: bool):
-        """Create batches for training if `shuffle` (random order, augmented), otherwise for evaluation.
-
-        For evaluation, examples are ordered by length and every epoch is the same.
-        """
+        """Create batches for training if `shuffle` (random order, augmented), otherwise for evaluation, by length."""
         self._split = split
         self.batch_size = batch_size  # padding examples included
         self._seed = seed
@@ -58,10 +55,7 @@ class Batches:
         return batch
 
     def longest(self) -> Arrays:
-        """Return a batch of the largest shape, which repeats the longest example.
-
-        The arrays are read-only views that take the memory of one example.
-        """
+        """Return a batch of the largest shape: read-only views of the longest example, which take its memory alone."""
         longest = 0 if self._lengths_N is None else int(self._lengths_N.argmax())
         example = self._gather(np.array([longest]), slice(None), drawn_at=0)
         return {name: np.broadcast_to(x, (self.batch_size, *x.shape[1:])) for name, x in example.items()}

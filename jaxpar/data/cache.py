@@ -1,9 +1,7 @@
 """A cache of arrays that are created once and memory-mapped in later runs.
 
-A cache entry is a directory named by the hash of everything that determines its contents. It is written to a
-temporary directory and renamed into place, so an existing entry is complete even if a process was killed while
-writing, or several processes wrote the same entry. `entry.json` records the size of every file, and an entry with
-missing or truncated files is rebuilt.
+A cache entry is a directory named by the hash of everything that determines its contents. It is renamed into place when
+it is complete. `entry.json` records the size of every file, and an entry with missing or truncated files is rebuilt.
 """
 
 import contextlib

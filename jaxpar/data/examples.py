@@ -204,15 +204,12 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Images:
-    """Images of one size, uint8.
-
-    In training, images are optionally shifted by up to 4 pixels, with black at the border, and flipped left to right
-    (He et al. 2016, section 4.2).
-    """
+    """Images of one size, uint8."""
 
     lengths_N: ClassVar[None] = None
     images_NHWC: np.ndarray
     labels_N: np.ndarray
+    # Whether training shifts by up to 4 pixels, and flips left to right (He et al. 2016, section 4.2)
     shift: bool
     flip: bool
 
@@ -225,7 +222,7 @@ class Images:
         if training:
             draws_R3 = random.integers(0, (9, 9, 2), (len(examples_B), 3))[shard]
             if self.shift:
-                # Pad each image with 4 pixels on every side, and crop it at an offset of 0 to 8; at 4 it is unchanged.
+                # Pad with 4 black pixels on every side, and crop at an offset of 0 to 8; at 4, an image is unchanged.
                 height, width = images_RHWC.shape[1:3]
                 padded = np.pad(images_RHWC, ((0, 0), (4, 4), (4, 4), (0, 0)))
                 y_RH11 = (draws_R3[:, :1] + np.arange(height))[:, :, None]

@@ -113,8 +113,7 @@ def write_packed(
 ) -> Facts:
     """Write examples for masked language models: documents, each followed by ends[1], cut into pieces.
 
-    An example is ends[0], a piece of the token stream, and ends[1], together max_length tokens. The last example may be
-    shorter.
+    An example is ends[0], a piece of the token stream, and ends[1]: max_length tokens, or fewer in the last example.
     """
     examples = {}
     for name, tokens_M in _streams(rows, tokenizer, ends[1]).items():
@@ -133,10 +132,7 @@ def write_packed(
 def write_blocks(
     directory: Path, rows: Iterable[SplitRow], tokenizer: Tokenizer, max_length: int, end_of_text: int
 ) -> Facts:
-    """Write blocks of max_length + 1 tokens, cut from the documents, each followed by end_of_text.
-
-    The remainder is dropped.
-    """
+    """Write blocks of max_length + 1 tokens, cut from the documents, each followed by end_of_text; drop the rest."""
     examples, size = {}, max_length + 1
     for name, tokens_M in _streams(rows, tokenizer, end_of_text).items():
         count = examples[name] = len(tokens_M) // size

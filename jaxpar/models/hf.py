@@ -53,11 +53,11 @@ def apply_directory(config: ConfigDict) -> None:
         what = f"{config.model.name!r}, but {path} describes a {family.model!r} model"
         raise UserError(f"config.model.name is {what}; set config.model.name={family.model}")
     for key, option in _options(family, settings, path, config.task).items():
-        if config.model[key] is None and gpt.LM_DEFAULTS[key] != option:
-            config.model[key] = option
-        elif config.model[key] not in (None, option):
+        if config.model[key] not in (None, option):
             what = f"{config.model[key]!r}, but {path} describes a model with {option!r}"
             raise UserError(f"config.model.{key} is {what}; do not set config.model.{key}")
+        if gpt.LM_DEFAULTS[key] != option:
+            config.model[key] = option
     longest = sliding_window(settings)
     if longest is not None and config.data.max_length > longest:
         raise UserError(

@@ -32,9 +32,8 @@ INIT_SCALE = 0.02  # standard deviation of the initial weights in BERT and GPT-2
 def dropout(x: jax.Array, rate: float, context: Context, site: int) -> jax.Array:
     """Apply dropout with probability `rate` to x [B, ...].
 
-    The mask of an example depends only on its key and on `site`, the index of the dropout in the layer. With JAX's
-    partitionable random bits, element i is a function of (key, i), so the mask at position t does not depend on the
-    padded length.
+    The mask of an example depends only on its key and on `site`, the index of the dropout in the layer. JAX's random
+    bits are partitionable: element i is a function of (key, i), so the mask does not depend on the padded length.
     """
     if context.keys_B is None or rate == 0:
         return x

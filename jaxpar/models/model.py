@@ -1,9 +1,7 @@
-"""A model is an ordered sequence of single-device layers.
+"""A model is an ordered sequence of single-device layers: each is an `nnx.Module` called as `layer(x, context)`.
 
-A layer is an `nnx.Module` called as `layer(x, context)`. It contains no code for devices. Strategies partition the
-sequence: a pipeline stage is a range of layers. The activations x between layers are an array or any pytree of arrays.
-Parameters are a plain dict keyed by layer name. This canonical form is independent of the strategy and of any scan over
-layers.
+Strategies partition the sequence: a pipeline stage is a range of layers. Parameters are a plain dict keyed by layer
+name. This canonical form is independent of the strategy and of any scan over layers.
 
 Array dims: B examples, T positions, D features.
 """
