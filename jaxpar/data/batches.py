@@ -12,8 +12,7 @@ Dims: N examples, S batches of an epoch, B examples of a batch, R examples of a 
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import SupportsIndex
+from functools import partial
 
 import numpy as np
 
@@ -24,28 +23,19 @@ _MAX_ORDERS = 2  # in epochs: at an epoch boundary, loader threads work on the e
 
 
 class Batches:
-    """The batches of a split, step by step, epoch after epoch.
-
-    Attributes:
-      batch_size: number of examples in a batch, padding examples included.
-      steps_per_epoch: ceil(examples / batch_size). One batch of an epoch holds the remainder and is filled up with
-        padding examples, which have weight 0.
-      examples_per_epoch: number of examples in the split; each occurs exactly once per epoch.
-    """
+    """The batches of a split, step by step, epoch after epoch."""
 
     def __init__(self, split: Split, *, batch_size: int, seed: int, shuffle: bool):
-        """Create batches for training if `shuffle` (random order, augmented), otherwise for evaluation.
-
-        For evaluation, examples are ordered by length and every epoch is the same.
-        """
+        """Create batches for training if `shuffle` (random order, augmented), otherwise for evaluation, by length."""
         self._split = split
-        self.batch_size = batch_size
+        self.batch_size = batch_size  # padding examples included
         self._seed = seed
         self._shuffle = shuffle
         self._orders: dict[int, np.ndarray] = {}
         self._lock = threading.Lock()
         self._lengths_N = split.lengths_N
-        self.examples_per_epoch = len(split)
+        self.examples_per_epoch = len(split)  # each occurs exactly once per epoch
+        # One batch of an epoch holds the remainder and is filled up with padding examples, which have weight 0.
         self.steps_per_epoch = -(-len(split) // batch_size)
 
     def batch(self, step: int, shard: slice = slice(None), *, with_example_ids: bool = False) -> Arrays:
@@ -65,10 +55,7 @@ class Batches:
         return batch
 
     def longest(self) -> Arrays:
-        """Return a batch of the largest shape, which repeats the longest example.
-
-        The arrays are read-only views that take the memory of one example.
-        """
+        """Return a batch of the largest shape: read-only views of the longest example, which take its memory alone."""
         longest = 0 if self._lengths_N is None else int(self._lengths_N.argmax())
         example = self._gather(np.array([longest]), slice(None), drawn_at=0)
         return {name: np.broadcast_to(x, (self.batch_size, *x.shape[1:])) for name, x in example.items()}
@@ -103,8 +90,8 @@ class Batches:
         if stop <= start:
             return iter(())
         options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
-        steps = _Steps(self, start, stop, shard, with_example_ids)
-        return iter(grain.MapDataset.source(steps).to_iter_dataset(options))
+        batch = partial(self.batch, shard=shard, with_example_ids=with_example_ids)
+        return iter(grain.MapDataset.range(start, stop).map(batch).to_iter_dataset(options))
 
     def _gather(self, examples_B: np.ndarray, shard: slice, *, drawn_at: int) -> Arrays:
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, drawn_at, 1))))
@@ -115,32 +102,15 @@ class Batches:
         with self._lock:
             key = epoch if self._shuffle else 0
             if key not in self._orders:
-                self._orders[key] = self._make_order(key)
+                lengths_N, size = self._lengths_N, self.batch_size
+                if self._shuffle:
+                    order = shuffled(lengths_N, self.examples_per_epoch, size, self._seed, epoch)
+                else:
+                    order = in_order(lengths_N, self.examples_per_epoch, size)
+                self._orders[key] = order
                 for old in sorted(self._orders, key=lambda made: abs(made - key))[_MAX_ORDERS:]:
                     del self._orders[old]
             return self._orders[key]
-
-    def _make_order(self, epoch: int) -> np.ndarray:
-        if self._shuffle:
-            return shuffled(self._lengths_N, self.examples_per_epoch, self.batch_size, self._seed, epoch)
-        return in_order(self._lengths_N, self.examples_per_epoch, self.batch_size)
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """Random-access data source for grain: item i is the batch of step start + i."""
-
-    batches: Batches
-    start: int
-    stop: int
-    shard: slice
-    with_example_ids: bool
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def __getitem__(self, index: SupportsIndex) -> Arrays:
-        return self.batches.batch(self.start + int(index), self.shard, with_example_ids=self.with_example_ids)
 
 
 def shuffled(lengths_N: np.ndarray | None, num_examples: int, batch_size: int, seed: int, epoch: int) -> np.ndarray:

@@ -1,9 +1,7 @@
 """A cache of arrays that are created once and memory-mapped in later runs.
 
-A cache entry is a directory named by the hash of everything that determines its contents. It is written to a
-temporary directory and renamed into place, so an existing entry is complete even if a process was killed while
-writing, or several processes wrote the same entry. `entry.json` records the size of every file, and an entry with
-missing or truncated files is rebuilt.
+A cache entry is a directory named by the hash of everything that determines its contents. It is renamed into place when
+it is complete. `entry.json` records the size of every file, and an entry with missing or truncated files is rebuilt.
 """
 
 import contextlib
@@ -63,23 +61,15 @@ def entry(parent: Path, name: str, make: Callable[[Path], Facts], *, doing: str)
     """Return the entry `name` in directory `parent`, and create it if it is missing or damaged.
 
     To create it, print `doing` and call `make` with a temporary directory. `make` writes the files of the entry there
-    and returns the metadata to record.
-
-    Raises UserError if `parent` is not writable.
+    and returns the metadata to record. Raises UserError if `parent` is not writable.
     """
-    path = parent / name
+    path, temporary = parent / name, parent / f".{name[:16]}.{uuid.uuid4().hex}"
     facts = _whole(path)
     if facts is not None:
         return Entry(path, facts)
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        temporary = parent / f".{name[:16]}.{uuid.uuid4().hex}"
         temporary.mkdir()
-    except OSError as error:
-        raise UserError(
-            f"the cache {parent} cannot be written: {error}; set config.cache_dir or JAXPAR_CACHE"
-        ) from None
-    try:
         if path.exists():
             print(f"Cache entry {path} is damaged; rebuilding it", flush=True)
             with contextlib.suppress(FileNotFoundError):  # another process may have moved it already
@@ -87,29 +77,23 @@ def entry(parent: Path, name: str, make: Callable[[Path], Facts], *, doing: str)
                 shutil.rmtree(temporary / "damaged")
         print(f"{doing} (only once; cached in {path})", flush=True)
         facts = make(temporary)
-        _finish(temporary, path, facts)
+        files = sorted(file for file in temporary.iterdir() if file.is_file())
+        record = {"sizes": {file.name: file.stat().st_size for file in files}, "facts": facts}
+        (temporary / _RECORD).write_text(json.dumps(record))
+        for file in (*files, temporary / _RECORD):
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        try:
+            temporary.rename(path)
+        except OSError:
+            if _whole(path) is None:  # otherwise another process finished first; its identical entry stays
+                raise
     except OSError as error:
-        raise UserError(
-            f"the cache {parent} cannot be written: {error}; set config.cache_dir or JAXPAR_CACHE"
-        ) from None
+        rule = "set config.cache_dir or JAXPAR_CACHE"
+        raise UserError(f"the cache {parent} cannot be written: {error}; {rule}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Entry(path, facts)
-
-
-def _finish(temporary: Path, path: Path, facts: Facts) -> None:
-    """Record the file sizes, flush to disk and rename. If another process finished first, its identical entry stays."""
-    files = sorted(file for file in temporary.iterdir() if file.is_file())
-    record = {"sizes": {file.name: file.stat().st_size for file in files}, "facts": facts}
-    (temporary / _RECORD).write_text(json.dumps(record))
-    for file in (*files, temporary / _RECORD):
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-    try:
-        temporary.rename(path)
-    except OSError:
-        if _whole(path) is None:
-            raise
 
 
 def _whole(path: Path) -> Facts | None:

@@ -7,7 +7,6 @@ not weighted.
 Dims: N examples of the split, B examples of the global batch, C classes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,10 +24,8 @@ def check_class_weights(config: ConfigDict, labels: Labels) -> None:
     """Raise UserError if config.data.class_weights is invalid. The names of the classes are not known yet."""
     text = config.data.class_weights
     if text and labels is not Labels.CLASSES:
-        raise UserError(
-            f"config.data.class_weights is {shortened(text)}; it must be empty, because task {config.task} has no "
-            "classes of examples"
-        )
+        why = f"because task {config.task} has no classes of examples"
+        raise UserError(f"config.data.class_weights is {shortened(text)}; it must be empty, {why}")
     if text not in ("", BALANCED):
         _parse(text)
 
@@ -44,7 +41,15 @@ def weighted(dataset: Dataset, text: str) -> Dataset:
     labels_N = dataset.train.labels_N
     assert labels_N is not None
     names = dataset.info.class_names
-    weights_C = balanced_weights(labels_N, len(names)) if text == BALANCED else _by_class(text, names)
+    if text == BALANCED:
+        weights_C = balanced_weights(labels_N, len(names))
+    else:
+        weights = _parse(text)
+        if unknown := [name for name in weights if name not in names]:
+            listed, hint = ", ".join(map(repr, names[:5])) + ", ..." * (len(names) > 5), nearest(unknown[0], names)
+            what = f"{shortened(text)}, with the class {shortened(unknown[0])}"
+            raise UserError(f"config.data.class_weights is {what}; it must be one of {listed}{hint and '.' + hint}")
+        weights_C = np.array([weights.get(name, 1.0) for name in names])
     return dataset._replace(train=Weighted(dataset.train, weights_C.astype(np.float32)))
 
 
@@ -90,22 +95,6 @@ def _parse(text: str) -> dict[str, float]:
         raise UserError(f"config.data.class_weights is {shortened(text)}; it must be empty, {example}")
     for name, weight in weights.items():
         if type(weight) not in (int, float) or not LEAST <= weight <= MOST:
-            raise UserError(
-                f"config.data.class_weights is {shortened(weight)} for class {shortened(name)}; it must be a number "
-                "from 1e-6 to 1e6"
-            )
+            what = f"{shortened(weight)} for class {shortened(name)}"
+            raise UserError(f"config.data.class_weights is {what}; it must be a number from 1e-6 to 1e6")
     return weights
-
-
-def _by_class(text: str, names: Sequence[str]) -> np.ndarray:
-    """Return the weights, float64 [C]. Raises UserError for a class that does not exist."""
-    weights = _parse(text)
-    unknown = next((name for name in weights if name not in names), None)
-    if unknown is not None:
-        listed = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
-        hint = nearest(unknown, names)
-        raise UserError(
-            f"config.data.class_weights is {shortened(text)}, with the class {shortened(unknown)}; it must be one of "
-            f"{listed}{'.' if hint else ''}{hint}"
-        )
-    return np.array([weights.get(name, 1.0) for name in names])

@@ -18,8 +18,6 @@ SPLITS = ("train", "validation", "test")
 WORDNET = Path(__file__).parent / "wordnet" / "glosses.tsv.xz"
 
 SplitRow = tuple[str, TextRow]
-
-
 SHOWN = 5  # rows without a label that an error message names
 
 
@@ -51,18 +49,11 @@ class Corpus:
 
     def facts(self) -> Facts:
         """Return everything that determines the rows; file contents are represented by their hash."""
-        digests = {name: files.digest_files(paths) for name, paths in self._files.items()}
-        targets = {"targets": self._columns.targets} if self._columns.targets else {}
-        dropped = {"drop_unlabelled": True} if self._drops_unlabelled else {}
-        return {
-            **targets,
-            **dropped,
-            "source": self._source,
-            "columns": (self._columns.texts, self._columns.label),
-            "files": digests,
-            "validation": self._validation,
-            "test": self._test,
-        }
+        facts = {"source": self._source, "columns": (self._columns.texts, self._columns.label)}
+        facts |= {"files": {name: files.digest_files(paths) for name, paths in self._files.items()}}
+        facts |= {"targets": self._columns.targets} if self._columns.targets else {}
+        facts |= {"drop_unlabelled": True} if self._drops_unlabelled else {}
+        return facts | {"validation": self._validation, "test": self._test}
 
     def rows(self) -> Iterator[SplitRow]:
         """Yield (split, row) for every row that has a label.
@@ -78,11 +69,10 @@ class Corpus:
                 yield from split_by_place(list(rows), self._validation, self._test)
                 continue
             for row in rows:
-                if "train" not in self._files:
-                    pass  # the caller knows the labels
-                elif name == "train":
-                    known |= labels_of(row)
-                elif unseen := sorted(labels_of(row) - known):
+                labels = {tag[2:] for tag in row.tags if tag != "O"} if row.tags else {row.label}
+                if name == "train":
+                    known |= labels
+                elif "train" in self._files and (unseen := sorted(labels - known)):  # otherwise the caller knows them
                     hint = nearest(unseen[0], known)
                     seen = f"is not one of the {len(known)} labels in the training file{hint and '.' + hint}"
                     raise UserError(f"{row.place}: the label {unseen[0]!r} {seen}")
@@ -104,10 +94,9 @@ class Corpus:
         self.counts["unlabelled"] += number
         if number and not self._drops_unlabelled:
             names = ", ".join(map(repr, [self._columns.label] if self._columns.label else self._columns.targets))
-            raise UserError(
-                f"{format_count(number, 'row')} without a label (column {names}): {format_places(first, number)}; add "
-                "the labels, or drop these rows with config.data.drop_unlabelled=True"
-            )
+            where = f"{format_count(number, 'row')} without a label (column {names}): {format_places(first, number)}"
+            rule = "add the labels, or drop these rows with config.data.drop_unlabelled=True"
+            raise UserError(f"{where}; {rule}")
 
     def check_columns(self) -> None:
         """Raise UserError if the first row of a table does not match the config, before reading the rest."""
@@ -121,26 +110,18 @@ class Corpus:
 
     def check_sizes(self, examples: dict[str, int], unit: str) -> None:
         """Raise UserError if a split that the config requests has no examples."""
-        for name, key in (("train", ""), ("validation", "validation_fraction"), ("test", "test_fraction")):
-            fraction = {"train": 0.0, "validation": self._validation, "test": self._test}[name]
-            wanted = name in self._files or fraction > 0
-            if wanted and not examples[name]:
+        for name, fraction in (("train", 0.0), ("validation", self._validation), ("test", self._test)):
+            if not examples[name] and (name in self._files or fraction > 0):
                 there = ", ".join(f"{count} {split}" for split, count in examples.items())
+                what = f"config.data.{name}_fraction is too small; it must be 0, or leave {unit} for the {name} split"
                 if name in self._files:
                     what = f"config.data.{name} is too short; it must yield one or more {unit}"
-                else:
-                    what = f"config.data.{key} is too small; it must be 0, or leave {unit} for the {name} split"
                 raise UserError(f"{what} (number of {unit}: {there})")
 
 
 def text_columns(config: ConfigDict) -> tuple[str, ...]:
     """Return the names of the text columns: those of the config, or that of the glosses."""
     return ("text",) if config.data.source == "wordnet" else tuple(config.data.text_columns)
-
-
-def labels_of(row: TextRow) -> set[str]:
-    """Return the class of a row, or the entity types of its tags, as a set."""
-    return {tag[2:] for tag in row.tags if tag != "O"} if row.tags else {row.label}
 
 
 def split_of(texts: tuple[str, ...], validation: float, test: float) -> str:
@@ -158,14 +139,10 @@ def split_by_place(rows: list[TextRow], validation: float, test: float) -> Itera
     for row in rows:
         text, start = row.texts[0], 0
         for split, bound in zip(SPLITS, bounds, strict=True):
-            stop = _line_end(text, bound - begin)
+            stop = min(max(bound - begin, 0), len(text))
+            if 0 < stop < len(text):
+                stop = text.find("\n", stop - 1) + 1 or stop
             if stop > start:
                 yield split, row._replace(texts=(text[start:stop],))
                 start = stop
         begin += len(text)
-
-
-def _line_end(text: str, place: int) -> int:
-    if place <= 0 or place >= len(text):
-        return min(max(place, 0), len(text))
-    return text.find("\n", place - 1) + 1 or place

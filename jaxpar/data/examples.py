@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from jaxpar.errors import UserError
 from jaxpar.files import parse_json, regular, write_text
@@ -56,25 +57,15 @@ class Labels(Enum):
 
 
 class DataInfo(NamedTuple):
-    """The properties of a data set that a model depends on.
+    """The properties of a data set that a model depends on."""
 
-    Attributes:
-      kind: text, image or vector.
-      input_shape: shape of one example; for text, (longest padded length,).
-      num_classes: number of classes; 0 for language models and regression.
-      class_names: names of the classes, by class index.
-      vocab_size: number of tokens; 0 unless kind is text.
-      pad_id: token id of padding.
-      targets: names of the regression targets; empty for other labels.
-    """
-
-    kind: str
-    input_shape: tuple[int, ...]
-    num_classes: int
-    class_names: tuple[str, ...]
-    vocab_size: int
-    pad_id: int
-    targets: tuple[str, ...] = ()
+    kind: str  # text, image or vector
+    input_shape: tuple[int, ...]  # of one example; for text, (longest padded length,)
+    num_classes: int  # 0 for language models and regression
+    class_names: tuple[str, ...]  # by class index
+    vocab_size: int  # number of tokens; 0 unless kind is text
+    pad_id: int  # token of padding
+    targets: tuple[str, ...] = ()  # names of the regression targets; empty for other labels
 
     @property
     def num_outputs(self) -> int:
@@ -91,43 +82,36 @@ def read_info(workdir: Path) -> DataInfo:
     """Return the properties that `write_info` wrote. Raises UserError if the file is missing or damaged."""
     path = workdir / "data.json"
     try:
-        return _info(parse_json(regular(path).read_text()))
+        values = parse_json(regular(path).read_text())
+        if not isinstance(values, dict):
+            raise TypeError(f"it contains {values!r:.40}")
+        fields: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        info = DataInfo(**fields)
+        for name, value in info._asdict().items():
+            is_tuple = name in ("input_shape", "class_names", "targets")
+            kind = str if name in ("kind", "class_names", "targets") else int
+            items = value if is_tuple else [value]
+            if isinstance(value, tuple) != is_tuple or any(type(item) is not kind for item in items):
+                raise TypeError(f"{name} is {value!r:.40}")
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); it must be the file that the run wrote") from None
+        why = f"cannot be read ({error.strerror})"
     except UnicodeDecodeError:
-        raise UserError(f"{path} is damaged (it is not UTF-8); it must be the file that the run wrote") from None
+        why = "is damaged (it is not UTF-8)"
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error!r:.200}); it must be the file that the run wrote") from None
-
-
-def _info(values: Any) -> DataInfo:
-    """Return the properties with these JSON values by name. Raises TypeError if one has another type."""
-    if not isinstance(values, dict):
-        raise TypeError(f"it contains {values!r:.40}")
-    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    info = DataInfo(**fields)
-    for name, value in info._asdict().items():
-        is_tuple = name in ("input_shape", "class_names", "targets")
-        kind = str if name in ("kind", "class_names", "targets") else int
-        if isinstance(value, tuple) != is_tuple or any(
-            type(item) is not kind for item in (value if is_tuple else [value])
-        ):
-            raise TypeError(f"{name} is {value!r:.40}")
-    return info
+        why = f"is damaged ({error!r:.200})"
+    else:
+        return info
+    raise UserError(f"{path} {why}; it must be the file that the run wrote")
 
 
 class Dataset(NamedTuple):
-    """The splits of a data set.
-
-    Attributes:
-      fingerprint: hash of everything that determines the batches except the seed, the batch size and class weights.
-    """
+    """The splits of a data set."""
 
     info: DataInfo
     train: Split
     validation: Split | None
     test: Split | None
-    fingerprint: str
+    fingerprint: str  # of everything that determines the batches except the seed, the batch size and class weights
 
 
 @dataclass(frozen=True)
@@ -144,10 +128,7 @@ class Masking:
     def __call__(
         self, tokens_RT: np.ndarray, real_RT: np.ndarray, draws_3RT: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the masked tokens, and a bool array that is True at the positions to predict.
-
-        draws_3RT: random numbers, uniform in [0, 1).
-        """
+        """Return the masked tokens, and the positions to predict, bool. draws_3RT: random numbers in [0, 1)."""
         maskable_RT = real_RT & ~self.is_special_V[tokens_RT]
         count_R = maskable_RT.sum(1)
         wanted_R = np.minimum(np.maximum(np.rint(self.fraction * count_R), 1), count_R).astype(np.int64)
@@ -163,7 +144,7 @@ class Masking:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts of different lengths, one per example, padded to the smallest bucket that fits the longest of the batch."""
+    """Texts of different lengths, padded to the smallest of the ascending buckets that fits the longest of a batch."""
 
     tokens_M: np.ndarray
     offsets_N1: np.ndarray  # [N + 1]
@@ -185,7 +166,7 @@ class Texts:
     def gather(self, examples_B: np.ndarray, shard: slice, random: np.random.Generator, *, training: bool) -> Arrays:
         """See Split."""
         lengths_B = self.offsets_N1[examples_B + 1] - self.offsets_N1[examples_B]
-        length = bucket(int(lengths_B.max()), self.buckets)
+        length = next(size for size in self.buckets if size >= lengths_B.max())
         real_RT = np.arange(length) < lengths_B[shard, None]
         at_RT = np.minimum(self.offsets_N1[examples_B[shard], None] + np.arange(length), len(self.tokens_M) - 1)
         tokens_RT = np.where(real_RT, self.tokens_M[at_RT], self.pad_id).astype(np.int32)
@@ -217,26 +198,18 @@ class Blocks:
     def gather(self, examples_B: np.ndarray, shard: slice, random: np.random.Generator, *, training: bool) -> Arrays:
         """See Split."""
         blocks_RK = self.blocks_NK[examples_B[shard]].astype(np.int32)
-        inputs_RT, labels_RT = blocks_RK[:, :-1], blocks_RK[:, 1:]
-        weights_RT = np.ones(labels_RT.shape, np.float32)
-        return {
-            "inputs": np.ascontiguousarray(inputs_RT),
-            "labels": np.ascontiguousarray(labels_RT),
-            "weights": weights_RT,
-        }
+        inputs_RT, labels_RT = np.ascontiguousarray(blocks_RK[:, :-1]), np.ascontiguousarray(blocks_RK[:, 1:])
+        return {"inputs": inputs_RT, "labels": labels_RT, "weights": np.ones(labels_RT.shape, np.float32)}
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images of one size, uint8.
-
-    In training, images are optionally shifted by up to 4 pixels, with black at the border, and flipped left to right
-    (He et al. 2016, section 4.2).
-    """
+    """Images of one size, uint8."""
 
     lengths_N: ClassVar[None] = None
     images_NHWC: np.ndarray
     labels_N: np.ndarray
+    # Whether training shifts by up to 4 pixels, and flips left to right (He et al. 2016, section 4.2)
     shift: bool
     flip: bool
 
@@ -249,7 +222,12 @@ class Images:
         if training:
             draws_R3 = random.integers(0, (9, 9, 2), (len(examples_B), 3))[shard]
             if self.shift:
-                images_RHWC = _shifted(images_RHWC, draws_R3[:, 0], draws_R3[:, 1])
+                # Pad with 4 black pixels on every side, and crop at an offset of 0 to 8; at 4, an image is unchanged.
+                height, width = images_RHWC.shape[1:3]
+                padded = np.pad(images_RHWC, ((0, 0), (4, 4), (4, 4), (0, 0)))
+                y_RH11 = (draws_R3[:, :1] + np.arange(height))[:, :, None]
+                x_R1W = (draws_R3[:, 1:2] + np.arange(width))[:, None, :]
+                images_RHWC = padded[np.arange(len(images_RHWC))[:, None, None], y_RH11, x_R1W]
             if self.flip:
                 images_RHWC = np.where(draws_R3[:, 2, None, None, None] == 1, images_RHWC[:, :, ::-1], images_RHWC)
         return {"inputs": images_RHWC, **_labels(self.labels_N, examples_B[shard])}
@@ -271,24 +249,13 @@ class Vectors:
         return {"inputs": self.vectors_ND[examples_B[shard]], **_labels(self.labels_N, examples_B[shard])}
 
 
-def bucket(length: int, buckets: tuple[int, ...]) -> int:
-    """Return the smallest of the ascending `buckets` that is at least `length`."""
-    return next(size for size in buckets if size >= length)
+def buckets_of(config: ConfigDict) -> tuple[int, ...]:
+    """Return the padded lengths: the values of length_buckets below max_length, and max_length."""
+    longest = config.data.max_length
+    return (*(length for length in config.data.length_buckets if length < longest), longest)
 
 
 def _labels(labels_N: np.ndarray, examples_R: np.ndarray) -> Arrays:
     """Return the labels of the examples, int32 classes or float32 targets, and their weights."""
     dtype = np.float32 if labels_N.dtype.kind == "f" else np.int32
     return {"labels": labels_N[examples_R].astype(dtype), "weights": np.ones(len(examples_R), np.float32)}
-
-
-def _shifted(images_RHWC: np.ndarray, down_R: np.ndarray, right_R: np.ndarray) -> np.ndarray:
-    """Pad each image with 4 black pixels on every side and crop it to its size at offset (down, right).
-
-    Offsets are 0 to 8; at (4, 4) the image is unchanged.
-    """
-    num_images, height, width = images_RHWC.shape[:3]
-    padded = np.pad(images_RHWC, ((0, 0), (4, 4), (4, 4), (0, 0)))
-    y_RH11 = (down_R[:, None] + np.arange(height))[:, :, None]
-    x_R1W = (right_R[:, None] + np.arange(width))[:, None, :]
-    return padded[np.arange(num_images)[:, None, None], y_RH11, x_R1W]

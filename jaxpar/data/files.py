@@ -32,14 +32,13 @@ def find_files(key: str, pattern: str) -> list[Path]:
         where = _nearest_file(Path(pattern))
         raise UserError(f"config.{key} is {pattern!r}, which does not exist; it must be a file or a glob{where}")
     for path in paths:
+        given = f"config.{key} is {str(path)!r}"
         if path.is_dir():
-            raise UserError(
-                f"config.{key} is {str(path)!r}, which is a directory; it must be a file or a glob such as {path}/*"
-            )
+            raise UserError(f"{given}, which is a directory; it must be a file or a glob such as {path}/*")
         if not os.access(path, os.R_OK):
-            raise UserError(f"config.{key} is {str(path)!r}, which is not readable; it must be a readable file")
+            raise UserError(f"{given}, which is not readable; it must be a readable file")
         if path.stat().st_size == 0:
-            raise UserError(f"config.{key} is {str(path)!r}, which is empty; it must be a non-empty file")
+            raise UserError(f"{given}, which is empty; it must be a non-empty file")
     return paths
 
 
@@ -70,10 +69,8 @@ class Expanded(io.RawIOBase):
         count = self._file.readinto(buffer)
         self._left -= count
         if self._left < 0:
-            raise UserError(
-                f"{self._path} expands to more than {MAX_EXPANSION} times its size; it must be less compressed, or not "
-                "compressed at all"
-            )
+            rule = "it must be less compressed, or not compressed at all"
+            raise UserError(f"{self._path} expands to more than {MAX_EXPANSION} times its size; {rule}")
         return count
 
     def close(self) -> None:

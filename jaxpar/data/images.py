@@ -18,10 +18,10 @@ CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog
 
 
 class Labelled(NamedTuple):
-    """uint8 images [N,H,W,C] and int32 labels [N]."""
+    """Images with labels."""
 
-    images_NHWC: np.ndarray
-    labels_N: np.ndarray
+    images_NHWC: np.ndarray  # uint8
+    labels_N: np.ndarray  # int32
 
 
 def load(config: ConfigDict) -> Dataset:
@@ -30,77 +30,56 @@ def load(config: ConfigDict) -> Dataset:
     directory = Path(data.train).expanduser()
     train, test, class_names = IMAGE_READERS[data.source](directory)
     if train.images_NHWC.shape[1:] != test.images_NHWC.shape[1:]:
-        sizes = [list(images.images_NHWC.shape[1:]) for images in (train, test)]
-        raise UserError(
-            f"{directory} has training images of shape {sizes[0]} and test images of shape {sizes[1]}; "
-            "they must have the same shape"
-        )
-    place_N = np.array([_place(image) for image in train.images_NHWC])
+        sizes = " and test images of shape ".join(str(list(images.images_NHWC.shape[1:])) for images in (train, test))
+        raise UserError(f"{directory} has training images of shape {sizes}; they must have the same shape")
+    digests_N = [hashlib.sha256(image.tobytes()).digest() for image in train.images_NHWC]
+    place_N = np.array([int.from_bytes(digest[:8], "big") / 2**64 for digest in digests_N])
     is_validation_N = place_N < data.validation_fraction
     if data.validation_fraction > 0 and not 0 < is_validation_N.sum() < len(place_N):
+        which = f"which selects {is_validation_N.sum()} of {len(place_N)} images"
         raise UserError(
-            f"config.data.validation_fraction is {data.validation_fraction}, which selects {is_validation_N.sum()} of "
-            f"{len(place_N)} images; it must be 0, or leave images in both splits"
+            f"config.data.validation_fraction is {data.validation_fraction}, {which}; it must be 0, or leave images in "
+            "both splits"
         )
 
-    def split(images: Labelled, chosen_N: np.ndarray, augment: bool) -> Images:
+    def split(images: Labelled, chosen_N: np.ndarray | slice, augment: bool) -> Images:
         images_NHWC = images.images_NHWC[chosen_N]
         return Images(images_NHWC, images.labels_N[chosen_N], shift=augment, flip=augment and data.source == "cifar10")
 
     digests = [hashlib.sha256(array.tobytes()).hexdigest() for images in (train, test) for array in images]
-    facts = {
-        "source": data.source,
-        "digests": digests,
-        "validation": float(data.validation_fraction),
-        "augment": data.augment,
-    }
+    facts = {"source": data.source, "digests": digests}
+    facts |= {"validation": float(data.validation_fraction), "augment": data.augment}
     info = DataInfo("image", train.images_NHWC.shape[1:], len(class_names), class_names, 0, 0)
-    return Dataset(
-        info,
-        split(train, ~is_validation_N, data.augment),
-        split(train, is_validation_N, False) if is_validation_N.any() else None,
-        split(test, np.ones(len(test.labels_N), bool), False),
-        cache.fingerprint(facts),
-    )
-
-
-def _place(image_HWC: np.ndarray) -> float:
-    return int.from_bytes(hashlib.sha256(image_HWC.tobytes()).digest()[:8], "big") / 2**64
+    validation = split(train, is_validation_N, False) if is_validation_N.any() else None
+    trained, tested = split(train, ~is_validation_N, data.augment), split(test, slice(None), False)
+    return Dataset(info, trained, validation, tested, cache.fingerprint(facts))
 
 
 def _read_mnist(directory: Path) -> tuple[Labelled, Labelled, tuple[str, ...]]:
     """Read Yann LeCun's idx files, named like train-images-idx3-ubyte or train-images.idx3-ubyte."""
 
     def read(name: str) -> Labelled:
-        images_path = _one_of(directory, _idx_names(f"{name}-images", 3))
-        images_NHW = _read_idx(images_path, 3)
-        labels_path = _one_of(directory, _idx_names(f"{name}-labels", 1))
-        labels_N = _read_idx(labels_path, 1)
-        return _labelled(labels_path, images_NHW[..., None], labels_N)
+        _, images_NHW = _read_idx(directory, f"{name}-images", 3)
+        path, labels_N = _read_idx(directory, f"{name}-labels", 1)
+        return _labelled(path, images_NHW[..., None], labels_N)
 
     return read("train"), read("t10k"), tuple(map(str, range(10)))
 
 
-def _idx_names(stem: str, ndim: int) -> list[str]:
-    return [f"{stem}{sep}idx{ndim}-ubyte{suffix}" for sep in "-." for suffix in ("", ".gz")]
-
-
-def _read_idx(path: Path, ndim: int) -> np.ndarray:
+def _read_idx(directory: Path, stem: str, ndim: int) -> tuple[Path, np.ndarray]:
     """Read an idx file of uint8: bytes 0, 0, 8 (the code of uint8) and ndim, big-endian int32 sizes, then the data."""
+    path = _one_of(directory, [f"{stem}{sep}idx{ndim}-ubyte{suffix}" for sep in "-." for suffix in ("", ".gz")])
     content = _content(path)
     if content[:4] != bytes((0, 0, 8, ndim)):
-        raise UserError(
-            f"{path} starts with the magic number {content[:4].hex()}; an idx file of uint8 starts with 0000080{ndim}"
-        )
+        magic = content[:4].hex()
+        raise UserError(f"{path} starts with the magic number {magic}; an idx file of uint8 starts with 0000080{ndim}")
     start = 4 + 4 * ndim
     shape = np.frombuffer(content[4:start].ljust(4 * ndim, b"\0"), ">i4").tolist()
     expected = start + math.prod(shape)
     if min(shape) < 0 or len(content) != expected:
-        raise UserError(
-            f"{path} has {len(content)} bytes, but its header has sizes {shape}, which take {expected}; "
-            "it is truncated or damaged"
-        )
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+        why = f"but its header has sizes {shape}, which take {expected}; it is truncated or damaged"
+        raise UserError(f"{path} has {len(content)} bytes, {why}")
+    return path, np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
 def _read_cifar10(directory: Path) -> tuple[Labelled, Labelled, tuple[str, ...]]:
@@ -114,21 +93,18 @@ def _read_cifar10(directory: Path) -> tuple[Labelled, Labelled, tuple[str, ...]]
                 batches = [read(_one_of(place, [f"data_batch_{number}{suffix}"])) for number in range(1, 6)]
                 train = Labelled(*map(np.concatenate, zip(*batches, strict=True)))
                 return train, read(_one_of(place, [f"test_batch{suffix}"])), CIFAR10_CLASSES
-    raise UserError(
-        f"config.data.train is {str(directory)!r}; it must be a directory that contains data_batch_1 (python version) "
-        "or data_batch_1.bin (binary version)"
-    )
+    names = "data_batch_1 (python version) or data_batch_1.bin (binary version)"
+    raise UserError(f"config.data.train is {str(directory)!r}; it must be a directory that contains {names}")
 
 
 def _read_records(path: Path) -> Labelled:
     """Read records of 1 + 3072 bytes: the label, then the 32x32 red, green and blue planes."""
     content = _content(path)
     if not content or len(content) % 3073:
-        raise UserError(
-            f"{path} has {len(content)} bytes, but a CIFAR-10 file has 3073 bytes per image; it is truncated or damaged"
-        )
+        why = "but a CIFAR-10 file has 3073 bytes per image; it is truncated or damaged"
+        raise UserError(f"{path} has {len(content)} bytes, {why}")
     records = np.frombuffer(content, np.uint8).reshape(-1, 3073)
-    return _labelled(path, _planes(records[:, 1:]), records[:, 0])
+    return _labelled(path, records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), records[:, 0])
 
 
 def _read_pickled(path: Path) -> Labelled:
@@ -144,7 +120,7 @@ def _read_pickled(path: Path) -> Labelled:
     except Exception as error:  # a damaged pickle raises anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path} is truncated or not a CIFAR-10 batch of the python version: {reason}") from None
-    return _labelled(path, _planes(data_ND), labels_N)
+    return _labelled(path, data_ND.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels_N)
 
 
 class _BatchUnpickler(pickle.Unpickler):
@@ -208,19 +184,13 @@ def _unpickled_array(value: Any) -> np.ndarray:
     return value.array
 
 
-def _planes(data_ND: np.ndarray) -> np.ndarray:
-    """Convert colour planes [N,3072] to images [N,32,32,3]."""
-    return np.ascontiguousarray(data_ND.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
-
-
 def _labelled(path: Path, images_NHWC: np.ndarray, labels_N: np.ndarray) -> Labelled:
     if len(images_NHWC) != len(labels_N) or not len(labels_N):
-        raise UserError(
-            f"{path} has {len(labels_N)} labels for {len(images_NHWC)} images; it must have one label per image"
-        )
+        counts = f"{len(labels_N)} labels for {len(images_NHWC)} images"
+        raise UserError(f"{path} has {counts}; it must have one label per image")
     if labels_N.min() < 0 or labels_N.max() > 9:
         raise UserError(f"{path} has labels from {labels_N.min()} to {labels_N.max()}; they must be 0 to 9")
-    return Labelled(images_NHWC, labels_N.astype(np.int32))
+    return Labelled(np.ascontiguousarray(images_NHWC), labels_N.astype(np.int32))
 
 
 def _one_of(directory: Path, names: list[str]) -> Path:

@@ -1,16 +1,15 @@
 """Reads text examples from tables (csv, tsv, jsonl, parquet), from plain text and from lines, one row at a time.
 
-Every reader is a generator of `TextRow`, so that a table does not have to fit in memory. Error messages contain the
-file and the line.
+Every reader is a generator, so that a table does not have to fit in memory. Error messages contain the file and the
+line.
 """
 
 import csv
 import io
-import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from jaxpar.errors import UserError, nearest
 from jaxpar.files import parse_json
 
 LARGEST_TARGET = float(np.finfo(np.float32).max)  # targets are trained in float32
+Record = Mapping[str, Any]  # the values of a row by column
 
 
 class Columns(NamedTuple):
@@ -48,8 +48,7 @@ class TextRow(NamedTuple):
     line: int  # the line in the file, from 1 (for parquet, the row)
     targets: tuple[float, ...] = ()  # the regression targets; () if one of them is missing
     tags: tuple[str, ...] = ()  # the tags of the words, in IOB2 format; () if there are none
-    # the values of all columns by name, if `Columns.keeps_record` is set
-    record: Mapping[str, Any] = MappingProxyType({})
+    record: Record = MappingProxyType({})  # the values of all columns, if `Columns.keeps_record` is set
 
     @property
     def place(self) -> str:
@@ -69,122 +68,20 @@ def read_files(source: str, files: Sequence[Path], columns: Columns) -> Iterator
     Raises UserError with the file and line if a row is invalid.
     """
     for path in files:
-        row = None
+        line = 0
         try:
-            for row in (READERS | INPUT_READERS)[source](path, columns):
-                yield _valid(row)
+            for line, record in (READERS | INPUT_READERS)[source](path, columns):
+                row = _row(path, line, record, columns)
+                "".join(row.texts).encode()
+                yield row
+        except UnicodeEncodeError as error:
+            raise UserError(f"{path}:{line}: the text contains an unpaired surrogate ({error.reason})") from None
         except UnicodeDecodeError:
             raise invalid_utf8(path) from None
         except DAMAGED as error:
             raise UserError(f"{path}: the compressed file is damaged ({error})") from None
-        if row is None:
+        if not line:
             raise UserError(f"{path} contains no examples")
-
-
-def _valid(row: TextRow) -> TextRow:
-    for text in row.texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"{row.place}: the text contains an unpaired surrogate ({error.reason})") from None
-    return row
-
-
-def _read_csv(path: Path, columns: Columns) -> Iterator[TextRow]:
-    """Read CSV as in RFC 4180: fields with commas, quotes or line ends are quoted, and quotes inside are doubled.
-
-    Blank lines are skipped.
-    """
-    csv.field_size_limit(sys.maxsize)
-    with _open_text(path) as file:
-        reader = csv.reader(file, strict=True)
-        header: list[str] = []
-        places: list[int] = []
-        line = 1
-        while True:
-            try:
-                fields = next(reader)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                raise UserError(f"{path}:{line}: a quote opens here and is not closed properly ({error})") from None
-            if fields and not header:
-                header, places = fields, _places(path, fields, columns)
-            elif fields:
-                yield _row(path, line, fields, places, header, columns)
-            line = reader.line_num + 1
-
-
-def _read_tsv(path: Path, columns: Columns) -> Iterator[TextRow]:
-    """Read TSV as in IANA text/tab-separated-values: fields contain no tabs or line ends, and quotes are literal."""
-    with _open_text(path) as file:
-        header = next(file, "").rstrip("\r\n").split("\t")
-        places = _places(path, header, columns)
-        for number, text in enumerate(file, start=2):
-            if text.strip("\r\n"):
-                yield _row(path, number, text.rstrip("\r\n").split("\t"), places, header, columns)
-
-
-def _read_jsonl(path: Path, columns: Columns) -> Iterator[TextRow]:
-    """Read one JSON object per line. Other keys and blank lines are ignored."""
-    with _open_text(path) as file:
-        for number, text in enumerate(file, start=1):
-            if not text.strip():
-                continue
-            try:
-                record = parse_json(text, nonfinite=True)  # for numbers that are missing; `_targets` checks the rest
-            except json.JSONDecodeError as error:
-                raise UserError(f"{path}:{number}: invalid JSON: {error.msg} at column {error.colno}") from None
-            except ValueError as error:
-                raise UserError(f"{path}:{number}: invalid JSON: {error}") from None
-            if not isinstance(record, dict):
-                raise UserError(
-                    f"{path}:{number}: the line is JSON of type {type(record).__name__}; it must be an object"
-                )
-            places = _places(path, list(record), columns, number)
-            row = _typed_row(path, number, [list(record.values())[place] for place in places], columns)
-            yield row._replace(record=record) if columns.keeps_record else row
-
-
-def _read_parquet(path: Path, columns: Columns) -> Iterator[TextRow]:
-    import pyarrow as pa  # imported lazily: it takes a third of a second
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            _places(path, file.schema_arrow.names, columns)
-            number = 0
-            for batch in file.iter_batches(columns=None if columns.keeps_record else list(columns.all)):
-                records = batch.to_pylist() if columns.keeps_record else itertools.repeat({}, batch.num_rows)
-                values_of_rows = zip(*(batch.column(name).to_pylist() for name in columns.all), strict=True)
-                for record, values in zip(records, values_of_rows, strict=True):
-                    number += 1
-                    yield _typed_row(path, number, values, columns)._replace(record=record)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from None
-
-
-def _read_text(path: Path, _columns: Columns) -> Iterator[TextRow]:
-    """Read the whole file as one document."""
-    with _open_text(path) as file:
-        text = file.read()
-    if text.strip():
-        yield TextRow((text,), "", path, 1)
-
-
-def _read_lines(path: Path, columns: Columns) -> Iterator[TextRow]:
-    """Read one example per line. Two texts are separated by a tab, and words by spaces. Blank lines are skipped."""
-    with _open_text(path) as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            text = line.rstrip("\r\n")
-            texts = text.split() if columns.has_tags else text.split("\t", len(columns.texts) - 1)
-            if not columns.has_tags and len(texts) != len(columns.texts):
-                raise UserError(f"{path}:{number} has {len(texts)} text; it must have 2, separated by a tab")
-            values = [texts] if columns.has_tags else texts
-            record = dict(zip(columns.texts, values, strict=True)) if columns.keeps_record else {}
-            yield TextRow(tuple(texts), "", path, number, record=record)
 
 
 def format_places(rows: Sequence[TextRow], number: int) -> str:
@@ -193,7 +90,101 @@ def format_places(rows: Sequence[TextRow], number: int) -> str:
     return ", ".join(names) + (f" and {number - len(rows):,} more" if number > len(rows) else "")
 
 
-READERS: dict[str, Callable[[Path, Columns], Iterator[TextRow]]] = {
+def _open_text(path: Path) -> io.TextIOWrapper:
+    return io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="")
+
+
+def _read_csv(path: Path, columns: Columns) -> Iterator[tuple[int, Record]]:
+    """Read CSV as in RFC 4180: fields with commas, quotes or line ends are quoted, and quotes inside are doubled.
+
+    Blank lines are skipped.
+    """
+    csv.field_size_limit(sys.maxsize)
+    with _open_text(path) as file:
+        reader = csv.reader(file, strict=True)
+        header: list[str] = []
+        line = 1
+        try:
+            for fields in reader:
+                if fields and header:
+                    yield line, _record(path, line, header, fields)
+                elif fields:
+                    header = fields
+                    _check_columns(path, header, columns)
+                line = reader.line_num + 1
+        except csv.Error as error:
+            raise UserError(f"{path}:{line}: a quote opens here and is not closed properly ({error})") from None
+
+
+def _read_tsv(path: Path, columns: Columns) -> Iterator[tuple[int, Record]]:
+    """Read TSV as in IANA text/tab-separated-values: fields contain no tabs or line ends, and quotes are literal."""
+    with _open_text(path) as file:
+        header = next(file, "").rstrip("\r\n").split("\t")
+        _check_columns(path, header, columns)
+        for line, text in enumerate(file, start=2):
+            if text.strip("\r\n"):
+                yield line, _record(path, line, header, text.rstrip("\r\n").split("\t"))
+
+
+def _record(path: Path, line: int, header: Sequence[str], fields: Sequence[str]) -> Record:
+    if len(fields) != len(header):
+        raise UserError(f"{path}:{line} has {len(fields)} columns; it must have {len(header)}, as the header has")
+    return dict(zip(header, fields, strict=True))
+
+
+def _read_jsonl(path: Path, columns: Columns) -> Iterator[tuple[int, Record]]:
+    """Read one JSON object per line. Other keys and blank lines are ignored."""
+    with _open_text(path) as file:
+        for line, text in enumerate(file, start=1):
+            if not text.strip():
+                continue
+            try:
+                record = parse_json(text, nonfinite=True)  # for numbers that are missing; `_targets` checks the rest
+            except ValueError as error:
+                why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                raise UserError(f"{path}:{line}: invalid JSON: {why}") from None
+            if not isinstance(record, dict):
+                kind = type(record).__name__
+                raise UserError(f"{path}:{line}: the line is JSON of type {kind}; it must be an object")
+            _check_columns(path, list(record), columns, line)
+            yield line, record
+
+
+def _read_parquet(path: Path, columns: Columns) -> Iterator[tuple[int, Record]]:
+    import pyarrow as pa  # imported lazily: it takes a third of a second
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            _check_columns(path, file.schema_arrow.names, columns)
+            batches = file.iter_batches(columns=None if columns.keeps_record else list(columns.all))
+            yield from enumerate((record for batch in batches for record in batch.to_pylist()), start=1)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from None
+
+
+def _read_text(path: Path, columns: Columns) -> Iterator[tuple[int, Record]]:
+    """Read the whole file as one document."""
+    with _open_text(path) as file:
+        text = file.read()
+    if text.strip():
+        yield 1, {columns.texts[0]: text}
+
+
+def _read_lines(path: Path, columns: Columns) -> Iterator[tuple[int, Record]]:
+    """Read one example per line. Two texts are separated by a tab, and words by spaces. Blank lines are skipped."""
+    with _open_text(path) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            text = line.rstrip("\r\n")
+            values = [text.split()] if columns.has_tags else text.split("\t", len(columns.texts) - 1)
+            if len(values) != len(columns.texts):
+                raise UserError(f"{path}:{number} has {len(values)} text; it must have 2, separated by a tab")
+            yield number, dict(zip(columns.texts, values, strict=True))
+
+
+READERS: dict[str, Callable[[Path, Columns], Iterator[tuple[int, Record]]]] = {
     "csv": _read_csv,
     "tsv": _read_tsv,
     "jsonl": _read_jsonl,
@@ -203,61 +194,61 @@ READERS: dict[str, Callable[[Path, Columns], Iterator[TextRow]]] = {
 INPUT_READERS = {**{name: read for name, read in READERS.items() if name != "text"}, "lines": _read_lines}
 
 
-def _open_text(path: Path) -> io.TextIOWrapper:
-    return io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="")
-
-
-def _places(path: Path, names: Sequence[str], columns: Columns, line: int = 1) -> list[int]:
-    """Return the indices of the columns in `names`."""
+def _check_columns(path: Path, names: Sequence[str], columns: Columns, line: int = 1) -> None:
     for name in columns.all:
         if name not in names:
             key = "label_column" if name == columns.label else "text_columns"
             key = "target_columns" if name in columns.targets else key
-            there = ", ".join(map(repr, names))
-            hint = nearest(name, names)
+            there, hint = ", ".join(map(repr, names)), nearest(name, names)
             rule = "it must have those of the run" if columns.keeps_record else f"set config.data.{key}"
-            raise UserError(
-                f"{path}:{line} has no column {name!r}; its columns are {there}; {rule}{hint and '.' + hint}"
-            )
+            rule += hint and "." + hint
+            raise UserError(f"{path}:{line} has no column {name!r}; its columns are {there}; {rule}")
+    for name in names if columns.keeps_record else columns.all:
         if list(names).count(name) > 1:
             raise UserError(f"{path}:{line} has more than one column {name!r}; it must have one")
-    if columns.keeps_record and len(set(names)) < len(names):
-        twice = next(name for name in names if list(names).count(name) > 1)
-        raise UserError(f"{path}:{line} has more than one column {twice!r}; it must have one")
-    return [list(names).index(name) for name in columns.all]
 
 
-def _row(
-    path: Path, line: int, fields: Sequence[str], places: Iterable[int], header: Sequence[str], columns: Columns
-) -> TextRow:
-    if len(fields) != len(header):
-        raise UserError(f"{path}:{line} has {len(fields)} columns; it must have {len(header)}, as the header has")
-    values = [fields[place] for place in places]
-    texts = tuple(values[: len(columns.texts)])
-    record = dict(zip(header, fields, strict=True)) if columns.keeps_record else {}
+def _row(path: Path, line: int, record: Record, columns: Columns) -> TextRow:
+    """Return the row. Texts must be strings, labels strings, numbers or booleans, and targets numbers."""
+    row = TextRow((), "", path, line, record=record if columns.keeps_record else {})
+    if columns.has_tags:
+        words, tags = _tagged_words(row.place, record, columns)
+        return row._replace(texts=words, tags=tags)
+    for name in columns.texts:
+        if not isinstance(record[name], str):
+            raise UserError(f"{row.place}: column {name!r} is {record[name]!r:.40}; it must be a string")
+    row = row._replace(texts=tuple(record[name] for name in columns.texts))
     if columns.targets:
-        return TextRow(texts, "", path, line, _targets(path, line, values, columns), record=record)
-    return TextRow(texts, "".join(values[len(texts) :]), path, line, record=record)
+        return row._replace(targets=_targets(row.place, record, columns.targets))
+    return row if columns.label is None else row._replace(label=_label(row.place, record, columns.label))
 
 
-def _targets(path: Path, line: int, values: Sequence[Any], columns: Columns) -> tuple[float, ...]:
-    """Return the last values of a row, the targets, as numbers; () if one of them is missing."""
-    numbers = []
-    targets = values[-len(columns.targets) :]
-    if any(value is None or (isinstance(value, str) and not value.strip()) for value in targets):
+def _label(place: str, record: Record, name: str) -> str:
+    """Return the label as text: numbers and booleans as in JSON, an empty string for null and NaN."""
+    value = record.get(name)  # files of plain text have none
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if not isinstance(value, str | int | float):
+        raise UserError(f"{place}: column {name!r} is {value!r:.40}; it must be a string, a number or a boolean")
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _targets(place: str, record: Record, names: Sequence[str]) -> tuple[float, ...]:
+    """Return the targets as numbers; () if one of them is missing."""
+    values = [record.get(name) for name in names]
+    if any(value is None or (isinstance(value, str) and not value.strip()) for value in values):
         return ()
-    for name, value in zip(columns.targets, targets, strict=True):
-        number = _target(value)
+    numbers = tuple(map(_number, values))
+    for name, value, number in zip(names, values, numbers, strict=True):
         if not math.isfinite(number):
-            raise UserError(f"{path}:{line}: column {name!r} is {value!r:.40}; it must be a finite number")
+            raise UserError(f"{place}: column {name!r} is {value!r:.40}; it must be a finite number")
         if abs(number) > LARGEST_TARGET:
             limits = f"in the range of float32, from -{LARGEST_TARGET:.7g} to {LARGEST_TARGET:.7g}"
-            raise UserError(f"{path}:{line}: column {name!r} is {value!r:.40}; it must be {limits}")
-        numbers.append(number)
-    return tuple(numbers)
+            raise UserError(f"{place}: column {name!r} is {value!r:.40}; it must be {limits}")
+    return numbers
 
 
-def _target(value: Any) -> float:
+def _number(value: Any) -> float:
     """Return the value as a float; NaN if it is not a number, or an integer too large for float64."""
     if isinstance(value, bool) or (isinstance(value, str) and "_" in value):  # float() would accept "1_000"
         return math.nan
@@ -267,44 +258,19 @@ def _target(value: Any) -> float:
         return math.nan
 
 
-def _typed_row(path: Path, line: int, values: Sequence[Any], columns: Columns) -> TextRow:
-    """Return a row of typed values. Texts must be strings, labels strings, numbers or booleans, and targets numbers."""
-    if columns.has_tags:
-        return _tagged_row(path, line, values[0], values[1] if columns.label else None, columns)
-    texts = tuple(values[: len(columns.texts)])
-    for name, text in zip(columns.texts, texts, strict=True):
-        if not isinstance(text, str):
-            raise UserError(f"{path}:{line}: column {name!r} is {text!r:.40}; it must be a string")
-    if columns.targets:
-        return TextRow(texts, "", path, line, _targets(path, line, values, columns))
-    if columns.label is None:
-        return TextRow(texts, "", path, line)
-    label = values[-1]
-    if not (label is None or isinstance(label, str | int | float)):
-        kinds = "a string, a number or a boolean"
-        raise UserError(f"{path}:{line}: column {columns.label!r} is {label!r:.40}; it must be {kinds}")
-    return TextRow(texts, _label(label), path, line)
-
-
-def _label(value: str | int | float | None) -> str:
-    """Return a label as text: numbers and booleans as in JSON, an empty string for null and NaN."""
-    if isinstance(value, str):
-        return value
-    is_missing = value is None or (isinstance(value, float) and math.isnan(value))
-    return "" if is_missing else json.dumps(value)
-
-
-def _tagged_row(path: Path, line: int, words: Any, tags: Any, columns: Columns) -> TextRow:
-    """Return a row of words and their tags, one per word: O, B-TYPE or I-TYPE."""
+def _tagged_words(place: str, record: Record, columns: Columns) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the words and their tags, one per word: O, B-TYPE or I-TYPE; no tags if the row has none."""
+    words = record[columns.texts[0]]
+    tags: Any = record.get(columns.label) if columns.label else None
     is_tagged = tags is not None and tags != []
     for name, value in zip(columns.all, (words, tags) if is_tagged else (words,), strict=False):
         if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
-            raise UserError(f"{path}:{line}: column {name!r} must be a non-empty list of non-empty strings")
+            raise UserError(f"{place}: column {name!r} must be a non-empty list of non-empty strings")
     if not is_tagged:
-        return TextRow(tuple(words), "", path, line)
+        return tuple(words), ()
     if len(words) != len(tags):
-        raise UserError(f"{path}:{line} has {len(words)} words, but {len(tags)} tags; every word must have one tag")
+        raise UserError(f"{place} has {len(words)} words, but {len(tags)} tags; every word must have one tag")
     for tag in tags:
         if tag != "O" and (tag[:2] not in ("B-", "I-") or len(tag) == 2):
-            raise UserError(f"{path}:{line}: a tag is {tag!r}; it must be O, B-TYPE or I-TYPE")
-    return TextRow(tuple(words), "", path, line, tags=tuple(tags))
+            raise UserError(f"{place}: a tag is {tag!r}; it must be O, B-TYPE or I-TYPE")
+    return tuple(words), tuple(tags)

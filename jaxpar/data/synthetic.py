@@ -1,7 +1,7 @@
 """Synthetic data that every kind of model learns quickly, so that every task runs without files.
 
-Dims: N examples, M tokens, T positions, K tokens of a block, H W C image height, width and channels, D features.
-In arrays of one value per class, C is the classes.
+Dims: N examples, M tokens, T positions, K tokens of a block, H W C image height, width and channels, D features. C is
+also the classes.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar.data import cache
-from jaxpar.data.examples import Blocks, DataInfo, Dataset, Images, Labels, Masking, Split, Texts, Vectors
-from jaxpar.data.text import buckets_of
+from jaxpar.data.examples import Blocks, DataInfo, Dataset, Images, Labels, Masking, Split, Texts, Vectors, buckets_of
 
 NUM_CLASSES = 8
 _PAD, _CLS, _SEP, _MASK, _FIRST = 0, 2, 3, 4, 5  # as in a trained WordPiece vocabulary
@@ -36,17 +35,14 @@ Make = tuple[DataInfo, Callable[[slice], Split]]
 
 def load(config: ConfigDict, labels: Labels) -> Dataset:
     """Return config.data.synthetic_examples examples, drawn from config.seed and split by the config's fractions."""
-    data = config.data
+    data, total = config.data, config.data.synthetic_examples
     random = np.random.Generator(np.random.Philox(np.random.SeedSequence((config.seed, 2))))
-    total = data.synthetic_examples
     sizes = [0, round(total * data.validation_fraction), round(total * data.test_fraction)]
     sizes[0] = total - sum(sizes)
     # All splits come from one draw, so that they share the same patterns.
     info, cut = {"image": _images, "vector": _vectors, "text": _texts}[kind(config)](config, labels, random)
-    ends = np.cumsum(sizes).tolist()
-    train, validation, test = (
-        cut(slice(end - size, end)) if size else None for size, end in zip(sizes, ends, strict=True)
-    )
+    ends = zip(sizes, np.cumsum(sizes).tolist(), strict=True)
+    train, validation, test = (cut(slice(end - size, end)) if size else None for size, end in ends)
     assert train is not None
     facts = {"task": labels.value, "kind": kind(config), "seed": config.seed, "sizes": sizes, "augment": data.augment}
     facts |= {"targets": len(info.targets)} if info.targets else {}
@@ -69,14 +65,12 @@ def _texts(config: ConfigDict, labels: Labels, random: np.random.Generator) -> M
     if labels is Labels.NEXT:
         blocks_NK = chains_NK.astype(np.int32)
         return info, lambda part: Blocks(blocks_NK[part])
-    labels_N, masking = None, None
+    labels_N, is_special_V = None, np.arange(data.vocab_size) < _FIRST
+    masking = Masking(data.mask_fraction, _MASK, is_special_V) if labels is Labels.MASKED else None
     if labels in (Labels.CLASSES, Labels.TARGETS):
         labels_N = random.integers(0, NUM_CLASSES, total, np.int32)
         marked_NK = chains_NK - (chains_NK - _FIRST) % NUM_CLASSES + labels_N[:, None]
         chains_NK = np.where(random.random(chains_NK.shape) < 0.5, marked_NK, chains_NK)
-    elif labels is Labels.MASKED:
-        is_special_V = np.arange(data.vocab_size) < _FIRST
-        masking = Masking(data.mask_fraction, _MASK, is_special_V)
     lengths_N = random.integers(min(8, longest), longest + 1, total)
     tokens_NT = chains_NK[:, :longest].astype(np.int32)
     tokens_NT[:, 0] = _CLS

@@ -3,7 +3,6 @@
 import hashlib
 import uuid
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,9 @@ from tokenizers import Tokenizer
 from jaxpar.data import cache, files, tokenizer, tokens
 from jaxpar.data.cache import Facts
 from jaxpar.data.corpus import Corpus
-from jaxpar.data.examples import Blocks, DataInfo, Dataset, Labels, Masking, Split, Texts
+from jaxpar.data.examples import Blocks, DataInfo, Dataset, Labels, Masking, Split, Texts, buckets_of
 from jaxpar.errors import UserError
-from jaxpar.files import file_of, path_error
+from jaxpar.files import file_of, unusable
 
 # Versions of the cached arrays. Increase a version whenever the code produces different arrays from the same input.
 _FORMAT = 1
@@ -36,27 +35,33 @@ def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
     facts["tokenizer"] = hashlib.sha256(serialized.encode()).hexdigest()
     pad_id = 0 if labels is Labels.NEXT else tokenizer.special(made, tokenizer.PADDING, "padding", path)
     masking = _masking(config, labels, made, path)
-    make = partial(_write, config=config, labels=labels, corpus=corpus, made=made, path=path)
-    doing = f"Tokenizing {config.data.train or config.data.source}"
-    entry = cache.entry(cache.cache_dir(config) / "data", cache.fingerprint(facts), make, doing=doing)
-    _report_rows(entry.facts, config)
-    corpus.check_sizes(entry.facts["examples"], "blocks" if labels is Labels.NEXT else "examples")
+    source = config.data.train or config.data.source
+    entry = cache.entry(
+        cache.cache_dir(config) / "data",
+        cache.fingerprint(facts),
+        lambda directory: _write(directory, config, labels, corpus, made, path),
+        doing=f"Tokenizing {source}",
+    )
+    _check_entry(config, labels, corpus, entry)
     classes = tuple(entry.facts["classes"]) if labels in (Labels.CLASSES, Labels.TAGS) else ()
-    if len(classes) == 1 and labels is Labels.TAGS:
-        raise UserError(
-            f"config.data.train is {config.data.train!r}, in which all tags are 'O'; it must contain entities"
-        )
     if len(classes) == 1:
-        raise UserError(
-            f"config.data.train is {config.data.train!r}, whose only class is {classes[0]!r}; it must have at least "
-            "two classes"
-        )
-    _check_labels(entry, labels, classes, config.data.train)
-    if masking is not None:
-        _check_maskable(entry, masking)
-    _save_tokenizer(workdir, serialized)
-    size = tokenizer.vocab_size(made)
+        what, rule = f"whose only class is {classes[0]!r}", "have at least two classes"
+        if labels is Labels.TAGS:
+            what, rule = "in which all tags are 'O'", "contain entities"
+        raise UserError(f"config.data.train is {config.data.train!r}, {what}; it must {rule}")
+    if classes:
+        _check_labels(entry, labels, classes, config.data.train)
+    _check_maskable(entry, masking)
+    if not (workdir / "tokenizer.json").exists():
+        try:
+            workdir.mkdir(parents=True, exist_ok=True)
+            temporary = workdir / f".tokenizer.{uuid.uuid4().hex}"  # several processes can write it
+            temporary.write_text(serialized, "utf-8")
+            temporary.replace(workdir / "tokenizer.json")
+        except OSError as error:
+            raise unusable(workdir, error) from None
     targets = tuple(config.data.target_columns) if labels is Labels.TARGETS else ()
+    size = tokenizer.vocab_size(made)
     info = DataInfo("text", (config.data.max_length,), len(classes), classes, size, pad_id, targets)
     facts |= {"buckets": buckets_of(config), "mask_fraction": config.data.mask_fraction}
     splits = {
@@ -72,54 +77,43 @@ def load_split(
 ) -> Split:
     """Load the file config.data.test of another data set as a split, with the tokenizer and classes of a run.
 
-    Args:
-      config: config of the run, with another config.data.test and config.data.source.
-      labels: the kind of labels.
-      info: properties of the data of the run.
-      serialized: the tokenizer of the run.
-      workdir: workdir of the run, for error messages.
-      directory: empty directory for the token arrays, which the split reads.
+    config, info, serialized (the tokenizer) and workdir (for error messages) are those of the run, except for
+    config.data.test and config.data.source. directory: empty directory for the token arrays, which the split reads.
 
-    Raises:
-      UserError: the file is invalid, or has labels that the training data lacks.
+    Raises UserError if the file is invalid, or has labels that the training data lacks.
     """
     made, path = Tokenizer.from_str(serialized), workdir / "tokenizer.json"
     corpus = Corpus(config, labels, only="test")
     corpus.check_columns()
-    facts = _write(directory, config=config, labels=labels, corpus=corpus, made=made, path=path)
-    entry = cache.Entry(directory, facts)
-    _report_rows(facts, config)
-    corpus.check_sizes(facts["examples"], "blocks" if labels is Labels.NEXT else "examples")
+    entry = cache.Entry(directory, _write(directory, config, labels, corpus, made, path))
+    _check_entry(config, labels, corpus, entry)
     if labels in (Labels.CLASSES, Labels.TAGS):
-        name = "labels" if labels is Labels.CLASSES else "tags"
-        if unseen := [label for label in facts["classes"] if label not in info.class_names]:
-            raise UserError(
-                f"{config.data.test} has the label {unseen[0]!r}, which the training data of {workdir} lacks; it must "
-                f"have labels such as {', '.join(map(repr, info.class_names[:5]))}"
-            )
-        number_C = np.array([*map(info.class_names.index, facts["classes"]), -1], np.int32)  # index -1 maps to -1
+        name, classes = "labels" if labels is Labels.CLASSES else "tags", entry.facts["classes"]
+        if unseen := [label for label in classes if label not in info.class_names]:
+            known = ", ".join(map(repr, info.class_names[:5]))
+            why = f"which the training data of {workdir} lacks; it must have labels such as {known}"
+            raise UserError(f"{config.data.test} has the label {unseen[0]!r}, {why}")
+        number_C = np.array([*map(info.class_names.index, classes), -1], np.int32)  # index -1 maps to -1
         np.save(directory / f"test.{name}.npy", number_C[entry.array(f"test.{name}")])
     masking = _masking(config, labels, made, path)
-    if masking is not None:
-        _check_maskable(entry, masking)
+    _check_maskable(entry, masking)
     return _split(config, labels, entry, "test", info.pad_id, masking)
 
 
-def _report_rows(facts: Facts, config: ConfigDict) -> None:
-    """Print the number of rows that were dropped or have no text. Raises UserError if no row has a text."""
-    rows: Counter[str] = Counter(facts.get("rows", {}))  # entries of earlier versions lack it
+def _check_entry(config: ConfigDict, labels: Labels, corpus: Corpus, entry: cache.Entry) -> None:
+    """Print how many rows were dropped or are empty. Raises UserError if no row has a text, or a split no examples."""
+    rows: Counter[str] = Counter(entry.facts.get("rows", {}))  # entries of earlier versions lack it
     if rows["empty"] and rows["empty"] == rows["rows"] - rows["unlabelled"]:
         columns = tuple(config.data.text_columns)
         raise UserError(f"config.data.text_columns is {columns}, which is empty in all rows; it must contain texts")
     for name, what in (("unlabelled", "dropped, because they have no label"), ("empty", "with empty text")):
         if rows[name]:
             print(f"rows      {rows[name]:,} of {rows['rows']:,} {what}", flush=True)
+    corpus.check_sizes(entry.facts["examples"], "blocks" if labels is Labels.NEXT else "examples")
 
 
 def _check_labels(entry: cache.Entry, labels: Labels, classes: tuple[str, ...], path: str) -> None:
     """Raise UserError for a class or entity type that occurs in validation or test, but not in training."""
-    if not classes:
-        return
 
     def labels_in(name: str) -> np.ndarray:
         """Return the class indices in a split; for tags, the index of B-TYPE for every entity type."""
@@ -130,19 +124,20 @@ def _check_labels(entry: cache.Entry, labels: Labels, classes: tuple[str, ...], 
 
     trained = labels_in("train")
     for name in ("validation", "test"):
-        if not entry.facts["examples"][name]:
-            continue
         unseen = np.setdiff1d(labels_in(name), trained)
         if len(unseen):
+            label = repr(classes[unseen[0]])
             raise UserError(
-                f"config.data.train is {path!r}, whose label {classes[unseen[0]]!r} is so rare that the split by hash "
-                f"puts it only into {name}; remove the label, or set config.data.validation and config.data.test"
+                f"config.data.train is {path!r}, whose label {label} is so rare that the split by hash puts it only "
+                f"into {name}; remove the label, or set config.data.validation and config.data.test"
             )
 
 
-def _check_maskable(entry: cache.Entry, masking: Masking) -> None:
+def _check_maskable(entry: cache.Entry, masking: Masking | None) -> None:
     """Raise UserError for a split without a token to predict: its loss would be 0."""
-    for name in (name for name, count in entry.facts["examples"].items() if count):
+    for name, count in entry.facts["examples"].items():
+        if masking is None or not count:
+            continue
         tokens_M = entry.array(f"{name}.tokens")
         chunks = (tokens_M[start : start + CHUNK] for start in range(0, len(tokens_M), CHUNK))
         if all(masking.is_special_V[chunk].all() for chunk in chunks):
@@ -151,12 +146,6 @@ def _check_maskable(entry: cache.Entry, masking: Masking) -> None:
                 "other tokens (a tokenizer that the run trains has none for words of more than "
                 f"{tokenizer.MAX_CHARACTERS} characters)"
             )
-
-
-def buckets_of(config: ConfigDict) -> tuple[int, ...]:
-    """Return the padded lengths: the values of length_buckets below max_length, and max_length."""
-    longest = config.data.max_length
-    return (*(length for length in config.data.length_buckets if length < longest), longest)
 
 
 def _masking(config: ConfigDict, labels: Labels, made: Tokenizer, path: Path) -> Masking | None:
@@ -179,32 +168,24 @@ def _split(
     return Texts(tokens_M, offsets_N1, labels_N, segments_M, buckets_of(config), pad_id, masking, tags_M)
 
 
-def _write(
-    directory: Path, *, config: ConfigDict, labels: Labels, corpus: Corpus, made: Tokenizer, path: Path
-) -> Facts:
+def _write(directory: Path, config: ConfigDict, labels: Labels, corpus: Corpus, made: Tokenizer, path: Path) -> Facts:
     """Write the arrays of a cache entry, as required by the labels and the source. Returns its metadata."""
-    facts = _write_arrays(directory, config=config, labels=labels, corpus=corpus, made=made, path=path)
-    return {**facts, "rows": dict(corpus.counts)}
-
-
-def _write_arrays(
-    directory: Path, *, config: ConfigDict, labels: Labels, corpus: Corpus, made: Tokenizer, path: Path
-) -> Facts:
     longest = config.data.max_length
     if labels is Labels.NEXT:
         end = tokenizer.special(made, tokenizer.END_OF_TEXT, "the end of a text", path)
-        return tokens.write_blocks(directory, corpus.rows(), made, longest, end)
-    if labels is Labels.TAGS:
-        return tokens.write_tagged(directory, corpus.rows(), made, longest, tokenizer.unknown_token(made, path))
-    if config.data.source == "text":
+        facts = tokens.write_blocks(directory, corpus.rows(), made, longest, end)
+    elif config.data.source == "text":
         ends = made.encode("").ids
         if len(ends) != 2:
             raise UserError(
                 f"{path} does not add one token before and one after a text (such as [CLS] and [SEP]), which task "
                 f"{config.task} needs"
             )
-        return tokens.write_packed(directory, corpus.rows(), made, longest, (ends[0], ends[1]))
-    return tokens.write_examples(directory, corpus.rows(), made, longest)
+        facts = tokens.write_packed(directory, corpus.rows(), made, longest, (ends[0], ends[1]))
+    else:
+        unknown = tokenizer.unknown_token(made, path) if labels is Labels.TAGS else None
+        facts = tokens.write_examples(directory, corpus.rows(), made, longest, unknown)
+    return {**facts, "rows": dict(corpus.counts)}
 
 
 def _tokenizer(config: ConfigDict, labels: Labels, workdir: Path, corpus: Corpus, facts: Facts) -> tuple[Path, str]:
@@ -212,16 +193,14 @@ def _tokenizer(config: ConfigDict, labels: Labels, workdir: Path, corpus: Corpus
 
     The tokenizer is the one that the config names, or else the one in the workdir, or else a newly trained one.
     """
-    saved = workdir / "tokenizer.json"
-    named = named_tokenizer(config)
+    saved, named = workdir / "tokenizer.json", named_tokenizer(config)
     if named is not None:
         serialized = tokenizer.read_tokenizer(named)
         if saved.exists() and tokenizer.read_tokenizer(saved) != serialized:
-            raise UserError(
-                f"{saved} differs from {named}, so this workdir belongs to another run; use a new --workdir"
-            )
+            why = f"differs from {named}, so this workdir belongs to another run; use a new --workdir"
+            raise UserError(f"{saved} {why}")
         return named, serialized
-    size = config.data.vocab_size
+    size, byte_level = config.data.vocab_size, labels is Labels.NEXT
     if saved.exists():
         serialized = tokenizer.read_tokenizer(saved)
         num_tokens = tokenizer.vocab_size(Tokenizer.from_str(serialized))
@@ -231,7 +210,6 @@ def _tokenizer(config: ConfigDict, labels: Labels, workdir: Path, corpus: Corpus
                 "to use another tokenizer, use a new --workdir"
             )
         return saved, serialized
-    byte_level = labels is Labels.NEXT
 
     def make(directory: Path) -> Facts:
         trained = tokenizer.train_tokenizer(corpus.training_texts, size, byte_level=byte_level)
@@ -254,22 +232,5 @@ def named_tokenizer(config: ConfigDict) -> Path | None:
     for path in (file_of(directory, name) for name in ("tokenizer.json", "vocab.txt")):
         if path.is_file():
             return path
-    raise UserError(
-        f"config.model.init_from is {str(directory)!r}, which contains no tokenizer.json or vocab.txt; "
-        "set config.data.tokenizer"
-    )
-
-
-def _save_tokenizer(workdir: Path, serialized: str) -> None:
-    """Write workdir/tokenizer.json atomically, unless it exists."""
-    if (workdir / "tokenizer.json").exists():
-        return
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        temporary = workdir / f".tokenizer.{uuid.uuid4().hex}"
-        temporary.write_text(serialized, "utf-8")
-        temporary.replace(workdir / "tokenizer.json")
-    except OSError as error:
-        raise UserError(
-            f"--workdir is {str(workdir)!r}, {path_error(error)}; it must be a writable directory"
-        ) from None
+    why = "which contains no tokenizer.json or vocab.txt"
+    raise UserError(f"config.model.init_from is {str(directory)!r}, {why}; set config.data.tokenizer")

@@ -2,7 +2,7 @@
 
 A trained tokenizer depends on the training texts alone. This does not hold for the library's own WordPiece training: it
 numbers the initial pieces inside words in the order of a hash table, and breaks ties between merges by these numbers.
-`_train_wordpiece` therefore passes these pieces in sorted order.
+`train_tokenizer` therefore passes these pieces in sorted order.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +15,8 @@ from jaxpar.errors import UserError
 from jaxpar.files import file_of, parse_json, regular
 
 WORDPIECE_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+# The settings of a tokenizer_config.json that apply to a vocab.txt, with their defaults.
+SETTINGS: dict[str, bool | None] = {"do_lower_case": True, "strip_accents": None, "tokenize_chinese_chars": True}
 # Names of the special tokens by use; the first name in the vocabulary is used.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 PADDING = ("[PAD]", "<pad>", "<|endoftext|>")  # GPT-2 has no padding token; padding is masked, so any token works
@@ -32,26 +34,22 @@ def train_tokenizer(texts: Callable[[], Iterator[str]], vocab_size: int, *, byte
 
     `texts` returns a new iterator over the training texts; it is called up to twice.
     """
-    return _train_bytes(texts(), vocab_size) if byte_level else _train_wordpiece(texts, vocab_size)
-
-
-def _train_wordpiece(texts: Callable[[], Iterator[str]], vocab_size: int) -> Tokenizer:
+    if byte_level:
+        return _train_bytes(texts(), vocab_size)
     scratch = Tokenizer(models.BPE(unk_token="[UNK]", continuing_subword_prefix="##"))
     scratch.normalizer = normalizers.BertNormalizer()
     long_word = pre_tokenizers.Split(Regex(rf"^.{{{MAX_CHARACTERS + 1},}}$"), "removed")
     scratch.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.BertPreTokenizer(), long_word])
     pieces = [f"##{char}" for char in _inner_characters(scratch, texts())]
+    special = [*WORDPIECE_SPECIALS, *pieces]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[*WORDPIECE_SPECIALS, *pieces],
-        continuing_subword_prefix="##",
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=special, continuing_subword_prefix="##", show_progress=False
     )
     scratch.train_from_iterator(texts(), trainer)
     vocab = scratch.get_vocab(with_added_tokens=False)
     if len(vocab) > vocab_size:
         raise _too_small(vocab_size, len(vocab))
-    return _wordpiece(vocab, lowercase=True, strip_accents=None, chinese=True)
+    return _wordpiece(vocab, SETTINGS)
 
 
 def _inner_characters(tokenizer: Tokenizer, texts: Iterable[str]) -> list[str]:
@@ -89,11 +87,12 @@ def _too_small(vocab_size: int, least: int) -> UserError:
     )
 
 
-def _wordpiece(vocab: dict[str, int], *, lowercase: bool, strip_accents: bool | None, chinese: bool) -> Tokenizer:
-    """Return BERT's tokenizer for a vocabulary that contains WORDPIECE_SPECIALS."""
+def _wordpiece(vocab: dict[str, int], settings: dict[str, bool | None]) -> Tokenizer:
+    """Return BERT's tokenizer for a vocabulary that contains WORDPIECE_SPECIALS. settings: values of SETTINGS."""
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=MAX_CHARACTERS))
+    lowercase, strip_accents, chinese = (settings[key] for key in SETTINGS)
     tokenizer.normalizer = normalizers.BertNormalizer(
-        lowercase=lowercase, strip_accents=strip_accents, handle_chinese_chars=chinese
+        lowercase=bool(lowercase), strip_accents=strip_accents, handle_chinese_chars=bool(chinese)
     )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(prefix="##")
@@ -105,9 +104,9 @@ def _wordpiece(vocab: dict[str, int], *, lowercase: bool, strip_accents: bool | 
 def read_tokenizer(path: Path) -> str:
     """Return the tokenizer in a tokenizer.json or a vocab.txt as JSON. Raises UserError if the file is neither.
 
-    If tokenizer_config.json exists next to a vocab.txt, its do_lower_case (default true), strip_accents and
-    tokenize_chinese_chars apply, as in Hugging Face transformers.
+    If tokenizer_config.json exists next to a vocab.txt, its SETTINGS apply, as in Hugging Face transformers.
     """
+    kind = "a tokenizer.json or vocab.txt in Hugging Face format"
     try:
         text = regular(path).read_text("utf-8")
         if path.suffix == ".txt":
@@ -116,11 +115,9 @@ def read_tokenizer(path: Path) -> str:
     except UserError:
         raise
     except OSError as error:
-        kind = "a tokenizer.json or vocab.txt in Hugging Face format"
         raise UserError(f"{path} cannot be read ({error.strerror}); it must be {kind}") from None
     except Exception as error:  # the library raises bare Exception
-        reason = (str(error) or repr(error)).splitlines()[0]
-        raise UserError(f"{path} is not a tokenizer.json or vocab.txt in Hugging Face format: {reason}") from None
+        raise UserError(f"{path} is not {kind}: {(str(error) or repr(error)).splitlines()[0]}") from None
     ids = made.get_vocab(with_added_tokens=True).values()
     if not ids or max(ids) >= MAX_TOKENS:
         largest = f"token {max(ids)}" if ids else "no tokens"
@@ -131,31 +128,22 @@ def read_tokenizer(path: Path) -> str:
 def _read_vocab(path: Path, text: str) -> Tokenizer:
     tokens = text.removesuffix("\n").split("\n")
     vocab = {token.rstrip("\r"): index for index, token in enumerate(tokens)}
-    missing = [token for token in WORDPIECE_SPECIALS if token not in vocab]
-    if missing:
-        raise UserError(
-            f"{path} lacks {', '.join(missing)}; a BERT vocabulary must have one token per line, including these"
-        )
-    lowercase, strip_accents, chinese = _settings(file_of(path.parent, "tokenizer_config.json"))
-    return _wordpiece(vocab, lowercase=lowercase, strip_accents=strip_accents, chinese=chinese)
-
-
-def _settings(path: Path) -> tuple[bool, bool | None, bool]:
-    """Return do_lower_case, strip_accents and tokenize_chinese_chars of a tokenizer_config.json that can be missing."""
-    defaults = {"do_lower_case": True, "strip_accents": None, "tokenize_chinese_chars": True}
+    if missing := [token for token in WORDPIECE_SPECIALS if token not in vocab]:
+        rule = "a BERT vocabulary must have one token per line, including these"
+        raise UserError(f"{path} lacks {', '.join(missing)}; {rule}")
+    path = file_of(path.parent, "tokenizer_config.json")
     if not path.exists():
-        return True, None, True
+        return _wordpiece(vocab, SETTINGS)
     try:
         settings = parse_json(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not JSON ({error}); it must be the settings of a tokenizer, or not exist") from None
     if not isinstance(settings, dict):
         raise UserError(f"{path} is {settings!r:.40}; it must be an object with the settings of a tokenizer")
-    for key, default in defaults.items():
+    for key, default in SETTINGS.items():
         if not isinstance(value := settings.get(key, default), bool) and value is not default:
             raise UserError(f"{path} has {key} {value!r:.40}; it must be true or false")
-    lowercase, strip_accents, chinese = ({**defaults, **settings}[key] for key in defaults)
-    return bool(lowercase), strip_accents, bool(chinese)
+    return _wordpiece(vocab, SETTINGS | settings)
 
 
 def special(tokenizer: Tokenizer, names: Iterable[str], use: str, path: Path) -> int:
@@ -167,7 +155,7 @@ def special(tokenizer: Tokenizer, names: Iterable[str], use: str, path: Path) ->
 
 
 def find_special(tokenizer: Tokenizer, names: Iterable[str]) -> int | None:
-    """Return the id of the first of `names` in the vocabulary, or None if the vocabulary has none of them."""
+    """Return the id of the first of `names` in the vocabulary, or None."""
     return next((index for index in map(tokenizer.token_to_id, names) if index is not None), None)
 
 

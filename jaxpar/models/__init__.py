@@ -12,9 +12,8 @@ from ml_collections import ConfigDict
 from jaxpar.cluster import Cluster
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError, check_choice, format_count, nearest
-from jaxpar.models.model import Batch, Context, LayerRun, Model, Params, Tie
+from jaxpar.models.model import REMAT_POLICIES, Batch, Context, LayerRun, Model, Params, Tie
 from jaxpar.models.options import OVERRIDES, check_attention, decide_computation
-from jaxpar.models.remat import REMAT_POLICIES
 
 __all__ = ["MODELS", "Batch", "Context", "LayerRun", "Model", "Params", "Tie", "build", "check_model", "describe_model"]
 
@@ -33,14 +32,7 @@ def check_model(config: ConfigDict, cluster: Cluster) -> Model | None:
     """Check config.model as far as possible without data.
 
     Returns the model for the smallest possible data set; the names of its layers do not depend on the data. Returns
-    None for a user-defined model.
-
-    Args:
-      config: config of the run.
-      cluster: cluster on which the model will run.
-
-    Raises:
-      UserError: config.model or config.task is invalid for every data set.
+    None for a user-defined model. Raises UserError if config.model or config.task is invalid for every data set.
     """
     if config.model.name in MODELS:
         return build(config, MODELS[config.model.name], cluster)  # abstract: allocates no arrays
@@ -53,31 +45,21 @@ def build(config: ConfigDict, info: DataInfo, cluster: Cluster) -> Model:
     """Build the model of config.model and config.task for a data set. Allocates no arrays.
 
     config.model.name is one of MODELS or the name of a user's module, which must contain a dot and be on PYTHONPATH.
-    Either module has a function `build(config, info) -> Model`.
-
-    Args:
-      config: config of the run.
-      info: properties of the data set.
-      cluster: cluster on which the model will run.
-
-    Raises:
-      UserError: the name is unknown, or options are incompatible with each other, the task or the data.
+    Either module has a function `build(config, info) -> Model`. Raises UserError if the name is unknown, or options are
+    incompatible with each other, the task or the data.
     """
     _check_choices(config)
     name = config.model.name
     model = _module(name).build(decide_computation(config, cluster), info)
     check_attention(config, cluster)  # last, because the model's own errors do not depend on the cluster
     if not isinstance(model, Model):
-        raise UserError(
-            f"config.model.name is {name!r}, whose function build returned {type(model).__name__}; "
-            "it must return a jaxpar.models.Model"
-        )
+        what = f"{name!r}, whose function build returned {type(model).__name__}"
+        raise UserError(f"config.model.name is {what}; it must return a jaxpar.models.Model")
     for path, leaf in jax.tree_util.tree_leaves_with_path(model.shapes):
         if leaf.dtype != jnp.float32:
-            raise UserError(
-                f"config.model.name is {name!r}, whose parameter {jax.tree_util.keystr(path)} is {leaf.dtype}; it must "
-                "be float32 (layers can cast their parameters to the dtype of the computation)"
-            )
+            what = f"{name!r}, whose parameter {jax.tree_util.keystr(path)} is {leaf.dtype}"
+            how = "(layers can cast their parameters to the dtype of the computation)"
+            raise UserError(f"config.model.name is {what}; it must be float32 {how}")
     return model
 
 
@@ -97,13 +79,11 @@ def describe_model(config: ConfigDict, model: Model, batch: Mapping[str, jax.Arr
         of_size = _module(name).SIZES[size]
         changed = {key: config.model[key] for key in OVERRIDES if config.model[key] is not None}
         values = of_size | changed
-        if config.model.init_from:
-            name += f" from {config.model.init_from}"
-        elif others := [f"{key}={value}" for key, value in changed.items() if of_size.get(key, value) != value]:
-            was = ", ".join(f"{of_size[one.partition('=')[0]]}" for one in others)
-            name += f" of size {size}, but config.model has {', '.join(others)} (not {was})"
-        else:
-            name += f" of size {size}"
+        others = [key for key, value in changed.items() if of_size.get(key, value) != value]
+        name += f" from {config.model.init_from}" if config.model.init_from else f" of size {size}"
+        if others and not config.model.init_from:
+            listed = ", ".join(f"{key}={changed[key]}" for key in others)
+            name += f", but config.model has {listed} (not {', '.join(f'{of_size[key]}' for key in others)})"
         words = [f"width {values['hidden_size']:,}"]
         words += [format_count(values["num_heads"], "head")] if "num_heads" in values else []
         words += [f"vocabulary {first.shapes['tokens'].shape[0]:,}"] if "tokens" in first.shapes else []
@@ -111,12 +91,8 @@ def describe_model(config: ConfigDict, model: Model, batch: Mapping[str, jax.Arr
         words.append(f"batches of {inputs.shape[0]:,} x {inputs.shape[1]:,} tokens")
     names = [layer.name for layer in model.layers]
     layers = ", ".join(names) if len(names) < 4 else f"{names[0]} .. {names[-2]}, {names[-1]}"
-    parts = [
-        f"{name}, layers {layers}",
-        f"{num_parameters(model):,} parameters, {config.model.dtype}",
-        ", ".join(words),
-    ]
-    return "; ".join(filter(None, parts))
+    size = f"{num_parameters(model):,} parameters, {config.model.dtype}"
+    return "; ".join(filter(None, (f"{name}, layers {layers}", size, ", ".join(words))))
 
 
 def _check_choices(config: ConfigDict) -> None:
@@ -131,39 +107,24 @@ def _check_choices(config: ConfigDict) -> None:
 def _module(name: str) -> ModuleType:
     if name in MODELS:
         return importlib.import_module(f"jaxpar.models.{name}")
-    return _import_from_path(name)
-
-
-def _import_from_path(name: str) -> ModuleType:
+    known = ", ".join(MODELS)
     if "." not in name:
         hint = nearest(name, MODELS)
-        raise UserError(
-            f"config.model.name is {name!r}; it must be one of {', '.join(MODELS)}, or the dotted name of your own "
-            f"module, such as my_package.my_model{hint and '.' + hint}"
-        )
+        own = f"the dotted name of your own module, such as my_package.my_model{hint and '.' + hint}"
+        raise UserError(f"config.model.name is {name!r}; it must be one of {known}, or {own}")
     if not all(part.isidentifier() for part in name.split(".")):
-        raise UserError(
-            f"config.model.name is {name!r}; it must be one of {', '.join(MODELS)}, or a dotted module name"
-        )
+        raise UserError(f"config.model.name is {name!r}; it must be one of {known}, or a dotted module name")
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         # If the user's module exists but imports a missing one, the traceback must show where.
         if error.name is None or not name.startswith(error.name):
             raise
-        raise UserError(
-            f"config.model.name is {name!r}, but PYTHONPATH contains no module {error.name!r}; "
-            f"it must be one of {', '.join(MODELS)}, or your own module"
-        ) from error
-    if not _takes_two(getattr(module, "build", None)):
-        raise UserError(f"config.model.name is {name!r}, but {module.__file__} has no function build(config, info)")
-    return module
-
-
-def _takes_two(function: object) -> bool:
-    """Return whether the object is a function that can be called with two arguments."""
+        what = f"{name!r}, but PYTHONPATH contains no module {error.name!r}"
+        raise UserError(f"config.model.name is {what}; it must be one of {known}, or your own module") from error
     try:
-        inspect.signature(function).bind(None, None)  # type: ignore[arg-type]  # raises TypeError for other objects
-    except (TypeError, ValueError):
-        return False
-    return True
+        inspect.signature(module.build).bind(None, None)  # of a function of two arguments
+    except (AttributeError, TypeError, ValueError):
+        what = f"{name!r}, but {module.__file__} has no function build(config, info)"
+        raise UserError(f"config.model.name is {what}") from None
+    return module

@@ -32,15 +32,10 @@ def attend(
     is_causal: bool,
     lengths_B: jax.Array | None,
 ) -> jax.Array:
-    """Compute `jax.nn.dot_product_attention`: [B, T, H, K].
+    """Compute `jax.nn.dot_product_attention` of queries, keys and values: [B, T, H, K].
 
-    Args:
-      q_BTHK: queries.
-      k_BTGK: keys.
-      v_BTGK: values.
-      kernel: which kernel computes it.
-      is_causal: whether positions attend only to themselves and earlier positions.
-      lengths_B: number of positions of each example that can be attended to; None: all.
+    is_causal: whether positions attend only to themselves and earlier positions. lengths_B: number of positions of each
+    example that can be attended to; None: all.
     """
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
     if kernel == "cudnn" and not _is_cudnn_installed():
@@ -66,11 +61,7 @@ def attend(
 def attend_earlier(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, positions_BT: jax.Array) -> jax.Array:
     """Compute the attention of new positions of a text to all positions up to their own: [B, T, H, K].
 
-    Args:
-      q_BTHK: queries.
-      k_BSGK: keys of positions 0 to S - 1, including those of the queries.
-      v_BSGK: values.
-      positions_BT: positions of the queries.
+    The keys and values are those of positions 0 to S - 1, including the positions of the queries, `positions_BT`.
     """
     (B, T, H, K), (_, S, G, _) = q_BTHK.shape, k_BSGK.shape
     q_BTGRK = q_BTHK.reshape(B, T, G, H // G, K)
@@ -113,33 +104,29 @@ _backward.def_abstract_eval(lambda q, k, v, *_arrays, **_options: [q, k, v])
 
 
 def _refuse_to_lower(*_arguments: Any, **_parameters: Any) -> NoReturn:
-    raise UserError(
-        "config.model.attention selects cuDNN attention, but cuDNN is not installed; it must be 'xla', or install "
-        "nvidia-cudnn-cu12"
-    )
+    rule = "it must be 'xla', or install nvidia-cudnn-cu12"
+    raise UserError(f"config.model.attention selects cuDNN attention, but cuDNN is not installed; {rule}")
 
 
-for _primitive in (_forward, _backward):
-    mlir.register_lowering(_primitive, _refuse_to_lower)
+mlir.register_lowering(_forward, _refuse_to_lower)
+mlir.register_lowering(_backward, _refuse_to_lower)
+
+
+_Arrays = tuple[jax.Array | None, ...]  # q, k, v and lengths_B, or what the backward pass reads
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _abstract_cudnn(
-    is_causal: bool, q: jax.Array, k: jax.Array, v: jax.Array, lengths_B: jax.Array | None
-) -> jax.Array:
-    return _abstract_forward(is_causal, q, k, v, lengths_B)[0]
+def _abstract_cudnn(is_causal: bool, *inputs: jax.Array | None) -> jax.Array:
+    return _abstract_forward(is_causal, *inputs)[0]
 
 
-def _abstract_forward(
-    is_causal: bool, q: jax.Array, k: jax.Array, v: jax.Array, lengths_B: jax.Array | None
-) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
-    y, statistics = _forward.bind(q, k, v, is_causal=is_causal)
-    return y, (q, k, v, y, statistics, lengths_B)
+def _abstract_forward(is_causal: bool, *inputs: jax.Array | None) -> tuple[jax.Array, _Arrays]:
+    *arrays, lengths_B = inputs
+    y, statistics = _forward.bind(*arrays, is_causal=is_causal)
+    return y, (*arrays, y, statistics, lengths_B)
 
 
-def _abstract_backward(
-    is_causal: bool, saved: tuple[jax.Array | None, ...], dy: jax.Array
-) -> tuple[jax.Array | None, ...]:
+def _abstract_backward(is_causal: bool, saved: _Arrays, dy: jax.Array) -> _Arrays:
     *arrays, _lengths_B = saved
     return (*_backward.bind(*arrays, dy, is_causal=is_causal), None)
 
@@ -168,12 +155,7 @@ class KeyValueCache:
     """
 
     def __init__(self, stored: Stored, start_B: jax.Array):
-        """Begin before the first layer.
-
-        Args:
-          stored: the keys and values of earlier positions.
-          start_B: number of earlier positions of each example; the new ones follow them.
-        """
+        """Begin before the first layer. start_B: number of earlier positions of each example, which `stored` holds."""
         self._stored, self._start_B = stored, start_B
         self._extended: list[KeyValues] = []
 
@@ -182,10 +164,7 @@ class KeyValueCache:
         return self._start_B[:, None] + jnp.arange(number)[None, :]
 
     def extend(self, k_BTGK: jax.Array, v_BTGK: jax.Array) -> KeyValues:
-        """Add the keys and values of the next layer at the new positions, and return all of them.
-
-        Positions from S on are dropped.
-        """
+        """Add the keys and values of the next layer at the new positions, up to S, and return all of them."""
         B, T = k_BTGK.shape[:2]
         where = jnp.arange(B)[:, None], self.positions(T)
         stored = self._stored[len(self._extended)]

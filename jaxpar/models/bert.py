@@ -12,18 +12,7 @@ from ml_collections import ConfigDict
 
 from jaxpar.data import DataInfo
 from jaxpar.errors import check_choice
-from jaxpar.models.layers import (
-    INIT_SCALE,
-    TIED_HEAD,
-    Embed,
-    activate,
-    classifier,
-    dropout,
-    linear,
-    norm,
-    normalize,
-    transformer,
-)
+from jaxpar.models import layers
 from jaxpar.models.model import Context, Model
 from jaxpar.models.options import BLOCK_DEFAULTS, Spec, check_task, pick, transformer_spec
 from jaxpar.tasks import Task
@@ -39,21 +28,18 @@ SIZES = {
 }
 DEFAULTS = {"mlp_size": None, "vocab_size": None, "max_length": None, "dropout": 0.1, "activation": "gelu"}
 DEFAULTS |= BLOCK_DEFAULTS
-FIXED = {"num_kv_heads": None, "norm": "layernorm", "positions": "learned"}
 NORM_EPS = 1e-12
 
 
 def build(config: ConfigDict, info: DataInfo) -> Model:
-    """Build the layers embed, block_0 to block_(num_layers - 1), head.
-
-    The output is [B, C], [B, T, C] or [B, T, V], float32.
-    """
+    """Build the layers of `layers.transformer`. The output is [B, C], [B, T, C] or [B, T, V], float32."""
     task, spec, pooling = resolve(config, info)
+    embed = partial(layers.Embed, spec)
     if task.head == "masked_lm":
-        return transformer(config, spec, partial(Embed, spec), partial(MaskedLMHead, spec), TIED_HEAD)
+        return layers.transformer(config, spec, embed, partial(MaskedLMHead, spec), layers.TIED_HEAD)
     if task.head == "token":
-        return transformer(config, spec, partial(Embed, spec), partial(TokenHead, spec, info.num_outputs))
-    return transformer(config, spec, partial(Embed, spec), partial(PoolingHead, spec, pooling, info.num_outputs))
+        return layers.transformer(config, spec, embed, partial(TokenHead, spec, info.num_outputs))
+    return layers.transformer(config, spec, embed, partial(PoolingHead, spec, pooling, info.num_outputs))
 
 
 def resolve(config: ConfigDict, info: DataInfo) -> tuple[Task, Spec, str]:
@@ -64,12 +50,12 @@ def resolve(config: ConfigDict, info: DataInfo) -> tuple[Task, Spec, str]:
     check_choice("model.activation", values["activation"], ("gelu", "gelu_tanh", "relu"))
     if task.head == "example":
         check_choice("model.pooling", values["pooling"], ("cls", "mean"))
-    spec = transformer_spec(config, info, {**FIXED, **values}, norm_eps=NORM_EPS, causal=False)
+    spec = transformer_spec(config, info, values, norm_eps=NORM_EPS, causal=False)
     return task, spec, values["pooling"]
 
 
 class PoolingHead(nnx.Module):
-    """Head that pools a text into one vector and classifies it.
+    """Head that pools a text into one vector and classifies it: [B, T, D] -> [B, C].
 
     With pooling 'cls', the vector is BERT's pooler output: tanh of a linear map of the first token. With 'mean', it is
     the mean over the real tokens, without the pooler.
@@ -79,39 +65,29 @@ class PoolingHead(nnx.Module):
         self.spec = spec
         self.pooling = pooling
         if pooling == "cls":
-            self.pooler = linear(spec.hidden_size, spec.hidden_size, spec, rngs)
-        self.classifier = classifier(spec, num_classes, rngs)
+            self.pooler = layers.linear(spec.hidden_size, spec.hidden_size, spec, rngs)
+        self.classifier = layers.classifier(spec, num_classes, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """Compute logits from hidden states: [B, T, D] -> [B, C]."""
         if self.pooling == "cls":
             x_BD = jnp.tanh(self.pooler(x_BTD[:, 0]))
         else:
-            x_BD = mean_over_mask(x_BTD, context.batch["mask"])
-        x_BD = dropout(x_BD, self.spec.dropout, context, 0)
-        return self.classifier(x_BD)
-
-
-def mean_over_mask(x_BTD: jax.Array, mask_BT: jax.Array) -> jax.Array:
-    """Return the mean over the positions where mask_BT is True, [B, D] in the dtype of x; zero for padding examples.
-
-    The sum is computed in float32.
-    """
-    weights_BT = mask_BT.astype(jnp.float32)
-    total_BD = jnp.einsum("btd,bt->bd", x_BTD.astype(jnp.float32), weights_BT)
-    return (total_BD / jnp.maximum(weights_BT.sum(axis=1, keepdims=True), 1)).astype(x_BTD.dtype)
+            weights_BT = context.batch["mask"].astype(jnp.float32)
+            total_BD = jnp.einsum("btd,bt->bd", x_BTD.astype(jnp.float32), weights_BT)
+            number_B1 = jnp.maximum(weights_BT.sum(axis=1, keepdims=True), 1)  # 1 for padding examples
+            x_BD = (total_BD / number_B1).astype(x_BTD.dtype)
+        return self.classifier(layers.dropout(x_BD, self.spec.dropout, context, 0))
 
 
 class TokenHead(nnx.Module):
-    """Head that classifies each token."""
+    """Head that classifies each token: [B, T, D] -> [B, T, C]."""
 
     def __init__(self, spec: Spec, num_classes: int, rngs: nnx.Rngs):
         self.spec = spec
-        self.classifier = classifier(spec, num_classes, rngs)
+        self.classifier = layers.classifier(spec, num_classes, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """Compute logits from hidden states: [B, T, D] -> [B, T, C]."""
-        return self.classifier(dropout(x_BTD, self.spec.dropout, context, 0))
+        return self.classifier(layers.dropout(x_BTD, self.spec.dropout, context, 0))
 
 
 class MaskedLMHead(nnx.Module):
@@ -119,12 +95,11 @@ class MaskedLMHead(nnx.Module):
 
     def __init__(self, spec: Spec, rngs: nnx.Rngs):
         self.spec = spec
-        self.transform = linear(spec.hidden_size, spec.hidden_size, spec, rngs)
-        self.norm = norm(spec, rngs)
-        self.tokens = nnx.Param(INIT_SCALE * jax.random.normal(rngs.params(), (spec.vocab_size, spec.hidden_size)))
+        self.transform = layers.linear(spec.hidden_size, spec.hidden_size, spec, rngs)
+        self.norm = layers.norm(spec, rngs)
+        self.tokens = layers.embeddings(spec.vocab_size, spec, rngs)
         self.bias = nnx.Param(jnp.zeros(spec.vocab_size))
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> TokenLogits:
-        """Return logits [B, T, V] from hidden states [B, T, D]."""
-        x_BTD = normalize(self.norm, activate(self.spec.activation, self.transform(x_BTD)))
+        x_BTD = layers.normalize(self.norm, layers.activate(self.spec.activation, self.transform(x_BTD)))
         return TokenLogits(x_BTD, self.tokens[...].astype(x_BTD.dtype), self.bias[...])

@@ -8,7 +8,7 @@ module transformer_layer.py of the folder bottleneck).
 Array dims: B examples, D features, C compressed features; other dims in between.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import jax
@@ -26,7 +26,7 @@ DEFAULT_FACTOR = 2
 
 
 class Compress(nnx.Module):
-    """A norm, a reduction of the features, and a norm: linear, or maxout, the maximum of each group of features.
+    """A norm, a reduction of the features, [B, ..., D] -> [B, ..., C], and a norm. It is linear, or maxout.
 
     Maxout (Goodfellow et al. 2013) takes the maximum over `factor` consecutive features, without parameters.
     """
@@ -39,7 +39,6 @@ class Compress(nnx.Module):
         self.compressed_norm = _norm(width // factor, rngs)
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        """Compress the features: [B, ..., D] -> [B, ..., C]."""
         normal = _normalize(self.norm, x)
         if self.kind == "linear":
             y = self.linear(normal)
@@ -49,31 +48,23 @@ class Compress(nnx.Module):
 
 
 class Expand(nnx.Module):
-    """A linear map from the compressed features to the hidden states."""
+    """A linear map from the compressed features to the hidden states, [B, ..., C] -> [B, ..., D]."""
 
     def __init__(self, width: int, factor: int, dtype: DTypeLike, rngs: nnx.Rngs):
         self.linear = nnx.Linear(width // factor, width, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        """Expand the features: [B, ..., C] -> [B, ..., D]."""
         return self.linear(x)
 
 
 def with_bottlenecks(config: ConfigDict, blocks: Mapping[str, Maker], width: int) -> dict[str, Maker]:
     """Return the blocks with the bottlenecks of config.model before those that config.model.bottlenecks lists.
 
-    The bottleneck before `block_2` is the layers `compress_2` and `expand_2`.
-
-    Args:
-      config: config of the run.
-      blocks: name -> function that creates the block, in order.
-      width: number of features of the hidden states.
-
-    Raises:
-      UserError: the keys of the bottlenecks are invalid.
+    The bottleneck before `block_2` is the layers `compress_2` and `expand_2`. width: number of features of the hidden
+    states. Raises UserError if the keys of the bottlenecks are invalid.
     """
-    kind, factor = config.model.bottleneck, config.model.bottleneck_factor
-    if config.model.bottlenecks is None:
+    kind, factor, text = config.model.bottleneck, config.model.bottleneck_factor, config.model.bottlenecks
+    if text is None:
         for key, value in (("bottleneck", kind), ("bottleneck_factor", factor)):
             if value is not None:
                 raise UserError(f"config.model.{key} is {value!r}; it must be None without config.model.bottlenecks")
@@ -81,13 +72,17 @@ def with_bottlenecks(config: ConfigDict, blocks: Mapping[str, Maker], width: int
     kind, factor = kind or BOTTLENECKS[0], factor or DEFAULT_FACTOR
     check_choice("model.bottleneck", kind, BOTTLENECKS)
     if factor < 2 or width % factor:
-        raise UserError(
-            f"config.model.bottleneck_factor is {factor}; it must be at least 2 and divide the number of features, "
-            f"{width}"
-        )
+        what = f"the number of features, {width}"
+        raise UserError(f"config.model.bottleneck_factor is {factor}; it must be at least 2 and divide {what}")
+    chosen, names = [name.strip() for name in text.split(",")], list(blocks)
+    if unknown := [name for name in chosen if name not in names]:
+        what, hint = f"blocks, from {names[0]} to {names[-1]}, separated by commas", nearest(unknown[0], names)
+        is_none = f"{unknown[0]!r} is not one{hint and '.' + hint}"
+        raise UserError(f"config.model.bottlenecks is {text!r}; it must list {what}; {is_none}")
+    if len(set(chosen)) < len(chosen):
+        raise UserError(f"config.model.bottlenecks is {text!r}; it must list each block once")
     dtype = jnp.dtype(config.model.dtype)
     compress, expand = partial(Compress, kind, width, factor, dtype), partial(Expand, width, factor, dtype)
-    chosen = _chosen(config.model.bottlenecks, list(blocks))
     makers: dict[str, Maker] = {}
     for name, make in blocks.items():
         if name in chosen:
@@ -95,20 +90,6 @@ def with_bottlenecks(config: ConfigDict, blocks: Mapping[str, Maker], width: int
             makers |= {f"compress_{number}": compress, f"expand_{number}": expand}
         makers[name] = make
     return makers
-
-
-def _chosen(text: str, names: Sequence[str]) -> list[str]:
-    chosen = [name.strip() for name in text.split(",")]
-    unknown = next((name for name in chosen if name not in names), None)
-    if unknown is not None:
-        hint = nearest(unknown, names)
-        raise UserError(
-            f"config.model.bottlenecks is {text!r}; it must list blocks, from {names[0]} to {names[-1]}, separated by "
-            f"commas; {unknown!r} is not one{hint and '.' + hint}"
-        )
-    if len(set(chosen)) < len(chosen):
-        raise UserError(f"config.model.bottlenecks is {text!r}; it must list each block once")
-    return chosen
 
 
 def _norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:

@@ -16,20 +16,9 @@ from ml_collections import ConfigDict
 
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError, check_choice
-from jaxpar.models.layers import (
-    ACTIVATIONS,
-    INIT_SCALE,
-    TIED_HEAD,
-    Embed,
-    classifier,
-    dropout,
-    norm,
-    normalize,
-    real_lengths,
-    transformer,
-)
+from jaxpar.models import layers
 from jaxpar.models.model import Context, Model
-from jaxpar.models.options import BLOCK_DEFAULTS, Spec, check_task, pick, transformer_spec
+from jaxpar.models.options import BLOCK_DEFAULTS, ROTARY, Spec, check_task, pick, transformer_spec
 from jaxpar.tasks import Task
 from jaxpar.tasks.token_logits import TokenLogits
 
@@ -43,32 +32,20 @@ SIZES: dict[str, dict[str, Any]] = {
     "llama_1b": {"num_layers": 16, "hidden_size": 2048, "num_heads": 32, "mlp_size": 8192, **LLAMA},  # of Llama 3.2
     "llama_8b": {"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "mlp_size": 14336, **LLAMA},  # of Llama 3
 }
-DEFAULTS = {
-    "num_kv_heads": None,
-    "mlp_size": None,
-    "vocab_size": None,
-    "max_length": None,
-    "dropout": 0.1,
-    "norm": "layernorm",
-    "activation": "gelu_tanh",
-    "positions": "learned",
-    "head_dim": None,
-    "norm_eps": 1e-5,
-    "qkv_bias": False,
-    "rope_base": None,
-    "rope_scaling": None,
-    **BLOCK_DEFAULTS,
-}
+DEFAULTS: dict[str, Any] = dict.fromkeys(("num_kv_heads", "mlp_size", "vocab_size", "max_length", "head_dim", *ROTARY))
+DEFAULTS |= {"norm": "layernorm", "norm_eps": 1e-5, "activation": "gelu_tanh", "positions": "learned"}
+DEFAULTS |= {"dropout": 0.1, "qkv_bias": False, **BLOCK_DEFAULTS}
 LM_DEFAULTS = {**DEFAULTS, "tied_embeddings": True}  # of causal language models
 
 
 def build(config: ConfigDict, info: DataInfo) -> Model:
-    """Build the layers embed, block_0 to block_(num_layers - 1), head. Outputs logits [B, T, V] or [B, C], float32."""
+    """Build the layers of `layers.transformer`. Outputs logits [B, T, V] or [B, C], float32."""
     task, spec = resolve(config, info)
+    embed = partial(layers.Embed, spec)
     if task.head == "causal_lm":
-        ties = () if config.model.tied_embeddings is False else TIED_HEAD
-        return transformer(config, spec, partial(Embed, spec), partial(CausalLMHead, spec), ties)
-    return transformer(config, spec, partial(Embed, spec), partial(LastTokenHead, spec, info.num_outputs))
+        ties = () if config.model.tied_embeddings is False else layers.TIED_HEAD
+        return layers.transformer(config, spec, embed, partial(CausalLMHead, spec), ties)
+    return layers.transformer(config, spec, embed, partial(LastTokenHead, spec, info.num_outputs))
 
 
 def resolve(config: ConfigDict, info: DataInfo) -> tuple[Task, Spec]:
@@ -76,7 +53,7 @@ def resolve(config: ConfigDict, info: DataInfo) -> tuple[Task, Spec]:
     task = check_task(config, info, heads=("causal_lm", "example"), kinds=("text",))
     values = pick(config, SIZES, LM_DEFAULTS if task.head == "causal_lm" else DEFAULTS)
     check_choice("model.norm", values["norm"], ("layernorm", "rmsnorm"))
-    check_choice("model.activation", values["activation"], ACTIVATIONS)
+    check_choice("model.activation", values["activation"], layers.ACTIVATIONS)
     check_choice("model.positions", values["positions"], ("learned", "rotary"))
     if not 0 < values["norm_eps"] < 1:
         raise UserError(f"config.model.norm_eps is {values['norm_eps']}; it must be greater than 0 and less than 1")
@@ -88,31 +65,28 @@ class CausalLMHead(nnx.Module):
 
     def __init__(self, spec: Spec, rngs: nnx.Rngs):
         self.spec = spec
-        self.norm = norm(spec, rngs)
-        self.tokens = nnx.Param(INIT_SCALE * jax.random.normal(rngs.params(), (spec.vocab_size, spec.hidden_size)))
+        self.norm = layers.norm(spec, rngs)
+        self.tokens = layers.embeddings(spec.vocab_size, spec, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> TokenLogits:
-        """Return logits [B, T, V] from hidden states [B, T, D]."""
-        return TokenLogits(normalize(self.norm, x_BTD), self.tokens[...].astype(x_BTD.dtype))
+        return TokenLogits(layers.normalize(self.norm, x_BTD), self.tokens[...].astype(x_BTD.dtype))
 
 
 class LastTokenHead(nnx.Module):
-    """Classification head: the final norm, then a linear map without bias of the last real token.
+    """Classification head: the final norm, then a linear map without bias of the last real token, to [B, C].
 
     The last token is the only one that attends to all others.
     """
 
     def __init__(self, spec: Spec, num_classes: int, rngs: nnx.Rngs):
         self.spec = spec
-        self.norm = norm(spec, rngs)
-        self.classifier = classifier(spec, num_classes, rngs, bias=False)
+        self.norm = layers.norm(spec, rngs)
+        self.classifier = layers.classifier(spec, num_classes, rngs, bias=False)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """Compute logits from hidden states: [B, T, D] -> [B, C]."""
         if "mask" in context.batch:
-            last_B = real_lengths(context.batch["mask"]) - 1
+            last_B = layers.real_lengths(context.batch["mask"]) - 1
             x_BD = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)[:, 0]
         else:
             x_BD = x_BTD[:, -1]
-        x_BD = dropout(normalize(self.norm, x_BD), self.spec.dropout, context, 0)
-        return self.classifier(x_BD)
+        return self.classifier(layers.dropout(layers.normalize(self.norm, x_BD), self.spec.dropout, context, 0))

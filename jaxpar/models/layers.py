@@ -32,9 +32,8 @@ INIT_SCALE = 0.02  # standard deviation of the initial weights in BERT and GPT-2
 def dropout(x: jax.Array, rate: float, context: Context, site: int) -> jax.Array:
     """Apply dropout with probability `rate` to x [B, ...].
 
-    The mask of an example depends only on its key and on `site`, the index of the dropout in the layer. With JAX's
-    partitionable random bits, element i is a function of (key, i), so the mask at position t does not depend on the
-    padded length.
+    The mask of an example depends only on its key and on `site`, the index of the dropout in the layer. JAX's random
+    bits are partitionable: element i is a function of (key, i), so the mask does not depend on the padded length.
     """
     if context.keys_B is None or rate == 0:
         return x
@@ -58,14 +57,13 @@ def linear(
 
     With norm layernorm, it always has a bias.
     """
-    return nnx.Linear(
-        num_in,
-        num_out,
-        use_bias=bias or spec.norm == "layernorm",
-        dtype=spec.dtype,
-        kernel_init=nnx.initializers.normal(scale),
-        rngs=rngs,
-    )
+    bias, init = bias or spec.norm == "layernorm", nnx.initializers.normal(scale)
+    return nnx.Linear(num_in, num_out, use_bias=bias, dtype=spec.dtype, kernel_init=init, rngs=rngs)
+
+
+def embeddings(rows: int, spec: Spec, rngs: nnx.Rngs) -> nnx.Param[jax.Array]:
+    """Return the embeddings of tokens, positions or segments, [rows, D]."""
+    return nnx.Param(INIT_SCALE * jax.random.normal(rngs.params(), (rows, spec.hidden_size)))
 
 
 def norm(spec: Spec, rngs: nnx.Rngs) -> nnx.Module:
@@ -110,29 +108,24 @@ def from_inputs(function: Callable[..., jax.Array], dtype: Any) -> Callable[...,
 
 
 class Embed(nnx.Module):
-    """Token, position and segment embeddings. The arrays are direct attributes, so that heads can be tied to them."""
+    """Token, position and segment embeddings: [B, T] -> [B, T, D]. Heads can be tied to the arrays."""
 
     def __init__(self, spec: Spec, rngs: nnx.Rngs):
-        def table(rows: int) -> nnx.Param[jax.Array]:
-            return nnx.Param(INIT_SCALE * jax.random.normal(rngs.params(), (rows, spec.hidden_size)))
-
         self.spec = spec
-        self.tokens = table(spec.vocab_size)
+        self.tokens = embeddings(spec.vocab_size, spec, rngs)
         if spec.positions == "learned":
-            self.positions = table(spec.max_length)
+            self.positions = embeddings(spec.max_length, spec, rngs)
         if spec.token_types:
-            self.token_types = table(spec.token_types)
+            self.token_types = embeddings(spec.token_types, spec, rngs)
         if not spec.pre_norm:
             self.norm = norm(spec, rngs)
 
     def __call__(self, tokens_BT: jax.Array, context: Context) -> jax.Array:
-        """Embed token ids: [B, T] -> [B, T, D]."""
-        spec = self.spec
+        spec, number = self.spec, tokens_BT.shape[1]
         x_BTD = self.tokens[...][tokens_BT]
         if spec.positions == "learned":
-            table = self.positions[...]
-            number = tokens_BT.shape[1]
-            x_BTD += table[None, :number] if context.cache is None else table[context.cache.positions(number)]
+            rows = self.positions[...]
+            x_BTD += rows[None, :number] if context.cache is None else rows[context.cache.positions(number)]
         if spec.token_types:
             segments_BT = context.batch["segments"] if "segments" in context.batch else jnp.zeros_like(tokens_BT)
             x_BTD += self.token_types[...][segments_BT]
@@ -150,7 +143,7 @@ def as_matrix(x_BTD: jax.Array, spec: Spec) -> jax.Array:
 
 
 class Attention(nnx.Module):
-    """Self-attention with H query heads that share G key and value heads (Ainslie et al. 2023).
+    """Self-attention with H query heads that share G key and value heads (Ainslie et al. 2023), [B, T, D] -> [B, T, D].
 
     G = H is ordinary multi-head attention. There is no dropout on the attention probabilities: the fused kernels do not
     support it, and most recent models do without it.
@@ -165,7 +158,6 @@ class Attention(nnx.Module):
         self.out = linear(width, spec.hidden_size, spec, rngs, scale=out_scale)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """Compute the attention output: [B, T, D] -> [B, T, D]."""
         spec, (B, T, D) = self.spec, x_BTD.shape
         x = as_matrix(x_BTD, spec)
         q_BTHK = self.query(x).reshape(B, T, spec.num_heads, spec.head_dim)
@@ -200,13 +192,9 @@ class MLP(nnx.Module):
         self.down = linear(spec.mlp_size, spec.hidden_size, spec, rngs, scale=out_scale)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Apply the MLP to each position: [B, T, D] -> [B, T, D]."""
-        activation, x = partial(activate, self.spec.activation), as_matrix(x_BTD, self.spec)
-        if self.spec.activation == "swiglu":
-            y = self.down(activation(self.gate(x)) * self.up(x))
-        else:
-            y = self.down(activation(self.up(x)))
-        return y.reshape(x_BTD.shape)
+        name, x = self.spec.activation, as_matrix(x_BTD, self.spec)
+        y = activate(name, self.gate(x)) * self.up(x) if name == "swiglu" else activate(name, self.up(x))
+        return self.down(y).reshape(x_BTD.shape)
 
 
 class Block(nnx.Module):
@@ -223,7 +211,6 @@ class Block(nnx.Module):
         self.mlp_norm = norm(spec, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """Apply the block: [B, T, D] -> [B, T, D]."""
         rate = self.spec.dropout
         if self.spec.pre_norm:
             x_BTD += dropout(self.attention(normalize(self.attention_norm, x_BTD), context), rate, context, 0)

@@ -28,14 +28,8 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
     check_task(config, info, heads=("example",), kinds=("vector", "image"))
     values = pick(config, SIZES, DEFAULTS)
     check_choice("model.activation", values["activation"], ("gelu", "gelu_tanh", "relu"))
-    hidden = partial(
-        Hidden,
-        width=values["hidden_size"],
-        activation=values["activation"],
-        dropout=values["dropout"],
-        dtype=jnp.dtype(config.model.dtype),
-    )
-    width = values["hidden_size"]
+    width, dtype = values["hidden_size"], jnp.dtype(config.model.dtype)
+    hidden = partial(Hidden, width=width, activation=values["activation"], dropout=values["dropout"], dtype=dtype)
     blocks = dict.fromkeys((f"block_{i}" for i in range(values["num_layers"])), partial(hidden, width))
     makers: dict[str, Maker] = {
         "embed": partial(hidden, int(np.prod(info.input_shape))),
@@ -54,26 +48,22 @@ def unit_range(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 class Hidden(nnx.Module):
-    """A linear map and an activation. The first layer also flattens its input."""
+    """A linear map and an activation: [B, ...] -> [B, D]. The first layer also flattens its input."""
 
     def __init__(self, num_in: int, rngs: nnx.Rngs, *, width: int, activation: str, dropout: float, dtype: DTypeLike):
-        self.activation = activation
-        self.rate = dropout
-        self.dtype = dtype
+        self.activation, self.rate, self.dtype = activation, dropout, dtype
         self.linear = nnx.Linear(num_in, width, dtype=dtype, kernel_init=nnx.initializers.he_normal(), rngs=rngs)
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        """Apply the layer: [B, ...] -> [B, D]."""
         x_BD = unit_range(x, self.dtype).reshape(x.shape[0], -1)
         return dropout(ACTIVATIONS[self.activation](self.linear(x_BD)), self.rate, context, 0)
 
 
 class MLPHead(nnx.Module):
-    """A linear map to the classes, in float32."""
+    """A linear map to the classes, in float32: [B, D] -> [B, C]."""
 
     def __init__(self, num_in: int, num_classes: int, rngs: nnx.Rngs):
         self.classifier = nnx.Linear(num_in, num_classes, dtype=jnp.float32, rngs=rngs)
 
     def __call__(self, x_BD: jax.Array, context: Context) -> jax.Array:
-        """Compute logits: [B, D] -> [B, C]."""
         return self.classifier(x_BD)

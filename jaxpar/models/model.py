@@ -1,9 +1,7 @@
-"""A model is an ordered sequence of single-device layers.
+"""A model is an ordered sequence of single-device layers: each is an `nnx.Module` called as `layer(x, context)`.
 
-A layer is an `nnx.Module` called as `layer(x, context)`. It contains no code for devices. Strategies partition the
-sequence: a pipeline stage is a range of layers. The activations x between layers are an array or any pytree of arrays.
-Parameters are a plain dict keyed by layer name. This canonical form is independent of the strategy and of any scan over
-layers.
+Strategies partition the sequence: a pipeline stage is a range of layers. Parameters are a plain dict keyed by layer
+name. This canonical form is independent of the strategy and of any scan over layers.
 
 Array dims: B examples, T positions, D features.
 """
@@ -22,7 +20,6 @@ from flax import nnx
 
 from jaxpar.layout import Tree
 from jaxpar.models.attention import KeyValueCache
-from jaxpar.models.remat import REMAT_POLICIES
 from jaxpar.tasks.token_logits import TokenLogits, whole
 
 LayerParams = dict[str, Any]  # parameters of one layer: nested dict of arrays, or of their shapes
@@ -31,20 +28,25 @@ Index = int | jax.Array  # index of a layer
 GraphDef = nnx.GraphDef[nnx.Module]
 Activations = Tree  # the values between layers: an array or any pytree of arrays
 Batch = Mapping[str, jax.Array]  # see jaxpar.data for the keys
+# Policies for `jax.checkpoint`: which values the forward pass saves for the backward pass.
+REMAT_POLICIES: dict[str, Any] = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
 
 
 class Context(NamedTuple):
-    """Values that a layer can read besides its input.
+    """Values that a layer can read besides its input."""
 
-    Attributes:
-      batch: the batch. Every pipeline stage has it, so masks are not sent between stages.
-      keys_B: dropout keys of this layer and step, one per example; None in evaluation.
-      cache: the earlier positions of the texts, if the input continues them; None: the input is whole texts.
-    """
+    batch: Batch  # every pipeline stage has it, so masks are not sent between stages
+    keys_B: jax.Array | None  # dropout keys of this layer and step, one per example; None in evaluation
+    cache: KeyValueCache | None = None  # the earlier positions of the texts, if the input continues them
 
-    batch: Batch
-    keys_B: jax.Array | None
-    cache: KeyValueCache | None = None
+    def at(self, index: Index) -> "Context":
+        """Return the context with the dropout keys of the layer, or the application of a layer, at this index."""
+        if self.keys_B is None:
+            return self
+        return self._replace(keys_B=jax.vmap(jax.random.fold_in, (0, None))(self.keys_B, index))
 
 
 class Tie(NamedTuple):
@@ -64,22 +66,20 @@ class LayerRun(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One layer: its name, its structure without arrays, the shapes of its parameters, and how often it is applied."""
+    """One layer of a model."""
 
     name: str
-    graphdef: GraphDef
+    graphdef: GraphDef  # its structure, without arrays
     shapes: LayerParams
-    num_applications: int
+    num_applications: int  # how often it is applied, one after another
+
+    def apply(self, weights: LayerParams, x: Activations, context: Context) -> Activations:
+        """Return the output of one application."""
+        return nnx.merge(self.graphdef, weights)(x, context)
 
 
 class Model:
-    """An ordered sequence of layers. `jaxpar.models.build` creates one from a config.
-
-    Attributes:
-      layers: the layers in the order of computation.
-      ties: arrays that two layers share.
-      runs: the layers, grouped into runs of identical consecutive layers.
-    """
+    """An ordered sequence of layers. `jaxpar.models.build` creates one from a config."""
 
     def __init__(
         self,
@@ -101,15 +101,13 @@ class Model:
           scan: whether to compute a run of identical layers with one `lax.scan`.
           remat: none, full or dots: which values the backward pass recomputes in each layer.
         """
-        self._makers = dict(makers)
-        self._scan = scan
-        self._remat = remat
+        self._makers, self._scan, self._remat = dict(makers), scan, remat
         self.ties = ties
         different = {id(make): make for make in self._makers.values()}
         abstract = {key: _abstract(make) for key, make in different.items()}
         times = applications or {}
         self.layers = tuple(Layer(name, *abstract[id(make)], times.get(name, 1)) for name, make in self._makers.items())
-        self.runs = tuple(self._find_runs())
+        self.runs = tuple(self._find_runs())  # of identical consecutive layers
         self._read_dtypes: dict[Any, Tree] = {}  # of layers for inputs of these shapes
         self._inputs: dict[Any, list[Activations]] = {}  # of all layers for batches of these shapes
 
@@ -160,10 +158,7 @@ class Model:
     def outputs(self, params: Params, batch: Batch, keys_B: jax.Array | None = None) -> jax.Array | TokenLogits:
         """Return the output of the last layer in the form from which a task computes its sums.
 
-        Args:
-          params: parameters as returned by `init`.
-          batch: the batch; its "inputs" are the input of the first layer.
-          keys_B: one dropout key per example, or None for no dropout.
+        The batch's "inputs" are the input of the first layer. keys_B: one dropout key per example; None: no dropout.
         """
         return self.apply_layers(params, batch["inputs"], batch, keys_B, 0, len(self.layers))
 
@@ -181,21 +176,21 @@ class Model:
     ) -> Activations:
         """Return the output of layers[start:stop] (such as a pipeline stage) for the input x of layer `start`.
 
-        Args:
-          shift: offset of the layer index for dropout masks, so that equal stages can share one program.
-          scan: if False, do not scan, even if the model was created with scan=True.
+        shift: offset of the layer index for dropout masks, so that equal stages can share one program. scan: if False,
+        do not scan, even if the model was created with scan=True.
         """
+        context, scan = Context(batch, keys_B), scan and self._scan
         for run in self.runs:
             first, last = max(run.start, start), min(run.stop, stop)
-            if last - first > 1 and self._scan and scan:
+            if scan and last - first > 1:
                 with jax.named_scope(f"{self.layers[first].name}-{self.layers[last - 1].name}"):
-                    x = self._scan_run(params, x, batch, keys_B, first, last, shift)
-            else:
-                for index in range(first, last):
-                    layer = self.layers[index]
-                    weights = self.with_ties(params, layer.name)
-                    with jax.named_scope(layer.name):
-                        x = self._call(layer, weights, x, batch, keys_B, index + shift, scan=scan)
+                    x = self._scan_run(params, x, context, first, last, shift)
+                continue
+            for index in range(first, last):
+                layer = self.layers[index]
+                weights = self.with_ties(params, layer.name)
+                with jax.named_scope(layer.name):
+                    x = self._call(layer, weights, x, context, index + shift, scan=scan)
         return x
 
     def extend(self, params: Params, tokens_BT: jax.Array, cache: KeyValueCache) -> Activations:
@@ -207,36 +202,32 @@ class Model:
         for layer in self.layers[:-1]:
             weights = self.with_ties(params, layer.name)
             for _ in range(layer.num_applications):
-                x = nnx.merge(layer.graphdef, weights)(x, Context({}, None, cache))
+                x = layer.apply(weights, x, Context({}, None, cache))
         return x
 
     def last(self, params: Params, x: Activations) -> jax.Array:
         """Return the output of the last layer for its input x, as one array."""
         layer = self.layers[-1]
-        return whole(nnx.merge(layer.graphdef, self.with_ties(params, layer.name))(x, Context({}, None)))
+        return whole(layer.apply(self.with_ties(params, layer.name), x, Context({}, None)))
 
     def inputs(self, batch: Batch) -> list[Activations]:
         """Return the shapes and dtypes of the input of each layer for an abstract batch, as `jax.ShapeDtypeStruct`s."""
         key = tuple(sorted((name, x.shape, str(x.dtype)) for name, x in batch.items()))
         if key not in self._inputs:
-            self._inputs[key] = list(self._trace_inputs(batch))
+            x, before = jax.eval_shape(lambda x: x, batch["inputs"]), None
+            inputs, shapes, starts = [x], self.shapes, {run.start for run in self.runs}
+            for index in range(len(self.layers) - 1):
+                if index in starts or x != before:  # otherwise an equal layer with an equal input has an equal output
+                    apply = partial(self.apply_layers, keys_B=None, start=index, stop=index + 1)
+                    x, before = jax.eval_shape(apply, shapes, x, dict(batch)), x
+                inputs.append(x)
+            self._inputs[key] = inputs
         return list(self._inputs[key])
-
-    def _trace_inputs(self, batch: Batch) -> Iterator[Activations]:
-        x, before = jax.eval_shape(lambda x: x, batch["inputs"]), None
-        yield x
-        shapes, starts = self.shapes, {run.start for run in self.runs}
-        for index in range(len(self.layers) - 1):
-            if index in starts or x != before:  # otherwise an equal layer with an equal input has an equal output
-                apply = partial(self.apply_layers, keys_B=None, start=index, stop=index + 1)
-                x, before = jax.eval_shape(apply, shapes, x, dict(batch)), x
-            yield x
 
     def read_shapes(self, batch: Batch) -> Params:
         """Return the shapes of the arrays that each layer uses, with the dtypes in which it reads them in training.
 
-        These are narrower if all that a layer does with an array is to cast it. They include arrays that the layer
-        shares with another one. batch: an abstract batch.
+        These are narrower if all that a layer does with an array is to cast it. They include shared arrays.
         """
         inputs = zip(self.layers, self.inputs(batch), strict=True)
         keys_B = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), len(batch["inputs"])))
@@ -246,57 +237,44 @@ class Model:
         """Return `read_shapes` of one layer, for its input x."""
         if layer.num_applications > 1:  # its gradients are added up over the applications
             return layer.shapes
-
-        def call(weights: LayerParams, x: Activations, context: Context) -> Activations:
-            return nnx.merge(layer.graphdef, weights)(x, context)
-
         inputs = jax.eval_shape(lambda *values: values, x, Context(dict(batch), keys_B))
         avals = jax.tree.leaves((inputs, layer.shapes))
         # Layers of one maker share the structure, which cannot always be hashed.
         key = (id(layer.graphdef), keys_B is None, *((leaf.shape, leaf.dtype) for leaf in avals))
         if key not in self._read_dtypes:
-            self._read_dtypes[key] = read_dtypes(call, layer.shapes, *inputs)
+            self._read_dtypes[key] = read_dtypes(layer.apply, layer.shapes, *inputs)
         dtypes = self._read_dtypes[key]
         return jax.tree.map(lambda leaf, dtype: jax.ShapeDtypeStruct(leaf.shape, dtype), layer.shapes, dtypes)
 
     def _scan_run(
-        self,
-        params: Params,
-        x: Activations,
-        batch: Batch,
-        keys_B: jax.Array | None,
-        first: int,
-        last: int,
-        shift: Index,
+        self, params: Params, x: Activations, context: Context, first: int, last: int, shift: Index
     ) -> Activations:
         layers = self.layers[first:last]
-        packed = self.pack(params, layers, x, batch, keys_B)
+        packed = self.pack(params, layers, x, context.batch, context.keys_B)
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *packed)
 
         def body(x: Activations, layer: tuple[LayerParams, jax.Array]) -> tuple[Activations, None]:
-            weights, index = layer
-            return self._call(layers[0], weights, x, batch, keys_B, index, in_scan=True), None
+            return self._call(layers[0], layer[0], x, context, layer[1], scan=True, in_scan=True), None
 
         return jax.lax.scan(body, x, (stacked, jnp.arange(first, last) + shift))[0]
 
     def _call(
         self,
         layer: Layer,
-        weights: LayerParams,
+        weights: Tree,
         x: Activations,
-        batch: Batch,
-        keys_B: jax.Array | None,
+        context: Context,
         index: Index,
         *,
-        scan: bool = True,
+        scan: bool,
         in_scan: bool = False,
     ) -> Activations:
         def call(weights: LayerParams, x: Activations) -> Activations:
-            keys = None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, index)
-            weights = self.read(layer, weights, x, batch, keys, packed=in_scan)
+            mine = context.at(index)
+            weights = self.read(layer, weights, x, mine.batch, mine.keys_B, packed=in_scan)
             if layer.num_applications > 1:
-                return self._repeat(layer, weights, x, batch, keys, scan=scan)
-            return nnx.merge(layer.graphdef, weights)(x, Context(batch, keys))
+                return self._repeat(layer, weights, x, mine, scan=scan)
+            return layer.apply(weights, x, mine)
 
         if (policy := self.policy(layer)) is not None:
             call = jax.checkpoint(call, policy=policy, prevent_cse=not in_scan)
@@ -320,24 +298,16 @@ class Model:
         return REMAT_POLICIES[self._remat] if self._remat != "none" and layer.num_applications == 1 else None
 
     def _repeat(
-        self,
-        layer: Layer,
-        weights: LayerParams,
-        x: Activations,
-        batch: Batch,
-        keys_B: jax.Array | None,
-        *,
-        scan: bool,
+        self, layer: Layer, weights: LayerParams, x: Activations, context: Context, *, scan: bool
     ) -> Activations:
         """Apply a layer several times. Each application has dropout keys and a rematerialization of its own."""
 
         def apply(x: Activations, number: Index) -> tuple[Activations, None]:
-            keys = None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, number)
-            return nnx.merge(layer.graphdef, weights)(x, Context(batch, keys)), None
+            return layer.apply(weights, x, context.at(number)), None
 
         if self._remat != "none":
             apply = jax.checkpoint(apply, policy=REMAT_POLICIES[self._remat])
-        if self._scan and scan:
+        if scan:
             return jax.lax.scan(apply, x, jnp.arange(layer.num_applications))[0]
         for number in range(layer.num_applications):
             x, _ = apply(x, number)
@@ -362,12 +332,7 @@ def read_dtypes(function: Callable[..., Any], weights: Tree, *others: Any) -> Tr
     """Return the dtype in which a function reads each array of `weights`.
 
     That is a 16-bit float dtype if all that the function does with the array is to cast it to that one, once. With
-    several casts, the gradients of the results would be added in the narrower dtype.
-
-    Args:
-      function: function of the weights and the other arguments.
-      weights: arrays or their shapes.
-      others: arrays or their shapes.
+    several casts, the gradients of the results would be added in the narrower dtype. The arguments can be shapes.
     """
     traced = jax.make_jaxpr(function)(weights, *others).jaxpr
     uses: dict[int, list[Any]] = {id(variable): [] for variable in traced.invars}
@@ -398,13 +363,13 @@ def _abstract(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[GraphDef, LayerPa
     Layers that a class or a function makes from equal values are traced once in a process, because a run, and a plan
     of many, builds them several times.
     """
-    if isinstance(make, partial) and all(map(_is_value, (make.args, make.keywords))):
-        key = make.func, repr((make.args, make.keywords))
-        if key not in _TRACED:
-            _TRACED[key] = _trace(make)
-        graphdef, shapes = _TRACED[key]
-        return graphdef, jax.tree.map(lambda leaf: leaf, shapes)
-    return _trace(make)
+    if not isinstance(make, partial) or not _is_value((make.args, make.keywords)):
+        return _trace(make)
+    key = make.func, repr((make.args, make.keywords))
+    if key not in _TRACED:
+        _TRACED[key] = _trace(make)
+    graphdef, shapes = _TRACED[key]
+    return graphdef, jax.tree.map(lambda leaf: leaf, shapes)
 
 
 _TRACED: dict[tuple[Any, str], tuple[GraphDef, LayerParams]] = {}

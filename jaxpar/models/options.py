@@ -19,34 +19,14 @@ AttentionKernel = Literal["xla", "batched", "cudnn"]
 MAX_LAYERS, MAX_SIZE = 10_000, 10_000_000  # of the keys in DEPTHS, and of the other numbers in config.model
 DEPTHS = ("num_layers", "num_applications")
 # The keys of config.model that override a size. Each model supports some of them.
-OVERRIDES = (
-    "num_layers",
-    "hidden_size",
-    "num_heads",
-    "num_kv_heads",
-    "mlp_size",
-    "vocab_size",
-    "max_length",
-    "dropout",
-    "norm",
-    "activation",
-    "positions",
-    "head_dim",
-    "norm_eps",
-    "qkv_bias",
-    "rope_base",
-    "rope_scaling",
-    "tied_embeddings",
-    "pooling",
-    "patch_size",
-    "num_applications",
-    "bottlenecks",
-    "bottleneck",
-    "bottleneck_factor",
-)
+_OF_BLOCKS = ("num_applications", "bottlenecks", "bottleneck", "bottleneck_factor")
 ROTARY = ("rope_base", "rope_scaling")  # keys of config.model that only rotary positions have
-# Of every model with blocks. None: the default, which configs/default.py gives.
-BLOCK_DEFAULTS = dict.fromkeys(("num_applications", "bottlenecks", "bottleneck", "bottleneck_factor"))
+OVERRIDES = (
+    *("num_layers", "hidden_size", "num_heads", "num_kv_heads", "mlp_size", "vocab_size", "max_length", "dropout"),
+    *("norm", "activation", "positions", "head_dim", "norm_eps", "qkv_bias", *ROTARY, "tied_embeddings"),
+    *("pooling", "patch_size", *_OF_BLOCKS),
+)
+BLOCK_DEFAULTS = dict.fromkeys(_OF_BLOCKS)  # of every model with blocks. None: the default in configs/default.py.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,29 +63,22 @@ def check_task(config: ConfigDict, info: DataInfo, *, heads: Sequence[Head], kin
     """Return the task. Raises UserError if the model lacks the head of the task or cannot process this kind of data."""
     name, task = config.model.name, tasks.find_task(config)
     if task.head not in heads:
-        possible = [other for other, make in tasks.TASKS.items() if make(config).head in heads]
+        possible = ", ".join(other for other, make in tasks.TASKS.items() if make(config).head in heads)
+        for_model = f"for model {name!r}"
         raise UserError(
-            f"config.task is {task.name!r}; for model {name!r} it must be one of {', '.join(possible)} (other models: "
-            "docs/tasks.md)"
+            f"config.task is {task.name!r}; {for_model} it must be one of {possible} (other models: docs/tasks.md)"
         )
     if info.kind not in kinds:
-        raise UserError(
-            f"config.data.source is {config.data.source!r}, which provides {info.kind} data; "
-            f"it must provide {' or '.join(kinds)} data for config.model.name={name!r}"
-        )
+        what, needed = f"{config.data.source!r}, which provides {info.kind} data", " or ".join(kinds)
+        raise UserError(f"config.data.source is {what}; it must provide {needed} data for config.model.name={name!r}")
     return task
 
 
 def pick(config: ConfigDict, sizes: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of config.model.size, overridden by the keys that are set in config.model.
 
-    Args:
-      config: config of the run.
-      sizes: size name -> values.
-      defaults: values shared by all sizes. The model supports the keys of `sizes` and `defaults` and no others.
-
-    Raises:
-      UserError: the size is unknown, the model does not support a key that is set, or a number is out of range.
+    The model supports the keys of `sizes`, by name of the size, and those of `defaults`, which all sizes share. Raises
+    UserError if the size is unknown, the model does not support a key that is set, or a number is out of range.
     """
     check_choice("model.size", config.model.size, sizes)
     values = {**defaults, **sizes[config.model.size]}
@@ -114,21 +87,17 @@ def pick(config: ConfigDict, sizes: Mapping[str, Mapping[str, Any]], defaults: M
         if value is None:
             continue
         if key not in values:
+            case = f"model {config.model.name!r} for task {tasks.find_task(config).name!r}"
             takes = ", ".join(key for key in OVERRIDES if key in values)
-            raise UserError(
-                f"config.model.{key} is {value!r}; it must be None with model {config.model.name!r} for task "
-                f"{tasks.find_task(config).name!r}, whose options are {takes}"
-            )
+            raise UserError(f"config.model.{key} is {value!r}; it must be None with {case}, whose options are {takes}")
         if isinstance(value, int) and not isinstance(value, bool) and key != "dropout" and value < 1:
             raise UserError(f"config.model.{key} is {value}; it must be at least 1")
         if isinstance(value, int) and value > (most := MAX_LAYERS if key in DEPTHS else MAX_SIZE):
             raise UserError(f"config.model.{key} is {value}; it must be at most {most:,}")
         values[key] = value
     if "num_heads" not in values and config.model.attention == "cudnn":
-        raise UserError(
-            "config.model.attention is 'cudnn'; it must be 'auto' or 'xla', because model "
-            f"{config.model.name!r} has no attention"
-        )
+        why = f"because model {config.model.name!r} has no attention"
+        raise UserError(f"config.model.attention is 'cudnn'; it must be 'auto' or 'xla', {why}")
     if not 0 <= values.get("dropout", 0.0) < 1:
         raise UserError(f"config.model.dropout is {values['dropout']}; it must be at least 0 and less than 1")
     return values
@@ -140,38 +109,56 @@ def transformer_spec(
     """Return the Spec for the values from `pick`.
 
     Causal models are pre-norm without token types, like GPT-2; others are post-norm with two token types, like BERT.
-
-    Raises:
-      UserError: values are incompatible with each other or with the data.
+    Raises UserError if values are incompatible with each other or with the data.
     """
-    positions, activation, norm = (values["positions"], values["activation"], values["norm"])
-    hidden, heads = values["hidden_size"], values["num_heads"]
+    values = {"norm": "layernorm", "positions": "learned", **values}  # of models without these options
+    hidden, heads, positions = values["hidden_size"], values["num_heads"], values["positions"]
+    head_dim, kv_heads = values.get("head_dim") or hidden // heads, values.get("num_kv_heads") or heads
     if hidden % heads and not values.get("head_dim"):
-        raise UserError(
-            f"config.model.hidden_size is {hidden}; it must be a multiple of config.model.num_heads ({heads})"
-        )
-    head_dim = values.get("head_dim") or hidden // heads
-    kv_heads = values["num_kv_heads"] or heads
+        what = f"config.model.num_heads ({heads})"
+        raise UserError(f"config.model.hidden_size is {hidden}; it must be a multiple of {what}")
     if heads % kv_heads:
+        what = f"config.model.num_kv_heads ({kv_heads})"
+        raise UserError(f"config.model.num_heads is {heads}; it must be a multiple of {what}")
+    why = f"because config.model.positions is {positions!r}"
+    if positions == "rotary" and head_dim % 2:
+        key = "head_dim is" if values["head_dim"] else f"hidden_size / num_heads is {hidden} / {heads} ="
+        raise UserError(f"config.model.{key} {head_dim}; it must be even, {why}")
+    for key in ROTARY:
+        if positions != "rotary" and values.get(key) is not None:
+            raise UserError(f"config.model.{key} is {values[key]!r}; it must be None, {why}")
+    if values["norm"] == "layernorm" and values.get("qkv_bias"):
+        case = "config.model.norm='layernorm', where all linear maps have biases"
+        raise UserError(f"config.model.qkv_bias is True; it must be None with {case}")
+    mlp_size = 4 * hidden
+    if values["activation"] == "swiglu":  # has three matrices (Shazeer 2020): 8/3 D, a multiple of 64
+        mlp_size = -(-hidden * 8 // (3 * 64)) * 64
+    tokens, rows, longest = values.get("vocab_size"), values.get("max_length"), info.input_shape[0]
+    if tokens is not None and tokens < info.vocab_size:
+        least = f"{info.vocab_size}, the number of tokens of the tokenizer"
+        raise UserError(f"config.model.vocab_size is {tokens}; it must be at least {least}")
+    if positions == "rotary" and rows is not None:
         raise UserError(
-            f"config.model.num_heads is {heads}; it must be a multiple of config.model.num_kv_heads ({kv_heads})"
+            f"config.model.max_length is {rows}; it must not be set when config.model.positions is 'rotary'"
         )
-    _check_positions_and_biases(values, head_dim)
+    if rows is not None and rows < longest:
+        least = f"{longest}, the longest padded length of the texts (or lower config.data.max_length)"
+        raise UserError(f"config.model.max_length is {rows}; it must be at least {least}")
     dtype = jnp.dtype(config.model.dtype)
     return Spec(
         num_layers=values["num_layers"],
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        mlp_size=values["mlp_size"] or _mlp_size(hidden, activation),
-        vocab_size=_vocab_size(values["vocab_size"], info),
-        max_length=_max_length(values["max_length"], positions, info),
+        mlp_size=values["mlp_size"] or mlp_size,
+        vocab_size=tokens or info.vocab_size,
+        max_length=0 if positions == "rotary" else rows or longest,
         token_types=0 if causal else 2,
         dropout=values["dropout"],
-        norm=norm,
+        norm=values["norm"],
         norm_eps=norm_eps,
         pre_norm=causal,
-        activation=activation,
+        activation=values["activation"],
         positions=positions,
         causal=causal,
         dtype=dtype,
@@ -182,58 +169,6 @@ def transformer_spec(
         qkv_bias=values.get("qkv_bias", False),
         rope=rope_of(values.get("rope_base"), values.get("rope_scaling")),
     )
-
-
-def _check_positions_and_biases(values: Mapping[str, Any], head_dim: int) -> None:
-    """Raise UserError if rotary positions or biases are incompatible with the other values."""
-    positions = values["positions"]
-    if positions == "rotary" and head_dim % 2:
-        name = "hidden_size / num_heads is {hidden_size} / {num_heads} =".format(**values)
-        raise UserError(
-            f"config.model.{'head_dim is' if values['head_dim'] else name} {head_dim}; it must be even, because "
-            "config.model.positions is 'rotary'"
-        )
-    for key in ROTARY:
-        if positions != "rotary" and values.get(key) is not None:
-            raise UserError(
-                f"config.model.{key} is {values[key]!r}; it must be None, because config.model.positions is "
-                f"{positions!r}"
-            )
-    if values["norm"] == "layernorm" and values.get("qkv_bias"):
-        raise UserError(
-            "config.model.qkv_bias is True; it must be None with config.model.norm='layernorm', where all linear maps "
-            "have biases"
-        )
-
-
-def _mlp_size(hidden: int, activation: str) -> int:
-    """Return 4 D, or for SwiGLU 8/3 D rounded up to a multiple of 64, as it has three matrices (Shazeer 2020)."""
-    return -(-hidden * 8 // (3 * 64)) * 64 if activation == "swiglu" else 4 * hidden
-
-
-def _vocab_size(rows: int | None, info: DataInfo) -> int:
-    if rows is not None and rows < info.vocab_size:
-        raise UserError(
-            f"config.model.vocab_size is {rows}; it must be at least {info.vocab_size}, the number of tokens of the "
-            "tokenizer"
-        )
-    return rows or info.vocab_size
-
-
-def _max_length(rows: int | None, positions: str, info: DataInfo) -> int:
-    longest = info.input_shape[0]
-    if positions == "rotary":
-        if rows is not None:
-            raise UserError(
-                f"config.model.max_length is {rows}; it must not be set when config.model.positions is 'rotary'"
-            )
-        return 0
-    if rows is not None and rows < longest:
-        raise UserError(
-            f"config.model.max_length is {rows}; it must be at least {longest}, the longest padded length of the texts "
-            "(or lower config.data.max_length)"
-        )
-    return rows or longest
 
 
 def decide_computation(config: ConfigDict, cluster: Cluster) -> ConfigDict:
@@ -257,10 +192,8 @@ def decide_computation(config: ConfigDict, cluster: Cluster) -> ConfigDict:
 def check_attention(config: ConfigDict, cluster: Cluster) -> None:
     """Raise UserError if config.model.attention is cudnn and the cluster does not support it."""
     if config.model.attention == "cudnn" and not _has_cudnn_attention(cluster):
-        raise UserError(
-            f"config.model.attention is 'cudnn'; on {cluster.device_kind} it must be 'auto' or 'xla', because cuDNN "
-            "attention needs an NVIDIA GPU of compute capability 8.0 or higher"
-        )
+        here, why = cluster.device_kind, "cuDNN attention needs an NVIDIA GPU of compute capability 8.0 or higher"
+        raise UserError(f"config.model.attention is 'cudnn'; on {here} it must be 'auto' or 'xla', because {why}")
 
 
 def _has_cudnn_attention(cluster: Cluster) -> bool:
@@ -271,22 +204,17 @@ def _has_cudnn_attention(cluster: Cluster) -> bool:
 def attention_kernel(choice: str, dtype: DTypeLike, head_dim: int) -> AttentionKernel:
     """Return the attention kernel for a config.model.attention, on devices that support cuDNN attention.
 
-    The restrictions are those of cuDNN flash attention as called by `jax.nn.dot_product_attention`.
-
-    Raises:
-      UserError: the choice is cudnn, but the dtype or head size is not supported.
+    The restrictions are those of cuDNN flash attention as called by `jax.nn.dot_product_attention`. Raises UserError if
+    the choice is cudnn, but the dtype or head size is not supported.
     """
-    if choice == "xla":
-        return "xla"
-    if choice == "batched":
-        return "batched"
+    if choice in ("xla", "batched"):
+        return "batched" if choice == "batched" else "xla"
     problems = []
     if dtype not in (jnp.bfloat16, jnp.float16):
         problems.append(f"config.model.dtype is {dtype}, not bfloat16")
     if head_dim > 128 or head_dim % 8:
         problems.append(f"hidden_size / num_heads is {head_dim}, not a multiple of 8 of at most 128")
     if choice == "cudnn" and problems:
-        raise UserError(
-            f"config.model.attention is 'cudnn'; it must be 'auto' or 'xla', because {' and '.join(problems)}"
-        )
+        why = " and ".join(problems)
+        raise UserError(f"config.model.attention is 'cudnn'; it must be 'auto' or 'xla', because {why}")
     return "xla" if problems else "cudnn"

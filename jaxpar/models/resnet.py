@@ -36,10 +36,8 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
     values = pick(config, SIZES, DEFAULTS)
     width, dtype = values["hidden_size"], jnp.dtype(config.model.dtype)
     if width % GROUPS:
-        raise UserError(
-            f"config.model.hidden_size is {width}; for resnet it must be a multiple of {GROUPS}, the number of groups "
-            "of its norms"
-        )
+        what = f"{GROUPS}, the number of groups of its norms"
+        raise UserError(f"config.model.hidden_size is {width}; for resnet it must be a multiple of {what}")
     height, image_width, channels = info.input_shape
     small = max(height, image_width) <= SMALL_IMAGE
     bottleneck = config.model.size == "50"
@@ -57,16 +55,9 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
 
 def conv(num_in: int, num_out: int, size: int, stride: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Conv:
     """Return a square convolution with equal padding on all sides and He initialization for ReLU, by fan-out."""
+    padding, init = [(size // 2, size // 2)] * 2, nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
     return nnx.Conv(
-        num_in,
-        num_out,
-        (size, size),
-        strides=stride,
-        padding=[(size // 2, size // 2)] * 2,
-        use_bias=False,
-        dtype=dtype,
-        kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),
-        rngs=rngs,
+        num_in, num_out, (size, size), stride, padding=padding, use_bias=False, dtype=dtype, kernel_init=init, rngs=rngs
     )
 
 
@@ -76,16 +67,14 @@ def group_norm(channels: int, rngs: nnx.Rngs, *, scale: float = 1.0) -> nnx.Grou
 
 
 class Stem(nnx.Module):
-    """The first convolution: at full resolution for small images, and down to a quarter for large ones."""
+    """The first convolution, uint8 [B, H, W, C] -> [B, H', W', C']: to a quarter of the size if images are large."""
 
     def __init__(self, channels: int, width: int, small: bool, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.small = small
-        self.dtype = dtype
+        self.small, self.dtype = small, dtype
         self.conv = conv(channels, width, 3 if small else 7, 1 if small else 2, dtype, rngs)
         self.norm = group_norm(width, rngs)
 
     def __call__(self, pixels_BHWC: jax.Array, context: Context) -> jax.Array:
-        """Apply the stem to pixels, uint8: [B, H, W, C] -> [B, H', W', C']."""
         x_BHWC = jax.nn.relu(normalize(self.norm, self.conv(unit_range(pixels_BHWC, self.dtype))))
         if self.small:
             return x_BHWC
@@ -95,8 +84,8 @@ class Stem(nnx.Module):
 class ResidualBlock(nnx.Module):
     """A residual block of 3x3 and 3x3 convolutions, or a bottleneck of 1x1, 3x3 and 1x1 to four times the channels.
 
-    The scale of the last norm is initialized to zero, so that the residual branch starts as zero (Goyal et al. 2017,
-    section 5.1).
+    [B, H, W, C] -> [B, H / stride, W / stride, C']. The scale of the last norm is initialized to zero, so that the
+    residual branch starts as zero (Goyal et al. 2017, section 5.1).
     """
 
     def __init__(self, num_in: int, inner: int, stride: int, bottleneck: bool, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -113,7 +102,6 @@ class ResidualBlock(nnx.Module):
             self.projection_norm = group_norm(num_out, rngs)
 
     def __call__(self, x_BHWC: jax.Array, context: Context) -> jax.Array:
-        """Apply the block: [B, H, W, C] -> [B, H / stride, W / stride, C']."""
         y_BHWC = x_BHWC
         for index, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
             y_BHWC = normalize(norm, conv(jax.nn.relu(y_BHWC) if index else y_BHWC))
@@ -123,13 +111,12 @@ class ResidualBlock(nnx.Module):
 
 
 class ResNetHead(nnx.Module):
-    """The mean over the image, then a linear map to the classes, both in float32."""
+    """The mean over the image, then a linear map to the classes, both in float32: [B, H, W, C] -> [B, classes]."""
 
     def __init__(self, num_in: int, num_classes: int, rate: float, rngs: nnx.Rngs):
         self.rate = rate
         self.classifier = nnx.Linear(num_in, num_classes, dtype=jnp.float32, rngs=rngs)
 
     def __call__(self, x_BHWC: jax.Array, context: Context) -> jax.Array:
-        """Compute logits: [B, H, W, C] -> [B, classes]."""
         x_BC = x_BHWC.astype(jnp.float32).mean(axis=(1, 2))
         return self.classifier(dropout(x_BC, self.rate, context, 0))

@@ -56,10 +56,9 @@ def rope_of(base: float | None, scaling: str | None) -> Rope:
     except ValueError as error:
         problem = str(error)
     if problem:
-        raise UserError(
-            f"config.model.rope_scaling is {scaling!r:.200} ({problem}); it must be None or JSON like "
-            '{"rope_type": "linear", "factor": 2.0}, see docs/models.md'
-        )
+        example = '{"rope_type": "linear", "factor": 2.0}, see docs/models.md'
+        what = f"{scaling!r:.200} ({problem})"
+        raise UserError(f"config.model.rope_scaling is {what}; it must be None or JSON like {example}")
     names = ("factor", "low_freq_factor", "high_freq_factor", "length")
     numbers = [values[key] for key in SCALINGS[values["rope_type"]]]
     return Rope(base, **dict(zip(names, numbers, strict=False)))

@@ -3,8 +3,8 @@
 Array dims: B examples, H height, W width, C channels, T positions (patches, after the class token), D features.
 """
 
+import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,10 @@ from ml_collections import ConfigDict
 
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError, check_choice
-from jaxpar.models.layers import INIT_SCALE, classifier, dropout, norm, normalize, transformer
+from jaxpar.models.layers import classifier, dropout, embeddings, norm, normalize, transformer
 from jaxpar.models.mlp import unit_range
 from jaxpar.models.model import Context, Model
-from jaxpar.models.options import BLOCK_DEFAULTS, Spec, attention_kernel, check_task, pick
+from jaxpar.models.options import BLOCK_DEFAULTS, Spec, check_task, pick, transformer_spec
 
 # Sizes: base and large from table 1 of the paper; tiny and small from table 1 of DeiT (Touvron et al. 2020).
 SIZES = {
@@ -31,78 +31,39 @@ NORM_EPS = 1e-6
 
 
 def build(config: ConfigDict, info: DataInfo) -> Model:
-    """Build the layers embed, block_0 to block_(num_layers - 1), head. Outputs [B, DataInfo.num_outputs], float32."""
+    """Build the layers of `layers.transformer`. Outputs [B, DataInfo.num_outputs], float32."""
     check_task(config, info, heads=("example",), kinds=("image",))
     values = pick(config, SIZES, DEFAULTS)
-    spec, pooling, patch = resolve(config, info, values), values["pooling"], values["patch_size"]
-    embed = partial(PatchEmbed, spec, pooling, patch, info.input_shape[2])
+    check_choice("model.activation", values["activation"], ("gelu", "gelu_tanh", "relu"))
+    check_choice("model.pooling", values["pooling"], ("cls", "mean"))
+    pooling, patch, (height, width, channels) = values["pooling"], values["patch_size"], info.input_shape
+    spec = transformer_spec(config, info, values, norm_eps=NORM_EPS, causal=True)  # so it is pre-norm
+    if height % patch or width % patch:
+        raise UserError(f"config.model.patch_size is {patch}; it must divide the image size ({height} x {width})")
+    num_positions = (height // patch) * (width // patch) + (pooling == "cls")
+    spec = dataclasses.replace(spec, causal=False, max_length=num_positions)
+    embed = partial(PatchEmbed, spec, pooling, patch, channels)
     return transformer(config, spec, embed, partial(ImageHead, spec, pooling, info.num_outputs))
 
 
-def resolve(config: ConfigDict, info: DataInfo, values: dict[str, Any]) -> Spec:
-    """Return the Spec of the blocks. Its max_length is the number of patches, plus one if there is a class token.
-
-    Raises:
-      UserError: values are incompatible with each other or with the size of the images.
-    """
-    check_choice("model.activation", values["activation"], ("gelu", "gelu_tanh", "relu"))
-    check_choice("model.pooling", values["pooling"], ("cls", "mean"))
-    hidden, heads, patch = values["hidden_size"], values["num_heads"], values["patch_size"]
-    height, width, _ = info.input_shape
-    if hidden % heads:
-        raise UserError(
-            f"config.model.hidden_size is {hidden}; it must be a multiple of config.model.num_heads ({heads})"
-        )
-    if height % patch or width % patch:
-        raise UserError(f"config.model.patch_size is {patch}; it must divide the image size ({height} x {width})")
-    dtype = jnp.dtype(config.model.dtype)
-    return Spec(
-        num_layers=values["num_layers"],
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        mlp_size=values["mlp_size"] or 4 * hidden,
-        vocab_size=0,
-        max_length=(height // patch) * (width // patch) + (values["pooling"] == "cls"),
-        token_types=0,
-        dropout=values["dropout"],
-        norm="layernorm",
-        norm_eps=NORM_EPS,
-        pre_norm=True,
-        activation=values["activation"],
-        positions="learned",
-        causal=False,
-        dtype=dtype,
-        attention=attention_kernel(config.model.attention, dtype, hidden // heads),
-        flatten_positions=config.model.flatten_positions,
-        num_applications=values["num_applications"] or 1,
-        head_dim=hidden // heads,
-    )
-
-
 class PatchEmbed(nnx.Module):
-    """A linear map of each patch, plus learned positions. With pooling 'cls', the class token is the first position."""
+    """A linear map of each patch, plus learned positions: uint8 [B, H, W, C] -> [B, T, D].
+
+    With pooling 'cls', the class token is the first position.
+    """
 
     def __init__(self, spec: Spec, pooling: str, patch: int, channels: int, rngs: nnx.Rngs):
         self.spec = spec
+        width, init = spec.hidden_size, nnx.initializers.lecun_normal()
         self.patches = nnx.Conv(
-            channels,
-            spec.hidden_size,
-            (patch, patch),
-            strides=patch,
-            padding="VALID",
-            dtype=spec.dtype,
-            kernel_init=nnx.initializers.lecun_normal(),
-            rngs=rngs,
+            channels, width, (patch, patch), patch, padding="VALID", dtype=spec.dtype, kernel_init=init, rngs=rngs
         )
         self.has_class_token = pooling == "cls"
         if self.has_class_token:
             self.class_token = nnx.Param(jnp.zeros(spec.hidden_size))
-        shape = (spec.max_length, spec.hidden_size)
-        self.positions = nnx.Param(INIT_SCALE * jax.random.normal(rngs.params(), shape))
+        self.positions = embeddings(spec.max_length, spec, rngs)
 
     def __call__(self, pixels_BHWC: jax.Array, context: Context) -> jax.Array:
-        """Embed pixels, uint8: [B, H, W, C] -> [B, T, D]."""
         spec = self.spec
         x_BHWD = self.patches(unit_range(pixels_BHWC, spec.dtype))
         x_BTD = x_BHWD.reshape(x_BHWD.shape[0], -1, spec.hidden_size).astype(jnp.float32)
@@ -114,7 +75,7 @@ class PatchEmbed(nnx.Module):
 
 
 class ImageHead(nnx.Module):
-    """The final norm, then a linear map of the class token or of the mean over patches."""
+    """The final norm, then a linear map of the class token or of the mean over patches: [B, T, D] -> [B, classes]."""
 
     def __init__(self, spec: Spec, pooling: str, num_classes: int, rngs: nnx.Rngs):
         self.pooling = pooling
@@ -122,6 +83,5 @@ class ImageHead(nnx.Module):
         self.classifier = classifier(spec, num_classes, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """Compute logits from hidden states: [B, T, D] -> [B, classes]."""
         x_BTD = normalize(self.norm, x_BTD).astype(jnp.float32)
         return self.classifier(x_BTD[:, 0] if self.pooling == "cls" else x_BTD.mean(axis=1))

@@ -41,6 +41,12 @@ def test_texts_are_padded_on_the_right_to_the_bucket_of_the_longest() -> None:
     assert kinds == {**int_keys, "mask": "bool", "weights": "float32"}
 
 
+def test_the_least_bucket_that_holds_it() -> None:
+    texts, _ = make_texts([3, 8, 9, 16, 17, 40])
+    batches = [texts.gather(np.array([example]), slice(None), rng(), training=True) for example in range(6)]
+    assert [batch["inputs"].shape[1] for batch in batches] == [8, 8, 16, 16, 40, 40]
+
+
 def test_a_shard_is_padded_as_the_whole_batch() -> None:
     texts, _ = make_texts([5, 6, 30, 7])
     share = texts.gather(np.arange(4), slice(0, 2), rng(), training=True)

@@ -114,7 +114,7 @@ def test_tagged_words_without_tokens(tmp_path: Path) -> None:
         (("the", "cat", "\a", "sat", "on", "\a", "the"), ("O", "O", "B-X", "O", "O", "I-Y", "O")),
     ]
     tagged = [("train", TextRow(words, "", Path("file"), 1, tags=tags)) for words, tags in examples]
-    tokens.write_tagged(tmp_path, tagged, made, 8, "[UNK]")
+    tokens.write_examples(tmp_path, tagged, made, 8, "[UNK]")
     decoded = [[made.id_to_token(index) for index in example] for example in load_examples(tmp_path, "train")]
     assert decoded == [
         ["[CLS]", "[UNK]", "[SEP]"],

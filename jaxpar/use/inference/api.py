@@ -14,7 +14,8 @@ from jaxpar import data
 from jaxpar.data import Labels, text
 from jaxpar.data.batches import WINDOW
 from jaxpar.data.corpus import text_columns
-from jaxpar.data.encoder import Encoder
+from jaxpar.data.examples import buckets_of
+from jaxpar.data.tokens import Encoder
 from jaxpar.errors import UserError
 from jaxpar.tasks import Prediction
 from jaxpar.use.inference import inputs
@@ -78,7 +79,7 @@ class InferenceModel:
 
     def warm_up(self, top_k: int = 1) -> None:
         """Compile the programs of `predict` for texts of all lengths, with one mask token at most."""
-        for length in text.buckets_of(self.trained.config):
+        for length in buckets_of(self.trained.config):
             splits = [(None, self._encoder.blank(number, length)) for number in self.predictor.sizes]
             list(self.predictor.stream(splits, top_k))
 

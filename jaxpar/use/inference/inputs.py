@@ -15,10 +15,10 @@ import numpy as np
 
 from jaxpar.data import Labels, Split
 from jaxpar.data.batches import WINDOW
-from jaxpar.data.encoder import Encoder
 from jaxpar.data.examples import DataInfo, Images, Vectors
 from jaxpar.data.files import DECOMPRESSORS
 from jaxpar.data.rows import INPUT_READERS, Columns, TextRow, read_files
+from jaxpar.data.tokens import Encoder
 from jaxpar.errors import UserError
 from jaxpar.files import path_error
 from jaxpar.use.inference.load import Trained
