@@ -19,7 +19,6 @@ from jaxpar.choose.partition_search import (
     flushing_costs,
 )
 from jaxpar.choose.pipedream import most_workers
-from jaxpar.choose.schedule import UNTIL_CHOSEN, executor_for_costs
 from jaxpar.cluster import Cluster
 from jaxpar.core.mesh import DATA, STAGE, sizes
 from jaxpar.core.optimizer import make_optimizer
@@ -29,11 +28,12 @@ from jaxpar.core.step import Problem
 from jaxpar.errors import UserError, format_count, is_refused
 from jaxpar.models.model import Model
 from jaxpar.strategies.pipeline.executor.partition import AUTO
-from jaxpar.strategies.pipeline.schedules import check_evaluation, check_pipeline_values, configured_table
+from jaxpar.strategies.pipeline.schedules import DISPATCH, check_evaluation, check_pipeline_values, configured_table
 from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS
 from jaxpar.strategies.pipeline.tables.replicated import WITH_REPLICAS
 from jaxpar.strategies.pipeline.tables.table import Table
 
+UNTIL_CHOSEN = "1f1b"  # the schedule that stands for `auto` until the stages are known
 EQUAL = 0.01  # largest relative difference between a size in a profile and that of the model, for rounded numbers
 UNKNOWN_LAYERS = 700  # number of layers to assume while the model is not known
 UNSET = {"profile": "", "bandwidth": 0.0, "memory_limit": 0.0}  # keys that only partition auto reads
@@ -52,8 +52,7 @@ def choose_partition(
 ) -> StageChoice:
     """Return the cut points and replicas whose step is shortest by the profile, and advice if pipelines are slow.
 
-    Raises:
-      UserError: there is no profile, it is that of another model, or nothing fits.
+    Raises UserError if there is no profile, it is that of another model, or nothing fits.
     """
     c, model = config.pipeline, problem.model
     if not profile:
@@ -62,13 +61,25 @@ def choose_partition(
             f"writes, for a plan with config.pipeline.partition={AUTO!r}; only the start of a run measures the layers "
             "itself"
         )
-    check_layers(config, profile, model)
-    bandwidth, limit = _bandwidth(config, cluster), c.memory_limit or math.inf
-    search = PartitionSearch(_without_cuts_of_ties(config, profile, model), bandwidth=bandwidth, memory_limit=limit)
+    _check_layers(config, profile, model)
+    layers, numbers = list(profile), {layer.name: number for number, layer in enumerate(profile)}
+    for tie in model.ties if c.schedule in CONTINUOUS else ():  # layers that share an array must be on one stage
+        first, last = sorted((numbers[tie.layer], numbers[tie.source]))
+        layers[first:last] = [layer._replace(can_cut=False) for layer in layers[first:last]]
+    bandwidth = _bandwidth(config, cluster)
+    search = PartitionSearch(layers, bandwidth=bandwidth, memory_limit=c.memory_limit or math.inf)
     found = search.find(divisions(config, cluster, len(profile), profile))
+    if found is None and c.memory_limit:
+        raise UserError(
+            f"config.pipeline.memory_limit is {c.memory_limit:g}; it must be larger, because no division of the "
+            f"{format_count(len(layers), 'layer')} fits"
+        )
     if found is None:
-        raise _no_division(config, len(profile))
-    check_layer_sizes(config, profile, model, model.inputs(problem.batch))
+        raise UserError(
+            f"config.mesh.stage is {config.mesh.stage}; it must be smaller, because the {len(layers)} layers of the "
+            f"model can be cut at too few places with config.pipeline.schedule={c.schedule!r}"
+        )
+    _check_layer_sizes(config, profile, model, model.inputs(problem.batch))
     settings = {
         "pipeline.partition": ",".join(profile[stage.first_layer].name for stage in found.stages[1:]),
         "pipeline.replicas": replicas_text(found.costs.replicas),
@@ -80,6 +91,12 @@ def choose_partition(
 def replicas_text(replicas: Sequence[int]) -> str:
     """Return replicas as a value of config.pipeline.replicas."""
     return ",".join(map(str, replicas)) if max(replicas) > 1 else ""
+
+
+def assumed_executor(config: ConfigDict) -> str:
+    """Return the executor of the config, or dispatch while it is still to be chosen."""
+    executor: str = config.pipeline.executor
+    return DISPATCH if executor == AUTO else executor
 
 
 def check_unset(config: ConfigDict) -> None:
@@ -128,7 +145,7 @@ def divisions(
     _check_number_of_stages(config, table, num_layers, has_replicas=has_replicas)
     forward, backward = sum(layer.forward_s for layer in profile), sum(layer.backward_s for layer in profile)
     ratio, moments = backward / forward if forward else 2.0, optimizer_moments(config)
-    most_stages, executor = min(number, num_layers), executor_for_costs(config)
+    most_stages, executor = min(number, num_layers), assumed_executor(config)
     found: Iterator[TableCosts] = iter(())
     if not has_replicas:
         found = iter([flushing_costs(table, ratio, moments, executor)])
@@ -179,15 +196,6 @@ def optimizer_moments(config: ConfigDict) -> float:
     return nbytes(jax.eval_shape(make_optimizer(config, lambda _step: 0.0).init, like)) / nbytes(like)
 
 
-def _without_cuts_of_ties(config: ConfigDict, profile: Sequence[LayerProfile], model: Model) -> list[LayerProfile]:
-    """Return the profile, without the cuts between layers that share an array if these must be on one stage."""
-    layers, numbers = list(profile), {layer.name: number for number, layer in enumerate(profile)}
-    for tie in model.ties if config.pipeline.schedule in CONTINUOUS else ():
-        first, last = sorted((numbers[tie.layer], numbers[tie.source]))
-        layers[first:last] = [layer._replace(can_cut=False) for layer in layers[first:last]]
-    return layers
-
-
 def _advice(
     config: ConfigDict, cluster: Cluster, profile: Sequence[LayerProfile], bandwidth: float, found: Partition
 ) -> str:
@@ -204,22 +212,8 @@ def _advice(
     )
 
 
-def _no_division(config: ConfigDict, num_layers: int) -> UserError:
-    """Return the error for a profile that cannot be divided at all, or not within the memory limit."""
-    c = config.pipeline
-    if c.memory_limit:
-        return UserError(
-            f"config.pipeline.memory_limit is {c.memory_limit:g}; it must be larger, because no division of the "
-            f"{format_count(num_layers, 'layer')} fits"
-        )
-    return UserError(
-        f"config.mesh.stage is {config.mesh.stage}; it must be smaller, because the {num_layers} layers of the model "
-        f"can be cut at too few places with config.pipeline.schedule={c.schedule!r}"
-    )
-
-
-def check_layers(config: ConfigDict, profile: Sequence[LayerProfile], model: Model) -> None:
-    """Raise UserError for a profile whose layers are not those of the model."""
+def _check_layers(config: ConfigDict, profile: Sequence[LayerProfile], model: Model) -> None:
+    """Raise UserError for a profile with other layers than the model."""
     names = [layer.name for layer in profile], [layer.name for layer in model.layers]
     for number in range(max(map(len, names))):
         stated, name = (of[number] if number < len(of) else "missing" for of in names)
@@ -230,7 +224,9 @@ def check_layers(config: ConfigDict, profile: Sequence[LayerProfile], model: Mod
             )
 
 
-def check_layer_sizes(config: ConfigDict, profile: Sequence[LayerProfile], model: Model, inputs: Sequence[Any]) -> None:
+def _check_layer_sizes(
+    config: ConfigDict, profile: Sequence[LayerProfile], model: Model, inputs: Sequence[Any]
+) -> None:
     """Raise UserError for a profile with other sizes than the model. A size of 0 is accepted as not stated.
 
     The profile can be of another number of examples, so outputs are compared in proportion to the first one.

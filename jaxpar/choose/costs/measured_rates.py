@@ -28,7 +28,7 @@ from jaxpar.cluster import Cluster
 from jaxpar.cluster.gpus import PEAK_DTYPES
 from jaxpar.core.ring import sent_of_operand
 from jaxpar.errors import UserError
-from jaxpar.measure.timing import seconds_in_turn
+from jaxpar.measure.phases import seconds_in_turn
 
 FLOAT_BYTES = 4  # of an element of the vectors, which are float32
 ROUNDS = 10
@@ -60,16 +60,7 @@ class Timings(NamedTuple):
 
 
 def measured_cluster(cluster: Cluster, devices: Sequence[jax.Device], sizes: MeasuredSizes = GPU_SIZES) -> Cluster:
-    """Return the cluster with measured rates. See `with_measured_rates`.
-
-    Args:
-      cluster: the devices, all of one process, with the rates of their data sheet if they are known.
-      devices: the devices.
-      sizes: the sizes of the programs.
-
-    Raises:
-      UserError: other programs disturbed the measurement.
-    """
+    """Return the cluster, of one process, with measured rates. See `with_measured_rates`."""
     assert len(devices) == cluster.num_devices
     return with_measured_rates(cluster, measure_seconds(devices, sizes), sizes)
 
@@ -87,17 +78,22 @@ def measure_seconds(devices: Sequence[jax.Device], sizes: MeasuredSizes, rounds:
     lengths = [divisible(length, n) for length in (sizes.few, sizes.sent)]
     if n > 1:
         calls |= {(kind, length): on_mesh(f, (length,), mesh) for kind, f in loops(n).items() for length in lengths}
-    seconds = seconds_in_turn(calls, rounds)
+    return timings_of(seconds_in_turn(calls, rounds), lengths if n > 1 else [])
 
-    def of_collective(kind: str, length: int) -> float:
-        return (seconds[kind, length] - seconds[NO_COLLECTIVE, length]) / NUM_REPEATED
+
+def timings_of(seconds: Mapping[Any, float], lengths: Sequence[int]) -> Timings:
+    """Return the timings by the seconds of each program. lengths: of the vectors of collectives, if there are any."""
+
+    def of_collective(kind: str) -> tuple[float, float]:
+        short, long = ((seconds[kind, one] - seconds[NO_COLLECTIVE, one]) / NUM_REPEATED for one in lengths)
+        return short, long
 
     return Timings(
         seconds["kernel"],
         seconds["kernels"],
         seconds["passes"],
         {dtype: seconds[dtype] for dtype in PEAK_DTYPES},
-        {kind: (of_collective(kind, lengths[0]), of_collective(kind, lengths[1])) for kind in KINDS if n > 1},
+        {kind: of_collective(kind) for kind in KINDS} if lengths else {},
     )
 
 
@@ -149,10 +145,8 @@ def with_measured_rates(cluster: Cluster, timings: Timings, sizes: MeasuredSizes
     """Return the cluster with the rates that follow from the timings.
 
     Rates of data sheets stay, with measured efficiencies; an unknown rate becomes the measured one. Attention, and
-    links that were not measured, keep their assumed efficiency.
-
-    Raises:
-      UserError: a program took no longer than a smaller one.
+    links that were not measured, keep their assumed efficiency. Raises UserError if other programs disturbed the
+    measurement, so that a program took no longer than a smaller one.
     """
     launch = _longer(timings.kernels, timings.kernel, "a kernel") / (sizes.kernels - 1)
     moved = 2 * FLOAT_BYTES * (sizes.many - sizes.few) * sizes.kernels
@@ -178,16 +172,7 @@ def with_measured_rates(cluster: Cluster, timings: Timings, sizes: MeasuredSizes
 
 
 def fit_link(collectives: Mapping[str, tuple[float, float]], n: int, sizes: MeasuredSizes) -> tuple[float, float]:
-    """Return the bytes/s that a device sends, and the seconds of a hop, in all collectives of n devices together.
-
-    Args:
-      collectives: as in `Timings`.
-      n: number of devices.
-      sizes: the sizes of the programs.
-
-    Raises:
-      UserError: long vectors took no longer than short ones.
-    """
+    """Return the bytes/s that a device sends, and the seconds of a hop, in all collectives of n devices together."""
     few, many = (FLOAT_BYTES * divisible(length, n) for length in (sizes.few, sizes.sent))
     short, long = (sum(seconds) for seconds in zip(*collectives.values(), strict=True))
     sent = sum(sent_of_operand(kind, n) for kind in collectives)  # for each byte of a vector

@@ -165,26 +165,17 @@ def actions_seconds(
 ) -> tuple[float, float]:
     """Return the time of the actions of a step, waiting included, and of the transfers that are added to it.
 
-    Args:
-      table: the schedule.
-      times: of F, B and W, by stage.
-      transfer: seconds of a transfer to the next stage.
-      machine: the cluster.
-      replicas: number of replicas of the pipeline.
-      executor: one of EXECUTORS.
+    times: of F, B and W, by stage; transfer: seconds of one to the next stage; replicas: of the pipeline.
     """
     clocks = clock_seconds(table, times)
     if executor == LOCKSTEP:
         together = float(machine.together(clocks, replicas).sum())
         return together + len(clocks) * machine.clock_seconds, sending_clocks(table) * transfer
     busy = float(machine.together(clocks.sum(axis=0), replicas))  # of devices that share cores
-    return max(dispatched_seconds(table, times, transfer), busy, enqueue_seconds(table, machine)), 0.0
-
-
-def enqueue_seconds(table: Table, machine: Machine) -> float:
-    """Return the time in which a host enqueues the actions of the columns of which it has a device."""
     per_host = machine.cluster.num_devices / machine.cluster.num_processes
-    return ENQUEUE_SECONDS * min(per_host / table.num_devices, 1.0) * len(table.actions)
+    # A host enqueues the actions of the columns of which it has a device.
+    enqueue = ENQUEUE_SECONDS * min(per_host / table.num_devices, 1.0) * len(table.actions)
+    return max(dispatched_seconds(table, times, transfer), busy, enqueue), 0.0
 
 
 def dispatched_seconds(table: Table, times: Times, transfer: float) -> float:
