@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.choose.costs import rates
 from jaxpar.choose.costs.calibrate import AXIS
-from jaxpar.choose.costs.measured_rates import MeasuredSizes, loops, single_programs, timings_of, with_measured_rates
+from jaxpar.choose.costs.measured_rates import MeasuredSizes, loops, single_programs, with_measured_rates
 from jaxpar.cluster.target import find_target
 from jaxpar.inspect.step_time import predict
 
@@ -48,8 +48,7 @@ def main() -> None:
         for length in (SIZES.few, SIZES.sent)
     }
 
-    timings = timings_of({**single, **looped}, [SIZES.few, SIZES.sent])
-    found = with_measured_rates(target.cluster, timings, SIZES)
+    found = with_measured_rates(target.cluster, {**single, **looped}, SIZES)
     print(
         json.dumps(
             {

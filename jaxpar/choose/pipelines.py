@@ -18,7 +18,7 @@ from jaxpar.choose.candidates import (
 )
 from jaxpar.choose.costs.memory import StateBytes, splits_backward
 from jaxpar.choose.costs.profile import LayerProfile
-from jaxpar.choose.costs.step import StepCosts, pipeline_costs
+from jaxpar.choose.costs.step import pipeline_costs
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import Plan, ring_traffic
 from jaxpar.core.step import Problem
@@ -109,12 +109,14 @@ def pipeline_candidate(
     vectors = len(work.layers)  # of gradients; the engine packs the arrays of a device
     traffic = [ring_traffic("all-reduce", 2, DATA, replicas, largest, "float32", num_vectors=vectors)]
     axes, update = {DATA: replicas, STAGE: table.num_devices}, ratios.update * largest
-    executor, costs = fastest_executor(
-        space.config,
-        lambda executor: pipeline_costs(
+    own = space.config.pipeline.executor
+    by_executor = {
+        executor: pipeline_costs(
             work, space.machine, axes, table, bounds, traffic, states, packed, update, executor=executor
-        ),
-    )
+        )
+        for executor in ([own] if own in EXECUTORS else [DISPATCH, LOCKSTEP])
+    }
+    executor, costs = min(by_executor.items(), key=lambda item: item[1].seconds)
     settings = {
         "strategy": "pipeline",
         "mesh.data": replicas,
@@ -124,21 +126,12 @@ def pipeline_candidate(
         "pipeline.num_chunks": table.num_chunks,
         "pipeline.remat": remat,
         "pipeline.partition": ",".join(work.layers[bound].name for bound in bounds[1:-1]),
-        **({} if executor == space.config.pipeline.executor else {"pipeline.executor": executor}),
+        **({} if executor == own else {"pipeline.executor": executor}),
         **options_of(space, "ddp", replicas),
     }
-    name = f"{schedule}, {table.num_devices} stages" + (f" x {replicas} replicas" if replicas > 1 else "")
     waits = space.machine.cluster.platform == "cpu" and costs.waiting > 0.0
+    name = _name(schedule, table, replicas)
     return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes, waits)
-
-
-def fastest_executor(config: ConfigDict, costs_of: Callable[[str], StepCosts]) -> tuple[str, StepCosts]:
-    """Return the executor of the config, or the one whose step is shorter if it has none, and its costs."""
-    own = config.pipeline.executor
-    executors = [own] if own in EXECUTORS else [DISPATCH, LOCKSTEP]
-    costs = {executor: costs_of(executor) for executor in executors}
-    best = min(executors, key=lambda executor: costs[executor].seconds)
-    return best, costs[best]
 
 
 def balanced_bounds(layers: Sequence[LayerProfile], num_stages: int) -> tuple[int, ...]:
@@ -150,31 +143,15 @@ def balanced_bounds(layers: Sequence[LayerProfile], num_stages: int) -> tuple[in
     return tuple([*starts, len(times)][index] for index in chosen)
 
 
-@cache
-def _balanced(costs: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
-    return balanced(costs, num_stages)
+_balanced = cache(balanced)
 
 
 def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:
     """Return the candidate of the plan of a pipeline."""
-    details = plan.details
-    costs = costs_of_plan(space, plan, config.batch_size // plan.decision.batch_divisor)
-    replicas = f" x {plan.num_replicas} replicas" if plan.num_replicas > 1 else ""
-    name = f"{details.schedule}, {details.table.num_devices} stages{replicas}"
-    shown = {"pipeline.num_microbatches": details.table.num_microbatches, "pipeline.remat": details.remat}
-    return Candidate(name, shown, costs, costs.nbytes <= space.usable_bytes)
-
-
-def costs_of_plan(space: Space, plan: Plan[Any], size: int, table: Table | None = None) -> StepCosts:
-    """Return the costs of the plan of a pipeline, or of another table for its stages. size: that of a microbatch."""
-    details, table = plan.details, table or plan.details.table
-    states = []
-    for parts in plan.memory:
-        params, optimizer = parts["parameters"], parts.get("optimizer", 0)
-        states.append(StateBytes(params, optimizer, params))
-    staged = details.staged
-    packed = staged.params.packing.vector_bytes + staged.optimizer.packing.vector_bytes
-    return pipeline_costs(
+    details, table, staged = plan.details, plan.details.table, plan.details.staged
+    states = [StateBytes(parts["parameters"], parts.get("optimizer", 0), parts["parameters"]) for parts in plan.memory]
+    size = config.batch_size // plan.decision.batch_divisor
+    costs = pipeline_costs(
         space.layers.work(size, details.remat, is_split=splits_backward(table)),
         space.machine,
         plan.axes,
@@ -182,7 +159,14 @@ def costs_of_plan(space: Space, plan: Plan[Any], size: int, table: Table | None 
         details.stages.bounds,
         plan.traffic,
         states,
-        packed,
+        staged.params.packing.vector_bytes + staged.optimizer.packing.vector_bytes,
         state_ratios(space.problem).update * max(state.parameters for state in states),
         executor=details.executor,
     )
+    shown = {"pipeline.num_microbatches": table.num_microbatches, "pipeline.remat": details.remat}
+    name = _name(details.schedule, table, plan.num_replicas)
+    return Candidate(name, shown, costs, costs.nbytes <= space.usable_bytes)
+
+
+def _name(schedule: str, table: Table, num_replicas: int) -> str:
+    return f"{schedule}, {table.num_devices} stages" + (f" x {num_replicas} replicas" if num_replicas > 1 else "")

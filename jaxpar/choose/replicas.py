@@ -1,11 +1,12 @@
 """Candidates without stages: `single`, and data parallelism with every exchange that equals one device."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxpar import config as configs
 from jaxpar.choose.candidates import (
     DEFAULTS_OF_CHOICES,
     GROUP,
@@ -19,8 +20,8 @@ from jaxpar.choose.candidates import (
     plan_of,
     with_settings,
 )
-from jaxpar.choose.costs.memory import StateBytes, replica_bytes
-from jaxpar.choose.costs.step import StepCosts, UpdateBytes, replicas_costs
+from jaxpar.choose.costs.memory import StateBytes
+from jaxpar.choose.costs.step import REPLICA_KEYS, UpdateBytes, replicas_costs
 from jaxpar.choose.costs.updates import exchange_bytes, update_bytes
 from jaxpar.core.plan import Plan, Traffic
 from jaxpar.core.ring import sent_of_operand
@@ -106,15 +107,7 @@ def has_exchange(plan: Plan[Any]) -> bool:
 
 
 def replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[Any], update: UpdateBytes) -> Candidate:
-    """Return a candidate without stages.
-
-    Args:
-      space: what is searched.
-      name: its name.
-      settings: its settings.
-      plan: the plan of its exchange, without accumulation.
-      update: what `update_of` returns.
-    """
+    """Return a candidate without stages. plan: that of its exchange, without accumulation; update: see `update_of`."""
     accumulation = settings["optimizer.accumulation_steps"]
     exchange = plan.details.exchange if has_exchange(plan) else None
     traffic = plan.traffic
@@ -128,59 +121,19 @@ def replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[A
     memory = plan.memory[0]
     params, optimizer = memory["parameters"], sum(memory.values()) - memory["parameters"]
     gradients = params if gathers_layers or not shards else params / plan.num_replicas
-    size = space.config.batch_size // (plan.num_replicas * accumulation)
-    state = StateBytes(params, optimizer, gradients)
-    costs = step_costs(space, plan.axes, size, settings, traffic, state, update, gathers_layers=gathers_layers)
-    return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes)
-
-
-def step_costs(
-    space: Space,
-    axes: Mapping[str, int],
-    size: int,
-    settings: Settings,
-    traffic: Sequence[Traffic],
-    state: StateBytes,
-    update: UpdateBytes,
-    *,
-    gathers_layers: bool = False,
-) -> StepCosts:
-    """Return the costs of a step of replicas.
-
-    Args:
-      space: what is searched.
-      axes: sizes of the mesh axes.
-      size: examples of a microbatch of a replica.
-      settings: at least those of `settings_of_replicas`.
-      traffic: what a device sends in a step.
-      state: the state on a device.
-      update: what an update moves on a device.
-      gathers_layers: whether the parameters are gathered layer by layer (zero3).
-    """
-    accumulation, remat = settings["optimizer.accumulation_steps"], settings["model.remat"]
-    is_scanned = settings["model.scan_layers"] is not False and space.machine.overlaps
-    needed = replica_bytes(
+    costs = replicas_costs(
         space.layers,
         space.problem.model,
-        state,
-        size,
-        remat,
-        is_scanned=is_scanned,
-        is_accumulated=accumulation > 1,
-        gathers_layers=gathers_layers,
-    )
-    return replicas_costs(
-        space.layers.profile(size, remat),
         space.machine,
-        axes,
-        accumulation,
+        plan.axes,
+        space.config.batch_size // (plan.num_replicas * accumulation),
+        settings,
         traffic,
-        state,
+        StateBytes(params, optimizer, gradients),
         update,
-        needed,
-        is_scanned=is_scanned,
         gathers_layers=gathers_layers,
     )
+    return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes)
 
 
 def candidate_of_replicas(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:
@@ -190,9 +143,6 @@ def candidate_of_replicas(space: Space, config: ConfigDict, plan: Plan[Any]) -> 
 
 
 def settings_of_replicas(config: ConfigDict) -> Settings:
-    """Return the settings on which the costs of replicas depend, besides those of their exchange."""
-    return {
-        "optimizer.accumulation_steps": config.optimizer.accumulation_steps,
-        "model.remat": config.model.remat,
-        "model.scan_layers": config.model.scan_layers,
-    }
+    """Return the settings of REPLICA_KEYS that a config has."""
+    flat = configs.keys(config)
+    return {key: flat[key] for key in REPLICA_KEYS}

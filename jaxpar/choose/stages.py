@@ -11,7 +11,7 @@ cost there was measured (scripts/bench/executors.py): small actions are faster i
 for each of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import strategies
-from jaxpar.choose.candidates import Settings, with_values
+from jaxpar.choose.candidates import with_values
 from jaxpar.choose.costs.layers import Layers, ProfiledLayers, TracedLayers
 from jaxpar.choose.costs.machine import Machine, machine_of, processors_shared, with_assumed_rates
 from jaxpar.choose.costs.profile import LayerProfile, read_profile
@@ -92,19 +92,22 @@ def choose_stages(
 
     folder: where the table is written that a search finds; profile: the layers, for partition auto.
     """
-    keys, choice = open_keys(config), StageChoice({}, ())
+    keys, settings, reasons, advice = open_keys(config), dict[str, Any](), list[str](), ""
     if "pipeline.partition" in keys:
-        choice = choose_partition(config, problem, cluster, profile)
-        config = with_values(config, choice.settings)
+        chosen = choose_partition(config, problem, cluster, profile)
+        settings, reasons, advice = dict(chosen.settings), [*chosen.reasons], chosen.advice
+        config = with_values(config, settings)
     layers = layers_of(problem, cluster, profile)
     if "pipeline.schedule" in keys:
         schedule, reason = _choose_schedule(config, problem, cluster, folder, layers)
-        config = with_values(config, {"pipeline.schedule": schedule})
-        choice = _with(choice, {"pipeline.schedule": schedule}, f"schedule {schedule}: {reason}")
+        settings["pipeline.schedule"] = schedule
+        config = with_values(config, settings)
+        reasons.append(f"schedule {schedule}: {reason}")
     if "pipeline.executor" in keys:
         executor, reason = _choose_executor(config, problem, cluster, layers)
-        choice = _with(choice, {"pipeline.executor": executor}, f"executor {executor}: {reason}")
-    return choice
+        settings["pipeline.executor"] = executor
+        reasons.append(f"executor {executor}: {reason}")
+    return StageChoice(settings, tuple(reasons), advice)
 
 
 def with_stages(config: ConfigDict, problem: Problem, cluster: Cluster, folder: Path) -> ConfigDict:
@@ -112,10 +115,6 @@ def with_stages(config: ConfigDict, problem: Problem, cluster: Cluster, folder: 
     path = config.pipeline.profile if "pipeline.partition" in open_keys(config) else ""
     profile = read_profile(Path(path), "config.pipeline.profile") if path else []
     return with_values(config, choose_stages(config, problem, cluster, folder, profile).settings)
-
-
-def _with(choice: StageChoice, settings: Settings, reason: str) -> StageChoice:
-    return choice._replace(settings={**choice.settings, **settings}, reasons=(*choice.reasons, reason))
 
 
 def layers_of(problem: Problem, cluster: Cluster, profile: Sequence[LayerProfile]) -> Layers:
@@ -187,10 +186,15 @@ def _choose_schedule(
     start = fused.plan.details.table
     limit = _limit(config, cluster, fused.plan)
     if limit < 1 and config.pipeline.memory_limit:
-        raise _too_low(config, fused.plan)
+        least = max(fused.plan.device_state_bytes) + sum(_bytes_of_microbatches(fused.plan))
+        raise UserError(
+            f"config.pipeline.memory_limit is {config.pipeline.memory_limit:g}; it must be at least {least:,} with "
+            f"config.pipeline.schedule={AUTO!r}, for the state and one microbatch of a device"
+        )
     found = [(fused, of_fused) for of_fused in _named(start, limit)]
     if not start.replicas and sharing < stages:
-        found += _searched(fused, stages_of(SPLIT), limit, lambda split: _limit(config, cluster, split))
+        split = stages_of(SPLIT)
+        found += _searched(fused, split, limit, _limit(config, cluster, split.plan))
     seconds = [of.seconds(result.table) for of, result in found]
     best = next(result for (_, result), of in zip(found, seconds, strict=True) if of <= min(seconds) * (1 + 1e-9))
     reason = f"the shortest step of {format_count(len(found), 'schedule')} that fit"
@@ -215,10 +219,11 @@ def _named(start: Table, limit: int) -> list[SearchResult]:
     return [SearchResult(name, made[name]) for name in made if peaks[name] <= max(limit, min(peaks.values()))]
 
 
-def _searched(
-    fused: _Stages, split: _Stages, limit: int, limit_of: Callable[[Plan[Any]], int]
-) -> list[tuple[_Stages, SearchResult]]:
-    """Return tables that searches find: with a fused backward pass, and with separate B and W."""
+def _searched(fused: _Stages, split: _Stages, limit: int, split_limit: int) -> list[tuple[_Stages, SearchResult]]:
+    """Return tables that searches find: with a fused backward pass, and with separate B and W.
+
+    limit, split_limit: the microbatches for which a device has memory.
+    """
     table = fused.plan.details.table
     p, m, in_lockstep = table.num_devices, table.num_microbatches, fused.executor == LOCKSTEP
     width, found = WIDTH if p * m <= LARGEST_SEARCH else 0, []
@@ -226,15 +231,14 @@ def _searched(
         forward, backward, weight = fused.times
         together = Times(forward, np.add(backward, weight).tolist(), [0.0] * p)
         found.append((fused, search_fused(together, limit, p, m, width)))
-    limit = limit_of(split.plan)
-    if limit < 1:
-        return found
     named = split.plan.details.table
+    if split_limit < 1:
+        return found
     if in_lockstep:
-        result = search_lockstep(split.times, split.transfer, limit, p, m, width=width)
+        result = search_lockstep(split.times, split.transfer, split_limit, p, m, width=width)
     elif width:
-        result = search(split.times, split.transfer, limit, p, m, evaluations=EVALUATIONS)
-    elif peak_stashed(named).max() <= limit:
+        result = search(split.times, split.transfer, split_limit, p, m, evaluations=EVALUATIONS)
+    elif peak_stashed(named).max() <= split_limit:
         result = SearchResult(SPLIT, named)
     else:
         return found
@@ -271,14 +275,6 @@ def _bytes_of_microbatches(plan: Plan[Any]) -> tuple[int, int]:
     engine = plan.details.engine
     transfers = 2 * engine.transfers.nbytes
     return transfers, sum(stash.nbytes for stash in engine.stashes.values()) + transfers
-
-
-def _too_low(config: ConfigDict, plan: Plan[Any]) -> UserError:
-    least = max(plan.device_state_bytes) + sum(_bytes_of_microbatches(plan))
-    return UserError(
-        f"config.pipeline.memory_limit is {config.pipeline.memory_limit:g}; it must be at least {least:,} with "
-        f"config.pipeline.schedule={AUTO!r}, for the state and one microbatch of a device"
-    )
 
 
 def _check_chunks(config: ConfigDict) -> None:
