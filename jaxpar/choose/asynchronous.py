@@ -31,7 +31,7 @@ from jaxpar.choose.candidates import (
 from jaxpar.choose.costs.memory import StateBytes
 from jaxpar.choose.costs.step import StepCosts, UpdateBytes, replicas_costs
 from jaxpar.choose.planner import candidate_of_plan
-from jaxpar.choose.replicas import settings_of_replicas
+from jaxpar.choose.synchronous import settings_of_replicas
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import Plan, Traffic, state_memory
 from jaxpar.core.ring import RING_PASSES, ring_sends
@@ -60,14 +60,14 @@ def async_candidates(space: Space, ratios: StateRatios) -> list[AsyncCandidate |
     n, cluster = space.num_devices, space.machine.cluster
     if cluster.platform != "cpu" and not cluster.send_rates:
         return [f"the rates of the links of {cluster.device_kind} are unknown"]
-    workers = {"strategy": "async_data_parallel", "asynchronous.num_workers": n, "asynchronous.table": ""}
+    workers = {"strategy": "async_data_parallel", "mesh.data": n, "asynchronous.num_workers": n}
     peers = {"strategy": "swarm", "mesh.data": n, "swarm.peers": str(n), "swarm.trace": ""}
     chosen: list[Settings] = []
     of_policies = {key for settings in updates.POLICY_SETTINGS.values() for key in settings}
     for policy in updates.LIVE_POLICIES:
         others = of_policies - set(updates.POLICY_SETTINGS.get(policy, {}))
-        unset = {f"asynchronous.{key}": None for key in others}
-        chosen.append({**workers, "mesh.data": n, "asynchronous.policy": policy, **unset})
+        unset = {f"asynchronous.{key}": None for key in sorted(others)}
+        chosen.append({**workers, "asynchronous.table": "", "asynchronous.policy": policy, **unset})
     chosen += [peers, {**peers, "swarm.mode": "emulated", "swarm.delayed": True, "swarm.compress": "int8"}]
     without_options = {f"{OPTIONS}{name}": None for name in space.config.exchange_options}  # both have none
     found = []

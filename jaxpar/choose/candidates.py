@@ -51,14 +51,21 @@ OF_STAGES = ("mesh.stage", "pipeline.")  # beginnings of the keys that only pipe
 
 
 class Candidate(NamedTuple):
-    """A way to train, and its predicted costs."""
+    """A way to train, and its predicted costs.
 
-    name: str  # the strategy and its sizes, such as `zero3` or `zb_h1, 4 stages x 2 replicas`
-    settings: Settings  # the keys of the config that select it
+    Attributes:
+      name: the strategy and its sizes, such as `zero3` or `zb_h1, 4 stages x 2 replicas`.
+      settings: the keys of the config that select it.
+      costs: its costs.
+      fits: whether it fits into the memory of a device.
+      waits: whether devices wait that share cores. Others are preferred, because how fast the cores are for those that
+        do not wait is predicted worst, and a device that waits is of no use to anyone.
+    """
+
+    name: str
+    settings: Settings
     costs: StepCosts
-    fits: bool  # whether it fits into the memory of a device
-    # Whether devices wait that share cores. Others are preferred, because how fast the cores are for those that do not
-    # wait is predicted worst, and a device that waits is of no use to anyone.
+    fits: bool
     waits: bool = False
 
 

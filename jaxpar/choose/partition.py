@@ -31,7 +31,6 @@ from jaxpar.strategies.pipeline.executor.partition import AUTO
 from jaxpar.strategies.pipeline.schedules import DISPATCH, check_evaluation, check_pipeline_values, configured_table
 from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS
 from jaxpar.strategies.pipeline.tables.replicated import WITH_REPLICAS
-from jaxpar.strategies.pipeline.tables.table import Table
 
 UNTIL_CHOSEN = "1f1b"  # the schedule that stands for `auto` until the stages are known
 EQUAL = 0.01  # largest relative difference between a size in a profile and that of the model, for rounded numbers
@@ -112,7 +111,6 @@ def check_unset(config: ConfigDict) -> None:
 
 
 def _bandwidth(config: ConfigDict, cluster: Cluster) -> float:
-    """Return the bandwidth between two stages."""
     if STAGE in cluster.links:
         return cluster.links[STAGE].bandwidth
     bandwidth: float = config.pipeline.bandwidth
@@ -142,7 +140,18 @@ def divisions(
     name = UNTIL_CHOSEN if c.schedule == AUTO else c.schedule
     has_replicas = name in {*WITH_REPLICAS, *CONTINUOUS}
     table = configured_table(with_values(config, {"pipeline.schedule": name}), ())
-    _check_number_of_stages(config, table, num_layers, has_replicas=has_replicas)
+    if table.num_stages < 2:
+        raise UserError(f"config.mesh.stage is {number}; it must be at least 2 with config.pipeline.partition={AUTO!r}")
+    if table.num_stages > (most := most_workers(num_layers)):
+        raise UserError(
+            f"config.mesh.stage is {number}, with {format_count(table.num_stages, 'stage')}; there must be at most "
+            f"{most} for {num_layers} layers, because the search would take too long"
+        )
+    if table.num_stages > num_layers and not has_replicas:
+        raise UserError(
+            f"config.mesh.stage is {number}, with {table.num_stages} stages; there must be at most {num_layers}, the "
+            f"number of layers, with config.pipeline.schedule={c.schedule!r}"
+        )
     forward, backward = sum(layer.forward_s for layer in profile), sum(layer.backward_s for layer in profile)
     ratio, moments = backward / forward if forward else 2.0, optimizer_moments(config)
     most_stages, executor = min(number, num_layers), assumed_executor(config)
@@ -173,23 +182,6 @@ def divisions(
     yield from found
 
 
-def _check_number_of_stages(config: ConfigDict, table: Table, num_layers: int, *, has_replicas: bool) -> None:
-    """Raise UserError for numbers of stages that cannot be searched, or that the layers are too few for."""
-    number, stage = table.num_stages, config.mesh.stage
-    if number < 2:
-        raise UserError(f"config.mesh.stage is {stage}; it must be at least 2 with config.pipeline.partition={AUTO!r}")
-    if number > (most := most_workers(num_layers)):
-        raise UserError(
-            f"config.mesh.stage is {stage}, with {format_count(number, 'stage')}; there must be at most {most} for "
-            f"{num_layers} layers, because the search would take too long"
-        )
-    if number > num_layers and not has_replicas:
-        raise UserError(
-            f"config.mesh.stage is {stage}, with {number} stages; there must be at most {num_layers}, the number of "
-            f"layers, with config.pipeline.schedule={config.pipeline.schedule!r}"
-        )
-
-
 def optimizer_moments(config: ConfigDict) -> float:
     """Return the bytes of the optimizer state of a large matrix / the bytes of the matrix."""
     like = {"layer": {"kernel": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}}
@@ -213,7 +205,6 @@ def _advice(
 
 
 def _check_layers(config: ConfigDict, profile: Sequence[LayerProfile], model: Model) -> None:
-    """Raise UserError for a profile with other layers than the model."""
     names = [layer.name for layer in profile], [layer.name for layer in model.layers]
     for number in range(max(map(len, names))):
         stated, name = (of[number] if number < len(of) else "missing" for of in names)

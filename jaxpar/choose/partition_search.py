@@ -63,12 +63,8 @@ def continuous_costs(
 ) -> TableCosts:
     """Return the costs of a schedule without a flush.
 
-    Args:
-      name: one of CONTINUOUS.
-      replicas: number of devices of each stage.
-      num_microbatches: number of microbatches per batch.
-      moments: bytes of the optimizer state / bytes of the weights.
-      size: examples of a microbatch / examples of a microbatch of the profile, to which its times are proportional.
+    moments: bytes of the optimizer state / bytes of the weights. size: examples of a microbatch / examples of a
+    microbatch of the profile, to which its times are proportional.
     """
     in_flight = microbatches_in_flight(replicas)
     inboxes = 1 + (1 if len(set(replicas)) == 1 else 2)

@@ -55,14 +55,10 @@ def replicated_seconds(
 ) -> np.ndarray:
     """Return the time of a microbatch in a stage with replicas, each of which runs one of `num_replicas`.
 
-    Args:
-      model: how replicas exchange gradients. ring: ring all-reduce. paper: the formula of the paper, in which every
-        replica exchanges all bytes with every other one. released: the formula of PipeDream's released code, which adds
-        the times of the exchange and of the computation.
-      times: seconds of a microbatch on one replica.
-      weights: bytes of the weights.
-      num_replicas: number of replicas.
-      bandwidth: bytes per second.
+    By the model `ring`, replicas exchange gradients by a ring all-reduce. By `paper`, every replica exchanges all bytes
+    with every other one. By `released`, PipeDream's released code, the exchange does not overlap with the computation.
+
+    times: seconds of a microbatch on one replica; weights: bytes; bandwidth: bytes per second.
     """
     ring, each = sent_of_operand("all-reduce", num_replicas), 1 / num_replicas
     factor = {"ring": ring, "paper": 2 * (num_replicas - 1), "released": 2 * ring}[model]
@@ -135,15 +131,11 @@ class StageSearch:
         straight: bool = False,
         memory_limit: float = math.inf,
     ):
-        """Prepare a search.
+        """Prepare a search. levels: the innermost one first; model: one of COMMUNICATION_MODELS.
 
-        Args:
-          layers: the profile.
-          levels: the levels of the hierarchy, the innermost one first.
-          model: one of COMMUNICATION_MODELS.
-          transfers: whether a boundary between stages takes the time of its activations and gradients.
-          straight: only stages with one replica.
-          memory_limit: bytes of a worker. A stage holds its weights and its stash once per microbatch in flight.
+        transfers: whether a boundary between stages takes the time of its activations and gradients; straight: only
+        stages with one replica; memory_limit: bytes of a worker, on which a stage holds its weights and its stash once
+        per microbatch in flight.
         """
         self._levels, self._model, self._straight, self._limit = tuple(levels), model, straight, memory_limit
         self._num_layers = len(layers)

@@ -1,9 +1,8 @@
 """Reconstructs which temporary arrays of a compiled program are in memory at the same time.
 
-XLA assigns memory to arrays in the order in which a compiled program runs its instructions. An array needs its memory
-from the instruction that computes it to the last one that reads it. Compiled programs state only the total, so this
-file repeats the analysis on the text of the program. It leaves out alignment, gaps between arrays in memory, and
-temporary arrays that XLA puts into the memory of donated arguments.
+An array needs its memory from the instruction that computes it to the last one that reads it, in the order in which
+the program runs them. Compiled programs state only the total, so this file repeats XLA's analysis on the text of the
+program. It leaves out alignment, gaps between arrays, and temporary arrays in the memory of donated arguments.
 
 Several instructions mention the same array: the state of a loop, outside and inside its body; an array and its bitcast;
 and an array before and after an update in place. XLA copies an array beforehand where sharing its memory would be
@@ -227,7 +226,12 @@ def live_at_peak(program: HloProgram) -> list[LiveArray]:
     in the order in which they run.
     """
     arrays = _Lifetimes(program)
-    temporary = arrays.of_temporary()
+    temporary = [
+        (array, first, last)
+        for array in arrays.writes
+        if array not in arrays.permanent and not arrays.type_of(array).is_on_host
+        for first, last in arrays.lifetimes[array]
+    ]
     changes = Counter[int]()
     for array, first, last in temporary:
         changes[first] += arrays.type_of(array).nbytes
@@ -254,30 +258,21 @@ class _Lifetimes(Aliases):
         for computation, name in self.order:
             if self.instruction(computation, name).operation == "constant":
                 permanent += self.results(computation, name)
-        self._permanent = set(map(self.find, permanent))  # arguments, results and constants of the program
-        self._lifetimes: dict[HloPlace, list[list[int]]] = {}  # array -> [first, last] of each, in order
+        self.permanent = set(map(self.find, permanent))  # arguments, results and constants of the program
+        self.lifetimes: dict[HloPlace, list[list[int]]] = {}  # array -> [first, last] of each, in order
         for time, (computation, name) in enumerate(self.order):
             self._use(time, computation, name)
         for time, (computation, name) in enumerate(self.order):
             self._overwrite(time, computation, name)
-        self._writes: dict[HloPlace, list[tuple[int, HloPlace]]] = {}
+        self.writes: dict[HloPlace, list[tuple[int, HloPlace]]] = {}
         for time, (computation, name) in enumerate(self.order):
             if self.instruction(computation, name).operation not in (*FORWARDS, *FLOW):
                 for place in self.results(computation, name):
-                    self._writes.setdefault(self.find(place), []).append((time, place))
-
-    def of_temporary(self) -> list[tuple[HloPlace, int, int]]:
-        """Return (array, first time, last time) of the temporary arrays on the device."""
-        return [
-            (array, first, last)
-            for array in self._writes
-            if array not in self._permanent and not self.type_of(array).is_on_host
-            for first, last in self._lifetimes[array]
-        ]
+                    self.writes.setdefault(self.find(place), []).append((time, place))
 
     def last_write(self, array: HloPlace, until: int) -> HloPlace:
         """Return the last place up to a time where an array is written, or else the first place after it."""
-        writes = self._writes[array]
+        writes = self.writes[array]
         return [place for time, place in writes if time <= until or time == writes[0][0]][-1]
 
     def computed_by(self, place: HloPlace, until: int) -> Instruction:
@@ -306,7 +301,7 @@ class _Lifetimes(Aliases):
                     place = operands[0]
                 case "dynamic-update-slice":
                     place = operands[1]
-                case operation if operation in (*FORWARDS, *FLOW) and self.find(place) in self._writes:
+                case operation if operation in (*FORWARDS, *FLOW) and self.find(place) in self.writes:
                     place = self.last_write(self.find(place), until)
         # XLA leaves some instructions within fusions without a source, but rarely the fusion.
         return next((one for one in reversed(visited.values()) if one.has_source), instruction)
@@ -323,7 +318,7 @@ class _Lifetimes(Aliases):
         contents = {self.find(place) for places in read for place in places}
         written = set(map(self.find, self.results(computation, name)))
         for array in contents | written:
-            lifetimes = self._lifetimes.setdefault(array, [])
+            lifetimes = self.lifetimes.setdefault(array, [])
             if lifetimes and (array in contents or instruction.operation in FLOW):
                 lifetimes[-1][1] = time
             else:
@@ -335,18 +330,18 @@ class _Lifetimes(Aliases):
         if instruction.operation not in OVERWRITING:
             return
         for result in map(self.find, self.results(computation, name)):
-            begins = [lifetime for lifetime in self._lifetimes[result] if lifetime[0] == time]
-            if result in self._permanent or not begins:
+            begins = [lifetime for lifetime in self.lifetimes[result] if lifetime[0] == time]
+            if result in self.permanent or not begins:
                 continue
             for number, operand in enumerate(self.operands(computation, name)):
                 array = self.find(operand[0])
-                ends = [lifetime for lifetime in self._lifetimes[array] if lifetime[0] < time == lifetime[1]]
+                ends = [lifetime for lifetime in self.lifetimes[array] if lifetime[0] < time == lifetime[1]]
                 is_equal = len(operand) == 1 and self.type_of(array).nbytes == self.type_of(result).nbytes
-                is_free = array not in self._permanent and array != result and ends
+                is_free = array not in self.permanent and array != result and ends
                 if is_free and is_equal and self._can_overwrite(instruction, number):
                     begins[0][0] = ends[0][0]
-                    self._lifetimes[array].remove(ends[0])
-                    self._lifetimes[result] = sorted(self._lifetimes[array] + self._lifetimes[result])
+                    self.lifetimes[array].remove(ends[0])
+                    self.lifetimes[result] = sorted(self.lifetimes[array] + self.lifetimes[result])
                     self.join(array, result)
                     break
 

@@ -38,11 +38,7 @@ def calibrate(
     batch: Mapping[str, np.ndarray],
     rounds: int = 15,
 ) -> CpuMachine:
-    """Return the machine with measured constants.
-
-    One of the layers of the problem is computed for a batch on several devices at the same time. rounds: measurements
-    of each program.
-    """
+    """Return the machine with measured constants. A layer computes the batch on several devices at the same time."""
     numbers = [2**e for e in range(len(devices).bit_length()) if 2**e <= len(devices)]
     if numbers[-1] != len(devices):
         numbers.append(len(devices))
@@ -141,20 +137,15 @@ class MeasuredLayers(Layers):
     """
 
     remats = ("none",)  # each one takes a minute to compile
-
     cached = (*Layers.cached, "_measured")
 
     def __init__(
         self, problem: Problem, batch: Mapping[str, Any], sizes: tuple[int, int], repeats: int, started: float = 0.0
     ) -> None:
-        """Measure nothing yet.
+        """Measure nothing yet. batch: one with the longest examples; repeats: measurements of each layer.
 
-        Args:
-          problem: the problem.
-          batch: a batch with the longest examples.
-          sizes: the numbers of examples, in ascending order; equal for a batch of one.
-          repeats: measurements of each layer.
-          started: seconds that a program takes that computes nothing, which are not a layer's.
+        sizes: the numbers of examples, in ascending order; equal for a batch of one. started: seconds that a program
+        takes that computes nothing, which are not a layer's.
         """
         super().__init__(problem)
         self._batch, self._numbers, self._repeats, self._started = batch, sizes, repeats, started
@@ -171,7 +162,10 @@ class MeasuredLayers(Layers):
         parts = [{name: x[:number] for name, x in self._batch.items()} for number in self._numbers]
         programs = [LayerPrograms(self._problem, part, remat=remat) for part in parts]
         of_sizes = [one.calls(part) for one, part in zip(programs, parts, strict=True)]
-        calls: dict[Hashable, Callable[[], Any]] = {"all": _whole_gradient(self._problem, parts[-1], remat)}
+        problem = self._problem._replace(model=self._problem.model.with_remat(remat), accumulation_steps=1)
+        state = jax.jit(partial(init, problem.model, optax.identity()))(jax.random.key(0))
+        run = jax.jit(lambda state, batch: gradients(problem, state, batch, batch_weight(batch)))
+        calls: dict[Hashable, Callable[[], Any]] = {"all": partial(run, state, jax.device_put(dict(parts[-1])))}
         calls |= {(size, key): call for size, of_size in enumerate(of_sizes) for key, call in of_size.items()}
         seconds = seconds_in_turn(calls, self._repeats)
         found = [
@@ -181,12 +175,3 @@ class MeasuredLayers(Layers):
         alone = [np.maximum(of_size - self._started, 0.0) for of_size in found]
         scale = max(seconds["all"] - self._started, 0.0) / alone[-1].sum()
         return [scale * of_size for of_size in alone]
-
-
-def _whole_gradient(problem: Problem, batch: Mapping[str, np.ndarray], remat: str) -> Callable[[], Any]:
-    """Return a function that computes the gradient of a batch on the default device, in one program."""
-    problem = problem._replace(model=problem.model.with_remat(remat), accumulation_steps=1)
-    state = jax.jit(partial(init, problem.model, optax.identity()))(jax.random.key(0))
-    arrays = jax.device_put(dict(batch))
-    run = jax.jit(lambda state, batch: gradients(problem, state, batch, batch_weight(batch)))
-    return partial(run, state, arrays)

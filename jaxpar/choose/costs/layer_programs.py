@@ -27,7 +27,6 @@ class LayerPrograms:
 
         num_phases: 2 for F and BW; 3 for F, B and W, which can be sized but not measured.
         """
-        self.remat = remat  # none, full or dots
         self._model = problem.model
         inputs = problem.model.inputs(abstract(microbatch))
         has_gradient = [[jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(x)] for x in inputs[1:]]

@@ -9,7 +9,7 @@ A machine has these:
                                 alone, [.., device]; copies: replicas of these devices, which compute the same
   collective(sent, axes)        seconds of the collectives of a traffic; axes: sizes of the mesh axes
   started(num_devices)          seconds that a step takes besides everything else
-  moved(nbytes, num_devices)    seconds in which these devices each read or write so many bytes at the same time
+  moved(nbytes, num_devices)    seconds in which these devices each read or write this number of bytes at the same time
 """
 
 import math

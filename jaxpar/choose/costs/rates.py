@@ -65,12 +65,8 @@ def collective_seconds(
 
     Raises UserError if the links of the GPU are unknown.
 
-    Args:
-      cluster: the GPUs.
-      groups: the devices of each group; for a permute, each pair of a sender and a receiver.
-      nbytes: bytes that a device sends in all of them together.
-      number: number of collectives.
-      hops: number of messages that follow each other in a collective; None: log2 of the size of a group.
+    groups: the devices of each group; for a permute, each pair of a sender and a receiver. nbytes: what a device sends
+    in all of them together. hops: messages that follow each other in one; None: log2 of the size of a group.
     """
     size = max(map(len, groups), default=1)
     if size == 1:

@@ -71,19 +71,10 @@ def replicas_costs(
     *,
     gathers_layers: bool = False,
 ) -> StepCosts:
-    """Return the costs of data parallelism, or of a single device.
+    """Return the costs of data parallelism, or of a single device, with microbatches of `size` examples of a replica.
 
-    Args:
-      layers: the layers.
-      model: the model.
-      machine: the cluster.
-      axes: sizes of the mesh axes.
-      size: examples of a microbatch of a replica.
-      settings: at least those of REPLICA_KEYS.
-      traffic: what a device sends in a step.
-      state: the state on a device.
-      moved: what an update moves on a device.
-      gathers_layers: whether the parameters are gathered layer by layer (zero3).
+    traffic, state and moved are what a device sends in a step, holds, and moves in an update. settings: at least those
+    of REPLICA_KEYS; gathers_layers: whether the parameters are gathered layer by layer (zero3).
     """
     accumulation, remat, scan_layers = (settings[key] for key in REPLICA_KEYS)
     is_scanned, is_accumulated = scan_layers is not False and machine.overlaps, accumulation > 1
@@ -136,17 +127,9 @@ def pipeline_costs(
 ) -> StepCosts:
     """Return the costs of a pipeline; of a step in the steady state, if it never drains.
 
-    Args:
-      work: what its layers compute for a microbatch of a replica.
-      machine: the cluster.
-      axes: sizes of the mesh axes.
-      table: the schedule.
-      bounds: first layer of each stage, and the number of layers.
-      traffic: what a device sends over the data axis in a step.
-      states: the state on each device.
-      packed_bytes: bytes of the parameters and of the optimizer on a device, which lockstep packs in vectors.
-      update_bytes: what an update moves on the fullest device.
-      executor: one of EXECUTORS.
+    work: for a microbatch of a replica; bounds: first layer of each stage, and the number of layers; traffic: what a
+    device sends in a step; states: by device; packed_bytes: of the parameters and of the optimizer on a device, which
+    lockstep packs in vectors; update_bytes: what an update moves on the fullest device.
     """
     replicas = axes[DATA]
     sent = largest_transfer(work.layers, list(pairwise(bounds)))

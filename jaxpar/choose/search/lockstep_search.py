@@ -29,7 +29,6 @@ device sends every microbatch in a clock of its own, and the last microbatch the
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -89,7 +88,9 @@ def search_lockstep(
     best = min(candidates, key=lambda result: lockstep(result.table, times, communication))
     if num_chunks > 1 or width == 0:
         return best
-    beam, sets = ClockBeam(problem, width), _sets_of_actions(best.table)
+    beam, sets = ClockBeam(problem, width), np.zeros((best.table.num_clocks, num_devices), int)
+    for clock, device, kind in best.table.actions[["clock", "device", "kind"]].tolist():
+        sets[clock, device] += SET_OF_KIND[kind]
     for weights in ESTIMATES:
         sets = beam.run(sets, weights)
     improved = _table_of_sets(sets, num_microbatches)
@@ -228,7 +229,10 @@ class ClockBeam:
             known,
         )
         while beams:
-            beam = self._keep(beams.pop(min(beams)))
+            merged = PartialTables(*map(np.concatenate, zip(*beams.pop(min(beams)), strict=True)))
+            merged = merged.select(self._fastest(merged))
+            num_known = int((merged.estimate == -np.inf).sum())  # besides the width, so that they displace no other
+            beam = merged.select(np.argsort(merged.estimate, kind="stable")[: num_known + self._width])
             is_done = (beam.counts == m).all((1, 2))
             if is_done.any():
                 best, best_number = float(beam.elapsed[is_done][0]), int(beam.number[is_done][0])
@@ -246,13 +250,6 @@ class ClockBeam:
         computation = self._durations[sets, devices].max(axis=1)
         time: np.ndarray = computation + self._communication * self._sends[sets, devices].any(axis=1)
         return time
-
-    def _keep(self, beam: Sequence[PartialTables]) -> PartialTables:
-        """Return the beam: the fastest partial table of equal counts, and of these the ones with low estimates."""
-        merged = PartialTables(*map(np.concatenate, zip(*beam, strict=True)))
-        merged = merged.select(self._fastest(merged))
-        num_known = int((merged.estimate == -np.inf).sum())  # in addition to the width, so that they displace no other
-        return merged.select(np.argsort(merged.estimate, kind="stable")[: num_known + self._width])
 
     def _fastest(self, tables: PartialTables) -> np.ndarray:
         """Return the index of the fastest partial table of each group with equal counts."""
@@ -331,14 +328,6 @@ class ClockBeam:
         weights = left[:, 2] if self._problem.weight_memory == 1 else 0
         result: np.ndarray = (passes[:, ::-1].cumsum(axis=1)[:, ::-1] + weights) / int(self._problem.memory + 1e-6)
         return result
-
-
-def _sets_of_actions(table: Table) -> np.ndarray:
-    """Return the set of actions by [clock, device] of a table with one stage per device."""
-    sets = np.zeros((table.num_clocks, table.num_devices), int)
-    for clock, device, kind in table.actions[["clock", "device", "kind"]].tolist():
-        sets[clock, device] += SET_OF_KIND[kind]
-    return sets
 
 
 def _table_of_sets(sets: np.ndarray, num_microbatches: int) -> Table:

@@ -59,17 +59,13 @@ def search(
       times: times of the actions.
       communication: time of a transfer to another device.
       memory_limit: maximum number of microbatches of a whole device between their F and their W.
-      num_devices: number of devices.
-      num_microbatches: number of microbatches.
-      num_chunks: number of chunks per device.
+      num_devices, num_microbatches, num_chunks: sizes of the table; chunks of a device.
       weight_memory: fraction of a microbatch's memory that is still held between its B and its W. The paper stashes
         only the inputs of the matrix products of a transformer for W: 32h of 34h + 5as bytes per token (appendix;
         hidden size h, a heads, s tokens).
-      evaluations: number of orders that step 3 tries.
-      seed: seed of the random moves of step 3.
+      evaluations, seed: number of orders that step 3 tries, and seed of its random moves.
 
-    Raises:
-      ValueError: a size or the memory limit is below 1.
+    Raises ValueError if a size or the memory limit is below 1.
     """
     sizes = num_devices, num_microbatches, num_chunks
     problem = make_search_problem(times, communication, memory_limit, sizes, weight_memory)
@@ -84,10 +80,7 @@ def search(
 def make_search_problem(
     times: Times, communication: Time, memory_limit: float, sizes: tuple[int, int, int], weight_memory: float
 ) -> SearchProblem:
-    """Return the problem of a search. sizes: number of devices, of microbatches, and of chunks per device.
-
-    Raises ValueError if a size or the memory limit, in microbatches of a whole device, is below 1.
-    """
+    """Return the problem of a search. sizes: number of devices, of microbatches, and of chunks per device."""
     names = ("num_devices", "num_microbatches", "num_chunks", "memory_limit")
     for name, value in zip(names, (*sizes, memory_limit), strict=True):
         if not value >= 1:
@@ -191,9 +184,7 @@ def _alternating(problem: SearchProblem) -> Iterator[Skeleton]:
 def _until_first_b(problem: SearchProblem, rounded: Callable[[float], int]) -> list[int]:
     """Return the number of forwards that each device has time for before its first B can start."""
     durations = problem.times.by_kind(problem.num_devices, 1)
-    ends = itertools.accumulate(
-        times[F] + problem.communication for times in durations
-    )  # arrival of the first F's output
+    ends = itertools.accumulate(times[F] + problem.communication for times in durations)  # arrival after the first F
     arrival: Time = -1
     counts = []
     for times, end in reversed(list(zip(durations, ends, strict=True))):
