@@ -47,6 +47,7 @@ COMBINED_BYTES = 30 * 2**20  # XLA combines all-reduces on GPUs up to this size
 HSDP = "hsdp"  # with a group for each host; on one host, it is zero3
 LARGEST_TABLE = 20_000  # devices x microbatches of the largest table that is made
 NANOSECOND = 1e-9
+_balanced = cache(balanced)
 PackingOf = Callable[[tuple[int, ...], Table], Packing]
 
 
@@ -265,9 +266,6 @@ def _balanced_bounds(layers: Sequence[LayerProfile], num_stages: int) -> tuple[i
     merged = [sum(times[start:end]) for start, end in zip(starts, [*starts[1:], len(times)], strict=True)]
     chosen = _balanced(tuple(round(seconds / NANOSECOND) for seconds in merged), num_stages)
     return tuple([*starts, len(times)][index] for index in chosen)
-
-
-_balanced = cache(balanced)
 
 
 def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:

@@ -33,7 +33,7 @@ class SearchProblem(NamedTuple):
     num_chunks: int
     times: Times
     communication: Time
-    memory: float  # limit in microbatches of one chunk
+    most_stashed: float  # limit of microbatches of one chunk between their F and their W
     weight_memory: float  # fraction of a microbatch's memory that is still held between its B and its W
 
     def change(self, kind: int) -> float:
@@ -42,7 +42,7 @@ class SearchProblem(NamedTuple):
 
     def fits(self, stashed: float) -> bool:
         """Return whether this many stashed microbatches fit, with a tolerance for rounded sums of weight_memory."""
-        return stashed <= self.memory + 1e-6
+        return stashed <= self.most_stashed + 1e-6
 
 
 class Skeleton(NamedTuple):

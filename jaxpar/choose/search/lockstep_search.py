@@ -102,7 +102,7 @@ def search_lockstep(
 def _in_blocks(problem: SearchProblem) -> SearchResult:
     """Return gpipe in blocks of as many microbatches as fit."""
     p, m = problem.num_devices, problem.num_microbatches
-    size = min(int(problem.memory), m)
+    size = min(int(problem.most_stashed), m)
     order: list[Action] = []
     for first in range(0, m, size):
         block = range(first, min(first + size, m))
@@ -326,7 +326,9 @@ class ClockBeam:
         left = (self._problem.num_microbatches - counts) * self._times
         passes = left[:, :2].sum(axis=1)
         weights = left[:, 2] if self._problem.weight_memory == 1 else 0
-        result: np.ndarray = (passes[:, ::-1].cumsum(axis=1)[:, ::-1] + weights) / int(self._problem.memory + 1e-6)
+        result: np.ndarray = (passes[:, ::-1].cumsum(axis=1)[:, ::-1] + weights) / int(
+            self._problem.most_stashed + 1e-6
+        )
         return result
 
 

@@ -131,7 +131,7 @@ def _skeletons(problem: SearchProblem) -> Iterator[Skeleton]:
             for _, device, kind, _, chunk, *_ in table.actions.tolist():
                 if kind != W:
                     kinds[device].append((F if kind == F else B, chunk))
-            room = max(0, min(int(problem.memory - peak_stashed(table).max()), m))
+            room = max(0, min(int(problem.most_stashed - peak_stashed(table).max()), m))
             for extra in sorted({room * i // 8 for i in range(9)}):
                 orders = [_more_warmup(of_device, extra) for of_device in kinds]
                 yield Skeleton(f"{name} with {extra} more forwards in warm-up", table.stages, orders)
@@ -148,7 +148,7 @@ def _packed(problem: SearchProblem, stages: np.ndarray) -> Skeleton:
         use[0, device, [stage, way - 1 - stage]] += 1
         use[1, device, stage : way - stage] += 1
     room = np.ones((2, problem.num_devices, way * (problem.num_microbatches + 1)), int)
-    room[1] = int(problem.memory)
+    room[1] = int(problem.most_stashed)
     clocks: list[list[tuple[int, Action]]] = [[] for _ in stages]
     entry = 0
     for k in range(problem.num_microbatches):
@@ -175,7 +175,7 @@ def _alternating(problem: SearchProblem) -> Iterator[Skeleton]:
     for rounded in (math.floor, math.ceil):
         warmups.setdefault(tuple(_until_first_b(problem, rounded)), "warm-up until the first B")
     for of_devices, name in warmups.items():
-        counts = [min(m, int(problem.memory), count) for count in of_devices]
+        counts = [min(m, int(problem.most_stashed), count) for count in of_devices]
         kinds = [[F] * count + [B, F] * (m - count) + [B] * count for count in counts]
         orders = [_with_microbatches([(kind, 0) for kind in of_device]) for of_device in kinds]
         yield Skeleton(f"1f1b with {name}", loop_stages(p, 1), orders)
