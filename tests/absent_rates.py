@@ -16,15 +16,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.choose.costs import rates
-from jaxpar.choose.costs.calibrate import AXIS, KINDS, NUM_REPEATED
-from jaxpar.choose.costs.measured_rates import (
-    NO_COLLECTIVE,
-    MeasuredSizes,
-    Timings,
-    loops,
-    single_programs,
-    with_measured_rates,
-)
+from jaxpar.choose.costs.calibrate import AXIS
+from jaxpar.choose.costs.measured_rates import MeasuredSizes, loops, single_programs, with_measured_rates
 from jaxpar.cluster.target import find_target
 from jaxpar.inspect.step_time import predict
 
@@ -46,7 +39,7 @@ def main() -> None:
         name: seconds(function, *(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=alone) for x in arguments))
         for name, (function, *arguments) in single_programs(SIZES).items()
     }
-    looped = {
+    looped: dict[Any, float] = {
         (kind, length): seconds(
             jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False),
             jax.ShapeDtypeStruct((8 * length,), np.float32, sharding=NamedSharding(mesh, spec)),
@@ -55,17 +48,7 @@ def main() -> None:
         for length in (SIZES.few, SIZES.sent)
     }
 
-    def of_collective(kind: str, length: int) -> float:
-        return (looped[kind, length] - looped[NO_COLLECTIVE, length]) / NUM_REPEATED
-
-    timings = Timings(
-        single.pop("kernel"),
-        single.pop("kernels"),
-        single.pop("passes"),
-        single,
-        {kind: (of_collective(kind, SIZES.few), of_collective(kind, SIZES.sent)) for kind in KINDS},
-    )
-    found = with_measured_rates(target.cluster, timings, SIZES)
+    found = with_measured_rates(target.cluster, {**single, **looped}, SIZES)
     print(
         json.dumps(
             {

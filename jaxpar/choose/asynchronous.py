@@ -9,7 +9,7 @@ does not rank them, because a step from stale gradients is worth less, and a rat
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -29,9 +29,9 @@ from jaxpar.choose.candidates import (
     with_settings,
 )
 from jaxpar.choose.costs.memory import StateBytes
-from jaxpar.choose.costs.step import StepCosts, UpdateBytes
+from jaxpar.choose.costs.step import StepCosts, UpdateBytes, replicas_costs
 from jaxpar.choose.planner import candidate_of_plan
-from jaxpar.choose.replicas import settings_of_replicas, step_costs
+from jaxpar.choose.synchronous import settings_of_replicas
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import Plan, Traffic, state_memory
 from jaxpar.core.ring import RING_PASSES, ring_sends
@@ -60,18 +60,15 @@ def async_candidates(space: Space, ratios: StateRatios) -> list[AsyncCandidate |
     n, cluster = space.num_devices, space.machine.cluster
     if cluster.platform != "cpu" and not cluster.send_rates:
         return [f"the rates of the links of {cluster.device_kind} are unknown"]
-    workers = {
-        "strategy": "async_data_parallel",
-        "mesh.data": n,
-        "asynchronous.num_workers": n,
-        "asynchronous.table": "",
-    }
+    workers = {"strategy": "async_data_parallel", "mesh.data": n, "asynchronous.num_workers": n}
     peers = {"strategy": "swarm", "mesh.data": n, "swarm.peers": str(n), "swarm.trace": ""}
-    chosen: list[Settings] = [
-        *({**workers, "asynchronous.policy": policy, **_without_others(policy)} for policy in updates.LIVE_POLICIES),
-        peers,
-        {**peers, "swarm.mode": "emulated", "swarm.delayed": True, "swarm.compress": "int8"},
-    ]
+    chosen: list[Settings] = []
+    of_policies = {key for settings in updates.POLICY_SETTINGS.values() for key in settings}
+    for policy in updates.LIVE_POLICIES:
+        others = of_policies - set(updates.POLICY_SETTINGS.get(policy, {}))
+        unset = {f"asynchronous.{key}": None for key in sorted(others)}
+        chosen.append({**workers, "asynchronous.table": "", "asynchronous.policy": policy, **unset})
+    chosen += [peers, {**peers, "swarm.mode": "emulated", "swarm.delayed": True, "swarm.compress": "int8"}]
     without_options = {f"{OPTIONS}{name}": None for name in space.config.exchange_options}  # both have none
     found = []
     for settings in chosen:
@@ -81,19 +78,10 @@ def async_candidates(space: Space, ratios: StateRatios) -> list[AsyncCandidate |
     return found
 
 
-def _without_others(policy: str) -> Settings:
-    """Return None for the settings of other policies than this one."""
-    others = {key for settings in updates.POLICY_SETTINGS.values() for key in settings}
-    return {f"asynchronous.{key}": None for key in others - set(updates.POLICY_SETTINGS.get(policy, {}))}
-
-
 def predicted(space: Space, config: ConfigDict, ratios: StateRatios) -> Candidate | AsyncCandidate | str:
-    """Return the prediction for a config, or the reason why there is none.
+    """Return the prediction for a config on the cluster of a space with its problem, or the reason why there is none.
 
-    Args:
-      space: the cluster, and the problem of the config.
-      config: the config.
-      ratios: `state_ratios` of the problem, which take a second or more.
+    ratios: `state_ratios` of the problem, which take a second or more.
     """
     cluster, problem = space.machine.cluster, space.problem
     if config.strategy == "swarm":  # the process with the state, or with the emulation, is one; peers are on all hosts
@@ -103,7 +91,7 @@ def predicted(space: Space, config: ConfigDict, ratios: StateRatios) -> Candidat
         return plan
     if plan.strategy not in UNRANKED:
         return candidate_of_plan(space, config, plan)
-    candidate = workers_candidate if plan.strategy == "async_data_parallel" else swarm_candidate
+    candidate = _workers_candidate if plan.strategy == "async_data_parallel" else _swarm_candidate
     return candidate(space, config, plan, ratios)
 
 
@@ -115,36 +103,45 @@ def crowding(space: Space, number: int) -> float:
 # ---- workers and a server -------------------------------------------------------------------------------------------
 
 
-def workers_candidate(space: Space, config: ConfigDict, plan: Plan[Any], ratios: StateRatios) -> AsyncCandidate | str:
-    """Return the prediction for workers that send gradients to a server, or the reason why there is none.
-
-    plan: of config.strategy async_data_parallel.
-    """
+def _workers_candidate(space: Space, config: ConfigDict, plan: Plan[Any], ratios: StateRatios) -> AsyncCandidate | str:
+    """Return the prediction for workers that send gradients to a server, or the reason why there is none."""
     policy, numbers = config.asynchronous.policy, plan.details.numbers
     if policy not in updates.LIVE_POLICIES:
         return f"config.asynchronous.policy is {policy!r}; only {' and '.join(updates.LIVE_POLICIES)} are predicted"
     bound = updates.policy_settings(config).get("bound", math.inf)
-    costs = gradient_costs(space, config, numbers.num_workers, ratios)
+    params = float(nbytes(space.problem.model.shapes))
+    costs = replicas_costs(  # of a gradient, and of an update, on a device alone, whose memory is without the state
+        space.layers,
+        space.problem.model,
+        space.machine,
+        {DATA: 1, STAGE: 1},
+        config.batch_size // (numbers.num_workers * config.optimizer.accumulation_steps),
+        settings_of_replicas(config),
+        (),
+        StateBytes(0.0, 0.0, params),
+        UpdateBytes(0.0, ratios.update * params),
+    )
     table = simulate_contention(
         numbers,
-        server_times(space, config, plan, costs),
+        _server_times(space, config, plan, costs),
         NUM_STEPS * numbers.num_workers,
         bound=bound,
         crowding=cache(partial(crowding, space)),
     )
     counted = table.step >= WARM_UP
-    sent, params = [0.0] * len(plan.memory), float(nbytes(space.problem.model.shapes))
+    sent, first = [0.0] * len(plan.memory), WARM_UP * numbers.num_workers
     for worker in table.worker[counted].tolist():
         device = numbers.of_worker(worker)
         if device != numbers.server:
             sent[numbers.server] += params / (NUM_STEPS - WARM_UP)  # the weights
             sent[device] += params / (NUM_STEPS - WARM_UP)  # the gradient
     with_bound = f" with bound {bound}" if policy == "ssp" else ""
-    held = device_bytes(space, plan, table, costs)
+    held = _device_bytes(space, plan, table, costs)
     return AsyncCandidate(
         f"{policy}{with_bound}, {format_count(numbers.num_workers, 'worker')}",
         {},
-        step_seconds(table, WARM_UP),
+        # The time in which as many gradients finish as a step has.
+        float((table.finish[-1] - table.finish[first - 1]) / (len(table.finish) - first) * numbers.num_workers),
         float(table.staleness[counted].mean()),
         int(table.staleness[counted].max()),
         tuple(sent),
@@ -153,28 +150,7 @@ def workers_candidate(space: Space, config: ConfigDict, plan: Plan[Any], ratios:
     )
 
 
-def step_seconds(table: UpdateTable, warm_up: int) -> float:
-    """Return the time in which as many gradients finish as a step has, after the first `warm_up` steps."""
-    first = warm_up * table.num_workers
-    seconds = table.finish[-1] - table.finish[first - 1]
-    return float(seconds / (len(table.finish) - first) * table.num_workers)
-
-
-def gradient_costs(space: Space, config: ConfigDict, num_workers: int, ratios: StateRatios) -> StepCosts:
-    """Return the costs of a gradient of a worker, and of an update, on a device alone. Memory is without the state."""
-    params = float(nbytes(space.problem.model.shapes))
-    return step_costs(
-        space,
-        {DATA: 1, STAGE: 1},
-        config.batch_size // (num_workers * config.optimizer.accumulation_steps),
-        settings_of_replicas(config),
-        (),
-        StateBytes(0.0, 0.0, params),
-        UpdateBytes(0.0, ratios.update * params),
-    )
-
-
-def server_times(space: Space, config: ConfigDict, plan: Plan[Any], costs: StepCosts) -> ServerTimes:
+def _server_times(space: Space, config: ConfigDict, plan: Plan[Any], costs: StepCosts) -> ServerTimes:
     """Return the times of workers and server. The delays of the config are relative to the time of a gradient."""
     source: Any = plan.decision.source
     delays, workers = source.delays, plan.details.numbers.num_workers
@@ -183,7 +159,7 @@ def server_times(space: Space, config: ConfigDict, plan: Plan[Any], costs: StepC
     arrays = jax.tree.leaves(space.problem.model.shapes)
     message = space.machine.collective(Traffic("copy", "float32", DATA, nbytes(arrays), len(arrays)), plan.axes)
     return ServerTimes(
-        [_scaled(one, unit) for one in draws],
+        [(unit * seconds for seconds in of_worker) for of_worker in draws],
         (*(1.0,) * (workers - 1), delays.slowdown),
         pull=message,
         push=message,
@@ -191,11 +167,7 @@ def server_times(space: Space, config: ConfigDict, plan: Plan[Any], costs: StepC
     )
 
 
-def _scaled(times: Iterator[float], unit: float) -> Iterator[float]:
-    return (unit * seconds for seconds in times)
-
-
-def device_bytes(space: Space, plan: Plan[Any], table: UpdateTable, costs: StepCosts) -> tuple[float, ...]:
+def _device_bytes(space: Space, plan: Plan[Any], table: UpdateTable, costs: StepCosts) -> tuple[float, ...]:
     """Return the bytes of each device: the state of the table's run, and a gradient, computed by it or that arrives."""
     details, params = plan.details, nbytes(space.problem.model.shapes)
     like = abstract_state(space.problem.model, details.optimizer)
@@ -209,7 +181,7 @@ def device_bytes(space: Space, plan: Plan[Any], table: UpdateTable, costs: StepC
 # ---- swarm ----------------------------------------------------------------------------------------------------------
 
 
-def swarm_candidate(space: Space, config: ConfigDict, plan: Plan[Any], ratios: StateRatios) -> AsyncCandidate | str:
+def _swarm_candidate(space: Space, config: ConfigDict, plan: Plan[Any], ratios: StateRatios) -> AsyncCandidate | str:
     """Return the prediction for a swarm with a peer on each device, or the reason why there is none."""
     s = config.swarm
     source: Any = plan.decision.source
@@ -217,8 +189,15 @@ def swarm_candidate(space: Space, config: ConfigDict, plan: Plan[Any], ratios: S
     if len(peers) > space.num_devices:
         return f"config.swarm.peers is {s.peers!r}; it must be at most {space.num_devices}, the number of devices"
     stages, workload, sizes = swarms.plan_stages(config, space.problem)
-    workload = with_stage_times(space, config, workload, stages.bounds)
-    workload = workload._replace(state_bytes=workload.gradient_bytes * (1 + ratios.optimizer))
+    layers = space.layers.profile(config.batch_size // swarms.swarm_microbatches(config), "none")
+    of_stages = [layers[first:end] for first, end in itertools.pairwise(stages.bounds)]
+    forward = tuple(sum(layer.forward_s for layer in stage) + space.machine.started(1) for stage in of_stages)
+    backward = (sum(layer.backward_s for layer in stage) for stage in of_stages)
+    workload = workload._replace(
+        forward=forward,
+        backward=tuple(map(sum, zip(forward, backward, strict=True))),  # which computes the forward pass again
+        state_bytes=workload.gradient_bytes * (1 + ratios.optimizer),
+    )
     settings = SwarmSettings(
         SWARM_STEPS,
         swarms.swarm_microbatches(config),
@@ -228,13 +207,13 @@ def swarm_candidate(space: Space, config: ConfigDict, plan: Plan[Any], ratios: S
         seed=config.seed,
     )
     try:
-        run = run_crowded(space, linked(space, peers), workload, source.trace, settings)
+        run = _run_crowded(space, linked(space, peers), workload, source.trace, settings)
     except UserError as error:
         return f"config.swarm: the failures must let each stage have a peer for long enough, but {error}"
     update = space.machine.moved(space.machine.update_repeats * ratios.update * workload.gradient_bytes, 1)
     seconds = (run.update_times[-1] - run.update_times[SWARM_WARM_UP - 1]) / (SWARM_STEPS - SWARM_WARM_UP)
     copies = 2 + ratios.optimizer + s.delayed  # parameters, gradients, optimizer and older parameters
-    held = peer_bytes(
+    held = _peer_bytes(
         space, config, stages.bounds, [copies * gradient for gradient in sizes.gradients], run, len(peers)
     )
     changes = ", delayed" * s.delayed + f", {s.compress} messages" * (s.compress != "none")
@@ -244,21 +223,10 @@ def swarm_candidate(space: Space, config: ConfigDict, plan: Plan[Any], ratios: S
         float(seconds) + update,
         float(s.delayed),
         int(s.delayed),
-        peer_traffic(run, sizes, len(peers)),
+        _peer_traffic(run, sizes, len(peers)),
         held,
         max(held) <= space.usable_bytes,
     )
-
-
-def with_stage_times(space: Space, config: ConfigDict, workload: Workload, bounds: Sequence[int]) -> Workload:
-    """Return the workload with the times of the layers. A backward pass computes the forward pass again."""
-    size = config.batch_size // swarms.swarm_microbatches(config)
-    layers, started = space.layers.profile(size, "none"), space.machine.started(1)
-    stages = [layers[first:end] for first, end in itertools.pairwise(bounds)]
-    forward = [sum(layer.forward_s for layer in stage) + started for stage in stages]
-    backward = [sum(layer.backward_s for layer in stage) for stage in stages]
-    both = tuple(sum(passes) for passes in zip(forward, backward, strict=True))
-    return workload._replace(forward=tuple(forward), backward=both)
 
 
 def linked(space: Space, peers: Sequence[SwarmPeer]) -> list[SwarmPeer]:
@@ -273,7 +241,7 @@ def linked(space: Space, peers: Sequence[SwarmPeer]) -> list[SwarmPeer]:
     ]
 
 
-def run_crowded(
+def _run_crowded(
     space: Space, peers: Sequence[SwarmPeer], workload: Workload, trace: Any, settings: SwarmSettings
 ) -> SwarmRun:
     """Return the run of peers. If devices share cores, all passes take longer the more peers are busy on average."""
@@ -288,21 +256,20 @@ def run_crowded(
     return run
 
 
-def peer_traffic(run: SwarmRun, sizes: StageSizes, num_peers: int) -> tuple[float, ...]:
+def _peer_traffic(run: SwarmRun, sizes: StageSizes, num_peers: int) -> tuple[float, ...]:
     """Return the bytes that each peer sends in a step, on average: messages, and rings that average gradients."""
     sent = [0.0] * num_peers
     for action in itertools.chain.from_iterable(run.actions):
         if action.kind in RECEIVE:
             sent[action.source] += sizes.messages[action.stage - (action.kind == RECEIVE_INPUT)]
-    for group, gradient in (
-        (group, x) for groups in run.groups for group, x in zip(groups, sizes.gradients, strict=True)
-    ):
-        for peer in group:
-            sent[peer] += ring_sends(RING_PASSES["all-reduce"], len(group), gradient)[0]
+    for groups in run.groups:
+        for group, gradient in zip(groups, sizes.gradients, strict=True):
+            for peer in group:
+                sent[peer] += ring_sends(RING_PASSES["all-reduce"], len(group), gradient)[0]
     return tuple(nbytes / len(run.actions) for nbytes in sent)
 
 
-def peer_bytes(
+def _peer_bytes(
     space: Space, config: ConfigDict, bounds: Sequence[int], states: Sequence[float], run: SwarmRun, num_peers: int
 ) -> tuple[float, ...]:
     """Return the bytes of each peer at its last stage: `states` of the stage, inputs that it holds, and a pass.

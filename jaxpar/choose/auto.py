@@ -23,7 +23,6 @@ from jaxpar.choose.candidates import (
     DEFAULTS_OF_CHOICES,
     OPTIONS,
     Settings,
-    Space,
     cpu_space,
     gpu_space,
     load_problem,
@@ -63,15 +62,11 @@ class Chosen(NamedTuple):
 def choose(config: ConfigDict, workdir: Path, target: Target | None = None) -> Chosen:
     """Return the config with the settings that are chosen for each `auto`.
 
-    Prints each choice and the reason. In a run of several processes, process 0 chooses for all of them.
+    Prints each choice and the reason. In a run of several processes, process 0 chooses for all of them. A profile or a
+    table is written to the workdir. Raises UserError, with nothing written, if a value does not exist or nothing can
+    train this config on these devices.
 
-    Args:
-      config: the config.
-      workdir: directory of the run, where a profile or a table is written.
-      target: the GPUs to choose for; None: the devices of this run.
-
-    Raises:
-      UserError: a value does not exist, or nothing can train this config on these devices; nothing was written.
+    target: the GPUs to choose for; None: the devices of this run.
     """
     check_choice("strategy", config.strategy, [*STRATEGIES, AUTO_STRATEGY])
     check_unset(config)
@@ -112,7 +107,7 @@ def _with_strategy(config: ConfigDict, workdir: Path, cluster: Cluster, target: 
     mesh.check_sizes(config, cluster)
     check_kept(kept_settings(config), cluster.num_devices)
     planned_for = f"{cluster.num_devices} x {cluster.device_kind}, {format_count(cluster.num_processes, 'process')}"
-    settings = settings_before(config, workdir, planned_for)
+    settings = _settings_before(config, workdir, planned_for)
     if settings is None:
         with _locked(workdir), build.unless_refused(workdir, "tokenizer.json"):
             loaded, hosts = load_problem(config, cluster, workdir), processes.num_hosts()
@@ -126,7 +121,17 @@ def _with_strategy(config: ConfigDict, workdir: Path, cluster: Cluster, target: 
 def _fastest_settings(
     config: ConfigDict, loaded: build.Parts, cluster: Cluster, target: Target | None, hosts: int
 ) -> dict[str, Any]:
-    space = _space(config, loaded, cluster, target, hosts)
+    """Return the settings of the fastest candidate, and the reason as `chosen`. hosts: machines of this run."""
+    kept = kept_settings(config)
+    if target:
+        space = gpu_space(config, loaded.problem, cluster, target.usable_bytes, kept)
+    elif cluster.platform == "cpu":
+        print("chosen    measuring layers and links, for about half a minute", flush=True)
+        space = cpu_space(config, loaded, cluster, kept)
+    else:
+        present = replace(with_rates(cluster), num_processes=hosts)
+        assert cluster.memory_bytes is not None
+        space = gpu_space(config, loaded.problem, present, cluster.memory_bytes, kept)
     best = fastest(space, cluster)
     details = report.details(best.settings).removeprefix(", ")
     reason = report.explain(best, best, report.work_of(space)) + (f" Options: {details}." if details else "")
@@ -162,11 +167,8 @@ def check_kept(kept: Settings, num_devices: int) -> None:
             )
 
 
-def settings_before(config: ConfigDict, workdir: Path, planned_for: str) -> Settings | None:
-    """Return the settings of the run in the workdir, or None if they must be chosen.
-
-    planned_for: the devices. The settings must have been chosen for these, and have the values that the config keeps.
-    """
+def _settings_before(config: ConfigDict, workdir: Path, planned_for: str) -> Settings | None:
+    """Return the settings of the run in the workdir, if they were chosen for these devices and these kept values."""
     saved = configs.read_saved(workdir) or {}
     kept = kept_settings(config)
     if saved.get("planned_for") != planned_for or any(saved[key] != value for key, value in kept.items()):
@@ -174,19 +176,6 @@ def settings_before(config: ConfigDict, workdir: Path, planned_for: str) -> Sett
     executor = ("pipeline.executor",) if config.pipeline.executor == AUTO else ()
     keys = ("strategy", "mesh.data", *DEFAULTS_OF_CHOICES, *executor)
     return {**{key: saved[key] for key in keys}, "chosen": saved.get("chosen", "")}
-
-
-def _space(config: ConfigDict, loaded: build.Parts, cluster: Cluster, target: Target | None, hosts: int) -> Space:
-    """Return the space of candidates. hosts: machines of this run."""
-    kept = kept_settings(config)
-    if target:
-        return gpu_space(config, loaded.problem, cluster, target.usable_bytes, kept)
-    if cluster.platform == "cpu":
-        print("chosen    measuring layers and links, for about half a minute", flush=True)
-        return cpu_space(config, loaded, cluster, kept)
-    present = replace(with_rates(cluster), num_processes=hosts)
-    assert cluster.memory_bytes is not None
-    return gpu_space(config, loaded.problem, present, cluster.memory_bytes, kept)
 
 
 def with_rates(cluster: Cluster) -> Cluster:

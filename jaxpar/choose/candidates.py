@@ -70,47 +70,27 @@ class Candidate(NamedTuple):
 
 
 class AsyncCandidate(NamedTuple):
-    """A way to train that is not compared with others, and its predicted rate.
+    """A way to train that is not compared with others, and its predicted rate."""
 
-    Attributes:
-      name: the strategy and its sizes, such as `ssp with bound 3, 8 workers`.
-      settings: the keys of the config that select it.
-      seconds: time in which config.batch_size examples are trained on, in the long run.
-      mean_staleness: mean number of updates that are missing in the weights that a gradient is computed from.
-      max_staleness: the largest such number.
-      sent_bytes: by device, bytes that it sends in this time.
-      device_bytes: by device, bytes that it needs.
-      fits: whether these fit into the memory of a device.
-    """
-
-    name: str
-    settings: Settings
-    seconds: float
-    mean_staleness: float
-    max_staleness: int
-    sent_bytes: tuple[float, ...]
-    device_bytes: tuple[float, ...]
-    fits: bool
+    name: str  # the strategy and its sizes, such as `ssp with bound 3, 8 workers`
+    settings: Settings  # the keys of the config that select it
+    seconds: float  # time in which config.batch_size examples are trained on, in the long run
+    mean_staleness: float  # mean number of updates that are missing in the weights that a gradient is computed from
+    max_staleness: int  # the largest such number
+    sent_bytes: tuple[float, ...]  # by device, bytes that it sends in this time
+    device_bytes: tuple[float, ...]  # by device, bytes that it needs
+    fits: bool  # whether these fit into the memory of a device
 
 
 class Space(NamedTuple):
-    """The space of candidates.
+    """The space of candidates."""
 
-    Attributes:
-      config: the config of the run.
-      problem: its problem, without rematerialization and accumulation.
-      layers: the costs of its layers.
-      machine: the cluster.
-      usable_bytes: the memory of a device that a run can use.
-      kept: settings of the config that every candidate must have.
-    """
-
-    config: ConfigDict
-    problem: Problem
-    layers: Layers
-    machine: Machine
-    usable_bytes: float
-    kept: Settings = MappingProxyType({})
+    config: ConfigDict  # the config of the run
+    problem: Problem  # its problem, without rematerialization and accumulation
+    layers: Layers  # the costs of its layers
+    machine: Machine  # the costs of the cluster
+    usable_bytes: float  # the memory of a device that a run can use
+    kept: Settings = MappingProxyType({})  # settings of the config that every candidate must have
 
     @property
     def num_devices(self) -> int:
@@ -204,14 +184,9 @@ def load_problem(config: ConfigDict, cluster: Cluster, workdir: Path) -> build.P
 
 
 def gpu_space(config: ConfigDict, problem: Problem, cluster: Cluster, usable_bytes: float, kept: Settings) -> Space:
-    """Return the space for GPUs, whose layers take as long as the rates of the GPUs imply.
+    """Return the space for GPUs, whose layers take as long as the rates of the cluster imply.
 
-    Args:
-      config: the config.
-      problem: its problem, from `load_problem`.
-      cluster: the GPUs, with their rates.
-      usable_bytes: the memory of a GPU that a run can use.
-      kept: as in `Space`.
+    problem: from `load_problem`.
     """
     return Space(config, problem, TracedLayers(problem, cluster), GpuMachine(cluster), usable_bytes, kept)
 

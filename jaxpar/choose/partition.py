@@ -19,7 +19,6 @@ from jaxpar.choose.partition_search import (
     flushing_costs,
 )
 from jaxpar.choose.pipedream import most_workers
-from jaxpar.choose.schedule import UNTIL_CHOSEN, executor_for_costs
 from jaxpar.cluster import Cluster
 from jaxpar.core.mesh import DATA, STAGE, sizes
 from jaxpar.core.optimizer import make_optimizer
@@ -29,11 +28,11 @@ from jaxpar.core.step import Problem
 from jaxpar.errors import UserError, format_count, is_refused
 from jaxpar.models.model import Model
 from jaxpar.strategies.pipeline.executor.partition import AUTO
-from jaxpar.strategies.pipeline.schedules import check_evaluation, check_pipeline_values, configured_table
+from jaxpar.strategies.pipeline.schedules import DISPATCH, check_evaluation, check_pipeline_values, configured_table
 from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS
 from jaxpar.strategies.pipeline.tables.schedule import WITH_REPLICAS
-from jaxpar.strategies.pipeline.tables.table import Table
 
+UNTIL_CHOSEN = "1f1b"  # the schedule that stands for `auto` until the stages are known
 EQUAL = 0.01  # largest relative difference between a size in a profile and that of the model, for rounded numbers
 UNKNOWN_LAYERS = 700  # number of layers to assume while the model is not known
 UNSET = {"profile": "", "bandwidth": 0.0, "memory_limit": 0.0}  # keys that only partition auto reads
@@ -52,8 +51,7 @@ def choose_partition(
 ) -> StageChoice:
     """Return the cut points and replicas whose step is shortest by the profile, and advice if pipelines are slow.
 
-    Raises:
-      UserError: there is no profile, it is that of another model, or nothing fits.
+    Raises UserError if there is no profile, it is that of another model, or nothing fits.
     """
     c, model = config.pipeline, problem.model
     if not profile:
@@ -62,13 +60,25 @@ def choose_partition(
             f"writes, for a plan with config.pipeline.partition={AUTO!r}; only the start of a run measures the layers "
             "itself"
         )
-    check_layers(config, profile, model)
-    bandwidth, limit = _bandwidth(config, cluster), c.memory_limit or math.inf
-    search = PartitionSearch(_without_cuts_of_ties(config, profile, model), bandwidth=bandwidth, memory_limit=limit)
+    _check_layers(config, profile, model)
+    layers, numbers = list(profile), {layer.name: number for number, layer in enumerate(profile)}
+    for tie in model.ties if c.schedule in CONTINUOUS else ():  # layers that share an array must be on one stage
+        first, last = sorted((numbers[tie.layer], numbers[tie.source]))
+        layers[first:last] = [layer._replace(can_cut=False) for layer in layers[first:last]]
+    bandwidth = _bandwidth(config, cluster)
+    search = PartitionSearch(layers, bandwidth=bandwidth, memory_limit=c.memory_limit or math.inf)
     found = search.find(divisions(config, cluster, len(profile), profile))
+    if found is None and c.memory_limit:
+        raise UserError(
+            f"config.pipeline.memory_limit is {c.memory_limit:g}; it must be larger, because no division of the "
+            f"{format_count(len(layers), 'layer')} fits"
+        )
     if found is None:
-        raise _no_division(config, len(profile))
-    check_layer_sizes(config, profile, model, model.inputs(problem.batch))
+        raise UserError(
+            f"config.mesh.stage is {config.mesh.stage}; it must be smaller, because the {len(layers)} layers of the "
+            f"model can be cut at too few places with config.pipeline.schedule={c.schedule!r}"
+        )
+    _check_layer_sizes(config, profile, model, model.inputs(problem.batch))
     settings = {
         "pipeline.partition": ",".join(profile[stage.first_layer].name for stage in found.stages[1:]),
         "pipeline.replicas": replicas_text(found.costs.replicas),
@@ -80,6 +90,12 @@ def choose_partition(
 def replicas_text(replicas: Sequence[int]) -> str:
     """Return replicas as a value of config.pipeline.replicas."""
     return ",".join(map(str, replicas)) if max(replicas) > 1 else ""
+
+
+def assumed_executor(config: ConfigDict) -> str:
+    """Return the executor of the config, or dispatch while it is still to be chosen."""
+    executor: str = config.pipeline.executor
+    return DISPATCH if executor == AUTO else executor
 
 
 def check_unset(config: ConfigDict) -> None:
@@ -95,7 +111,6 @@ def check_unset(config: ConfigDict) -> None:
 
 
 def _bandwidth(config: ConfigDict, cluster: Cluster) -> float:
-    """Return the bandwidth between two stages."""
     if STAGE in cluster.links:
         return cluster.links[STAGE].bandwidth
     bandwidth: float = config.pipeline.bandwidth
@@ -125,10 +140,21 @@ def divisions(
     name = UNTIL_CHOSEN if c.schedule == AUTO else c.schedule
     has_replicas = name in {*WITH_REPLICAS, *CONTINUOUS}
     table = configured_table(with_values(config, {"pipeline.schedule": name}), ())
-    _check_number_of_stages(config, table, num_layers, has_replicas=has_replicas)
+    if table.num_stages < 2:
+        raise UserError(f"config.mesh.stage is {number}; it must be at least 2 with config.pipeline.partition={AUTO!r}")
+    if table.num_stages > (most := most_workers(num_layers)):
+        raise UserError(
+            f"config.mesh.stage is {number}, with {format_count(table.num_stages, 'stage')}; there must be at most "
+            f"{most} for {num_layers} layers, because the search would take too long"
+        )
+    if table.num_stages > num_layers and not has_replicas:
+        raise UserError(
+            f"config.mesh.stage is {number}, with {table.num_stages} stages; there must be at most {num_layers}, the "
+            f"number of layers, with config.pipeline.schedule={c.schedule!r}"
+        )
     forward, backward = sum(layer.forward_s for layer in profile), sum(layer.backward_s for layer in profile)
     ratio, moments = backward / forward if forward else 2.0, optimizer_moments(config)
-    most_stages, executor = min(number, num_layers), executor_for_costs(config)
+    most_stages, executor = min(number, num_layers), assumed_executor(config)
     found: Iterator[TableCosts] = iter(())
     if not has_replicas:
         found = iter([flushing_costs(table, ratio, moments, executor)])
@@ -156,36 +182,10 @@ def divisions(
     yield from found
 
 
-def _check_number_of_stages(config: ConfigDict, table: Table, num_layers: int, *, has_replicas: bool) -> None:
-    """Raise UserError for numbers of stages that cannot be searched, or that the layers are too few for."""
-    number, stage = table.num_stages, config.mesh.stage
-    if number < 2:
-        raise UserError(f"config.mesh.stage is {stage}; it must be at least 2 with config.pipeline.partition={AUTO!r}")
-    if number > (most := most_workers(num_layers)):
-        raise UserError(
-            f"config.mesh.stage is {stage}, with {format_count(number, 'stage')}; there must be at most {most} for "
-            f"{num_layers} layers, because the search would take too long"
-        )
-    if number > num_layers and not has_replicas:
-        raise UserError(
-            f"config.mesh.stage is {stage}, with {number} stages; there must be at most {num_layers}, the number of "
-            f"layers, with config.pipeline.schedule={config.pipeline.schedule!r}"
-        )
-
-
 def optimizer_moments(config: ConfigDict) -> float:
     """Return the bytes of the optimizer state of a large matrix / the bytes of the matrix."""
     like = {"layer": {"kernel": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}}
     return nbytes(jax.eval_shape(make_optimizer(config, lambda _step: 0.0).init, like)) / nbytes(like)
-
-
-def _without_cuts_of_ties(config: ConfigDict, profile: Sequence[LayerProfile], model: Model) -> list[LayerProfile]:
-    """Return the profile, without the cuts between layers that share an array if these must be on one stage."""
-    layers, numbers = list(profile), {layer.name: number for number, layer in enumerate(profile)}
-    for tie in model.ties if config.pipeline.schedule in CONTINUOUS else ():
-        first, last = sorted((numbers[tie.layer], numbers[tie.source]))
-        layers[first:last] = [layer._replace(can_cut=False) for layer in layers[first:last]]
-    return layers
 
 
 def _advice(
@@ -204,22 +204,7 @@ def _advice(
     )
 
 
-def _no_division(config: ConfigDict, num_layers: int) -> UserError:
-    """Return the error for a profile that cannot be divided at all, or not within the memory limit."""
-    c = config.pipeline
-    if c.memory_limit:
-        return UserError(
-            f"config.pipeline.memory_limit is {c.memory_limit:g}; it must be larger, because no division of the "
-            f"{format_count(num_layers, 'layer')} fits"
-        )
-    return UserError(
-        f"config.mesh.stage is {config.mesh.stage}; it must be smaller, because the {num_layers} layers of the model "
-        f"can be cut at too few places with config.pipeline.schedule={c.schedule!r}"
-    )
-
-
-def check_layers(config: ConfigDict, profile: Sequence[LayerProfile], model: Model) -> None:
-    """Raise UserError for a profile whose layers are not those of the model."""
+def _check_layers(config: ConfigDict, profile: Sequence[LayerProfile], model: Model) -> None:
     names = [layer.name for layer in profile], [layer.name for layer in model.layers]
     for number in range(max(map(len, names))):
         stated, name = (of[number] if number < len(of) else "missing" for of in names)
@@ -230,7 +215,9 @@ def check_layers(config: ConfigDict, profile: Sequence[LayerProfile], model: Mod
             )
 
 
-def check_layer_sizes(config: ConfigDict, profile: Sequence[LayerProfile], model: Model, inputs: Sequence[Any]) -> None:
+def _check_layer_sizes(
+    config: ConfigDict, profile: Sequence[LayerProfile], model: Model, inputs: Sequence[Any]
+) -> None:
     """Raise UserError for a profile with other sizes than the model. A size of 0 is accepted as not stated.
 
     The profile can be of another number of examples, so outputs are compared in proportion to the first one.

@@ -11,20 +11,20 @@ of the most expensive stage, waiting included. All devices allocate as much as t
 
 The numbers of passes and copies depend on the replicas of all stages, so the search divides the layers for one list of
 replicas after the other. It skips a list if even stages without transfers could not be faster than the best so far.
-The time of a stage is that of PipeDream's formulas (pipedream.py) with other rates.
 """
 
 import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.step import clock_seconds, dispatched_seconds
-from jaxpar.choose.pipedream import PlannedStage, Rates, fastest_cut, spans, stage_seconds
+from jaxpar.choose.pipedream import PlannedStage, fastest_cut, spans
 from jaxpar.core.ring import sent_of_operand
 from jaxpar.strategies.pipeline.schedules import LOCKSTEP
 from jaxpar.strategies.pipeline.tables.periodic import (
@@ -52,7 +52,7 @@ class TableCosts(NamedTuple):
 
     replicas: tuple[int, ...]  # number of devices of each stage
     num_microbatches: float  # number of microbatches of a step, of the size in the profile
-    rates: tuple[Rates, ...]  # the work of a replica in a step, by stage
+    passes: tuple[float, ...]  # number of microbatches that a replica computes in a step, by stage
     weight_copies: float  # arrays with the size of the weights: versions, gradients, and the state of the optimizer
     stash_slots: float  # number of microbatches of the profile for which a device has a stash
     transfer_slots: float  # number of buffers for transfers, in microbatches of the profile
@@ -63,19 +63,15 @@ def continuous_costs(
 ) -> TableCosts:
     """Return the costs of a schedule without a flush.
 
-    Args:
-      name: one of CONTINUOUS.
-      replicas: number of devices of each stage.
-      num_microbatches: number of microbatches per batch.
-      moments: bytes of the optimizer state / bytes of the weights.
-      size: examples of a microbatch / examples of a microbatch of the profile, to which its times are proportional.
+    moments: bytes of the optimizer state / bytes of the weights. size: examples of a microbatch / examples of a
+    microbatch of the profile, to which its times are proportional.
     """
     in_flight = microbatches_in_flight(replicas)
     inboxes = 1 + (1 if len(set(replicas)) == 1 else 2)
     return TableCosts(
         tuple(replicas),
         size * num_microbatches,
-        tuple(Rates(size * num_microbatches / number, 1, overlap=False) for number in replicas),
+        tuple(size * num_microbatches / number for number in replicas),
         most_versions(name, replicas, num_microbatches) + 1 + moments,
         size * max(-(-number // of_stage) for number, of_stage in zip(in_flight, replicas, strict=True)),
         size * (inboxes + SEND_BUFFERS),
@@ -85,11 +81,8 @@ def continuous_costs(
 def flushing_costs(table: Table, backward_ratio: float, moments: float, executor: str = LOCKSTEP) -> TableCosts:
     """Return the costs of a table with a flush.
 
-    Args:
-      table: the table.
-      backward_ratio: time of a backward pass / time of a forward pass. B and W each take a half.
-      moments: bytes of the optimizer state / bytes of the weights.
-      executor: one of EXECUTORS.
+    backward_ratio: time of a backward pass / time of a forward pass. B and W each take a half.
+    moments: bytes of the optimizer state / bytes of the weights.
     """
     half = [backward_ratio / 2] * table.num_stages
     times = Times([1.0] * table.num_stages, half, half)
@@ -98,7 +91,7 @@ def flushing_costs(table: Table, backward_ratio: float, moments: float, executor
     return TableCosts(
         table.replicas or (1,) * table.num_stages,
         table.num_microbatches,
-        (Rates(float(seconds) / (1 + backward_ratio), 1, overlap=False),) * table.num_stages,
+        (float(seconds) / (1 + backward_ratio),) * table.num_stages,
         (1 + 1 + moments) * table.num_chunks,
         int(peak_stashed(table).max()),
         2 + SEND_BUFFERS,
@@ -147,14 +140,7 @@ def continuous_candidates(
 
     The profile is of microbatches with as many examples as those of the first result.
 
-    Args:
-      name: one of CONTINUOUS.
-      num_devices: number of devices.
-      num_microbatches: number of microbatches per batch; 0: the fewest possible.
-      most_stages: largest number of stages.
-      batch_size: examples of a batch.
-      accepts: whether a batch can have this number of microbatches.
-      moments: bytes of the optimizer state / bytes of the weights.
+    num_microbatches: of a batch; 0: the fewest possible. accepts: whether a batch can have a number of microbatches.
     """
     of_profile = 0
     for replicas in possible_replicas(num_devices, num_microbatches or batch_size, most_stages):
@@ -216,13 +202,7 @@ class PartitionSearch:
     """Divides the layers of a profile. The values of all spans of layers are matrices [last layer, first layer]."""
 
     def __init__(self, layers: Sequence[LayerProfile], *, bandwidth: float, memory_limit: float = math.inf):
-        """Prepare a search.
-
-        Args:
-          layers: the profile.
-          bandwidth: bytes per second between two devices.
-          memory_limit: bytes of a device.
-        """
+        """Prepare a search. bandwidth: bytes per second between two devices; memory_limit: bytes of a device."""
         self._limit, self._bandwidth, self._last = memory_limit, bandwidth, len(layers) - 1
         seconds = [layer.forward_s + layer.backward_s for layer in layers]
         weights, stashes = [layer.weight_bytes for layer in layers], [layer.stash_bytes for layer in layers]
@@ -240,8 +220,8 @@ class PartitionSearch:
         # The least time in which the transfers at an end of a stage can run.
         sent = [layer.output_bytes for layer in layers[:-1] if layer.can_cut]
         self._least_transfers = 2 * min(sent, default=0.0) / bandwidth
-        self._known: dict[tuple[int, Rates], np.ndarray] = {}
-        self._bounds: dict[tuple[Rates | float, float], list[float]] = {}
+        self._seconds = cache(self._stage_seconds)
+        self._cumulative_seconds, self._cumulative_bytes = cache(self._sum_seconds), cache(self._sum_bytes)
 
     def find(self, candidates: Iterable[TableCosts]) -> Partition | None:
         """Return the fastest plan of all candidates, or None if none fits. Of equally fast ones, the first one wins."""
@@ -256,7 +236,8 @@ class PartitionSearch:
     def price(self, costs: TableCosts, bounds: Sequence[int]) -> Partition:
         """Return the plan with these stages: stage s is layers[bounds[s]:bounds[s + 1]]."""
         stages = [(end - 1, begin) for begin, end in itertools.pairwise(bounds)]
-        seconds = max(self._seconds(costs, stage)[span] for stage, span in enumerate(stages))
+        each = zip(costs.replicas, costs.passes, stages, strict=True)
+        seconds = max(self._seconds(number, passes)[span] for number, passes, span in each)
         activations = self._activations(costs)
         largest = max(self._weights[span] for span in stages), max(activations[span] for span in stages)
         planned = tuple(
@@ -264,14 +245,9 @@ class PartitionSearch:
         )
         return Partition(planned, float(seconds), float(costs.weight_copies * largest[0] + largest[1]), costs)
 
-    def _seconds(self, costs: TableCosts, stage: int) -> np.ndarray:
-        key = costs.replicas[stage], costs.rates[stage]
-        if key not in self._known:
-            number, rates = key
-            exchange = self._exchange(self._weights, number) if number > 1 else 0.0
-            times = stage_seconds(rates, self._compute, exchange)
-            self._known[key] = np.where(self._can_be_stage, times, np.inf)
-        return self._known[key]
+    def _stage_seconds(self, num_replicas: int, passes: float) -> np.ndarray:
+        exchange = self._exchange(self._weights, num_replicas) if num_replicas > 1 else 0.0
+        return np.where(self._can_be_stage, passes * self._compute + exchange, np.inf)
 
     def _exchange(self, weights: np.ndarray, num_replicas: int) -> np.ndarray:
         """Return the seconds in which replicas of a stage exchange the gradients of these weights."""
@@ -300,7 +276,8 @@ class PartitionSearch:
 
     def _divide(self, costs: TableCosts, fits: np.ndarray) -> Partition | None:
         """Return the fastest plan whose stages are among those that fit; None if there is none."""
-        of_stages = [np.where(fits, self._seconds(costs, stage), np.inf) for stage in range(len(costs.replicas))]
+        each = zip(costs.replicas, costs.passes, strict=True)
+        of_stages = [np.where(fits, self._seconds(number, passes), np.inf) for number, passes in each]
         rows = [of_stages[0][:, 0]]  # by stage: the times of layers 0 to j in the stages so far, by j
         for of_stage in of_stages[1:]:
             rows.append(fastest_cut(rows[-1], of_stage, 0))
@@ -316,26 +293,23 @@ class PartitionSearch:
     def _is_possible(self, costs: TableCosts, seconds: float) -> bool:
         """Return whether stages with the least transfers could take less time and fit; each gets all that it can."""
         position, num_layers, last = 0, self._last + 1, len(costs.replicas) - 1
-        of_bytes = self._cumulative(costs.weight_copies, costs.stash_slots)
-        for stage, (number, rates) in enumerate(zip(costs.replicas, costs.rates, strict=True)):
-            of_seconds = self._cumulative(rates, number)
-            transfers = ((stage > 0) + (stage < last)) * rates.passes * self._least_transfers
+        of_bytes = self._cumulative_bytes(costs.weight_copies, costs.stash_slots)
+        for stage, (number, passes) in enumerate(zip(costs.replicas, costs.passes, strict=True)):
+            of_seconds = self._cumulative_seconds(number, passes)
+            transfers = ((stage > 0) + (stage < last)) * passes * self._least_transfers
             within_time = bisect_right(of_seconds, of_seconds[position] + seconds - transfers)
             within_memory = bisect_right(of_bytes, of_bytes[position] + self._limit)
             position = min(within_time, within_memory) - 1
         return position == num_layers
 
-    def _cumulative(self, work: Rates | float, number: float) -> list[float]:
-        """Return the seconds of the first layers on `number` replicas, or the bytes of their copies, by their number.
+    def _sum_seconds(self, num_replicas: int, passes: float) -> list[float]:
+        """Return the seconds of the first layers in one stage, by their number."""
+        seconds, weights, _ = self._sums
+        times: list[float] = (passes * seconds + self._exchange(weights, num_replicas)).tolist()
+        return times
 
-        work: the rates, or the number of copies of the weights; `number` is that of the stashes then.
-        """
-        key = (work, number)
-        if key not in self._bounds:
-            seconds, weights, stashes = self._sums
-            if isinstance(work, Rates):
-                values = stage_seconds(work, seconds, self._exchange(weights, int(number)))
-            else:
-                values = work * weights + number * stashes
-            self._bounds[key] = values.tolist()
-        return self._bounds[key]
+    def _sum_bytes(self, weight_copies: float, stash_slots: float) -> list[float]:
+        """Return the bytes of the weights and stashes of the first layers, by their number."""
+        _, weights, stashes = self._sums
+        nbytes: list[float] = (weight_copies * weights + stash_slots * stashes).tolist()
+        return nbytes

@@ -14,6 +14,7 @@ and A_k(i..j) = A_k(i..j, m_k) uses all m_k workers of the level. All times are 
 
 import math
 from collections.abc import Sequence
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -30,26 +31,6 @@ MAX_WORK = 300 * WORK_PER_SECOND  # of a hierarchical search
 MAX_VALUES = 500_000_000  # workers x layers^2, the most numbers that a search keeps, of 8 bytes each
 
 
-class Rates(NamedTuple):
-    """Numbers of times that a replica of a stage does its work in the time that is predicted."""
-
-    passes: float  # number of microbatches that it computes
-    exchanges: float  # number of times that it exchanges gradients with the other replicas
-    overlap: bool  # whether the exchange and the computation run at the same time; otherwise one after the other
-
-
-def stage_seconds(rates: Rates, compute: np.ndarray, exchange: np.ndarray | float) -> np.ndarray:
-    """Return the time of a stage.
-
-    Args:
-      rates: how often a replica does its work.
-      compute: seconds of a microbatch on one replica.
-      exchange: seconds of one exchange of gradients.
-    """
-    passes, exchanges = rates.passes * compute, rates.exchanges * exchange
-    return np.maximum(passes, exchanges) if rates.overlap else passes + exchanges
-
-
 def spans(values: Sequence[float]) -> np.ndarray:
     """Return the sums of values first to last, [last, first]; infinite where last < first."""
     sums = np.cumsum([0.0, *values])
@@ -59,10 +40,7 @@ def spans(values: Sequence[float]) -> np.ndarray:
 def fastest_cut(before: np.ndarray, times: np.ndarray, first: int) -> np.ndarray:
     """Return the shortest time of layers first to j if they are cut anywhere, by j.
 
-    Args:
-      before: time of layers first to s and of the transfer after s, by s.
-      times: time of a stage, by [last layer, first layer].
-      first: the first layer.
+    before: time of layers first to s and of the transfer after s, by s; times: of a stage, [last layer, first layer].
     """
     result = np.full(len(times), np.inf)
     for start in range(first + 1, len(times), COMPARED_ROWS):
@@ -72,27 +50,20 @@ def fastest_cut(before: np.ndarray, times: np.ndarray, first: int) -> np.ndarray
     return result
 
 
-def paper_rates(model: str, num_replicas: int) -> Rates:
-    """Return the rates of PipeDream's formulas, for one microbatch: each replica runs one of `num_replicas`.
+def replicated_seconds(
+    model: str, times: np.ndarray, weights: np.ndarray, num_replicas: int, bandwidth: float
+) -> np.ndarray:
+    """Return the time of a microbatch in a stage with replicas, each of which runs one of `num_replicas`.
 
-    The released code adds the two times. model: one of COMMUNICATION_MODELS.
+    By the model `ring`, replicas exchange gradients by a ring all-reduce. By `paper`, every replica exchanges all bytes
+    with every other one. By `released`, PipeDream's released code, the exchange does not overlap with the computation.
+
+    times: seconds of a microbatch on one replica; weights: bytes; bandwidth: bytes per second.
     """
-    return Rates(1 / num_replicas, 1 / num_replicas, model != "released")
-
-
-def sync_seconds(model: str, nbytes: np.ndarray, num_replicas: int, bandwidth: float) -> np.ndarray:
-    """Return the seconds in which replicas of a stage exchange gradients of `nbytes` bytes.
-
-    Args:
-      model: ring: ring all-reduce. paper: the formula of the paper, in which every replica exchanges all bytes with
-        every other one. released: the formula of PipeDream's released code.
-      nbytes: bytes of the weights.
-      num_replicas: number of replicas.
-      bandwidth: bytes per second.
-    """
-    ring = sent_of_operand("all-reduce", num_replicas)
+    ring, each = sent_of_operand("all-reduce", num_replicas), 1 / num_replicas
     factor = {"ring": ring, "paper": 2 * (num_replicas - 1), "released": 2 * ring}[model]
-    return factor * nbytes / bandwidth
+    compute, exchange = each * times, each * (factor * weights / bandwidth)
+    return compute + exchange if model == "released" else np.maximum(compute, exchange)
 
 
 class Level(NamedTuple):
@@ -160,15 +131,11 @@ class StageSearch:
         straight: bool = False,
         memory_limit: float = math.inf,
     ):
-        """Prepare a search.
+        """Prepare a search. levels: the innermost one first; model: one of COMMUNICATION_MODELS.
 
-        Args:
-          layers: the profile.
-          levels: the levels of the hierarchy, the innermost one first.
-          model: one of COMMUNICATION_MODELS.
-          transfers: whether a boundary between stages takes the time of its activations and gradients.
-          straight: only stages with one replica.
-          memory_limit: bytes of a worker. A stage holds its weights and its stash once per microbatch in flight.
+        transfers: whether a boundary between stages takes the time of its activations and gradients; straight: only
+        stages with one replica; memory_limit: bytes of a worker, on which a stage holds its weights and its stash once
+        per microbatch in flight.
         """
         self._levels, self._model, self._straight, self._limit = tuple(levels), model, straight, memory_limit
         self._num_layers = len(layers)
@@ -188,21 +155,16 @@ class StageSearch:
         if not np.isfinite(best):
             return None
         stages, transfers = zip(*self._stages(whole, 0, last), strict=True)
+        on_all = self._compute[-1:, :1]  # one stage on all workers, whose memory is not limited
+        for size, bandwidth in self._levels:
+            on_all = replicated_seconds(self._model, on_all, self._weights[-1:, :1], size, bandwidth)
         return StagePlan(
             stages,
             float(best),
-            self._data_parallel(),
+            float(on_all.item()),
             float(self._compute[last, 0] + sum(transfers)),
             noam(self._sizes[-1], stages[0].replicas),
         )
-
-    def _data_parallel(self) -> float:
-        """Return the time of one stage on all workers, whose memory is not limited."""
-        time, weights = self._compute[-1:, :1], self._weights[-1:, :1]
-        for size, bandwidth in self._levels:
-            sync = sync_seconds(self._model, weights, size, bandwidth)
-            time = stage_seconds(paper_rates(self._model, size), time, sync)
-        return float(time.item())
 
     def _alone(self, group: _Group) -> np.ndarray:
         """Return the times of all spans on a single worker; infinite where they do not fit in its memory."""
@@ -235,31 +197,21 @@ class StageSearch:
         times = self._times(self._inner(group, num_replicas, later))
         if num_replicas == 1:
             return times
-        sync = sync_seconds(self._model, self._weights, num_replicas, self._levels[group.level - 1].bandwidth)
-        return stage_seconds(paper_rates(self._model, num_replicas), times, sync)
+        bandwidth = self._levels[group.level - 1].bandwidth
+        return replicated_seconds(self._model, times, self._weights, num_replicas, bandwidth)
 
     def _rows(self, group: _Group, first: int) -> list[np.ndarray]:
         """Return A_k(first..j, m) by [m - 1][j]: the times of the best plans of a group's first m workers."""
         size, bandwidth = self._levels[group.level - 1]
         transfers = self._outputs / bandwidth
         rows: list[np.ndarray] = []
-        cached: dict[int, np.ndarray] = {}  # without a memory limit, the workers that follow do not matter
+        stage_times = cache(partial(self._stage_times, group))
         for m in range(1, size + 1):
-            later = size - m
-            best = None
-            for replicas in range(1, m + 1):
-                if self._limit == math.inf:
-                    if replicas not in cached:
-                        cached[replicas] = self._stage_times(group, replicas, 0)
-                    times = cached[replicas]
-                else:
-                    times = self._stage_times(group, replicas, later)
-                if replicas == m:
-                    found = times[:, first]
-                else:
-                    found = fastest_cut(np.maximum(rows[m - replicas - 1], transfers), times, first)
-                best = found if best is None else np.minimum(best, found)
-            assert best is not None
+            later = size - m if self._limit < math.inf else 0  # without a memory limit, later workers do not matter
+            best = stage_times(m, later)[:, first]
+            for replicas in range(1, m):
+                before = np.maximum(rows[m - replicas - 1], transfers)
+                best = np.minimum(best, fastest_cut(before, stage_times(replicas, later), first))
             rows.append(best)
         return rows
 

@@ -4,6 +4,7 @@ Hundreds of candidates are compared by their predicted costs alone. Only strateg
 are compared, with config.batch_size examples in a step.
 """
 
+import itertools
 import math
 import sys
 import time
@@ -15,8 +16,7 @@ from ml_collections import ConfigDict
 from jaxpar import strategies
 from jaxpar.choose import report
 from jaxpar.choose.candidates import Candidate, Settings, Space, ranked, with_settings
-from jaxpar.choose.pipelines import candidate_of_pipeline, of_pipelines
-from jaxpar.choose.replicas import candidate_of_replicas, of_replicas
+from jaxpar.choose.synchronous import candidate_of_pipeline, candidate_of_replicas, of_pipelines, of_replicas
 from jaxpar.cluster import Cluster
 from jaxpar.core.plan import Plan
 from jaxpar.errors import UserError, format_bytes, format_count
@@ -27,24 +27,19 @@ FIRST_REPORT = 3.0  # seconds after which a search reports its progress
 
 def candidates(space: Space) -> list[Candidate]:
     """Return all candidates, the fastest that fit first, then the others by the memory that they need."""
-    return ranked(one for one in _reported(_all(space)) if space.keeps(one.settings))
-
-
-def _reported(found: Iterator[Candidate]) -> Iterator[Candidate]:
-    """Yield the candidates, and print to stderr how many there are so far, at growing intervals."""
-    began, next_line = time.monotonic(), FIRST_REPORT
-    for number, one in enumerate(found, 1):
-        yield one
+    found, began, next_line = list[Candidate](), time.monotonic(), FIRST_REPORT
+    for number, one in enumerate(_all(space), 1):
+        if space.keeps(one.settings):
+            found.append(one)
         if (seconds := time.monotonic() - began) >= next_line:
-            print(
-                f"planner   {format_count(number, 'candidate')} so far, in {seconds:.0f} s", file=sys.stderr, flush=True
-            )
+            so_far = f"{format_count(number, 'candidate')} so far, in {seconds:.0f} s"
+            print(f"planner   {so_far}", file=sys.stderr, flush=True)
             next_line = 2 * seconds
+    return ranked(found)
 
 
 def _all(space: Space) -> Iterator[Candidate]:
-    yield from of_replicas(space)
-    yield from of_pipelines(space)
+    return itertools.chain(of_replicas(space), of_pipelines(space))
 
 
 def candidate_of_plan(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:

@@ -102,9 +102,9 @@ def unranked_json(candidate: AsyncCandidate, workload: StepWork) -> dict[str, An
 
 def unranked_rows(candidates: Sequence[AsyncCandidate], workload: StepWork) -> list[str]:
     """Return the lines of the table of candidates that are not ranked. What a device sends is that of the busiest."""
-    heading = f"{'':3}{'step':>10} {'examples/s':>12} {'staleness: mean':>16} {'max':>4} {'sends':>9} {'memory':>10}"
+    columns = f"{'examples/s':>12} {'staleness: mean':>16} {'max':>4} {'sends':>9} {'memory':>10}"
     return [
-        f"{heading}  strategy",
+        f"{'':3}{'step':>10} {columns}  strategy",
         *(
             f"{'':3}{format_seconds(one.seconds):>10} {format_rate(workload.examples / one.seconds):>12} "
             f"{one.mean_staleness:16.2f} {one.max_staleness:4} {format_bytes(max(one.sent_bytes)):>9} "
@@ -170,11 +170,7 @@ def explain_own(own: Candidate, best: Candidate, workload: StepWork, others: Seq
 def config_file(name: str, overrides: Sequence[str], candidate: Candidate, cluster: str) -> str:
     """Return the text of a config file that runs a candidate.
 
-    Args:
-      name: the config that was planned, as PATH[:PRESET]. The path of the user's own file becomes absolute.
-      overrides: the overrides of the command line.
-      candidate: the candidate.
-      cluster: the name of the cluster that it is for.
+    name: the config that was planned, as PATH[:PRESET]. The path of the user's own file becomes absolute.
     """
     settings = {**DEFAULTS_OF_CHOICES, **candidate.settings}
     path, colon, preset = name.partition(":")

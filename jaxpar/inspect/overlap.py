@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxpar.core.ring import RING_COLLECTIVES
-from jaxpar.measure.aliases import FLOW
 from jaxpar.measure.hlo import DTYPE_NAMES, Frequency, HloArray, HloProgram, Instruction, by_scope
 from jaxpar.measure.kernels import call_target, is_product, product_flops
+from jaxpar.measure.liveness import FLOW
 from jaxpar.strategies.strategy import CompiledProgram
 
 SMALL = 8  # elements of a collective that is not reported, such as a norm

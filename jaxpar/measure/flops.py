@@ -50,20 +50,10 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 def forward_flops(function: Callable[..., Any], *args: Any) -> int:
     """Count the FLOPs of one call of a single-device function on its jaxpr, without executing it.
 
-    For a `cond`, the most expensive branch is counted.
-
-    Args:
-      function: the function to count.
-      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-
-    Raises:
-      ValueError: a `while_loop` contains a matrix product, so the number of products is unknown.
+    For a `cond`, the most expensive branch is counted. args: arrays or `jax.ShapeDtypeStruct`s. Raises ValueError if a
+    `while_loop` contains a matrix product, so that the number of products is unknown.
     """
-    return _count(jax.make_jaxpr(function)(*args).jaxpr)
-
-
-def _count(jaxpr: core.Jaxpr) -> int:
-    return sum(_count_equation(equation) for equation in jaxpr.eqns)
+    return sum(map(_count_equation, jax.make_jaxpr(function)(*args).jaxpr.eqns))
 
 
 def equation_flops(equation: core.JaxprEqn) -> int:
@@ -76,7 +66,7 @@ def _count_equation(equation: core.JaxprEqn) -> int:
     name, params = equation.primitive.name, equation.params
     if name in _PRODUCTS:
         return equation_flops(equation)
-    inner = [_count(jaxpr) for value in params.values() for jaxpr in _jaxprs(value)]
+    inner = [sum(map(_count_equation, jaxpr.eqns)) for value in params.values() for jaxpr in _jaxprs(value)]
     if name == "scan":
         return params["length"] * sum(inner)
     if name == "cond":
@@ -110,20 +100,14 @@ def _matrix_product(equation: core.JaxprEqn) -> int:
 
 
 def _convolution(equation: core.JaxprEqn) -> int:
-    """Count a convolution. Each output sums over the window and the input channels of its group.
-
-    This is the size of the kernel divided by its number of output features.
-    """
+    """Count a convolution: each output sums over the kernel divided by its number of output features."""
     kernel, out = _shape(equation.invars[1]), _shape(equation.outvars[0])
     out_features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
     return 2 * math.prod(out) * math.prod(kernel) // out_features
 
 
 def attention_flops(equation: core.JaxprEqn) -> int:
-    """Count the forward pass of a cuDNN attention kernel.
-
-    It multiplies queries [B, T, H, K] by keys [B, S, G, K], and probabilities by values.
-    """
+    """Count the forward pass of attention: queries [B, T, H, K] x keys [B, S, G, K], and probabilities x values."""
     (B, T, H, K), S = _shape(equation.invars[0]), _shape(equation.invars[1])[1]
     return 4 * B * T * S * H * K
 

@@ -59,13 +59,13 @@ class Instruction(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The op_name of the instruction: its path of named scopes in the JAX program."""
+        """The op_name: the path of named scopes in the JAX program. It is "?" for some instructions that XLA adds."""
         name = re.search(r'op_name="([^"]*)"', self.line)
         return name[1] if name else "?"
 
     @property
     def has_source(self) -> bool:
-        """Whether the instruction has an op_name; those that XLA adds may have none."""
+        """Whether the instruction has an op_name."""
         return self.source != "?"
 
 
@@ -74,46 +74,36 @@ class HloProgram:
 
     def __init__(self, text: str):
         """text: the result of `jax.stages.Compiled.as_text`."""
-        self._computations: dict[str, dict[str, Instruction]] = {}
-        self._roots: dict[str, str] = {}
+        # The instructions of each computation by name, in the order in which they run if the program is scheduled.
+        self.computations: dict[str, dict[str, Instruction]] = {}
+        self.roots: dict[str, str] = {}  # the name of the instruction that each computation returns
         header = text.partition("\n")[0]
-        self._num_devices = math.prod(map(int, NUM_DEVICES.findall(header)))
-        self._name = header.removeprefix("HloModule ").partition(",")[0]
-        name = self._entry = ""
+        self.num_devices = math.prod(map(int, NUM_DEVICES.findall(header)))  # devices that run the program
+        self.name = header.removeprefix("HloModule ").partition(",")[0]  # such as jit_step
+        name = self.entry = ""  # the computation that the program runs
         for line in text.splitlines():
             if begin := COMPUTATION.match(line):
                 name = begin[2]
-                self._computations[name] = {}
-                self._entry = name if begin[1] else self._entry
+                self.computations[name] = {}
+                self.entry = name if begin[1] else self.entry
             elif match := INSTRUCTION.match(line):
-                self._computations[name][match[2]] = _instruction(match[3])
+                self.computations[name][match[2]] = _instruction(match[3])
                 if match[1]:
-                    self._roots[name] = match[2]
-
-    @property
-    def computations(self) -> Mapping[str, Mapping[str, Instruction]]:
-        """The instructions of each computation by name, in the order in which they run if the program is scheduled."""
-        return self._computations
-
-    @property
-    def name(self) -> str:
-        """The name of the program, such as jit_step."""
-        return self._name
-
-    @property
-    def num_devices(self) -> int:
-        """The number of devices that run the program."""
-        return self._num_devices
+                    self.roots[name] = match[2]
 
     def called(self, instruction: Instruction) -> list[str]:
         """Return the names of the computations that an instruction calls: of a loop, the condition and the body."""
-        return list(_called(instruction.line))
+        line = instruction.line
+        if lists := CALLED_LISTS.search(line):
+            return re.findall(r"%([\w.-]+)", lists[1])
+        # Some backends compile a conditional with an index to one with a predicate. Index 0 is false.
+        branches = [re.findall(rf"{value}_computation=%([\w.-]+)", line) for value in ("false", "true")]
+        return [*CALLED.findall(line), *branches[0], *branches[1]]
 
     def runs(self, instruction: Instruction, frequency: Frequency) -> list[float]:
         """Return how often each of the computations in `called` runs when an instruction runs once.
 
-        Raises:
-          ValueError: a loop has an unknown trip count, or a conditional unknown fractions.
+        Raises ValueError for a loop of unknown trip count or a conditional of unknown fractions.
         """
         called = self.called(instruction)
         if instruction.operation == "while":
@@ -135,32 +125,22 @@ class HloProgram:
         """Return whether XLA knows how often a loop runs. On GPUs, the host otherwise asks before each iteration."""
         return TRIP_COUNT.search(loop.line) is not None
 
-    @property
-    def entry(self) -> str:
-        """The name of the computation that the program runs."""
-        return self._entry
-
-    @property
-    def roots(self) -> Mapping[str, str]:
-        """The name of the instruction that each computation returns."""
-        return self._roots
-
     def returned(self, computation: str) -> Sequence[str]:
         """Return the names of the instructions whose results a fused computation returns, one for each array."""
-        root = self._roots[computation]
-        instruction = self._computations[computation][root]
+        root = self.roots[computation]
+        instruction = self.computations[computation][root]
         return instruction.operands if instruction.operation == "tuple" else (root,)
 
     def inside(self, computation: str, instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
         """Return an instruction and all that it calls, such as those of a fusion, each with its computation."""
         yield computation, instruction
         for called in self.called(instruction):
-            for inner in self._computations[called].values():
+            for inner in self.computations[called].values():
                 yield from self.inside(called, inner)
 
     def operand_types(self, computation: str, instruction: Instruction) -> list[HloArray]:
         """Return the types of the operands of an instruction."""
-        local = self._computations[computation]
+        local = self.computations[computation]
         return [array for name in instruction.operands if name in local for array in local[name].results]
 
     def total(
@@ -171,20 +151,14 @@ class HloProgram:
         """Sum the counts of all instructions, each multiplied by how often the instruction runs.
 
         The body of a loop is multiplied by its trip count, and a branch of a conditional by the fraction of runs in
-        which it is taken.
+        which it is taken. Raises ValueError if these are unknown and there is something to count.
 
-        Args:
-          value: (instruction, operand types) -> counts, or None to count the computations that the instruction calls.
-          frequency: op_name of a conditional -> the fraction of runs in which each branch is taken; op_name of a loop
-            whose trip count varies -> (mean trip count,).
-
-        Raises:
-          ValueError: a loop has an unknown trip count, or a conditional unknown fractions, and contains counts.
+        value: (instruction, operand types) -> counts, or None to count the computations that the instruction calls.
         """
 
         @cache
         def of_computation(name: str) -> Counter[Key]:
-            return sum((of(name, instruction) for instruction in self._computations[name].values()), Counter())
+            return sum((of(name, instruction) for instruction in self.computations[name].values()), Counter())
 
         def of(name: str, instruction: Instruction) -> Counter[Key]:
             if (counts := value(instruction, self.operand_types(name, instruction))) is not None:
@@ -194,10 +168,12 @@ class HloProgram:
                 return inner[0]
             if not any(inner):
                 return Counter()
-            runs = self.runs(instruction, frequency)
-            return sum((_times(counts, number) for counts, number in zip(inner, runs, strict=True)), Counter())
+            total = Counter[Key]()
+            for counts, number in zip(inner, self.runs(instruction, frequency), strict=True):
+                total += Counter({key: count * number for key, count in counts.items()})
+            return total
 
-        return of_computation(self._entry)
+        return of_computation(self.entry)
 
 
 def without_bitcasts(instructions: Mapping[str, Instruction], name: str) -> Instruction:
@@ -217,32 +193,17 @@ def by_scope(frequencies: Mapping[str, tuple[float, ...]]) -> Frequency:
     return frequency
 
 
-def _times(counts: Counter[Key], factor: float) -> Counter[Key]:
-    return Counter({key: count * factor for key, count in counts.items()})
-
-
 def _instruction(line: str) -> Instruction:
     plain = re.sub(r"/\*.*?\*/", "", line)
     match = OPERATION.search(plain)
     assert match, line
     found = ARRAY.findall(plain[: match.start(1)])
-    results = tuple(HloArray(dtype, _numbers(dims), HOST_MEMORY in layout) for dtype, dims, layout in found)
+    results = tuple(
+        HloArray(dtype, tuple(int(size) for size in dims.split(",") if size), HOST_MEMORY in layout)
+        for dtype, dims, layout in found
+    )
     operands, _, attributes = match[2].partition(")")
     return Instruction(line, match[1], results, tuple(re.findall(r"%([\w.-]+)", operands)), attributes)
-
-
-def _called(line: str) -> Iterator[str]:
-    if lists := CALLED_LISTS.search(line):
-        yield from re.findall(r"%([\w.-]+)", lists[1])
-    else:
-        yield from CALLED.findall(line)
-        # Some backends compile a conditional with an index to one with a predicate. Index 0 is false.
-        for value in ("false", "true"):
-            yield from re.findall(rf"{value}_computation=%([\w.-]+)", line)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(",") if number)
 
 
 SOURCE_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")  # at the top of the text

@@ -48,17 +48,11 @@ def product_flops(instruction: Instruction, operands: Sequence[HloArray]) -> flo
     result = math.prod(instruction.results[0].dims)
     if instruction.operation == "convolution" or target.startswith(CONVOLUTION):
         return _convolution_flops(instruction, operands, target)
-    lhs = operands[0].dims
-    return 2.0 * result * math.prod(lhs[dim] for dim in _contracted(instruction))
-
-
-def _contracted(instruction: Instruction) -> list[int]:
-    """Return the contracted dims of the left operand of a matrix product."""
-    if found := re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.line):
-        return [int(dim) for dim in found[1].split(",") if dim]
-    found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.line.replace(" ", ""))
-    assert found, instruction.line
-    return [int(dim) for dim in re.findall(r"\d+", found[1])]
+    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.line)
+    if not contracted:  # the product is a library call
+        contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.line.replace(" ", ""))
+    assert contracted, instruction.line
+    return 2.0 * result * math.prod(operands[0].dims[int(dim)] for dim in re.findall(r"\d+", contracted[1]))
 
 
 def _convolution_flops(instruction: Instruction, operands: Sequence[HloArray], target: str) -> float:
@@ -89,7 +83,8 @@ def kernel_bytes(program: HloProgram, computation: str, instruction: Instruction
     if instruction.operation == "fusion":
         [called] = program.called(instruction)
         body = program.computations[called]
-        read = sum(_read_bytes(body, name, one) for name, one in body.items() if one.operation == "parameter")
+        parameters = [(name, one) for name, one in body.items() if one.operation == "parameter"]
+        read = sum(_read_share(body, name, one) * _size(one.results) for name, one in parameters)
         return read + sum(_written_bytes(body, name) for name in program.returned(called))
     if instruction.operation in SLICES:
         return 2.0 * _size(instruction.results)
@@ -100,11 +95,6 @@ def kernel_bytes(program: HloProgram, computation: str, instruction: Instruction
 
 def _size(arrays: Sequence[HloArray]) -> int:
     return sum(array.nbytes for array in arrays)
-
-
-def _read_bytes(body: Mapping[str, Instruction], name: str, value: Instruction) -> float:
-    """Return the bytes of a value that the instructions of a fusion read."""
-    return _read_share(body, name, value) * _size(value.results)
 
 
 def _read_share(body: Mapping[str, Instruction], name: str, value: Instruction) -> float:

@@ -42,17 +42,9 @@ COLLECTIVES = (
 UPDATING = ("scatter", "scatter-add", "scatter_add", "dynamic_update_slice")
 PASS, PRODUCT, ATTENTION_KERNEL = "pass", "product", "attention"
 PRODUCTS = ("dot_general", "conv_general_dilated")
-KERNELS = (
-    *PRODUCTS,
-    *ATTENTION_FORWARD,
-    *ATTENTION_BACKWARD,
-    *SLICING,
-    *UPDATING,
-    *COLLECTIVES,
-    "scan",
-    "while",
-    "cond",
-)
+LOOPS = ("scan", "while", "cond")
+KERNELS = (*PRODUCTS, *ATTENTION_FORWARD, *ATTENTION_BACKWARD, *SLICING, *UPDATING, *COLLECTIVES, *LOOPS)
+READING = (*KERNELS, "random_bits", "threefry2x32")  # operations whose operands and results are arrays in memory
 
 
 class Operation(NamedTuple):
@@ -66,17 +58,12 @@ class Operation(NamedTuple):
 
 
 def operations(function: Callable[..., Any], *args: Any) -> list[Operation]:
-    """Return the operations of one call of a function on one device, without executing it.
-
-    Args:
-      function: the function.
-      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-    """
+    """Return the operations of one call of a function on one device, without executing it. args: arrays or shapes."""
     return _count(jax.make_jaxpr(function)(*args).jaxpr)
 
 
 class FlatEquation(NamedTuple):
-    """An equation of a jaxpr in which calls are replaced by what they call. Arrays are numbered."""
+    """An equation of a `FlatJaxpr`, and the numbers of the arrays that it reads and writes."""
 
     equation: core.JaxprEqn
     read: list[int]
@@ -84,10 +71,10 @@ class FlatEquation(NamedTuple):
 
 
 class FlatJaxpr:
-    """The equations of a jaxpr, in order."""
+    """The equations of a jaxpr, in order, in which calls are replaced by what they call. Arrays are numbered."""
 
     def __init__(self, jaxpr: core.Jaxpr) -> None:
-        self.equations: list[FlatEquation] = []  # the equations
+        self.equations: list[FlatEquation] = []
         self.nbytes: list[int] = []  # bytes by number of the array
         numbers: dict[Any, int] = {}  # of variables
         # the numbers of the arguments, in their order, then of constants
@@ -106,9 +93,6 @@ class FlatJaxpr:
             self.nbytes.append(_nbytes(variable))
         return numbers[variable]
 
-    def _read(self, numbers: dict[Any, int], variables: Any) -> list[int]:
-        return [self._number(numbers, one) for one in variables if not isinstance(one, core.Literal)]
-
     def _add(self, jaxpr: core.Jaxpr, numbers: dict[Any, int]) -> None:
         for equation in jaxpr.eqns:
             inner = _called(equation)
@@ -125,7 +109,8 @@ class FlatJaxpr:
                     if not isinstance(result, core.Literal):
                         numbers[outer] = self._number(inside, result)
             else:
-                read = self._read(numbers, equation.invars)
+                operands = (one for one in equation.invars if not isinstance(one, core.Literal))
+                read = [self._number(numbers, one) for one in operands]
                 written = [self._number(numbers, variable) for variable in equation.outvars]
                 self.equations.append(FlatEquation(equation, read, written))
 
@@ -138,7 +123,7 @@ def _nbytes(variable: Any) -> int:
 
 def _called(equation: core.JaxprEqn) -> core.Jaxpr | None:
     """Return the jaxpr that an equation calls once with its own operands; None if it calls none, or differently."""
-    if equation.primitive.name in ("scan", "while", "cond"):
+    if equation.primitive.name in LOOPS:
         return None
     for value in equation.params.values():
         if isinstance(value, core.ClosedJaxpr):
@@ -153,15 +138,11 @@ def _count(jaxpr: core.Jaxpr) -> list[Operation]:
     found, in_memory, for_products = list[Operation](), set(flat.inputs), set(flat.outputs)
     for one in flat.equations:
         name = one.equation.primitive.name
-        if _is_kernel(name):
+        if name in KERNELS:
             in_memory.update(one.written)
             for_products.update(one.read)
             found += _kernel(one, flat)
     return [*found, _passes(flat, in_memory, for_products)]
-
-
-def _is_kernel(name: str) -> bool:
-    return name in KERNELS
 
 
 def _kernel(one: FlatEquation, flat: FlatJaxpr) -> Iterator[Operation]:
@@ -187,14 +168,11 @@ def _kernel(one: FlatEquation, flat: FlatJaxpr) -> Iterator[Operation]:
         dtype = equation.invars[0].aval.dtype.name  # type: ignore[attr-defined]
         if name in (*ATTENTION_FORWARD, *ATTENTION_BACKWARD):
             flops = attention_flops(equation) * (BACKWARD_RATIO if name in ATTENTION_BACKWARD else 1)
-            yield Operation(ATTENTION_KERNEL, dtype, flops * (0.5 if _is_causal(equation) else 1), read + written)
+            # A causal kernel skips the positions after each position.
+            is_causal = equation.params.get("is_causal", "CAUSAL" in str(equation.params.get("mask_type", "")))
+            yield Operation(ATTENTION_KERNEL, dtype, flops * (0.5 if is_causal else 1), read + written)
         else:
             yield Operation(PRODUCT, dtype, equation_flops(equation), read + written)
-
-
-def _is_causal(equation: core.JaxprEqn) -> bool:
-    """Return whether an attention kernel skips the positions after each position."""
-    return bool(equation.params.get("is_causal", "CAUSAL" in str(equation.params.get("mask_type", ""))))
 
 
 def _passes(flat: FlatJaxpr, in_memory: set[int], wanted: set[int]) -> Operation:
@@ -202,7 +180,7 @@ def _passes(flat: FlatJaxpr, in_memory: set[int], wanted: set[int]) -> Operation
     read, written, reduced = set[int](), set[int](), 0
     for one in flat.equations:
         name = one.equation.primitive.name
-        if _is_kernel(name):
+        if name in KERNELS:
             continue
         read.update(number for number in one.read if number in in_memory)
         written.update(number for number in one.written if number in wanted)
@@ -210,9 +188,6 @@ def _passes(flat: FlatJaxpr, in_memory: set[int], wanted: set[int]) -> Operation
             reduced += sum(flat.nbytes[number] for number in one.read if number not in in_memory)
     moved = sum(flat.nbytes[number] for number in (*read, *written)) + reduced
     return Operation(PASS, "", 0.0, float(moved))
-
-
-READING = (*KERNELS, "random_bits", "threefry2x32")  # operations whose operands and results are arrays in memory
 
 
 class Residuals(NamedTuple):
@@ -225,15 +200,10 @@ class Residuals(NamedTuple):
 
 
 def residuals(function: Callable[[Any, Any, Any], Any], weights: Any, x: Any, others: Any) -> Residuals:
-    """Return the residuals of a function of weights, an input and others, which are not differentiated.
+    """Return the residuals of a function of weights, an input x and others, given as arrays or their shapes.
 
-    Copies of the weights in another dtype are not counted, and an array that is saved in two shapes counts once.
-
-    Args:
-      function: (weights, x, others) -> results.
-      weights: arrays or their shapes.
-      x: arrays or their shapes; they are differentiated if they are floats.
-      others: arrays or their shapes.
+    It is differentiated with respect to the weights and, if it consists of floats, x. Copies of the weights in another
+    dtype are not counted, and an array that is saved in two shapes counts once.
     """
     has_gradient = all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(x))
 
@@ -247,15 +217,16 @@ def residuals(function: Callable[[Any, Any, Any], Any], weights: Any, x: Any, ot
     traced, (outputs, _) = jax.make_jaxpr(forward, return_shape=True)(weights, x, others)
     flat = FlatJaxpr(traced.jaxpr)
     num_weights, num_inputs = len(jax.tree.leaves(weights)), len(jax.tree.leaves(x))
-    of_weights = _computed_from(flat, set(range(num_weights)))
+    of_weights = set(range(num_weights))  # and what is computed from nothing else
+    for one in flat.equations:
+        if one.read and of_weights.issuperset(one.read):
+            of_weights.update(one.written)
     inputs = flat.inputs - (set(range(num_weights, num_weights + num_inputs)) if has_gradient else set())
     saved = {number for number in flat.output_numbers[len(outputs) :] if number is not None}
     ignored = of_weights | inputs
     fused = _fused(flat, saved - ignored, ignored)
-    nbytes_saved, nbytes_fused = (
-        float(sum(flat.nbytes[number] for number in numbers)) for numbers in (saved - ignored, fused)
-    )
-    return Residuals(nbytes_saved, nbytes_fused, max(map(_looped_bytes, flat.equations), default=0.0))
+    of_saved, of_fused = (sum(flat.nbytes[number] for number in numbers) for numbers in (saved - ignored, fused))
+    return Residuals(float(of_saved), float(of_fused), max(map(_looped_bytes, flat.equations), default=0.0))
 
 
 def _fused(flat: FlatJaxpr, saved: set[int], ignored: set[int]) -> set[int]:
@@ -292,15 +263,6 @@ def _sources(number: int, writers: Mapping[int, FlatEquation], in_memory: set[in
             else:
                 left.append(read)
     return sources
-
-
-def _computed_from(flat: FlatJaxpr, numbers: set[int]) -> set[int]:
-    """Return the numbers of these arrays, and of those that are computed from nothing else."""
-    found = set(numbers)
-    for one in flat.equations:
-        if one.read and found.issuperset(one.read):
-            found.update(one.written)
-    return found
 
 
 def _looped_bytes(one: FlatEquation) -> float:

@@ -31,7 +31,7 @@ from jaxpar.core import mesh
 from jaxpar.errors import exit_code
 from jaxpar.exchange import EXCHANGES, compress, reduce
 from jaxpar.inspect import audit
-from jaxpar.measure.timing import seconds_in_turn
+from jaxpar.measure.phases import seconds_in_turn
 from scripts.bench.steps import Contender, make_problem, race
 
 RESULTS = ("bytes", "memory", "ring", "compress", "steps")

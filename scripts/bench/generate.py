@@ -24,7 +24,7 @@ from jaxpar.core import mesh as meshes
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.data import DataInfo
 from jaxpar.errors import exit_code
-from jaxpar.measure.timing import seconds_in_turn
+from jaxpar.measure.phases import seconds_in_turn
 from jaxpar.use.inference.generate import Generator, Request, Sampling
 from jaxpar.use.inference.load import Trained
 

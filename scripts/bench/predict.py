@@ -23,7 +23,7 @@ from jaxpar.data import text
 from jaxpar.data.corpus import WORDNET
 from jaxpar.data.rows import Columns, read_files
 from jaxpar.errors import exit_code
-from jaxpar.measure.timing import seconds_in_turn
+from jaxpar.measure.phases import seconds_in_turn
 from jaxpar.use.inference import inputs, outputs
 from jaxpar.use.inference.load import load_trained
 from jaxpar.use.inference.predictor import Predictor

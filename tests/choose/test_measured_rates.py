@@ -19,7 +19,6 @@ from jaxpar.choose.costs.machine import GpuMachine
 from jaxpar.choose.costs.measured_rates import (
     GPU_SIZES,
     MeasuredSizes,
-    Timings,
     describe_rates,
     measure_seconds,
     with_measured_rates,
@@ -42,12 +41,15 @@ PRODUCTS = {"float32": 2e14, "bfloat16": 8e14}
 SMALL = MeasuredSizes(width=16, kernels=3, few=8, many=256, sent=64)
 
 
-def timings(n: int = 8, sizes: MeasuredSizes = GPU_SIZES, dispatch: float = 5e-5) -> Timings:
-    """Return what n devices with the rates above take. dispatch: what every program takes in addition."""
+def length_of(elements: int, n: int) -> int:
+    return math.ceil(elements / n) * n
 
-    def collective(sent: float, hops: float) -> tuple[float, float]:
-        short, long = (sent * 4 * math.ceil(length / n) * n / LINK for length in (sizes.few, sizes.sent))
-        return short + hops * HOP, long + hops * HOP
+
+def collective_seconds(n: int = 8, sizes: MeasuredSizes = GPU_SIZES) -> dict[tuple[str, int], float]:
+    """Return what a collective of n devices with the rates above takes, by its kind and the length of its vector."""
+
+    def collective(sent: float, hops: float) -> list[float]:
+        return [sent * 4 * length_of(length, n) / LINK + hops * HOP for length in (sizes.few, sizes.sent)]
 
     hops = math.ceil(math.log2(n))
     every = {
@@ -56,15 +58,21 @@ def timings(n: int = 8, sizes: MeasuredSizes = GPU_SIZES, dispatch: float = 5e-5
         "all-gather": collective(n - 1, hops),
         "collective-permute": collective(1, 1),
     }
+    lengths = [length_of(length, n) for length in (sizes.few, sizes.sent)]
+    return {(kind, length): of for kind, each in every.items() for length, of in zip(lengths, each, strict=True)}
+
+
+def timings(n: int = 8, sizes: MeasuredSizes = GPU_SIZES, dispatch: float = 5e-5) -> dict[Any, float]:
+    """Return what n devices with the rates above take. dispatch: what every program takes in addition."""
+    found: dict[Any, float] = {}
+    if n > 1:
+        for key, of_collective in collective_seconds(n, sizes).items():
+            found[key] = dispatch + calibrate.NUM_REPEATED * of_collective
+            found[measured_rates.NO_COLLECTIVE, key[1]] = dispatch
     few, many = (sizes.kernels * (LAUNCH + 8 * length / MEMORY) for length in (sizes.few, sizes.many))
     one = LAUNCH + 8 * sizes.few / MEMORY
-    return Timings(
-        kernel=dispatch + one,
-        kernels=dispatch + few,
-        passes=dispatch + many,
-        products={dtype: dispatch + one + 2 * sizes.width**3 / rate for dtype, rate in PRODUCTS.items()},
-        collectives=every if n > 1 else {},
-    )
+    found |= {"kernel": dispatch + one, "kernels": dispatch + few, "passes": dispatch + many}
+    return found | {dtype: dispatch + one + 2 * sizes.width**3 / rate for dtype, rate in PRODUCTS.items()}
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
@@ -87,12 +95,13 @@ def test_known_rates_are_read(n: int) -> None:
 
 def test_collectives_are_predicted_as_measured() -> None:
     """The planner predicts the time of the collectives from which the link was read."""
-    machine, given = GpuMachine(with_measured_rates(H100, timings(), GPU_SIZES)), timings().collectives
+    machine, given = GpuMachine(with_measured_rates(H100, timings(), GPU_SIZES)), collective_seconds()
     sent = {"all-reduce": 14 / 8, "reduce-scatter": 7 / 8, "all-gather": 7, "collective-permute": 1}
     messages = {"all-reduce": 14, "reduce-scatter": 7, "all-gather": 7, "collective-permute": 1}
-    for kind, (_, long) in given.items():
-        traffic = Traffic(kind, "float32", DATA, sent[kind] * 4 * GPU_SIZES.sent, messages[kind])
-        assert machine.collective(traffic, {DATA: 8, STAGE: 1}) == pytest.approx(long), kind
+    assert {kind for kind, _ in given} == set(sent)
+    for (kind, length), of_collective in given.items():
+        traffic = Traffic(kind, "float32", DATA, sent[kind] * 4 * length, messages[kind])
+        assert machine.collective(traffic, {DATA: 8, STAGE: 1}) == pytest.approx(of_collective), kind
 
 
 def test_devices_of_an_unknown_kind() -> None:
@@ -113,27 +122,28 @@ def test_efficiencies_of_two_links() -> None:
     assert rates.collective_seconds(cluster, [(0, 8)], 1e9, 0) == pytest.approx(1e9 / network)
 
 
-DISTURBED: dict[str, dict[str, Any]] = {
+DISTURBED: dict[str, dict[Any, float]] = {
     "a kernel": {"kernel": 1.0},
     "a pass over the memory": {"passes": 1e-4},
-    "a product in bfloat16": {"products": {"float32": 1.0, "bfloat16": 1e-6}},
-    "a collective of a long vector": {"collectives": {"all-reduce": (2e-3, 1e-3), "all-gather": (0.0, 1e-3)}},
+    "a product in bfloat16": {"float32": 1.0, "bfloat16": 1e-6},
+    "a collective of a long vector": {("all-reduce", GPU_SIZES.few): 100.0},
 }
 
 
 @pytest.mark.parametrize("what", DISTURBED)
 def test_disturbed_timings(what: str) -> None:
     with pytest.raises(UserError, match=f"--cluster is 'here', but {what} is too fast to time; it"):
-        with_measured_rates(H100, timings()._replace(**DISTURBED[what]), GPU_SIZES)
+        with_measured_rates(H100, timings() | DISTURBED[what], GPU_SIZES)
 
 
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_measure(n: int) -> None:
     """The programs run on devices of any kind."""
     measured = measure_seconds(jax.devices()[:n], SMALL, rounds=1)
-    assert min(measured.kernel, measured.kernels, measured.passes, *measured.products.values()) > 0
-    assert set(measured.products) == {"float32", "bfloat16"}
-    assert set(measured.collectives) == (set(calibrate.KINDS) if n > 1 else set())
+    assert min(measured.values()) > 0
+    lengths = [length_of(length, n) for length in (SMALL.few, SMALL.sent)] if n > 1 else []
+    looped = {(kind, length) for kind in (*calibrate.KINDS, measured_rates.NO_COLLECTIVE) for length in lengths}
+    assert set(measured) == {"kernel", "kernels", "passes", "float32", "bfloat16"} | looped
 
 
 def test_programs() -> None:

@@ -200,19 +200,15 @@ def test_mistakes(profile: Path, tmp_path: Path) -> None:
     write_profile([LayerProfile(name, 1, 2, 0, 0, 1.02 * size) for name, size in sizes().items()], larger)
     wider = tmp_path / "wider.json"
     write_profile([LayerProfile(name, 1, 2, 8 if name == "block_1" else 4, 0, 0) for name in LAYERS], wider)
+    of_profile, with_partition = r"config\.pipeline\.profile is", r"config\.pipeline\.partition='auto'"
+    limit = "--config.pipeline.memory_limit="
     for overrides, message in (
         (
             settings("", "1f1b"),
-            r"config\.pipeline\.profile is ''; it must be the path of a profile, which `jaxpar .*` writes, for a plan",
+            rf"{of_profile} ''; it must be the path of a profile, which `jaxpar .*` writes, for a plan",
         ),
-        (
-            settings(tmp_path / "none.json", "1f1b"),
-            r"config\.pipeline\.profile is '.*none\.json', .*; it must be the path",
-        ),
-        (
-            settings(other, "1f1b"),
-            r"config\.pipeline\.profile is '.*', whose layer 0 is stem; it must be embed, as in this model",
-        ),
+        (settings(tmp_path / "none.json", "1f1b"), rf"{of_profile} '.*none\.json', .*; it must be the path"),
+        (settings(other, "1f1b"), rf"{of_profile} '.*', whose layer 0 is stem; it must be embed, as in this model"),
         (settings(few, "zb_h1"), r"whose layer 2 is missing; it must be block_1, as in this model"),
         (settings(few, "1f1b"), r"whose layer 2 is missing; it must be block_1, as in this model"),
         (
@@ -225,21 +221,21 @@ def test_mistakes(profile: Path, tmp_path: Path) -> None:
             r"config\.mesh\.stage is 8, with 8 stages; there must be at most 6, the",
         ),
         (
-            settings(profile, "1f1b", "--config.pipeline.memory_limit=-1"),
+            settings(profile, "1f1b", f"{limit}-1"),
             r"config\.pipeline\.memory_limit is -1\.0; it must be the bytes of a device, or 0 for no limit",
         ),
         (
-            settings(profile, "1f1b", "--config.pipeline.memory_limit=9"),
+            settings(profile, "1f1b", f"{limit}9"),
             r"config\.pipeline\.memory_limit is 9; it must be larger, because no division of the 6 layers",
         ),
         (settings(profile, "1f1b", stages=1), r"config\.mesh\.stage is 1; it must be at least 2 with config"),
         (
             settings(profile, "1f1b", "--config.pipeline.replicas=2,2"),
-            r"config\.pipeline\.replicas is '2,2'; it must be empty with config\.pipeline\.partition='auto'",
+            rf"config\.pipeline\.replicas is '2,2'; it must be empty with {with_partition}",
         ),
         (
-            (*settings(profile, "1f1b"), "--config.pipeline.partition=flops"),
-            r"config\.pipeline\.profile is '.*'; it must be '' without config\.pipeline\.partition='auto'",
+            settings(profile, "1f1b", "--config.pipeline.partition=flops"),
+            rf"{of_profile} '.*'; it must be '' without {with_partition}",
         ),
     ):
         with pytest.raises(UserError, match=message):

@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -22,7 +23,15 @@ from jaxpar.choose import planner, report
 from jaxpar.choose.candidates import MOST_DIVISORS, Candidate, Space, divisors, plan_of, with_settings
 from jaxpar.choose.costs import calibrate, updates
 from jaxpar.choose.costs.layer_programs import LayerPrograms
-from jaxpar.choose.costs.layers import LayerMemory, LayerWork, PhaseSeconds, TracedLayers, narrowed_bytes, resized
+from jaxpar.choose.costs.layers import (
+    LayerMemory,
+    Layers,
+    LayerWork,
+    PhaseSeconds,
+    TracedLayers,
+    narrowed_bytes,
+    resized,
+)
 from jaxpar.choose.costs.machine import CpuMachine, GpuMachine
 from jaxpar.choose.costs.memory import (
     StateBytes,
@@ -35,6 +44,7 @@ from jaxpar.choose.costs.memory import (
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS
 from jaxpar.choose.costs.step import (
+    REPLICA_KEYS,
     StepCosts,
     UpdateBytes,
     clock_seconds,
@@ -43,8 +53,7 @@ from jaxpar.choose.costs.step import (
     replicas_costs,
     sending_clocks,
 )
-from jaxpar.choose.pipelines import of_pipelines
-from jaxpar.choose.replicas import combined, of_replicas, update_of
+from jaxpar.choose.synchronous import combined, of_pipelines, of_replicas, update_of
 from jaxpar.cluster import Cluster
 from jaxpar.cluster.files import find_named
 from jaxpar.cluster.target import Target
@@ -57,6 +66,8 @@ from jaxpar.core.step import Problem
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
 from jaxpar.inspect import plan_report as planning
+from jaxpar.measure.operations import Residuals
+from jaxpar.models.model import LayerRun
 from jaxpar.strategies.pipeline.tables.periodic import periodic_table
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table
 from jaxpar.strategies.pipeline.tables.simulate import Times, lockstep, simulate_table, steady_bubble_rate
@@ -88,6 +99,40 @@ def layer(forward: float, backward: float = 0.0, *, output: float = 0.0, stash: 
 def work_of(layers: list[LayerProfile], memory: list[LayerMemory] | None = None, remat: str = "none") -> LayerWork:
     seconds = [PhaseSeconds(one.forward_s, one.backward_s / 2, one.backward_s / 2) for one in layers]
     return LayerWork(layers, memory or [NOTHING] * len(layers), seconds, remat)
+
+
+class GivenLayers(Layers):
+    """Layers that hold nothing."""
+
+    def __init__(self, profile: list[LayerProfile]) -> None:
+        self._profile_given = profile
+
+    def profile(self, _size: int, _remat: str) -> list[LayerProfile]:
+        return self._profile_given
+
+    def memory(self, _size: int, _remat: str, *, is_split: bool) -> list[LayerMemory]:
+        assert not is_split
+        return [NOTHING] * len(self._profile_given)
+
+    def residuals(self, _size: int, _remat: str) -> list[Residuals]:
+        return [Residuals(0.0, 0.0, 0.0)] * len(self._profile_given)
+
+
+def costs_of_replicas(
+    layers: list[LayerProfile],
+    machine: GpuMachine,
+    axes: dict[str, int],
+    traffic: list[Traffic],
+    state: StateBytes = NO_STATE,
+    update: UpdateBytes = NO_UPDATE,
+    *,
+    accumulation: int = 1,
+    scan_layers: Any = False,
+) -> StepCosts:
+    """Return the costs of replicas whose layers have this profile."""
+    model: Any = SimpleNamespace(runs=[LayerRun(0, len(layers))])
+    settings = dict(zip(REPLICA_KEYS, (accumulation, "none", scan_layers), strict=True))
+    return replicas_costs(GivenLayers(layers), model, machine, axes, 1, settings, traffic, state, update)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -173,9 +218,7 @@ def test_exposed_communication() -> None:
     def exposed(first_weights: float, num_messages: int, *, is_scanned: bool = False) -> float:
         layers = [layer(0.01)._replace(weight_bytes=weights) for weights in (first_weights, *(1.0,) * 9)]
         sent = [Traffic("all-reduce", "float32", DATA, 0.1 * HOST, 14 * num_messages)]
-        return replicas_costs(
-            layers, cluster, axes, 1, sent, NO_STATE, NO_UPDATE, 0.0, is_scanned=is_scanned, gathers_layers=False
-        ).exposed
+        return costs_of_replicas(layers, cluster, axes, sent, scan_layers="auto" if is_scanned else False).exposed
 
     assert exposed(1.0, 10) == pytest.approx(0.01, rel=0.01)  # that of the first layer
     assert exposed(9.0, 10) == pytest.approx(0.05, rel=0.01)  # which has half of the weights
@@ -193,18 +236,8 @@ def test_xla_combines_all_reduces() -> None:
 
 def test_steps_add_up() -> None:
     state = StateBytes(1e9, 2e9, 1e9)
-    costs = replicas_costs(
-        [layer(0.01, stash=5e8)],
-        GPUS,
-        {DATA: 16, STAGE: 1},
-        4,
-        [],
-        state,
-        UpdateBytes(1e9, 8e9),
-        0.0,
-        is_scanned=False,
-        gathers_layers=False,
-    )
+    layers, update = [layer(0.01, stash=5e8)], UpdateBytes(1e9, 8e9)
+    costs = costs_of_replicas(layers, GPUS, {DATA: 16, STAGE: 1}, [], state, update, accumulation=4)
     assert costs.compute == pytest.approx(4 * (0.03 + GPUS.moved(3e9, 1)))
     assert costs.update == pytest.approx(GPUS.moved(1e9 + GPUS.update_repeats * 8e9, 1))
     assert costs.seconds == pytest.approx(costs.compute + costs.update)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from jaxpar import cluster, strategies
-from jaxpar.choose import schedule as schedules
 from jaxpar.choose import stages
 from jaxpar.choose.costs.layers import Layers
 from jaxpar.choose.costs.machine import machine_of
@@ -133,7 +132,7 @@ def times_of(task: Task, there: Cluster | None = None, schedule: str = "zb_h1", 
     """Return the times of F, B and W by stage of a pipeline of 4 stages."""
     config = make_config(task, *pipeline(schedule, 4, remat=remat))
     problem, there = problem_of(task), there or gpus(4)
-    return schedules._stages(config, problem, there, stages.layers_of(problem, there, ()), "lockstep").times
+    return stages._stages(config, problem, there, stages.layers_of(problem, there, ()), "lockstep").times
 
 
 def test_seconds_of_dense_layers() -> None:
@@ -309,7 +308,7 @@ def test_one_stage() -> None:
 def test_large_tables_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     times = Times([1, 1.3, 1.1, 1.2], [1.2, 1.1, 1.3, 1], [0.9, 1, 1.2, 1.1])
     assert search_lockstep(times, 0, 7, 4, 8, width=0).policy in SPLIT
-    monkeypatch.setattr(schedules, "LARGEST_SEARCH", 4 * NUM_MICROBATCHES - 1)
+    monkeypatch.setattr(stages, "LARGEST_SEARCH", 4 * NUM_MICROBATCHES - 1)
     for executor in EXECUTORS:
         plan = plan_for(gpus(4, 80e9), DEEP, *auto(4, f"--config.pipeline.executor={executor}"))
         assert any(plan.summary.startswith(name) for name in SPLIT)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jaxpar.choose import schedule as schedules
 from jaxpar.choose import stages
 from jaxpar.cluster import Cluster, named_cluster
 from jaxpar.core.state import nbytes
@@ -195,7 +194,7 @@ def chosen(there: Cluster, *overrides: str, times: Times | None = None, task: Ta
     config = make_config(task, *overrides, "--config.pipeline.executor=auto")
     with pytest.MonkeyPatch.context() as patch:
         if times:
-            patch.setattr(schedules, "stage_times", lambda *_: times)
+            patch.setattr(stages, "stage_times", lambda *_: times)
         choice = stages.choose_stages(config, make_problem(config, task), there, Path())
     assert [reason.partition(":")[0] for reason in choice.reasons] == [
         f"executor {choice.settings['pipeline.executor']}"
@@ -221,8 +220,8 @@ def test_auto_on_cpu_devices_depends_on_the_size_of_actions(monkeypatch: pytest.
     cpus, two = named_cluster("cpu", 2), pipeline("1f1b", 2)
     assert chosen(cpus, *two) == "lockstep"
     enough = 2 * NUM_MICROBATCHES * 1e9 / 3
-    monkeypatch.setattr(schedules, "layer_flops", lambda model, *_: [enough] * len(model.layers))
+    monkeypatch.setattr(stages, "layer_flops", lambda model, *_: [enough] * len(model.layers))
     assert chosen(cpus, *two) == "dispatch"
     few = [enough, *[0.0] * 7]  # all in the first stage
-    monkeypatch.setattr(schedules, "layer_flops", lambda *_: few[: BERT.layers + 2])
+    monkeypatch.setattr(stages, "layer_flops", lambda *_: few[: BERT.layers + 2])
     assert chosen(cpus, *two, "--config.pipeline.partition=uniform") == "lockstep"

@@ -5,7 +5,7 @@ the machine affects all of them.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jaxpar.cluster import Cluster
 from jaxpar.core.ring import sent_of_operand
 from jaxpar.core.state import init
 from jaxpar.core.step import Problem, batch_weight, gradients
-from jaxpar.measure.timing import seconds_in_turn
+from jaxpar.measure.phases import seconds_in_turn
 
 AXIS = "devices"
 LONG, SHORT = 2**20, 2**8  # elements of the vectors that are sent
@@ -38,15 +38,7 @@ def calibrate(
     batch: Mapping[str, np.ndarray],
     rounds: int = 15,
 ) -> CpuMachine:
-    """Return the machine with measured constants.
-
-    Args:
-      cluster: the description of the devices.
-      devices: the devices.
-      problem: the problem, one of whose layers is computed on several devices at the same time.
-      batch: examples for this layer.
-      rounds: measurements of each program.
-    """
+    """Return the machine with measured constants. A layer computes the batch on several devices at the same time."""
     numbers = [2**e for e in range(len(devices).bit_length()) if 2**e <= len(devices)]
     if numbers[-1] != len(devices):
         numbers.append(len(devices))
@@ -56,7 +48,8 @@ def calibrate(
         for name, (function, shape) in _programs(n).items():
             calls[name, n] = on_mesh(function, shape, mesh)
     on_device = LayerPrograms(problem, batch, remat="none").on_devices(batch, devices)
-    calls |= {("layer", n): partial(_on_first, on_device[:n]) for n in numbers}
+    for n in numbers:
+        calls["layer", n] = partial(_at_the_same_time, on_device[:n])
     seconds = seconds_in_turn(calls, rounds)
     collectives = {kind: {n: _line(kind, n, seconds) for n in numbers if n > 1} or {1: (0.0, 0.0)} for kind in KINDS}
     most = numbers[-1]
@@ -101,9 +94,8 @@ def divisible(length: int, n: int) -> int:
     return -(-length // n) * n
 
 
-def _on_first(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Call functions of different devices, which compute at the same time."""
-    return [call() for call in calls]
+def _at_the_same_time(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    return [call() for call in calls]  # of different devices
 
 
 def _clocks(x: jax.Array) -> jax.Array:
@@ -117,10 +109,7 @@ def _clocks(x: jax.Array) -> jax.Array:
 
 
 def _repeated(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        return jnp.resize(collective(x), x.shape) * 0.5, None
-
-    return jax.lax.scan(step, x, None, length=NUM_REPEATED)[0]
+    return jax.lax.fori_loop(0, NUM_REPEATED, lambda _, x: jnp.resize(collective(x), x.shape) * 0.5, x)
 
 
 def on_mesh(function: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], mesh: Mesh) -> Callable[[], Any]:
@@ -148,41 +137,35 @@ class MeasuredLayers(Layers):
     """
 
     remats = ("none",)  # each one takes a minute to compile
+    cached = (*Layers.cached, "_measured")
 
     def __init__(
-        self,
-        problem: Problem,
-        batch: Mapping[str, np.ndarray],
-        sizes: tuple[int, int],
-        repeats: int,
-        started: float = 0.0,
+        self, problem: Problem, batch: Mapping[str, Any], sizes: tuple[int, int], repeats: int, started: float = 0.0
     ) -> None:
-        """Measure nothing yet.
+        """Measure nothing yet. batch: one with the longest examples; repeats: measurements of each layer.
 
-        Args:
-          problem: the problem.
-          batch: a batch with the longest examples.
-          sizes: the numbers of examples, in ascending order; equal for a batch of one.
-          repeats: measurements of each layer.
-          started: seconds that a program takes that computes nothing, which are not a layer's.
+        sizes: the numbers of examples, in ascending order; equal for a batch of one. started: seconds that a program
+        takes that computes nothing, which are not a layer's.
         """
         super().__init__(problem)
         self._batch, self._numbers, self._repeats, self._started = batch, sizes, repeats, started
-        self._measured = cache(self._measure)
 
     def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
-        """Return the seconds of the forward and backward pass of each layer. See `Layers`."""
+        """Return the seconds of the forward and backward pass of each layer."""
         few, many = self._measured(remat)
         share = (size - self._numbers[0]) / max(self._numbers[1] - self._numbers[0], 1)
         seconds = np.maximum(few + share * (many - few), 0.0)
         return [(forward, backward) for forward, backward in seconds.tolist()]
 
-    def _measure(self, remat: str) -> list[np.ndarray]:
+    def _measured(self, remat: str) -> list[np.ndarray]:
         """Return the seconds for each number of examples, [layer, forward or backward]."""
         parts = [{name: x[:number] for name, x in self._batch.items()} for number in self._numbers]
         programs = [LayerPrograms(self._problem, part, remat=remat) for part in parts]
         of_sizes = [one.calls(part) for one, part in zip(programs, parts, strict=True)]
-        calls: dict[Hashable, Callable[[], Any]] = {"all": whole_gradient(self._problem, parts[-1], remat)}
+        problem = self._problem._replace(model=self._problem.model.with_remat(remat), accumulation_steps=1)
+        state = jax.jit(partial(init, problem.model, optax.identity()))(jax.random.key(0))
+        run = jax.jit(lambda state, batch: gradients(problem, state, batch, batch_weight(batch)))
+        calls: dict[Hashable, Callable[[], Any]] = {"all": partial(run, state, jax.device_put(dict(parts[-1])))}
         calls |= {(size, key): call for size, of_size in enumerate(of_sizes) for key, call in of_size.items()}
         seconds = seconds_in_turn(calls, self._repeats)
         found = [
@@ -192,12 +175,3 @@ class MeasuredLayers(Layers):
         alone = [np.maximum(of_size - self._started, 0.0) for of_size in found]
         scale = max(seconds["all"] - self._started, 0.0) / alone[-1].sum()
         return [scale * of_size for of_size in alone]
-
-
-def whole_gradient(problem: Problem, batch: Mapping[str, np.ndarray], remat: str) -> Callable[[], Any]:
-    """Return a function that computes the gradient of a batch on the default device, in one program."""
-    problem = problem._replace(model=problem.model.with_remat(remat), accumulation_steps=1)
-    state = jax.jit(partial(init, problem.model, optax.identity()))(jax.random.key(0))
-    arrays = jax.device_put(dict(batch))
-    run = jax.jit(lambda state, batch: gradients(problem, state, batch, batch_weight(batch)))
-    return partial(run, state, arrays)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.core.state import nbytes
 from jaxpar.core.step import Problem, abstract
-from jaxpar.measure.timing import seconds_in_turn
+from jaxpar.measure.phases import seconds_in_turn
 from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs, StageProgram, StagePrograms, trace_stage
 from jaxpar.strategies.pipeline.executor.stages import Stages
 from jaxpar.strategies.pipeline.tables.table import loop_stages
@@ -23,18 +23,14 @@ class LayerPrograms:
     """The forward and backward programs of every layer for one microbatch. Equal layers share theirs."""
 
     def __init__(self, problem: Problem, microbatch: Mapping[str, Any], *, remat: str, num_phases: int = 2):
-        """Trace the programs.
+        """Trace the programs. microbatch: its arrays or their shapes.
 
-        Args:
-          problem: the problem.
-          microbatch: its arrays or their shapes.
-          remat: none, full or dots.
-          num_phases: 2: F and BW; 3: F, B and W, which can be sized but not measured.
+        num_phases: 2 for F and BW; 3 for F, B and W, which can be sized but not measured.
         """
-        self.remat = remat  # none, full or dots
         self._model = problem.model
         inputs = problem.model.inputs(abstract(microbatch))
-        self._can_cut = [all(map(_has_gradient, jax.tree.leaves(x))) for x in inputs[1:]] + [True]  # after each layer
+        has_gradient = [[jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(x)] for x in inputs[1:]]
+        self._can_cut = [*map(all, has_gradient), True]  # after each layer
         stages, key = _stages(problem, inputs), jax.eval_shape(lambda: jax.random.key(0))
         # the programs; stage i is layer i
         self.programs = StagePrograms(stages, abstract(dict(microbatch)), key, num_phases=num_phases, remat=remat)
@@ -42,7 +38,8 @@ class LayerPrograms:
 
     def measure(self, microbatch: Mapping[str, np.ndarray], *, repeats: int) -> list[LayerProfile]:
         """Return the profile measured on the default device: medians of `repeats` calls of each program."""
-        return self.timed(seconds_in_turn(self.calls(microbatch), repeats))
+        seconds = seconds_in_turn(self.calls(microbatch), repeats)
+        return self.with_times({one: (seconds[one, FORWARD], seconds[one, BACKWARD]) for one in self.numbers})
 
     def calls(self, microbatch: Mapping[str, np.ndarray]) -> dict[tuple[int, int], Callable[[], Any]]:
         """Return a function that runs a program on the default device, by number of the program and phase."""
@@ -58,15 +55,7 @@ class LayerPrograms:
             x = outputs.y
         return calls
 
-    def timed(self, seconds: Mapping[tuple[int, int], float]) -> list[LayerProfile]:
-        """Return the profile with the seconds of each of `calls`."""
-        return self.with_times(
-            {number: (seconds[number, FORWARD], seconds[number, BACKWARD]) for number in self.numbers}
-        )
-
-    def on_devices(
-        self, microbatch: Mapping[str, np.ndarray], devices: Sequence[jax.Device]
-    ) -> list[Callable[[], Any]]:
+    def on_devices(self, microbatch: Mapping[str, Any], devices: Sequence[jax.Device]) -> list[Callable[[], Any]]:
         """Return a function for each device that runs the backward pass of the layer in the middle of the model."""
         run, number = jax.jit(self.programs.run, static_argnums=(0, 1)), self.numbers[len(self.numbers) // 2]
         layer, program = self.numbers.index(number), self.programs.programs[number]
@@ -87,36 +76,20 @@ class LayerPrograms:
         held = stages.init(jax.random.key(0), stages.kinds[layer], jnp.zeros(1, jnp.int32))
         return stages.part(held, device, 0)
 
-    def _stash_bytes(self, number: int) -> int:
-        return kept_bytes(self.programs.programs[number], FORWARD, BACKWARD)
-
     def with_times(self, times: Mapping[int, tuple[float, float]]) -> list[LayerProfile]:
         """Return the profile with the seconds of the forward and backward pass of each program."""
-        return [
-            LayerProfile(
-                layer.name,
-                *times[number],
-                nbytes(self.programs.programs[number].y),
-                self._stash_bytes(number),
-                nbytes(layer.shapes),
-                can_cut,
-            )
-            for layer, number, can_cut in zip(self._model.layers, self.numbers, self._can_cut, strict=True)
-        ]
+        profile = []
+        for layer, number, can_cut in zip(self._model.layers, self.numbers, self._can_cut, strict=True):
+            program = self.programs.programs[number]
+            sizes = nbytes(program.y), kept_bytes(program, FORWARD, BACKWARD), nbytes(layer.shapes)
+            profile.append(LayerProfile(layer.name, *times[number], *sizes, can_cut))
+        return profile
 
 
 def loss_program(
     problem: Problem, inputs: Sequence[Any], microbatch: Mapping[str, Any], *, remat: str, num_phases: int
 ) -> StageProgram:
-    """Trace the program of the last layer alone, with the loss.
-
-    Args:
-      problem: the problem.
-      inputs: shapes of the inputs of all layers, for this microbatch.
-      microbatch: shapes of its arrays.
-      remat: as in `LayerPrograms`.
-      num_phases: as in `LayerPrograms`.
-    """
+    """Trace the program of the last layer alone, with the loss. inputs: shapes of the inputs of all layers."""
     stages, last = _stages(problem, inputs), len(problem.model.layers) - 1
     params = stages.part(stages.select(problem.model.shapes, last), last, 0)
     key, scalar = jax.eval_shape(lambda: jax.random.key(0)), partial(jax.ShapeDtypeStruct, ())
@@ -130,10 +103,5 @@ def kept_bytes(program: StageProgram, made: int, read: int) -> int:
 
 
 def _stages(problem: Problem, inputs: Sequence[Any]) -> Stages:
-    """Return stages of one layer each."""
-    number = len(problem.model.layers)
+    number = len(problem.model.layers)  # of stages, of one layer each
     return Stages(problem.model, range(number + 1), loop_stages(number, 1), inputs, problem.task)
-
-
-def _has_gradient(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.inexact))

@@ -79,73 +79,64 @@ class Layers:
 
     Sizes are linear in the number of examples, except those of the last layer: the loss of many examples is computed in
     chunks. So all layers are traced for two numbers of examples, and the last one for each number.
+
+    In all methods, size is the number of examples that a layer computes at a time, remat is none, dots or full, and
+    is_split states whether W is separate from B.
     """
 
     remats: tuple[str, ...] = KINDS_OF_REMAT  # kinds of rematerialization whose times are cheap to find
+    # Methods whose results are kept, because tracing takes seconds.
+    cached: tuple[str, ...] = (
+        *("profile", "work"),
+        *("_programs", "_sizes", "_splits", "_loss_program", "_residual", "_inputs", "_narrowed"),
+    )
 
     def __init__(self, problem: Problem) -> None:
         """Trace nothing yet."""
         self._problem = problem
-        self._programs, self._sizes = cache(self._trace), cache(self._trace_sizes)
-        self._split, self._residual = cache(self._split_stashes), cache(self._trace_residual)
-        self._inputs, self._narrowed = cache(self._trace_inputs), cache(lambda: narrowed_bytes(problem))
-        self._profiles, self._works = cache(self._profile), cache(self._work)
+        for name in self.cached:
+            setattr(self, name, cache(getattr(self, name)))
 
     def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
-        """Return the seconds of the forward and backward pass of each layer. size, remat: as in `profile`."""
-        del size, remat
+        """Return the seconds of the forward and backward pass of each layer."""
         return [(0.0, 0.0)] * len(self._problem.model.layers)
 
     def phase_seconds(self, size: int, remat: str, *, is_split: bool) -> list[PhaseSeconds]:
-        """Return the seconds of F, B and W of each layer. Unless they are known, B and W take half of a backward pass.
-
-        size, remat: as in `profile`; is_split: W is separate from B.
-        """
-        del is_split
+        """Return the seconds of F, B and W of each layer. Unless known, B and W take half of a backward pass each."""
         seconds = self.seconds(size, remat)
         return [PhaseSeconds(forward, backward / 2, backward / 2) for forward, backward in seconds]
 
     def profile(self, size: int, remat: str) -> list[LayerProfile]:
-        """Return the times and sizes of each layer.
-
-        Args:
-          size: number of examples that a layer computes at a time.
-          remat: none, dots or full.
-        """
-        return self._profiles(size, remat)
-
-    def _profile(self, size: int, remat: str) -> list[LayerProfile]:
+        """Return the times and sizes of each layer."""
         layers = zip(self._sizes(size, remat), self.seconds(size, remat), strict=True)
         return [layer._replace(forward_s=forward, backward_s=backward) for layer, (forward, backward) in layers]
 
     def memory(self, size: int, remat: str, *, is_split: bool) -> list[LayerMemory]:
-        """Return what each layer holds in addition. size, remat: as in `profile`; is_split: W is separate from B."""
+        """Return what each layer holds in addition."""
         narrowed = self._narrowed()
-        splits = self._split(size, remat) if is_split else [SplitStash(0.0, 0.0, 0.0)] * len(narrowed)
+        splits = self._splits(size, remat) if is_split else [SplitStash(0.0, 0.0, 0.0)] * len(narrowed)
         each = zip(self._sizes(size, "none"), narrowed, splits, strict=True)
         *first, last = [LayerMemory(layer.stash_bytes, narrow, split) for layer, narrow, split in each]
         return [*first, last._replace(looped=self._residual(size, "none", len(first)).looped)]
 
     def residuals(self, size: int, remat: str) -> list[Residuals]:
-        """Return what each layer of a replica holds for the backward pass. size, remat: as in `profile`."""
+        """Return what each layer of a replica holds for the backward pass."""
         runs, last = self._problem.model.runs, len(self._problem.model.layers) - 1
         numbers = [min(max(run.start, 1), run.stop - 1) for run in runs for _ in range(*run)]
         return [self._residual(size, remat, number) for number in (0, *numbers[1:last], last)]
 
     def work(self, size: int, remat: str, *, is_split: bool) -> LayerWork:
-        """Return what a pipeline computes. size, remat: as in `profile`; is_split: W is separate from B."""
-        return self._works(size, remat, is_split)
-
-    def _work(self, size: int, remat: str, is_split: bool) -> LayerWork:
+        """Return what a pipeline computes."""
         memory = self.memory(size, remat, is_split=is_split)
         seconds = self.phase_seconds(size, remat, is_split=is_split)
         return LayerWork(self.profile(size, remat), memory, seconds, remat)
 
-    def _trace(self, size: int, remat: str, num_phases: int) -> LayerPrograms:
+    def _programs(self, size: int, remat: str, num_phases: int) -> LayerPrograms:
         batch = resized(self._problem.batch, size)
         return LayerPrograms(self._problem, batch, remat=remat, num_phases=num_phases)
 
-    def _trace_sizes(self, size: int, remat: str) -> list[LayerProfile]:
+    def _sizes(self, size: int, remat: str) -> list[LayerProfile]:
+        """Return the profile without times."""
         if size in SIZES:
             programs = self._programs(size, remat, 2)
             return programs.with_times(dict.fromkeys(programs.numbers, (0.0, 0.0)))
@@ -160,11 +151,11 @@ class Layers:
         stash = kept_bytes(self._loss_program(size, remat, 2), FORWARD, BACKWARD)
         return [*between, last[0]._replace(stash_bytes=stash)]
 
-    def _split_stashes(self, size: int, remat: str) -> list[SplitStash]:
+    def _splits(self, size: int, remat: str) -> list[SplitStash]:
         if size in SIZES:
             programs = self._programs(size, remat, 3)
             return [_split_stash(programs.programs.programs[number]) for number in programs.numbers]
-        *layers, _ = zip(*(self._split(one, remat) for one in SIZES), strict=True)
+        *layers, _ = zip(*(self._splits(one, remat) for one in SIZES), strict=True)
         between = [SplitStash(*(_at(size, *sizes) for sizes in zip(few, many, strict=True))) for few, many in layers]
         return [*between, _split_stash(self._loss_program(size, remat, 3))]
 
@@ -172,18 +163,21 @@ class Layers:
         inputs, batch, _ = self._inputs(size)
         return loss_program(self._problem, inputs, batch, remat=remat, num_phases=num_phases)
 
-    def _trace_residual(self, size: int, remat: str, number: int) -> Residuals:
+    def _residual(self, size: int, remat: str, number: int) -> Residuals:
         """Return what a layer holds."""
         model, (inputs, batch, keys_B) = self._problem.model.unrolled().with_remat(remat), self._inputs(size)
         task = self._problem.task if number == len(model.layers) - 1 else None
         function = partial(_apply, model, task, number)
         return residuals(function, model.layers[number].shapes, inputs[number], (batch, keys_B))
 
-    def _trace_inputs(self, size: int) -> tuple[list[Any], Any, Any]:
+    def _inputs(self, size: int) -> tuple[list[Any], Any, Any]:
         """Return the shapes of the inputs of all layers, of a batch and of its keys."""
         batch = resized(self._problem.batch, size)
         keys_B = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), size))
         return self._problem.model.unrolled().inputs(abstract(batch)), batch, keys_B
+
+    def _narrowed(self) -> list[float]:
+        return narrowed_bytes(self._problem)
 
 
 def _at(size: int, few: Any, many: Any) -> Any:
@@ -192,7 +186,6 @@ def _at(size: int, few: Any, many: Any) -> Any:
 
 
 def _split_stash(program: StageProgram) -> SplitStash:
-    """Return what the phases F, B and W of a program save."""
     return SplitStash(*(kept_bytes(program, *span) for span in ((0, 1), (0, 2), (1, 2))))
 
 
@@ -213,46 +206,48 @@ def _apply(model: Model, task: Task | None, number: int, weights: Any, x: Any, o
 class TracedLayers(Layers):
     """Layers on a GPU that need not exist: their operations at its rates."""
 
+    cached = (*Layers.cached, "_kernels")
+
     def __init__(self, problem: Problem, cluster: Cluster) -> None:
         """Trace nothing yet. cluster: the GPUs."""
         super().__init__(problem)
-        self._cluster, self._kernels = cluster, cache(self._trace_kernels)
+        self._cluster = cluster
 
     def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
-        """Return the seconds of the forward and backward pass of each layer. See `Layers`."""
+        """Return the seconds of the forward and backward pass of each layer."""
         return [(forward, backward) for forward, backward in self._priced(size, remat, 2)]
 
     def phase_seconds(self, size: int, remat: str, *, is_split: bool) -> list[PhaseSeconds]:
-        """Return the seconds of F, B and W of each layer. B writes what it hands to W into a stash. See `Layers`."""
+        """Return the seconds of F, B and W of each layer. B writes what it hands to W into a stash."""
         if not is_split:
             return super().phase_seconds(size, remat, is_split=False)
-        handed = [memory_seconds(self._cluster, of.from_backward) for of in self._split(size, remat)]
+        handed = [memory_seconds(self._cluster, of.from_backward) for of in self._splits(size, remat)]
         return [
             PhaseSeconds(forward, backward + extra, weight + extra)
             for (forward, backward, weight), extra in zip(self._priced(size, remat, 3), handed, strict=True)
         ]
 
     def _priced(self, size: int, remat: str, num_phases: int) -> list[list[float]]:
-        kernels, numbers = self._kernels(remat, num_phases)
+        """Return the seconds of each phase of each layer."""
+        kernels = self._kernels(remat, num_phases)
         seconds = {number: [one.seconds(size, self._cluster) for one in kernels[number]] for number in kernels}
-        return [seconds[number] for number in numbers]
+        return [seconds[number] for number in self._programs(SIZES[0], remat, num_phases).numbers]
 
-    def _trace_kernels(self, remat: str, num_phases: int) -> tuple[dict[int, list["_Kernels"]], list[int]]:
-        """Return the kernels of each phase of each program, and the number of the program of each layer."""
-        traced = [self._programs(size, remat, num_phases) for size in SIZES]
-        numbers = traced[0].numbers
-        kernels = {
-            number: [_Kernels([counted(of, number, phase) for of in traced]) for phase in range(num_phases)]
-            for number in set(numbers)
+    def _kernels(self, remat: str, num_phases: int) -> dict[int, list["_Kernels"]]:
+        """Return the kernels of each phase of each program."""
+        found: dict[int, list[_Kernels]] = {
+            number: [] for number in self._programs(SIZES[0], remat, num_phases).numbers
         }
-        return kernels, numbers
-
-
-def counted(programs: LayerPrograms, number: int, phase: int) -> list[Operation]:
-    """Return the operations of a phase of a layer's program."""
-    program = programs.programs.programs[number]
-    saved = {stash: values for stash, values in program.cut.saved.items() if stash[0] < phase <= stash[1]}
-    return operations(partial(programs.programs.run, number, phase), program.inputs, saved)
+        for number, phases in found.items():
+            for phase in range(num_phases):
+                of_sizes = []
+                for size in SIZES:
+                    programs = self._programs(size, remat, num_phases).programs
+                    program = programs.programs[number]
+                    saved = {span: x for span, x in program.cut.saved.items() if span[0] < phase <= span[1]}
+                    of_sizes.append(operations(partial(programs.run, number, phase), program.inputs, saved))
+                phases.append(_Kernels(of_sizes))
+        return found
 
 
 class _Kernels:
@@ -289,6 +284,5 @@ class ProfiledLayers(Layers):
         self._given = profile
 
     def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
-        """Return the seconds of the forward and backward pass of each layer. See `Layers`."""
-        del size, remat
+        """Return the seconds of the forward and backward pass of each layer."""
         return [(layer.forward_s, layer.backward_s) for layer in self._given]

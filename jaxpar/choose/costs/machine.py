@@ -1,11 +1,23 @@
-"""The costs of computation and communication on a cluster: by the rates of GPUs, or as measured on CPUs."""
+"""The costs of computation and communication on a cluster: by the rates of GPUs, or as measured on CPUs.
+
+A machine has these:
+
+  overlaps                      whether a device sends and computes at the same time
+  update_repeats                bytes that an update moves / those that are counted (updates.py)
+  clock_seconds                 seconds of a clock of a pipeline besides its actions and transfers
+  together(seconds, copies)     how long devices take that compute at the same time, given the seconds that each takes
+                                alone, [.., device]; copies: replicas of these devices, which compute the same
+  collective(sent, axes)        seconds of the collectives of a traffic; axes: sizes of the mesh axes
+  started(num_devices)          seconds that a step takes besides everything else
+  moved(nbytes, num_devices)    seconds in which these devices each read or write this number of bytes at the same time
+"""
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,43 +31,6 @@ from jaxpar.core.ring import PERMUTE, RING_PASSES
 
 KERNEL_REPEATS = 2.0  # updates compiled for H100s move 1.8 to 2.4 times the bytes, as several kernels read an array
 CLOCK_KERNELS = 10  # launches that a clock of a pipeline needs besides those of its actions
-
-
-class Machine(Protocol):
-    """The costs of a cluster."""
-
-    @property
-    def cluster(self) -> Cluster:
-        """The devices."""
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether a device sends and computes at the same time."""
-
-    @property
-    def update_repeats(self) -> float:
-        """Bytes that an update moves / those that are counted (updates.py)."""
-
-    @property
-    def clock_seconds(self) -> float:
-        """Seconds of a clock of a pipeline besides its actions and transfers."""
-
-    def together(self, seconds: np.ndarray, copies: int = 1) -> np.ndarray:
-        """Return how long devices take that compute at the same time.
-
-        Args:
-          seconds: the time that each device takes alone, [.., device].
-          copies: number of replicas of these devices, which compute the same.
-        """
-
-    def collective(self, sent: Traffic, axes: Mapping[str, int]) -> float:
-        """Return the time of collectives. axes: sizes of the mesh axes."""
-
-    def started(self, num_devices: int) -> float:
-        """Return the time that a step takes besides everything else."""
-
-    def moved(self, nbytes: float, num_devices: int) -> float:
-        """Return the time in which `num_devices` devices each read or write `nbytes` bytes at the same time."""
 
 
 def num_hops(kind: str, size: int) -> int:
@@ -125,50 +100,25 @@ class SharedCores(NamedTuple):
     clock_seconds: float = 0.0
 
     def together(self, seconds: np.ndarray, copies: int = 1) -> np.ndarray:
-        """Return the sum of the times of the devices of each process, and the longest of these sums."""
-        del copies  # replicas of a pipeline are other processes, or as slow for every schedule
+        """Return the longest sum of the times of the devices of a process.
+
+        Replicas of a pipeline are other processes, or as slow for every schedule.
+        """
         number = seconds.shape[-1]
         first = range(0, number, processors_shared(self.cluster))
         return np.max(np.add.reduceat(seconds, list(first), axis=-1), axis=-1)
 
     def collective(self, sent: Traffic, axes: Mapping[str, int]) -> float:
         """Communication is free."""
-        del sent, axes
         return 0.0
 
     def started(self, num_devices: int) -> float:
         """A step starts at once."""
-        del num_devices
         return 0.0
 
     def moved(self, nbytes: float, num_devices: int) -> float:
         """Memory is free."""
-        del nbytes, num_devices
         return 0.0
-
-
-def machine_of(cluster: Cluster) -> Machine:
-    """Return the costs of a cluster without measuring anything. Unknown rates of GPUs are assumed."""
-    return SharedCores(cluster) if cluster.platform == "cpu" else GpuMachine(with_assumed_rates(cluster))
-
-
-def processors_shared(cluster: Cluster) -> int:
-    """Return the number of neighbouring devices that share their processors."""
-    return max(1, cluster.num_devices // cluster.num_processes) if cluster.platform == "cpu" else 1
-
-
-def with_assumed_rates(cluster: Cluster) -> Cluster:
-    """Return a cluster with the rates of an H100 where its own are unknown, so that times can be compared."""
-    is_present = cluster.memory_bandwidth is None or not cluster.send_rates  # JAX reports neither
-    if is_present and kind_of_device(cluster.device_kind):
-        cluster = clusters.with_rates_of_kind(cluster)
-    assumed = clusters.named_cluster("h100", 1)
-    return replace(
-        cluster,
-        peak_flops={**assumed.peak_flops, **cluster.peak_flops},
-        memory_bandwidth=cluster.memory_bandwidth or assumed.memory_bandwidth,
-        send_rates=cluster.send_rates or assumed.send_rates,
-    )
 
 
 class CpuMachine(NamedTuple):
@@ -217,3 +167,30 @@ class CpuMachine(NamedTuple):
 def _at(number: int, measured: Mapping[int, float]) -> float:
     """Return a value between those that were measured for numbers of devices."""
     return float(np.interp(number, list(measured), list(measured.values())))
+
+
+Machine = GpuMachine | CpuMachine | SharedCores
+
+
+def machine_of(cluster: Cluster) -> Machine:
+    """Return the costs of a cluster without measuring anything. Unknown rates of GPUs are assumed."""
+    return SharedCores(cluster) if cluster.platform == "cpu" else GpuMachine(with_assumed_rates(cluster))
+
+
+def processors_shared(cluster: Cluster) -> int:
+    """Return the number of neighbouring devices that share their processors."""
+    return max(1, cluster.num_devices // cluster.num_processes) if cluster.platform == "cpu" else 1
+
+
+def with_assumed_rates(cluster: Cluster) -> Cluster:
+    """Return a cluster with the rates of an H100 where its own are unknown, so that times can be compared."""
+    is_present = cluster.memory_bandwidth is None or not cluster.send_rates  # JAX reports neither
+    if is_present and kind_of_device(cluster.device_kind):
+        cluster = clusters.with_rates_of_kind(cluster)
+    assumed = clusters.named_cluster("h100", 1)
+    return replace(
+        cluster,
+        peak_flops={**assumed.peak_flops, **cluster.peak_flops},
+        memory_bandwidth=cluster.memory_bandwidth or assumed.memory_bandwidth,
+        send_rates=cluster.send_rates or assumed.send_rates,
+    )

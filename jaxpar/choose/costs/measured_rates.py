@@ -28,7 +28,7 @@ from jaxpar.cluster import Cluster
 from jaxpar.cluster.gpus import PEAK_DTYPES
 from jaxpar.core.ring import sent_of_operand
 from jaxpar.errors import UserError
-from jaxpar.measure.timing import seconds_in_turn
+from jaxpar.measure.phases import seconds_in_turn
 
 FLOAT_BYTES = 4  # of an element of the vectors, which are float32
 ROUNDS = 10
@@ -48,28 +48,8 @@ class MeasuredSizes(NamedTuple):
 GPU_SIZES = MeasuredSizes()
 
 
-class Timings(NamedTuple):
-    """Measured seconds."""
-
-    kernel: float  # a program with one small kernel
-    kernels: float  # a program with many small kernels
-    passes: float  # a program with as many passes
-    products: Mapping[str, float]  # a program with a product, by dtype
-    # a collective of a short and of a long vector, without the rest of its program, by kind; empty for one device
-    collectives: Mapping[str, tuple[float, float]]
-
-
 def measured_cluster(cluster: Cluster, devices: Sequence[jax.Device], sizes: MeasuredSizes = GPU_SIZES) -> Cluster:
-    """Return the cluster with measured rates. See `with_measured_rates`.
-
-    Args:
-      cluster: the devices, all of one process, with the rates of their data sheet if they are known.
-      devices: the devices.
-      sizes: the sizes of the programs.
-
-    Raises:
-      UserError: other programs disturbed the measurement.
-    """
+    """Return the cluster, of one process, with measured rates. See `with_measured_rates`."""
     assert len(devices) == cluster.num_devices
     return with_measured_rates(cluster, measure_seconds(devices, sizes), sizes)
 
@@ -77,28 +57,20 @@ def measured_cluster(cluster: Cluster, devices: Sequence[jax.Device], sizes: Mea
 # ---- measure --------------------------------------------------------------------------------------------------------
 
 
-def measure_seconds(devices: Sequence[jax.Device], sizes: MeasuredSizes, rounds: int = ROUNDS) -> Timings:
-    """Time the programs. rounds: measurements of each program."""
+def measure_seconds(devices: Sequence[jax.Device], sizes: MeasuredSizes, rounds: int = ROUNDS) -> dict[Any, float]:
+    """Return the seconds of each of `single_programs`, and of each of `loops` by its name and the length of its vector.
+
+    rounds: measurements of each program.
+    """
     calls: dict[Hashable, Callable[[], Any]] = {
         name: partial(jax.jit(function), *(jax.device_put(x, devices[0]) for x in arguments))
         for name, (function, *arguments) in single_programs(sizes).items()
     }
     n, mesh = len(devices), Mesh(np.asarray(devices), (AXIS,))
-    lengths = [divisible(length, n) for length in (sizes.few, sizes.sent)]
     if n > 1:
+        lengths = [divisible(length, n) for length in (sizes.few, sizes.sent)]
         calls |= {(kind, length): on_mesh(f, (length,), mesh) for kind, f in loops(n).items() for length in lengths}
-    seconds = seconds_in_turn(calls, rounds)
-
-    def of_collective(kind: str, length: int) -> float:
-        return (seconds[kind, length] - seconds[NO_COLLECTIVE, length]) / NUM_REPEATED
-
-    return Timings(
-        seconds["kernel"],
-        seconds["kernels"],
-        seconds["passes"],
-        {dtype: seconds[dtype] for dtype in PEAK_DTYPES},
-        {kind: (of_collective(kind, lengths[0]), of_collective(kind, lengths[1])) for kind in KINDS if n > 1},
-    )
+    return seconds_in_turn(calls, rounds)
 
 
 def single_programs(sizes: MeasuredSizes) -> dict[str, tuple[Any, ...]]:
@@ -145,30 +117,37 @@ def loop(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Arra
 # ---- read -----------------------------------------------------------------------------------------------------------
 
 
-def with_measured_rates(cluster: Cluster, timings: Timings, sizes: MeasuredSizes) -> Cluster:
-    """Return the cluster with the rates that follow from the timings.
+def with_measured_rates(cluster: Cluster, seconds: Mapping[Any, float], sizes: MeasuredSizes) -> Cluster:
+    """Return the cluster with the rates that follow from the seconds of `measure_seconds`.
 
     Rates of data sheets stay, with measured efficiencies; an unknown rate becomes the measured one. Attention, and
-    links that were not measured, keep their assumed efficiency.
-
-    Raises:
-      UserError: a program took no longer than a smaller one.
+    links that were not measured, keep their assumed efficiency. Raises UserError if other programs disturbed the
+    measurement, so that a program took no longer than a smaller one.
     """
-    launch = _longer(timings.kernels, timings.kernel, "a kernel") / (sizes.kernels - 1)
+    launch = _longer(seconds["kernels"], seconds["kernel"], "a kernel") / (sizes.kernels - 1)
     moved = 2 * FLOAT_BYTES * (sizes.many - sizes.few) * sizes.kernels
-    memory = moved / _longer(timings.passes, timings.kernels, "a pass over the memory")
+    memory = moved / _longer(seconds["passes"], seconds["kernels"], "a pass over the memory")
     products = {
-        dtype: 2 * sizes.width**3 / _longer(seconds, timings.kernel, f"a product in {dtype}")
-        for dtype, seconds in timings.products.items()
+        dtype: 2 * sizes.width**3 / _longer(seconds[dtype], seconds["kernel"], f"a product in {dtype}")
+        for dtype in PEAK_DTYPES
     }
     peaks, bandwidth = {**products, **cluster.peak_flops}, cluster.memory_bandwidth or memory
     efficiencies = {dtype: rate / peaks[dtype] for dtype, rate in products.items()} | {"memory": memory / bandwidth}
     measured = replace(
         cluster, memory_bandwidth=bandwidth, peak_flops=peaks, efficiencies=efficiencies, launch_seconds=launch
     )
-    if not timings.collectives:
+    n = cluster.num_devices
+    if n == 1:
         return measured
-    rate, hop = fit_link(timings.collectives, cluster.num_devices, sizes)
+    lengths = [divisible(length, n) for length in (sizes.few, sizes.sent)]
+    short, long = (
+        sum((seconds[kind, length] - seconds[NO_COLLECTIVE, length]) / NUM_REPEATED for kind in KINDS)
+        for length in lengths
+    )
+    few, many = (FLOAT_BYTES * length for length in lengths)
+    sent = sum(sent_of_operand(kind, n) for kind in KINDS)  # for each byte of a vector
+    rate = sent * (many - few) / _longer(long, short, "a collective of a long vector")
+    hop = max(short - sent * few / rate, 0.0) / sum(num_hops(kind, n) for kind in KINDS)
     return replace(
         measured,
         efficiencies={**efficiencies, "host": 1.0},
@@ -177,27 +156,8 @@ def with_measured_rates(cluster: Cluster, timings: Timings, sizes: MeasuredSizes
     )
 
 
-def fit_link(collectives: Mapping[str, tuple[float, float]], n: int, sizes: MeasuredSizes) -> tuple[float, float]:
-    """Return the bytes/s that a device sends, and the seconds of a hop, in all collectives of n devices together.
-
-    Args:
-      collectives: as in `Timings`.
-      n: number of devices.
-      sizes: the sizes of the programs.
-
-    Raises:
-      UserError: long vectors took no longer than short ones.
-    """
-    few, many = (FLOAT_BYTES * divisible(length, n) for length in (sizes.few, sizes.sent))
-    short, long = (sum(seconds) for seconds in zip(*collectives.values(), strict=True))
-    sent = sum(sent_of_operand(kind, n) for kind in collectives)  # for each byte of a vector
-    rate = sent * (many - few) / _longer(long, short, "a collective of a long vector")
-    hops = sum(num_hops(kind, n) for kind in collectives)
-    return rate, max(short - sent * few / rate, 0.0) / hops
-
-
 def _longer(seconds: float, others: float, what: str) -> float:
-    """Return the difference of two timings. Raises UserError if it is not positive."""
+    """Return the difference of two times. Raises UserError if it is not positive."""
     if seconds <= others:
         raise UserError(
             f"--cluster is 'here', but {what} is too fast to time; it must be a machine with devices that are idle"

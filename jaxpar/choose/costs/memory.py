@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxpar.choose.costs.layers import Layers, LayerWork
 from jaxpar.choose.costs.profile import LayerProfile
-from jaxpar.measure.operations import Residuals
 from jaxpar.models.model import Model
 from jaxpar.strategies.pipeline.tables.table import Table, W
 from jaxpar.strategies.pipeline.tables.validate import peak_handed, peak_in_flight, peak_stashed
@@ -38,25 +37,25 @@ def replica_bytes(
     is_accumulated: bool,
     gathers_layers: bool,
 ) -> float:
-    """Return the bytes of a replica.
+    """Return the bytes of a replica, for microbatches of `size` examples.
 
-    Args:
-      layers: the layers.
-      model: the model.
-      state: the state on a device.
-      size: examples of a microbatch.
-      remat: none, full or dots.
-      is_scanned: whether equal layers are computed by a scan.
-      is_accumulated: whether the gradients of microbatches are added up.
-      gathers_layers: whether the parameters are gathered layer by layer (zero3).
+    is_scanned: whether equal layers are computed by a scan; is_accumulated: whether the gradients of microbatches are
+    added up; gathers_layers: whether the parameters are gathered layer by layer (zero3).
     """
     profile = layers.profile(size, remat)
     saved = layers.residuals(size, remat)
     whole = layers.residuals(size, "none")
-    working = [_working(of, layer.output_bytes) for of, layer in zip(whole, profile, strict=True)]
+    # The backward pass of a layer holds, besides what was saved, as much as the layer saves without rematerialization:
+    # for gradients, or because it computes it again. The loss of a large vocabulary has computed its gradient in the
+    # forward pass, chunk by chunk.
+    working = [of.looped or of.fused + layer.output_bytes for of, layer in zip(whole, profile, strict=True)]
     weights = [float(layer.weight_bytes) for layer in profile]
     narrowed = [of.narrowed for of in layers.memory(size, remat, is_split=False)]
-    scans = _scans(model, is_scanned=is_scanned or gathers_layers)
+    scans: list[range] = []  # for each layer, the layers that are computed with it in one scan, or only its own
+    for run in model.runs:
+        together = range(run.start, run.stop)
+        is_together = is_scanned or gathers_layers
+        scans += [together if is_together else range(number, number + 1) for number in together]
     copied = [
         weight if len(scan) > 1 and (remat != "none" or not narrow) else narrow
         for scan, weight, narrow in zip(scans, weights, narrowed, strict=True)
@@ -64,36 +63,16 @@ def replica_bytes(
     if gathers_layers:
         sums = list(_with_shards(weights, narrowed, state.gradients / sum(weights), scans))
     else:
-        sums = [sum(copied) + of_gradients for of_gradients in _whole_gradients(weights, whole, scans)]
+        # All gradients exist of this layer's scan and of later layers; that of a loss in chunks is among what is saved.
+        of_gradients = (
+            sum(weights[scan.stop :]) + (0.0 if of.looped else sum(weights[scan.start : scan.stop]))
+            for scan, of in zip(scans, whole, strict=True)
+        )
+        sums = [sum(copied) + nbytes for nbytes in of_gradients]
     stacked = [of.saved if len(scan) > 1 else of.fused for of, scan in zip(saved, scans, strict=True)]
     held = [sum(stacked[: number + 1]) for number in range(len(stacked))]
     peak = max(map(sum, zip(held, working, sums, strict=True)))
     return state.parameters + state.optimizer + (state.gradients if is_accumulated else 0.0) + peak
-
-
-def _working(of: Residuals, output_bytes: float) -> float:
-    """Return what the backward pass of a layer holds besides what was saved.
-
-    That is as much as it saves without rematerialization, for gradients or because it computes it again. The loss of a
-    large vocabulary has computed its gradient in the forward pass, chunk by chunk.
-    """
-    return of.looped if of.looped else of.fused + output_bytes
-
-
-def _scans(model: Model, *, is_scanned: bool) -> list[range]:
-    """Return, for each layer, the numbers of the layers that are computed with it in one scan, or only its own."""
-    scans: list[range] = []
-    for run in model.runs:
-        together = range(run.start, run.stop)
-        scans += [together if is_scanned else range(number, number + 1) for number in together]
-    return scans
-
-
-def _whole_gradients(weights: Sequence[float], whole: Sequence[Residuals], scans: Sequence[range]) -> Iterator[float]:
-    """Yield the bytes of the gradients that exist while each layer is computed."""
-    for scan, of in zip(scans, whole, strict=True):
-        # That of a loss in chunks is among what is saved.
-        yield sum(weights[scan.stop :]) + (0.0 if of.looped else sum(weights[scan.start : scan.stop]))
 
 
 def _with_shards(
@@ -123,17 +102,10 @@ def pipeline_bytes(
     *,
     in_lockstep: bool = True,
 ) -> float:
-    """Return the bytes of the fullest device of a pipeline.
+    """Return the bytes of the fullest device of a pipeline. Arguments: see `pipeline_costs`.
 
     In lockstep, all devices run one program, so each allocates as much as the one that needs most of a kind of array.
-
-    Args:
-      work: as in `pipeline_costs`.
-      table: as in `pipeline_costs`.
-      bounds: as in `pipeline_costs`.
-      states: as in `pipeline_costs`.
-      packed_bytes: as in `pipeline_costs`.
-      in_lockstep: whether the executor is lockstep; otherwise each device allocates what its stages need.
+    Otherwise, each device allocates what its stages need.
     """
     if in_lockstep:
         peaks = [float(peak.max()) for peak in stash_peaks(table)]
@@ -149,10 +121,7 @@ Spans = Sequence[tuple[int, int]]  # the first layer of each stage, and the one 
 
 
 def activation_bytes(work: LayerWork, spans: Spans, peaks: Sequence[float], packed_bytes: float) -> float:
-    """Return the bytes besides the state of a device that can run each of these stages.
-
-    peaks: largest numbers of stashes, as from `stash_peaks`.
-    """
+    """Return the bytes besides the state of a device that can run each of these stages. peaks: see `stash_peaks`."""
     computing = stash_bytes(work, spans, peaks) + working_bytes(work, spans)
     return max(computing, packed_bytes + max(layer.weight_bytes for layer in work.layers))
 

@@ -42,8 +42,7 @@ def write_profile(layers: list[LayerProfile], path: Path) -> None:
 def read_profile(path: Path, key: str = "--profile") -> list[LayerProfile]:
     """Read a profile. key: the flag or config key that names it, for messages.
 
-    Raises:
-      UserError: the file cannot be read, has no layers, or a layer has a missing or invalid value.
+    Raises UserError if the file cannot be read, has no layers, or a layer has a missing or invalid value.
     """
     try:
         with open_text(path) as file:

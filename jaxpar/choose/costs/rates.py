@@ -41,21 +41,14 @@ def launch_seconds(cluster: Cluster) -> float:
 
 
 def product_seconds(cluster: Cluster, kind: str, dtype: str, flops: float) -> float:
-    """Return the time of matrix products.
+    """Return the time of matrix products. Raises UserError if the peak FLOP/s of the GPU are unknown.
 
-    Args:
-      cluster: the GPUs.
-      kind: product or attention.
-      dtype: the NumPy name of the dtype of the first operand.
-      flops: the FLOPs.
-
-    Raises:
-      UserError: the peak FLOP/s of the GPU are unknown.
+    kind: product or attention; dtype: the NumPy name of that of the first operand.
     """
     wide = "bfloat16" if dtype in HALF_WIDTH else "float32"
     peak = cluster.peak_flops.get(wide)
     if peak is None:
-        raise unknown_peak(cluster)
+        raise _unknown_peak(cluster)
     return flops / (efficiency(cluster, "attention" if kind == "attention" else wide) * peak)
 
 
@@ -68,23 +61,18 @@ def memory_seconds(cluster: Cluster, nbytes: float) -> float:
 def collective_seconds(
     cluster: Cluster, groups: Sequence[Sequence[int]], nbytes: float, number: float = 1.0, *, hops: int | None = None
 ) -> float:
-    """Return the time of collectives, each of which takes that of a ring on the slowest link that it crosses.
+    """Return the time of `number` collectives, each of which takes that of a ring on the slowest link that it crosses.
 
-    Args:
-      cluster: the GPUs.
-      groups: the devices of each group; for a permute, each pair of a sender and a receiver.
-      nbytes: bytes that a device sends in all of them together.
-      number: number of collectives.
-      hops: number of messages that follow each other in a collective; None: log2 of the size of a group.
+    Raises UserError if the links of the GPU are unknown.
 
-    Raises:
-      UserError: the links of the GPU are unknown.
+    groups: the devices of each group; for a permute, each pair of a sender and a receiver. nbytes: what a device sends
+    in all of them together. hops: messages that follow each other in one; None: log2 of the size of a group.
     """
     size = max(map(len, groups), default=1)
     if size == 1:
         return 0.0
     if not cluster.send_rates:
-        raise unknown_links(cluster)
+        raise _unknown_links(cluster)
     per_host = cluster.num_devices // cluster.num_processes
     hops = math.ceil(math.log2(size)) if hops is None else hops
     rate, hop = send_rate(cluster, "host"), hop_seconds(cluster, "host")
@@ -109,9 +97,9 @@ def hop_seconds(cluster: Cluster, link: str) -> float:
 def check_rates(cluster: Cluster) -> None:
     """Raise UserError for a cluster for which times cannot be predicted, because rates of the GPUs are unknown."""
     if any(dtype not in cluster.peak_flops for dtype in PEAK_DTYPES):
-        raise unknown_peak(cluster)
+        raise _unknown_peak(cluster)
     if not cluster.send_rates:
-        raise unknown_links(cluster)
+        raise _unknown_links(cluster)
     if cluster.memory_bandwidth is None:
         raise UserError(
             f"the GPU is {cluster.device_kind!r}, whose memory bandwidth is unknown; it must be one of a kind with a "
@@ -119,14 +107,12 @@ def check_rates(cluster: Cluster) -> None:
         )
 
 
-def unknown_peak(cluster: Cluster) -> UserError:
-    """Return the error for a GPU of unknown peak FLOP/s."""
+def _unknown_peak(cluster: Cluster) -> UserError:
     return UserError(
         f"the GPU is {cluster.device_kind!r}, whose peak FLOP/s are unknown; its file, or a cluster file, must have a "
         f"table peak_flops ({' and '.join(PEAK_DTYPES)}) to predict times"
     )
 
 
-def unknown_links(cluster: Cluster) -> UserError:
-    """Return the error for a GPU of unknown links."""
+def _unknown_links(cluster: Cluster) -> UserError:
     return UserError(f"the GPU is {cluster.device_kind!r}, whose file has no links; it must have them to predict times")

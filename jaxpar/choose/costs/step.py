@@ -9,17 +9,17 @@ starts as soon as its inputs have arrived and the host has enqueued it.
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpar.choose.costs.layers import LayerWork, PhaseSeconds
+from jaxpar.choose.costs.layers import Layers, LayerWork, PhaseSeconds
 from jaxpar.choose.costs.machine import Machine, num_collectives
-from jaxpar.choose.costs.memory import StateBytes, largest_transfer, pipeline_bytes
-from jaxpar.choose.costs.profile import LayerProfile
+from jaxpar.choose.costs.memory import StateBytes, largest_transfer, pipeline_bytes, replica_bytes
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import COPY, Traffic
 from jaxpar.core.ring import PERMUTE
+from jaxpar.models.model import Model
 from jaxpar.strategies.pipeline.executor.enqueue import ENQUEUE_SECONDS
 from jaxpar.strategies.pipeline.schedules import LOCKSTEP
 from jaxpar.strategies.pipeline.tables.periodic import num_in_flight, unroll
@@ -32,6 +32,8 @@ SCAN_OF_STASH, SCAN_OF_WEIGHTS = 6.5, 16.0
 # The same for the parameters that zero3 packs into vectors, which it sends, and unpacks: from compiled GPTs of 1 and 7
 # billion parameters. Its stacks are those of the shards.
 GATHER_PASSES = 4.0
+# Settings on which the costs of replicas depend, besides those of their exchange.
+REPLICA_KEYS = ("optimizer.accumulation_steps", "model.remat", "model.scan_layers")
 
 
 class StepCosts(NamedTuple):
@@ -57,42 +59,38 @@ class UpdateBytes(NamedTuple):
 
 
 def replicas_costs(
-    layers: Sequence[LayerProfile],
+    layers: Layers,
+    model: Model,
     machine: Machine,
     axes: Mapping[str, int],
-    accumulation: int,
+    size: int,
+    settings: Mapping[str, Any],
     traffic: Sequence[Traffic],
     state: StateBytes,
     moved: UpdateBytes,
-    nbytes: float,
     *,
-    is_scanned: bool,
-    gathers_layers: bool,
+    gathers_layers: bool = False,
 ) -> StepCosts:
-    """Return the costs of data parallelism, or of a single device.
+    """Return the costs of data parallelism, or of a single device, with microbatches of `size` examples of a replica.
 
-    Args:
-      layers: the layers, for the examples of a microbatch of a replica.
-      machine: the cluster.
-      axes: sizes of the mesh axes.
-      accumulation: microbatches per step.
-      traffic: what a device sends in a step.
-      state: the state on a device.
-      moved: what an update moves on a device.
-      nbytes: bytes that a device needs.
-      is_scanned: whether the blocks are computed by a scan.
-      gathers_layers: whether the parameters are gathered layer by layer (zero3).
+    traffic, state and moved are what a device sends in a step, holds, and moves in an update. settings: at least those
+    of REPLICA_KEYS; gathers_layers: whether the parameters are gathered layer by layer (zero3).
     """
+    accumulation, remat, scan_layers = (settings[key] for key in REPLICA_KEYS)
+    is_scanned, is_accumulated = scan_layers is not False and machine.overlaps, accumulation > 1
+    flags = {"is_scanned": is_scanned, "is_accumulated": is_accumulated, "gathers_layers": gathers_layers}
+    nbytes = replica_bytes(layers, model, state, size, remat, **flags)
+    profile = layers.profile(size, remat)
     n = axes[DATA]
-    forward, backward = (sum(values) for values in zip(*((x.forward_s, x.backward_s) for x in layers), strict=True))
-    stash, weights = sum(layer.stash_bytes for layer in layers), sum(layer.weight_bytes for layer in layers)
+    forward, backward = (sum(values) for values in zip(*((x.forward_s, x.backward_s) for x in profile), strict=True))
+    stash, weights = sum(layer.stash_bytes for layer in profile), sum(layer.weight_bytes for layer in profile)
     alone = forward + backward
     if is_scanned:
         stacked = weights / n if gathers_layers else weights
         alone += machine.moved(SCAN_OF_STASH * stash + SCAN_OF_WEIGHTS * stacked, 1)
     if gathers_layers:
         alone += machine.moved(GATHER_PASSES * weights, 1) if machine.overlaps else 0.0
-    if accumulation > 1:
+    if is_accumulated:
         alone += machine.moved(3 * state.gradients, 1)
     compute = accumulation * float(machine.together(np.array([alone]), n))
     gathered = [one for one in traffic if gathers_layers and one.kind == "all-gather"]
@@ -105,9 +103,9 @@ def replicas_costs(
     )
     exposed = gather + reduce + copied
     if machine.overlaps:
-        hidden = sum(layer.backward_s for layer in layers[:1]) if is_scanned else backward
+        hidden = sum(layer.backward_s for layer in profile[:1]) if is_scanned else backward
         # Nothing is left to compute when the gradients of the first layer, and the others in their message, are sent.
-        last = max(layers[0].weight_bytes / max(weights, 1.0), 1 / number) if number else 1.0
+        last = max(profile[0].weight_bytes / max(weights, 1.0), 1 / number) if number else 1.0
         exposed = max(gather - compute, 0.0) + max(reduce - hidden, reduce * min(last, 1.0)) + copied
     update = machine.moved(moved.exchange + machine.update_repeats * moved.update, n)
     seconds = machine.started(n) + compute + exposed + update
@@ -129,17 +127,9 @@ def pipeline_costs(
 ) -> StepCosts:
     """Return the costs of a pipeline; of a step in the steady state, if it never drains.
 
-    Args:
-      work: what its layers compute for a microbatch of a replica.
-      machine: the cluster.
-      axes: sizes of the mesh axes.
-      table: the schedule.
-      bounds: first layer of each stage, and the number of layers.
-      traffic: what a device sends over the data axis in a step.
-      states: the state on each device.
-      packed_bytes: bytes of the parameters and of the optimizer on a device, which lockstep packs in vectors.
-      update_bytes: what an update moves on the fullest device.
-      executor: one of EXECUTORS.
+    work: for a microbatch of a replica; bounds: first layer of each stage, and the number of layers; traffic: what a
+    device sends in a step; states: by device; packed_bytes: of the parameters and of the optimizer on a device, which
+    lockstep packs in vectors; update_bytes: what an update moves on the fullest device.
     """
     replicas = axes[DATA]
     sent = largest_transfer(work.layers, list(pairwise(bounds)))
@@ -165,26 +155,17 @@ def actions_seconds(
 ) -> tuple[float, float]:
     """Return the time of the actions of a step, waiting included, and of the transfers that are added to it.
 
-    Args:
-      table: the schedule.
-      times: of F, B and W, by stage.
-      transfer: seconds of a transfer to the next stage.
-      machine: the cluster.
-      replicas: number of replicas of the pipeline.
-      executor: one of EXECUTORS.
+    times: of F, B and W, by stage; transfer: seconds of one to the next stage; replicas: of the pipeline.
     """
     clocks = clock_seconds(table, times)
     if executor == LOCKSTEP:
         together = float(machine.together(clocks, replicas).sum())
         return together + len(clocks) * machine.clock_seconds, sending_clocks(table) * transfer
     busy = float(machine.together(clocks.sum(axis=0), replicas))  # of devices that share cores
-    return max(dispatched_seconds(table, times, transfer), busy, enqueue_seconds(table, machine)), 0.0
-
-
-def enqueue_seconds(table: Table, machine: Machine) -> float:
-    """Return the time in which a host enqueues the actions of the columns of which it has a device."""
     per_host = machine.cluster.num_devices / machine.cluster.num_processes
-    return ENQUEUE_SECONDS * min(per_host / table.num_devices, 1.0) * len(table.actions)
+    # A host enqueues the actions of the columns of which it has a device.
+    enqueue = ENQUEUE_SECONDS * min(per_host / table.num_devices, 1.0) * len(table.actions)
+    return max(dispatched_seconds(table, times, transfer), busy, enqueue), 0.0
 
 
 def dispatched_seconds(table: Table, times: Times, transfer: float) -> float:

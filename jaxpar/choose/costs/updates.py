@@ -23,19 +23,11 @@ _MOVED: WeakKeyDictionary[Model, dict[Any, float]] = WeakKeyDictionary()
 
 def update_bytes(problem: Problem) -> float:
     """Return the bytes that the update of the whole state moves on one device."""
-    found = _MOVED.setdefault(problem.model, {})
-    if problem.optimizer not in found:
-        found[problem.optimizer] = _update_bytes(problem)
-    return found[problem.optimizer]
-
-
-def _update_bytes(problem: Problem) -> float:
-    state = abstract_state(problem.model, problem.optimizer)
-
-    def update(state: State, grads: Any) -> State:
-        return steps.update(problem, state, grads, _sums())[0]
-
-    return moved(update, state, state.params)
+    found, key = _MOVED.setdefault(problem.model, {}), problem.optimizer
+    if key not in found:
+        state = abstract_state(problem.model, problem.optimizer)
+        found[key] = moved(lambda state, grads: steps.update(problem, state, grads, _sums())[0], state, state.params)
+    return found[key]
 
 
 def exchange_bytes(problem: Problem, plan: Plan[Any]) -> float:
@@ -44,12 +36,8 @@ def exchange_bytes(problem: Problem, plan: Plan[Any]) -> float:
     plan: a plan of data parallelism with an exchange.
     """
     found, key = _MOVED.setdefault(problem.model, {}), (problem.optimizer, plan.exchange, *plan.axes.items())
-    if key not in found:
-        found[key] = _exchange_bytes(problem, plan)
-    return found[key]
-
-
-def _exchange_bytes(problem: Problem, plan: Plan[Any]) -> float:
+    if key in found:
+        return found[key]
     exchange, layouts = plan.details.exchange, plan.layouts
     mesh = AbstractMesh(tuple(plan.axes.values()), tuple(plan.axes), axis_types=(AxisType.Auto,) * len(plan.axes))
     params, optimizer, private = (layouts[name].local_shapes for name in ("params", "optimizer", "private"))
@@ -67,7 +55,8 @@ def _exchange_bytes(problem: Problem, plan: Plan[Any]) -> float:
 
     whole = PartitionSpec()
     on_mesh = jax.shard_map(update, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    return moved(on_mesh, params, optimizer, private, grads)
+    found[key] = moved(on_mesh, params, optimizer, private, grads)
+    return found[key]
 
 
 def moved(function: Any, *args: Any) -> float:

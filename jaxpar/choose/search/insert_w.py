@@ -26,14 +26,14 @@ RULES: dict[str, Callable[[Time, Time, Time], bool]] = {
 
 
 class SearchProblem(NamedTuple):
-    """The problem that a search solves. `memory` is the memory limit in microbatches of one chunk."""
+    """The problem that a search solves."""
 
     num_devices: int
     num_microbatches: int
     num_chunks: int
     times: Times
     communication: Time
-    memory: float
+    most_stashed: float  # limit of microbatches of one chunk between their F and their W
     weight_memory: float  # fraction of a microbatch's memory that is still held between its B and its W
 
     def change(self, kind: int) -> float:
@@ -42,14 +42,14 @@ class SearchProblem(NamedTuple):
 
     def fits(self, stashed: float) -> bool:
         """Return whether this many stashed microbatches fit, with a tolerance for rounded sums of weight_memory."""
-        return stashed <= self.memory + 1e-6
+        return stashed <= self.most_stashed + 1e-6
 
 
 class Skeleton(NamedTuple):
-    """The orders of F and B on each device, without W. `stages` is the stage by [device, chunk]."""
+    """The orders of F and B on each device, without W."""
 
     name: str
-    stages: np.ndarray
+    stages: np.ndarray  # by [device, chunk]
     orders: Orders
 
 
@@ -85,8 +85,10 @@ class WeightGradients:
             is_moving = False
             for device, order in enumerate(left):
                 while (action := nexts[device]) and (arrival := self._arrival(device, action)) is not None:
-                    if not self._has_room(device, action):
-                        return False
+                    while action.kind == F and not self.problem.fits(self._stashed[device] + 1):
+                        if not self._owed[device]:
+                            return False
+                        self._do(device, self._owed[device].pop(0), 0)
                     self._fill(device, arrival)
                     self._do(device, action, arrival)
                     nexts[device] = next(order, None)
@@ -106,14 +108,6 @@ class WeightGradients:
             delay = self.problem.communication if self._device_of[key[2]] != device else 0
             arrival = max(arrival, self._ends[key] + delay)
         return arrival
-
-    def _has_room(self, device: int, action: Action) -> bool:
-        """Run pending W until an F fits the memory limit, and return whether it fits."""
-        while action.kind == F and not self.problem.fits(self._stashed[device] + 1):
-            if not self._owed[device]:
-                return False
-            self._do(device, self._owed[device].pop(0), 0)
-        return True
 
     def _fill(self, device: int, arrival: Time) -> None:
         while self._owed[device] and (gap := arrival - self._now[device]) > 0:

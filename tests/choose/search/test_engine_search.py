@@ -51,7 +51,7 @@ def price(
         after = layers[end - 1].output_bytes if end < len(layers) else 0
         one = sum(layer.forward_s + layer.backward_s for layer in of_stage) + 2 * (before + after) / bandwidth
         weights.append(sum(layer.weight_bytes for layer in of_stage))
-        seconds.append(costs.rates[stage].passes * one + 2 * (r - 1) / r * weights[-1] / bandwidth)
+        seconds.append(costs.passes[stage] * one + 2 * (r - 1) / r * weights[-1] / bandwidth)
         stashes = costs.stash_slots * sum(layer.stash_bytes for layer in of_stage)
         activations.append(stashes + costs.transfer_slots * max(before, after))
     return max(seconds), costs.weight_copies * max(weights) + max(activations)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,12 +35,13 @@ class Brute:
         self,
         layers: Sequence[LayerProfile],
         levels: Sequence[Level],
+        *,
         model: str,
-        limit: float,
-        straight: bool,
-        transfers: bool,
+        memory_limit: float = math.inf,
+        straight: bool = False,
+        transfers: bool = True,
     ):
-        self.layers, self.levels, self.model, self.limit = layers, levels, model, limit
+        self.layers, self.levels, self.model, self.limit = layers, levels, model, memory_limit
         self.straight, self.transfers = straight, transfers
         self.sizes = [math.prod(level.size for level in levels[:k]) for k in range(len(levels) + 1)]
 
@@ -91,18 +93,11 @@ class Brute:
 
 def random_layers(rng: random.Random, num: int) -> list[LayerProfile]:
     has_weights = [rng.random() < 0.7 for _ in range(num)]
-    return [
-        LayerProfile(
-            f"l{n}",
-            rng.random(),
-            2 * rng.random(),
-            3 * rng.random(),
-            rng.random(),
-            4 * rng.random() * has,
-            rng.random() < 0.9,
-        )
-        for n, has in enumerate(has_weights)
-    ]
+    layers = []
+    for n, has in enumerate(has_weights):
+        sizes = rng.random(), 2 * rng.random(), 3 * rng.random(), rng.random(), 4 * rng.random() * has
+        layers.append(LayerProfile(f"l{n}", *sizes, rng.random() < 0.9))
+    return layers
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -113,17 +108,16 @@ def test_equals_brute_force(seed: int) -> None:
     else:
         sizes = rng.choice([(2, 2), (2, 3), (3, 2), (1, 3), (4, 1)])
         layers, levels = random_layers(rng, rng.randint(1, 5)), [Level(size, 0.2 + 8 * rng.random()) for size in sizes]
-    model, straight, transfers = rng.choice(COMMUNICATION_MODELS), rng.random() < 0.2, rng.random() < 0.8
-    limit = rng.choice([math.inf, 20 * rng.random()])
-    time, _ = Brute(layers, levels, model, limit, straight, transfers).best()
-    search = StageSearch(layers, levels, model=model, transfers=transfers, straight=straight, memory_limit=limit)
-    plan = search.find()
+    options: dict[str, Any] = {"model": rng.choice(COMMUNICATION_MODELS), "straight": rng.random() < 0.2}
+    options |= {"transfers": rng.random() < 0.8, "memory_limit": rng.choice([math.inf, 20 * rng.random()])}
+    given = Brute(layers, levels, **options)
+    time, _ = given.best()
+    plan = StageSearch(layers, levels, **options).find()
     if plan is None:
         assert time == math.inf
         return
     assert plan.seconds_per_microbatch == pytest.approx(time, rel=1e-12)
     check(plan, layers, levels)
-    given = Brute(layers, levels, model, limit, straight, transfers)
     if len(levels) == 1:  # the time of the stages that the plan names
         [level] = levels
         sent = [2 * layers[stage.last_layer].output_bytes / level.bandwidth for stage in plan.stages[:-1]]
@@ -131,7 +125,7 @@ def test_equals_brute_force(seed: int) -> None:
             given.replicated(sum(one.forward_s + one.backward_s for one in layers[a : b + 1]), a, b, m, level.bandwidth)
             for a, b, m in plan.stages
         ]
-        assert max([*times, *(sent if transfers else [])]) == pytest.approx(time, rel=1e-12)
+        assert max([*times, *(sent if options["transfers"] else [])]) == pytest.approx(time, rel=1e-12)
 
 
 def check(plan: StagePlan, layers: Sequence[LayerProfile], levels: Sequence[Level]) -> None:
@@ -149,7 +143,7 @@ def test_equals_brute_force_with_ten_layers_and_six_workers() -> None:
         rng = random.Random(seed)
         layers, levels = random_layers(rng, 10), [Level(6, 0.5 + 10 * rng.random())]
         for model in COMMUNICATION_MODELS:
-            time, _ = Brute(layers, levels, model, math.inf, False, True).best()
+            time, _ = Brute(layers, levels, model=model).best()
             plan = StageSearch(layers, levels, model=model).find()
             assert plan is not None
             assert plan.seconds_per_microbatch == pytest.approx(time, rel=1e-12)
@@ -232,12 +226,8 @@ def test_the_script(profile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     }
     assert f"time per microbatch   {found.seconds_per_microbatch:.6g} s" in text
     assert text.splitlines()[1].split() == ["0", "0-0", "1", "embed", "embed"]
-    assert (
-        run_script(
-            monkeypatch, partition, *flags, "--levels=2:1e11,2:1.25e9", "--no_transfers", "--communication_model=paper"
-        )
-        == 0
-    )
+    flags += ["--levels=2:1e11,2:1.25e9", "--no_transfers", "--communication_model=paper"]
+    assert run_script(monkeypatch, partition, *flags) == 0
 
 
 WRONG_FLAGS = {
@@ -266,34 +256,33 @@ def test_wrong_flags(
 
 
 GOOD = dict(zip(LayerProfile._fields, LAYERS[0], strict=True))
+
+
+def with_layers(*changes: dict[str, Any]) -> str:
+    """Return the text of a profile whose layers are GOOD with these changes."""
+    return json.dumps({"layers": [{**GOOD, **changed} for changed in changes]})
+
+
 WRONG_PROFILES = {
     "{": "which is not JSON",
     "[]": 'profile.json is []; it must be an object: {"layers": [...]}',
     "{}": "layers is null; it must be a list of 1 to 10000 layers",
     '{"layers": []}': "layers is []; it must be a list of 1 to 10000 layers",
     json.dumps({"layers": [3] * 10_001}): "layers is a list of 10001; it must be a list of 1 to 10000 layers",
-    json.dumps(
-        {"layers": [GOOD, {**GOOD, "name": "a"}, GOOD]}
-    ): 'layers[2].name is "embed", which is the name of layers[0]',
+    with_layers({}, {"name": "a"}, {}): 'layers[2].name is "embed", which is the name of layers[0]',
     '{"layers": [3]}': "layers[0] is 3; it must be an object with name, forward_s,",
-    json.dumps(
-        {"layers": [GOOD, {**GOOD, "forward_s": -1}]}
-    ): "layers[1].forward_s is -1; it must be a number between 0 and 1e+30",
-    json.dumps({"layers": [{**GOOD, "forward_s": "a" * 100}]}): 'layers[0].forward_s is "aaaaaaaaaaaa',
-    json.dumps(
-        {"layers": [{**GOOD, "backward_s": math.nan}]}
-    ): "layers[0].backward_s is NaN; it must be a number between",
-    json.dumps({"layers": [{**GOOD, "can_cut": 1}]}): "layers[0].can_cut is 1; it must be true or false",
-    json.dumps(
-        {"layers": [{**GOOD, "stash_bytes": True}]}
-    ): "layers[0].stash_bytes is true; it must be a number between",
-    json.dumps({"layers": [{**GOOD, "name": 1}]}): "layers[0].name is 1; it must be a string",
-    json.dumps({"layers": [{**GOOD, "name": "\ud800"}]}): "it must be a string of printable characters",
-    json.dumps({"layers": [{**GOOD, "weight_bytes": 10**400}]}): "layers[0].weight_bytes is 1000",
+    with_layers({}, {"forward_s": -1}): "layers[1].forward_s is -1; it must be a number between 0 and 1e+30",
+    with_layers({"forward_s": "a" * 100}): 'layers[0].forward_s is "aaaaaaaaaaaa',
+    with_layers({"backward_s": math.nan}): "layers[0].backward_s is NaN; it must be a number between",
+    with_layers({"can_cut": 1}): "layers[0].can_cut is 1; it must be true or false",
+    with_layers({"stash_bytes": True}): "layers[0].stash_bytes is true; it must be a number between",
+    with_layers({"name": 1}): "layers[0].name is 1; it must be a string",
+    with_layers({"name": "\ud800"}): "it must be a string of printable characters",
+    with_layers({"weight_bytes": 10**400}): "layers[0].weight_bytes is 1000",
     "[" * 100_000: "which is not JSON",
     '{"layers": [], "layers": []}': "which is not JSON (the key 'layers' occurs twice)",
-    json.dumps({"layers": [GOOD]}).replace("{", '{"name": "a", ', 2): "which is not JSON (the key 'name' occurs twice)",
-    json.dumps({"layers": [{**GOOD, "weight": 1}]}): "layers[0].weight is not a key; it must be one of name,",
+    with_layers({}).replace("{", '{"name": "a", ', 2): "which is not JSON (the key 'name' occurs twice)",
+    with_layers({"weight": 1}): "layers[0].weight is not a key; it must be one of name,",
     json.dumps({"layers": [{"name": "a"}]}): "layers[0].forward_s is missing; it must be set",
 }
 
@@ -357,15 +346,8 @@ def test_an_output_that_cannot_be_written(output: str, code: int, message: str, 
         os.close(reader)
     else:
         writer = os.open(output, os.O_WRONLY)
-    command = [
-        sys.executable,
-        "-m",
-        "jaxpar",
-        "partition",
-        f"--profile={profile}",
-        "--num_workers=2",
-        "--bandwidth=1e9",
-    ]
+    flags = [f"--profile={profile}", "--num_workers=2", "--bandwidth=1e9"]
+    command = [sys.executable, "-m", "jaxpar", "partition", *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
     os.close(writer)
