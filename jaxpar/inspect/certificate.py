@@ -32,8 +32,17 @@ import numpy as np
 
 from jaxpar.core.step import Metrics
 from jaxpar.errors import TrainingError
-from jaxpar.inspect.errors import Error, Leaves, compare, compare_change, worst
-from jaxpar.inspect.reference import HostBatch, Reference, Runs, Snapshot
+from jaxpar.inspect.reference import (
+    Error,
+    HostBatch,
+    Leaves,
+    Reference,
+    Runs,
+    Snapshot,
+    compare,
+    compare_change,
+    worst,
+)
 from jaxpar.run.build import Run, StrategyState
 from jaxpar.run.metrics import format_clock
 from jaxpar.run.restore import start
@@ -74,9 +83,9 @@ class Measured(NamedTuple):
 
 
 def batches(run: Run) -> list[int]:
-    """Return the batches to compare: those of the run, with the last one replaced by the padded batch of the epoch.
+    """Return the batches to compare: those of the run, the last one of which is the padded batch of the epoch.
 
-    It is not replaced if the run already contains the padded batch or the epoch has none.
+    It is not if the run contains the padded batch anyway, or the epoch has none.
     """
 
     def is_short(count: int) -> bool:
@@ -84,9 +93,8 @@ def batches(run: Run) -> list[int]:
 
     in_epoch = run.batches.steps_per_epoch
     padded = bisect_left(range(in_epoch), True, key=is_short)
-    if not run.num_steps <= padded < in_epoch:
-        return [*range(run.num_steps)]
-    return [*range(run.num_steps - 1), padded]
+    last = padded if run.num_steps <= padded < in_epoch else run.num_steps - 1
+    return [*range(run.num_steps - 1), last]
 
 
 def announced(numbers: Sequence[int]) -> Iterator[int]:
@@ -118,12 +126,6 @@ class Comparison:
         for name, leaves in got.items():
             self._append(name, quantity, compare(leaves, expected[name]))
 
-    def gradient(self, before: Snapshot, after: Snapshot, batch: HostBatch, metrics: Metrics) -> None:
-        """Compare the gradient and the metrics of a step with those of one device."""
-        expected = [reference.step(before.tree, batch) for reference in self.references]
-        self.gradients(after.gradient, *(snapshot.gradient for snapshot, _ in expected))
-        self.metrics(metrics, *(of_step for _, of_step in expected))
-
     def gradients(
         self, got: Mapping[str, Leaves], exact: Mapping[str, Leaves], rounded: Mapping[str, Leaves] | None = None
     ) -> None:
@@ -152,13 +154,8 @@ class Comparison:
 
     def resumed(self, saved: Snapshot, resumed: Snapshot) -> None:
         """Compare a state that was made from a canonical state with this canonical state."""
-        for got, expected in (
-            (resumed.params, saved.params),
-            (resumed.gradient, saved.gradient),
-            (resumed.update, saved.update),
-            (resumed.optimizer, saved.optimizer),
-        ):
-            self.add("resume", got, expected)
+        for field in ("params", "gradient", "update", "optimizer"):
+            self.add("resume", getattr(resumed, field), getattr(saved, field))
         self._compare_counters(resumed, saved)
 
     def evaluation(self, got: Sums, alone: StrategyState, after: Snapshot, batch: HostBatch) -> None:
@@ -168,18 +165,18 @@ class Comparison:
 
     def measured(self, run: Run, batches: list[int]) -> Measured:
         """Return the largest errors of all steps."""
-        of = {key: worst(errors) for key, errors in self._errors.items()}
+        of, errors_of = {key: worst(errors) for key, errors in self._errors.items()}, self._errors.__getitem__
         layers = [layer.name for layer in run.problem.model.layers if (layer.name, "start") in of]
         by_layer = {layer: {q: of[layer, q] for q in QUANTITIES if (layer, q) in of} for layer in layers}
         by_metric = {name: error for (name, quantity), error in of.items() if not quantity}
         keys = {f"gradient of {layer}": ((layer, "gradient"), (layer, "rounding")) for layer in layers}
         keys |= {name: ((name, ""), (f"rounding of {name}", "")) for name in METRICS}
-        by_step = {name: self._by_step(*pair) for name, pair in keys.items() if of.keys() >= set(pair)}
+        by_step = {
+            name: [(error.relative, rounding.relative) for error, rounding in zip(*map(errors_of, pair), strict=True)]
+            for name, pair in keys.items()
+            if of.keys() >= set(pair)
+        }
         return Measured(by_metric, by_layer, by_step, sorted(self.counters), batches)
-
-    def _by_step(self, *keys: tuple[str, str]) -> list[tuple[float, float]]:
-        errors, roundings = ([error.relative for error in self._errors[key]] for key in keys)
-        return list(zip(errors, roundings, strict=True))
 
     def _append(self, name: str, quantity: str, error: Error) -> None:
         self._errors.setdefault((name, quantity), []).append(error)
@@ -206,7 +203,9 @@ def measure(runs: Runs) -> Measured:
         check_finite(number, metrics, metrics_alone)
         after = snapshot(strategy, state)
         if not strategy.plan.differs:
-            compared.gradient(before, after, batch, metrics)
+            expected = [reference.step(before.tree, batch) for reference in compared.references]
+            compared.gradients(after.gradient, *(of_reference.gradient for of_reference, _ in expected))
+            compared.metrics(metrics, *(of_step for _, of_step in expected))
             compared.update(before, after, metrics)
         elif count == 0:  # both started from the same state
             compared.add("gradient", after.gradient, snapshot(single, alone).gradient)
@@ -247,8 +246,8 @@ def joined(layers: Mapping[str, Leaves]) -> Leaves:
 def outside(measured: Measured, tolerance: Mapping[str, float]) -> list[str]:
     """Return one line for each quantity whose error exceeds both the tolerance and ROUNDINGS times the rounding.
 
-    The error of each step is compared with the rounding of the same step, which depends on the batch. The line contains
-    the step whose error exceeds what is allowed by the largest factor.
+    The error of each step is compared with the rounding of the same step. The line is about the step whose error
+    exceeds what is allowed by the largest factor.
     """
     errors: dict[str, tuple[float, float]] = {}  # the largest error of a quantity, and its tolerance
     for name, error in measured.metrics.items():

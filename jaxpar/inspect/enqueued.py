@@ -37,11 +37,8 @@ class Costs(NamedTuple):
 def simulate_calls(programs: Sequence[CompiledProgram], costs: Costs, num_steps: int = 1) -> list[Interval]:
     """Return when each call runs, in the order of the calls.
 
-    Args:
-      programs: the programs of a step.
-      costs: their costs.
-      num_steps: number of steps, each of which has the same calls. An input that a call of an earlier step made has a
-        negative number; before the first step, it is there.
+    Each of the steps has the same calls. An input that a call of an earlier step made has a negative number; before the
+    first step, it is there.
     """
     devices = [ids(program) for program in programs]
     calls = {call.number: (index, call.inputs) for index, program in enumerate(programs) for call in program.calls}
