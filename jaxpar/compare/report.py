@@ -59,14 +59,9 @@ class TableColumn:
 def comparison_columns(
     outcomes: Mapping[str, StrategyOutcome], *, batch_size: int, machine: str, metric: str, metric_format: str
 ) -> list[TableColumn]:
-    """Return the columns of the table.
+    """Return the columns of the table of outcomes by strategy.
 
-    Args:
-      outcomes: results by strategy.
-      batch_size: number of examples of a step.
-      machine: where the strategies were trained.
-      metric: name of `StrategyOutcome.metric`.
-      metric_format: its format specification.
+    machine: where the strategies were trained. metric: name of `StrategyOutcome.metric`.
     """
     rows, two_digits = list(outcomes.values()), "{:.2f}".format
     measured = {name: row.step_seconds for name, row in outcomes.items()}
@@ -86,7 +81,11 @@ def comparison_columns(
         _numbers("mean staleness", "staleness_mean", [row.staleness and row.staleness[0] for row in rows], two_digits),
         _numbers("maximum staleness", "staleness_max", [row.staleness and row.staleness[1] for row in rows], str),
         _text("by its plan", "guarantee", [row.guarantee for row in rows]),
-        _text("measured by a certificate", "certificate", [_format_verdict(row) for row in rows]),
+        _text(
+            "measured by a certificate",
+            "certificate",
+            [f"failed: {row.failed}" if row.failed else row.certificate or "not certified" for row in rows],
+        ),
     ]  # fmt: skip
 
 
@@ -153,11 +152,6 @@ def format_step_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
-def _format_verdict(row: StrategyOutcome) -> str:
-    """Return the verdict of a strategy, or the reason why it failed."""
-    return f"failed: {row.failed}" if row.failed else row.certificate or "not certified"
-
-
 def format_range(nbytes: Sequence[int]) -> str:
     """Format the bytes of several devices: `1.2 MB`, or `1.2 to 3.4 MB` if they differ."""
     if not nbytes:
@@ -169,13 +163,10 @@ def format_range(nbytes: Sequence[int]) -> str:
 
 
 def html_page(title: str, columns: Sequence[TableColumn], pictures: Mapping[str, str], notes: Sequence[str]) -> str:
-    """Return the page.
+    """Return the page, without the columns that have no value. The first column is the heading of the rows.
 
-    Args:
-      title: its title.
-      columns: the columns of the table. The first one is the heading of the rows. Columns without a value are left out.
-      pictures: SVG elements by their titles.
-      notes: lines: the first is below the title, and the others at the end. Text between two backticks is code.
+    pictures: SVG elements by their titles. notes: lines: the first is below the title, and the others at the end. Text
+    between two backticks is code.
     """
     columns = [column for column in columns if any(column.cells)]
     body = [
@@ -194,7 +185,7 @@ def html_page(title: str, columns: Sequence[TableColumn], pictures: Mapping[str,
 
 
 def _heads(columns: Sequence[TableColumn]) -> list[str]:
-    """Return the head of the table: groups of columns above their headings, and the other headings over both rows."""
+    """Return the head of the table: groups above the headings of their columns, other headings over both rows."""
     above, below = [], []
     for group, of_group in groupby(columns, key=lambda column: column.group):
         headings = [escape(column.heading) for column in of_group]

@@ -43,9 +43,9 @@ def check_settings(config: ConfigDict, workdir: Path) -> None:
 
 
 def changed_settings(config: ConfigDict, workdir: Path) -> str:
-    """Return the keys of `different_settings` with another value when the run in the workdir was started, and both.
+    """Return what `different_settings` finds between the config and the one that the run in the workdir started with.
 
-    Empty if there are none, or if there is no run.
+    Empty if there are no differences, or if there is no run.
     """
     if not (workdir / "config.json").exists():
         return ""
@@ -71,9 +71,9 @@ def finish_run(config: str, workdir: Path, overrides: list[str]) -> bool:
 
 
 def prepare_run(name: str, workdir: Path, overrides: list[str]) -> list[str]:
-    """Record the settings of a run in its workdir, and return its command. Raises UserError if they have changed.
+    """Record the settings of a run in its workdir, and return its command.
 
-    UserError is also raised if the workdir cannot be created or written.
+    Raises UserError if they have changed, or if the workdir cannot be created or written.
     """
     config = configured(name, overrides)
     check_settings(config, workdir)
@@ -124,18 +124,17 @@ def run_logged(command: list[str], log: Path, signals: list[int]) -> int:
 
 def run_seconds(workdir: Path) -> float:
     """Return the time that the last start of a finished run took."""
-    return sum(read_result(workdir)["seconds"].values())
+    return sum(_read_result(workdir)["seconds"].values())
 
 
-def read_result(workdir: Path) -> dict[str, Any]:
-    """Return the contents of result.json of a finished run."""
+def _read_result(workdir: Path) -> dict[str, Any]:
     result: dict[str, Any] = files.parse_json((workdir / "result.json").read_text())
     return result
 
 
 def read_outcome(config: ConfigDict, plan: Plan[Any], workdir: Path, loaded: build.Parts) -> StrategyOutcome:
     """Return the outcome of a finished run."""
-    result, task = read_result(workdir), loaded.problem.task
+    result, task = _read_result(workdir), loaded.problem.task
     stashed = max(plan.device_bytes) - plan.state_bytes  # activations that the plan of a pipeline counts
     rate = result.get("examples_per_second")
     rows = [row for row in metrics.read_metrics(workdir) if row["split"] == "validation"]
