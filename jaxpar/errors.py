@@ -18,9 +18,7 @@ from typing import Any, NoReturn, TextIO
 def printable(text: str, keep: str = "") -> str:
     """Return the text with control characters escaped, because part of it can be from a file.
 
-    A terminal would obey control characters: they can move the cursor, change colours or hide text.
-
-    keep: control characters that stay, such as the line ends of a text of several lines.
+    They could move the cursor or hide text. keep: those that stay, such as the line ends of a text of several lines.
     """
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 

@@ -47,11 +47,7 @@ class DrawnPicture(NamedTuple):
 def draw_pictures(
     outcomes: Mapping[str, StrategyOutcome], kinds: Mapping[str, str], *, batch_size: int, machine: str, metric: str
 ) -> list[DrawnPicture]:
-    """Return the pictures. Strategies that failed or were not timed are left out.
-
-    kinds: value of config.strategy by strategy. machine: where the strategies were trained. metric: name of the metric
-    of `StrategyOutcome.curve`.
-    """
+    """Return the pictures of strategies that were timed. kinds: value of config.strategy by strategy."""
     timed = {name: row for name, row in outcomes.items() if row.step_seconds}
     colors, on = {name: COLORS[kind] for name, kind in kinds.items()}, f"measured on {machine}"
     with matplotlib.rc_context(PICTURE_STYLE):
@@ -92,10 +88,7 @@ def _draw_memory(outcomes: Mapping[str, StrategyOutcome], colors: Mapping[str, s
 
 
 def _draw_metric(timed: Mapping[str, StrategyOutcome], kinds: Mapping[str, str], metric: str) -> Figure:
-    """Draw the metric on the validation split against the time of the steps, without compilation and evaluations.
-
-    There is a panel for each kind of strategy, or several, so that a panel has few curves; all show REFERENCE.
-    """
+    """Draw the metric against the time of the steps, in panels of few curves of one kind, with REFERENCE."""
     drawn = [name for name, row in timed.items() if row.curve]
     first = [REFERENCE] if REFERENCE in drawn else []
     panels = []

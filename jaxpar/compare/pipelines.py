@@ -64,10 +64,9 @@ def compare_pipelines(
     target: float,
     cases: Sequence[str],
 ) -> list[str]:
-    """Train all cases and BASELINE. Write the table and the plot, and return the table.
+    """Train some of PIPELINE_CASES and BASELINE. Write the table and the plot, and return the table.
 
-    config_name: the config, as PATH[:PRESET]. cluster: devices to predict times for: a stage each, or a replica each.
-    target: accuracy to reach. cases: some of PIPELINE_CASES.
+    cluster: devices to predict times for, a stage or a replica each. target: accuracy to reach.
     """
     wanted = [name for name in PIPELINE_CASES if name in {BASELINE, *cases}]
     settings = {name: case_settings(name, cluster.num_devices, num_microbatches) for name in wanted}

@@ -1,8 +1,4 @@
-"""The table of a comparison as Markdown, as CSV, and as a self-contained HTML page with pictures.
-
-Times of different origin, such as those measured here and those predicted for a cluster, are separate groups of
-columns, each with its own heading (`time_columns`).
-"""
+"""The table of a comparison as Markdown, as CSV, and as a self-contained HTML page with pictures."""
 
 import csv
 import io
@@ -59,10 +55,7 @@ class TableColumn:
 def comparison_columns(
     outcomes: Mapping[str, StrategyOutcome], *, batch_size: int, machine: str, metric: str, metric_format: str
 ) -> list[TableColumn]:
-    """Return the columns of the table of outcomes by strategy.
-
-    machine: where the strategies were trained. metric: name of `StrategyOutcome.metric`.
-    """
+    """Return the columns of the table of outcomes by strategy. machine: where the strategies were trained."""
     rows, two_digits = list(outcomes.values()), "{:.2f}".format
     measured = {name: row.step_seconds for name, row in outcomes.items()}
     emulated = frozenset(name for name, row in outcomes.items() if row.is_emulated)
@@ -94,11 +87,8 @@ def time_columns(
 ) -> list[TableColumn]:
     """Return the time of a step, the examples per second, and the speed relative to REFERENCE, as a group of columns.
 
-    Args:
-      seconds: time of a step by strategy, or None.
-      group: heading of the group. Its first word, such as `measured`, is part of the names in Markdown and CSV.
-      batch_size: number of examples of a step.
-      emulated: strategies whose times are marked, and not compared with those of others.
+    group: its heading, whose first word, such as `measured`, is part of the names in Markdown and CSV.
+    emulated: strategies whose times are marked, and not compared with those of others.
     """
     origin = group.partition(" ")[0]
     base = seconds.get(REFERENCE)
@@ -163,11 +153,7 @@ def format_range(nbytes: Sequence[int]) -> str:
 
 
 def html_page(title: str, columns: Sequence[TableColumn], pictures: Mapping[str, str], notes: Sequence[str]) -> str:
-    """Return the page, without the columns that have no value. The first column is the heading of the rows.
-
-    pictures: SVG elements by their titles. notes: lines: the first is below the title, and the others at the end. Text
-    between two backticks is code.
-    """
+    """Return the page, without empty columns. The first note is below the title, and the others at the end."""
     columns = [column for column in columns if any(column.cells)]
     body = [
         *map(paragraph, notes[:1]),

@@ -43,10 +43,7 @@ def check_settings(config: ConfigDict, workdir: Path) -> None:
 
 
 def changed_settings(config: ConfigDict, workdir: Path) -> str:
-    """Return what `different_settings` finds between the config and the one that the run in the workdir started with.
-
-    Empty if there are no differences, or if there is no run.
-    """
+    """Return the settings that differ from those with which the run in the workdir, if any, started; empty: none."""
     if not (workdir / "config.json").exists():
         return ""
     if not (workdir / STARTED_WITH).is_file():
@@ -71,10 +68,7 @@ def finish_run(config: str, workdir: Path, overrides: list[str]) -> bool:
 
 
 def prepare_run(name: str, workdir: Path, overrides: list[str]) -> list[str]:
-    """Record the settings of a run in its workdir, and return its command.
-
-    Raises UserError if they have changed, or if the workdir cannot be created or written.
-    """
+    """Record the settings of a run in its workdir, and return its command. Raises UserError if they have changed."""
     config = configured(name, overrides)
     check_settings(config, workdir)
     try:
@@ -160,10 +154,7 @@ def is_emulated(config: ConfigDict) -> bool:
 
 
 def find_staleness(plan: Plan[Any], result: Mapping[str, Any]) -> tuple[float, int] | None:
-    """Return the mean and maximum staleness of a run; None if gradients are computed from the newest weights.
-
-    The mean of a pipeline is over its stages and microbatches.
-    """
+    """Return the mean (over stages and microbatches) and maximum staleness; None if weights are always the newest."""
     if plan.delays:
         lags = [lag for stage in plan.delays.stages for lag in stage.lags]
         return float(np.mean(lags)), max(lags)

@@ -162,10 +162,7 @@ def find_cluster_of(config: str, overrides: list[str]) -> Cluster:
 
 
 def strategy_settings(name: str, num_devices: int, num_stages: int | None = None) -> list[str]:
-    """Return the overrides that select a strategy of COMPARED on this number of devices.
-
-    num_stages: stages of a pipeline, a divisor of the number of devices; None: as many as devices.
-    """
+    """Return the overrides that select a strategy of COMPARED. num_stages: a divisor of the number of devices."""
     settings: dict[str, object] = {"exchange": "ddp", "mesh.data": num_devices, "mesh.stage": 1}
     if name in _EXCHANGES:
         settings |= {"strategy": "data_parallel", "exchange": name}
@@ -184,10 +181,7 @@ def strategy_settings(name: str, num_devices: int, num_stages: int | None = None
 
 
 def predict_strategy(name: str, config: str, overrides: Sequence[str], space: Space, ratios: StateRatios) -> Prediction:
-    """Return the prediction for a strategy. A pipeline has as many stages as possible.
-
-    If no number of stages is possible, the reason is that of the smallest one.
-    """
+    """Return the prediction for a strategy, with as many stages as possible, or the reason for the smallest number."""
     n, num_layers, stages = space.num_devices, len(space.problem.model.layers), [1]
     if name in _SCHEDULES:  # with a layer each; if there are none, the plan for n stages has the reason
         stages = [number for number in range(min(n, num_layers), 1, -1) if n % number == 0] or [n]
@@ -214,10 +208,7 @@ def load(config: ConfigDict, cluster: Cluster) -> build.Parts:
 def train_all(
     planned: Mapping[str, Planned], config: str, workdir: Path, loaded: build.Parts
 ) -> dict[str, StrategyOutcome]:
-    """Train all strategies, one after another, and return the outcomes. Raises KeyboardInterrupt after a signal.
-
-    A run has failed if its examples are not those of the first one.
-    """
+    """Train all strategies on the same examples, and return the outcomes. Raises KeyboardInterrupt after a signal."""
     commands = {
         name: prepare_run(config, workdir / name, one.overrides)
         for name, one in planned.items()

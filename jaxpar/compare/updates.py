@@ -55,11 +55,7 @@ def compare_updates(
     slowdown: float,
     cases: Sequence[str],
 ) -> list[str]:
-    """Run all cases, and those that they are compared with. Write the table and the plot, and return the table.
-
-    config_name: the config, as PATH[:PRESET]. slowdown: how many times slower the straggler is. cases: some of
-    UPDATE_CASES.
-    """
+    """Run some of UPDATE_CASES and those to compare with. Write the table and the plot, and return the table."""
     config = configured(config_name, overrides)
     score = tasks.find_task(config).score
     base = ["--config.strategy=async_data_parallel", f"--config.asynchronous.num_workers={num_workers}"]

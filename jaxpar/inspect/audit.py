@@ -98,10 +98,7 @@ def audit(programs: Sequence[CompiledProgram], plan: Plan[object], task: Task) -
 def _collectives(
     text: str, frequencies: Mapping[str, tuple[float, ...]], num_scalars: int
 ) -> dict[Sent, tuple[float, float]]:
-    """Return the number of collectives per step, and the bytes that a device sends per step.
-
-    num_scalars: an all-reduce of at most this many elements counts as SCALARS.
-    """
+    """Return the number per step of collectives, and the bytes sent. num_scalars: most elements of those of SCALARS."""
 
     def value(
         instruction: hlo.Instruction, operands: Sequence[hlo.HloArray]

@@ -8,17 +8,13 @@ its gradients and its updates are correct. After the first step, the strategy co
 resumed run does; after the last step, the strategy and the reference evaluate the same parameters.
 
 This separates mistakes from rounding errors, which grow between two independent runs: Adam makes full-size steps from a
-gradient that is zero except for rounding, such as the gradient of a key bias. The drift between two independent runs is
-reported without a tolerance.
+gradient that is zero except for rounding. The drift between two independent runs is reported without a tolerance.
 
-The compared gradient is the optimizer's input, and the compared update its output. Two transformations `recording`,
-in front of the optimizer and behind it, store them in their states. The update itself is compared, because
-rounding it to the precision of the parameters hides its smallest parts, such as the weight decay of a small learning
-rate.
+Two transformations `recording` store the input of the optimizer and its output, the update, in their states. Rounded to
+the precision of the parameters, it would lack its smallest parts, such as the weight decay of a small learning rate.
 
-A gradient in bfloat16 depends on the order of its sums, by an amount that depends on the batch. So the gradient of a
-bfloat16 model is compared with the float32 gradient of one device, and the tolerance follows from the error of one
-device in bfloat16.
+The gradient of a bfloat16 model depends on the order of its sums. So it is compared with the float32 gradient of one
+device, and the tolerance follows from the error of one device in bfloat16.
 """
 
 import sys
@@ -83,10 +79,7 @@ class Measured(NamedTuple):
 
 
 def batches(run: Run) -> list[int]:
-    """Return the batches to compare: those of the run, the last one of which is the padded batch of the epoch.
-
-    It is not if the run contains the padded batch anyway, or the epoch has none.
-    """
+    """Return the batches of the run; the last one becomes the padded batch of the epoch, if there is one after them."""
 
     def is_short(count: int) -> bool:
         return run.batches.examples_before(count + 1) < (count + 1) * run.config.batch_size
@@ -186,10 +179,7 @@ class Comparison:
 
 
 def measure(runs: Runs) -> Measured:
-    """Run the strategy and its reference for all steps. Raises TrainingError if a loss or gradient is not finite.
-
-    For pipelines that never drain, see jaxpar/inspect/delayed.py.
-    """
+    """Compare all steps of a strategy without delays. Raises TrainingError if a loss or gradient is not finite."""
     run, strategy, single = runs.ours, runs.ours.strategy, runs.one_device.strategy
     compared = Comparison(runs)
     snapshot = compared.single.snapshot
@@ -244,10 +234,9 @@ def joined(layers: Mapping[str, Leaves]) -> Leaves:
 
 
 def outside(measured: Measured, tolerance: Mapping[str, float]) -> list[str]:
-    """Return one line for each quantity whose error exceeds both the tolerance and ROUNDINGS times the rounding.
+    """Return one line for each quantity with an error above the tolerance and ROUNDINGS times the rounding of its step.
 
-    The error of each step is compared with the rounding of the same step. The line is about the step whose error
-    exceeds what is allowed by the largest factor.
+    The line is about the step whose error exceeds what is allowed by the largest factor.
     """
     errors: dict[str, tuple[float, float]] = {}  # the largest error of a quantity, and its tolerance
     for name, error in measured.metrics.items():

@@ -1,12 +1,9 @@
 """The certificate of PipeDream compares it with its recurrence of delayed updates, batch by batch.
 
-So does that of a swarm with delayed updates. It applies the gradient of a batch at once, but computes it from weights
-that lack one update. All its layers are updated together, like those of one stage.
-
 A stage of a pipeline that never drains applies the gradient of a batch some steps after the batch has entered, and it
-computes this gradient from weights that lack some earlier updates. `Plan.delays` states both delays. With them, one
-device can compute the gradient and the update of each batch, which must agree with those of the pipeline, as in
-jaxpar/inspect/certificate.py:
+computes this gradient from weights that lack some earlier updates. `Plan.delays` states both delays, also those of a
+swarm with delayed updates. With them, one device computes the gradient and the update of each batch, which must agree
+with those of the pipeline, as in jaxpar/inspect/certificate.py:
 
 - Version v of a layer is the result of the first v batches. After i steps, a layer that is updated n steps after a
   batch enters is at version max(i - n, 0). So the states of several successive steps contain, layer by layer, a whole
@@ -19,11 +16,8 @@ jaxpar/inspect/certificate.py:
   that are applied in it.
 
 After the last batch to compare, the pipeline takes more steps, until all stages have applied its gradient. The pipeline
-is resumed when all stages have been updated once and work is in flight.
-
-A pipeline without weight stashing follows no recurrence, because its backward passes read newer weights than its
-forward passes. It is compared with the gradient at the weights of the forward passes, so its certificate fails and
-shows how wrong its gradients are.
+is resumed when all stages have been updated once and work is in flight. One without weight stashing follows no
+recurrence: it is compared with the gradient at the weights of its forward passes, and fails.
 """
 
 from collections import defaultdict, deque

@@ -60,13 +60,7 @@ def find(
 ) -> list[Finding]:
     """Return the findings of a step, from the summaries of its programs and their predicted times.
 
-    Args:
-      summaries: the summaries.
-      times: the times.
-      cluster: the GPUs.
-      expected: the result of `expectations`.
-      dtype: the dtype of the model.
-      model_flops: FLOPs of both passes of the model for the global batch, without recomputation.
+    expected: the result of `expectations`. model_flops: FLOPs of both passes of the model for the global batch.
     """
     found = [*_float32_products(summaries, dtype), *_copies(summaries, times, cluster), *_exposed(summaries, times)]
     if number := sum(summary.synchronizations for summary in summaries):

@@ -1,7 +1,4 @@
-"""Searches for the largest batch or microbatch whose training step fits into the memory of absent GPUs.
-
-Each size that is tried is compiled, and its memory is that of XLA's buffer assignment.
-"""
+"""Searches for the largest batch or microbatch whose compiled training step fits into the memory of absent GPUs."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -58,10 +55,7 @@ def find_fits(
     remats: Sequence[str],
     report: Callable[[str, Tried], None],
 ) -> Iterator[Fit]:
-    """Yield the largest size that fits for each of some remats.
-
-    sizes: the result of `batch_sizes` or `microbatch_sizes`. report: called with the remat and each size tried.
-    """
+    """Yield the largest of the sizes that fits, for each remat. `report` receives each size that is tried."""
     for remat in remats:
 
         def attempt(index: int, remat: str = remat) -> Tried:
@@ -131,13 +125,8 @@ def largest_fitting(
 ) -> tuple[Tried | None, Tried | None]:
     """Return the largest size that needs at most `limit` bytes and the next one, each None if there is none.
 
-    Assumes that a larger size needs more, and tries few: the next guess is where a straight line through the last two
-    results reaches the limit. Every third guess halves the interval that remains instead.
-
-    Args:
-      sizes: the sizes in ascending order, at least one.
-      attempt: index of a size -> what it needs.
-      limit: the memory that there is, in bytes.
+    The sizes ascend, and larger ones need more. Few are tried, by index: the next guess is where a straight line
+    through the last two results reaches the limit. Every third guess halves the interval that remains instead.
     """
     found: dict[int, Tried] = {}  # by index, in the order of the attempts
     low, high = -1, len(sizes)  # the largest index that fits, and the smallest that does not

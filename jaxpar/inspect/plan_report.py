@@ -55,10 +55,7 @@ def cluster_of(text: str) -> Cluster:
 
 
 def make_space(config: ConfigDict, cluster: Cluster, target: Target | None = None) -> Space:
-    """Return what to search on GPUs: the problem of a config, and the costs of its layers.
-
-    target: the GPUs that are compiled for. Without one, the memory is that of the data sheet.
-    """
+    """Return what to search on GPUs, whose memory is that of the target, or else of the data sheet."""
     loaded, settings = _load(config, cluster)
     assert cluster.memory_bytes is not None
     usable = target.usable_bytes if target else memory_fraction() * cluster.memory_bytes

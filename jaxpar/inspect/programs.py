@@ -178,10 +178,7 @@ class Buffers(NamedTuple):
 
 
 def buffers_at_peak(programs: Sequence[CompiledProgram], layers: Iterable[str]) -> list[Buffers]:
-    """Return the temporary arrays at the peak of the program of a step that has most, the largest groups first.
-
-    layers: the names of the layers of the model.
-    """
+    """Return the temporary arrays at the peak of the program that has most, by names of layers, the largest first."""
 
     def temporary_bytes(program: CompiledProgram) -> int:
         analysis = program.compiled.memory_analysis()

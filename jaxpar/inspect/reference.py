@@ -1,7 +1,4 @@
-"""The reference of a certificate, and errors with respect to it.
-
-It is strategy `single`, which takes single steps from the state of any other strategy.
-"""
+"""The reference of a certificate, strategy `single` from the state of any other one, and errors with respect to it."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence

@@ -111,10 +111,7 @@ def check_step(config: ConfigDict) -> None:
 def predict(programs: Sequence[CompiledProgram], cluster: Cluster) -> StepTime:
     """Return the predicted time of the programs of a step on the device that is busy longest.
 
-    Programs without calls run one after the other, once each. For others, see enqueued.py.
-
-    Raises:
-      UserError: a rate of the GPU is unknown.
+    Programs without calls run one after the other. For others, see enqueued.py. Raises UserError for an unknown rate.
     """
     times = [predict_program(program, cluster) for program in programs]
     if any(program.calls for program in programs):
@@ -172,10 +169,7 @@ class _Roofline:
         self._of_computation = cache(self.walk)
 
     def walk(self, computation: str, chosen: Mapping[str, StepTime] = {}) -> StepTime:
-        """Follow the instructions of a computation: what its device does, and what its links do meanwhile.
-
-        chosen: the times of some of its instructions, by name.
-        """
+        """Return the time of a computation and its collectives. chosen: times of some instructions, by name."""
         total, link_is_free = NOTHING, 0.0
         ends: dict[str, float] = {}
         on_link: dict[str, float] = {}
@@ -201,10 +195,7 @@ class _Roofline:
         return total
 
     def _called(self, instruction: Instruction) -> StepTime:
-        """Return the mean time of what an instruction calls.
-
-        For a conditional in which devices differ, or whose fractions are unknown, this is the longest branch.
-        """
+        """Return the mean time of what an instruction calls; of the longest branch if devices differ."""
         times = [self._of_computation(one) for one in self.program.called(instruction)]
         source = instruction.source
         differ = any(f"/{scope}/" in source for scope, branches in self._branches.items() if len(branches.taken) == 1)
