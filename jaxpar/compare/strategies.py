@@ -74,18 +74,18 @@ ERROR = re.compile(r"jaxpar: |[\w.]+(Error|Exception)\b")  # start of the line i
 
 
 class Planned(NamedTuple):
-    """A strategy of the comparison: its overrides, its config, and its plan, or the reason why there is none."""
+    """A strategy of the comparison."""
 
     overrides: list[str]
     config: ConfigDict
-    plan: Plan[Any] | str
+    plan: Plan[Any] | str  # or the reason why there is none
 
 
 class Prediction(NamedTuple):
-    """Predicted seconds of a step, or None, and a note: the mesh of a pipeline, or the reason why there is no time."""
+    """The prediction for a strategy."""
 
-    seconds: float | None
-    note: str = ""
+    seconds: float | None  # of a step
+    note: str = ""  # the mesh of a pipeline, or the reason why there is no time
 
 
 def compare_strategies(
@@ -97,15 +97,9 @@ def compare_strategies(
     num_devices: int | None,
     predict_for: tuple[str, Cluster] | None,
 ) -> tuple[dict[str, StrategyOutcome], list[str]]:
-    """Train strategies, write the table, the pictures and the page, and return the outcomes and the table.
+    """Train some of COMPARED, write the table, the pictures and the page, and return the outcomes and the table.
 
-    Args:
-      config_name: the config, as PATH[:PRESET].
-      overrides: of the config.
-      workdir: directory of the runs.
-      names: some of COMPARED.
-      num_devices: number of devices to train on; None: all.
-      predict_for: name of a cluster, and the cluster, for which times are predicted.
+    num_devices: None for all. predict_for: name of a cluster, and the cluster, for which times are predicted.
     """
     jax.config.update("jax_platforms", "cpu")  # runs need the memory of the GPUs
     virtual = configured(config_name, overrides).mesh.virtual_cpu_devices

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -70,28 +71,24 @@ class CollectiveRow(NamedTuple):
 def audit(programs: Sequence[CompiledProgram], plan: Plan[object], task: Task) -> list[CollectiveRow]:
     """Return one row per kind of collective, for those in the programs of a step and those that theory predicts."""
     num_scalars = max(MAX_SCALARS, task.num_sums + 3)
-    by_device: dict[tuple[str, str, str], dict[int, list[float]]] = {}
+    # By kind, axis and dtype: [number, bytes] of each device, and in theory [bytes, required bytes].
+    by_device: dict[tuple[str, str, str], dict[int, np.ndarray]] = defaultdict(lambda: defaultdict(lambda: np.zeros(2)))
+    theory: dict[tuple[str, str, str], np.ndarray] = defaultdict(lambda: np.zeros(2))
     for dtype, sender, copied in enqueued.copies(programs):
-        entry = by_device.setdefault((COPY, STAGE, dtype), {}).setdefault(sender, [0.0, 0.0])
-        entry[0], entry[1] = entry[0] + 1, entry[1] + copied
+        by_device[COPY, STAGE, dtype][sender] += (1, copied)
     for program in programs:
-        text, frequencies = program.compiled.as_text(), program.frequencies
+        text, axes = program.compiled.as_text(), program.mesh.shape if program.mesh else plan.axes
         assert text is not None
-        for (kind, groups, dtype), (count, nbytes) in _collectives(text, frequencies, num_scalars).items():
-            of_devices = by_device.setdefault(
-                (kind, axis_of(groups, program.mesh.shape if program.mesh else plan.axes), dtype), {}
-            )
+        for (kind, groups, dtype), sent in _collectives(text, program.frequencies, num_scalars).items():
             for device in devices_of(program):
-                entry = of_devices.setdefault(device.id, [0.0, 0.0])
-                entry[0], entry[1] = entry[0] + program.runs * count, entry[1] + program.runs * nbytes
+                by_device[kind, axis_of(groups, axes), dtype][device.id] += np.multiply(program.runs, sent)
     # Of the device that sends most.
-    measured = {key: max(of.values(), key=lambda entry: entry[1]) for key, of in by_device.items()}
-    theory: dict[tuple[str, str, str], list[float]] = {}
+    measured = {key: max(of.values(), key=lambda sent: float(sent[1])).tolist() for key, of in by_device.items()}
     for one in plan.traffic:
-        entry = theory.setdefault((one.kind, one.axis, one.dtype), [0.0, 0.0])
-        entry[0], entry[1] = entry[0] + one.nbytes, entry[1] + one.nbytes * one.required
-    keys = sorted(measured.keys() | {key for key, (nbytes, _) in theory.items() if nbytes})
-    rows = [CollectiveRow(*key, *measured.get(key, [0.0, 0.0]), *theory.get(key, [None, 0.0])) for key in keys]
+        theory[one.kind, one.axis, one.dtype] += (one.nbytes, one.nbytes * one.required)
+    expected = {key: nbytes.tolist() for key, nbytes in theory.items()}
+    keys = sorted(measured.keys() | {key for key, (nbytes, _) in expected.items() if nbytes})
+    rows = [CollectiveRow(*key, *measured.get(key, [0.0, 0.0]), *expected.get(key, [None, 0.0])) for key in keys]
     return [row._replace(limit=SCALAR_BYTES * num_scalars) for row in rows]
 
 

@@ -15,11 +15,11 @@ STEPS_TO_FILL = 20  # steps until all devices of a pipeline that never drains ar
 
 
 class Interval(NamedTuple):
-    """The time in which a program runs, in seconds since the host began to enqueue the step."""
+    """The time in which a program runs, from its first device to its last, since the host began to enqueue the step."""
 
     program: int  # its index
-    start: float  # when its first device starts
-    end: float  # when its last device ends
+    start: float  # seconds
+    end: float
 
 
 class Costs(NamedTuple):

@@ -121,11 +121,10 @@ def _exposed(summaries: Sequence[ProgramSummary], times: Sequence[StepTime]) -> 
             if exposed > EXPOSED_SHARE * seconds:
                 kind: Kind = "exposed in a loop" if one.per_step > 1 else "exposed"
                 groups.setdefault((kind, one.kind), []).append((one, exposed))
-    found = []
+    found, least = [], TIME_SHARE * sum(time.seconds for time in times)
     for (kind, operation), group in groups.items():
-        number = sum(one.per_step for one, _ in group)
-        exposed = sum(seconds for _, seconds in group)
-        if exposed > TIME_SHARE * sum(time.seconds for time in times):
+        number, exposed = sum(one.per_step for one, _ in group), sum(seconds for _, seconds in group)
+        if exposed > least:
             where = " in loops" if kind == "exposed in a loop" else ""
             text = f"the GPU waits {1e3 * exposed:.3g} ms for {_counted(number, operation)}{where}"
             found.append(Finding(kind, text))

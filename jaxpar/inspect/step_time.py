@@ -68,20 +68,14 @@ class StepTime(NamedTuple):
 
     def plus(self, other: "StepTime", times: float = 1.0) -> "StepTime":
         """Return the time of this and then, `times` times, of another part."""
-        parts = dict(self.parts)
+        parts, collectives = dict(self.parts), dict(self.collectives)
         for part, seconds in other.parts.items():
             parts[part] = parts.get(part, 0.0) + times * seconds
-        collectives = dict(self.collectives)
         for name, (on_link, exposed) in other.collectives.items():
             before = collectives.get(name, (0.0, 0.0))
             collectives[name] = (before[0] + times * on_link, before[1] + times * exposed)
-        return StepTime(
-            self.seconds + times * other.seconds,
-            self.exposed + times * other.exposed,
-            self.flops + times * other.flops,
-            parts,
-            collectives,
-        )
+        seconds, exposed, flops = (mine + times * its for mine, its in zip(self[:3], other[:3], strict=True))
+        return StepTime(seconds, exposed, flops, parts, collectives)
 
 
 WAIT = "wait"  # the kind of the time in which a device has nothing to run
