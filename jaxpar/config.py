@@ -5,10 +5,12 @@ values and returns it. The default config declares every key and is locked, so n
 """
 
 import ast
+import functools
 import importlib.util
 import inspect
 import json
 import math
+import operator
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,8 +59,7 @@ def config_folder() -> Path:
 
 def default_config() -> ConfigDict:
     """Return the config of configs/default.py, locked so that only declared keys can be set."""
-    config = _import(config_folder() / "default.py").get_config()
-    return config.lock()
+    return _import(config_folder() / "default.py").get_config().lock()
 
 
 def load_config(name: str | Path) -> ConfigDict:
@@ -104,9 +105,8 @@ def load_config(name: str | Path) -> ConfigDict:
 def override(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
     """Set keys of `config` in place from arguments such as --config.optimizer.lr=1e-4, and return the keys.
 
-    Raises UserError for an invalid argument, and for an integer beyond int64, which no key can have.
-
-    ml_collections.config_flags is not used because it reads only sys.argv and words its errors differently.
+    Raises UserError for an invalid argument, and for an integer beyond int64. ml_collections.config_flags reads only
+    sys.argv and words its errors differently.
     """
     known, default = keys(config), keys(default_config())
     rest, given = list(arguments), set()
@@ -129,7 +129,8 @@ def override(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
             same_end = [OTHER_NAMES[end]] if end in OTHER_NAMES else same_end
             hint = f" Did you mean {same_end[0]!r}?" if len(same_end) == 1 else nearest(key, known)
             raise UserError(f"config.{key} does not exist{'.' if hint else ''}{hint}")
-        kind = _kind(config, key)
+        *sections, name = key.split(".")
+        kind = functools.reduce(operator.getitem, sections, config).get_type(name)
         if not equals:
             if kind in (bool, BOOL_OR_NAME):
                 text = str(not negated)
@@ -153,14 +154,6 @@ def check_no_nan(config: ConfigDict) -> None:
     for key, value in keys(config).items():
         if isinstance(value, float) and math.isnan(value):
             raise UserError(f"config.{key} is nan; it must be a number")
-
-
-def _kind(config: ConfigDict, key: str) -> type | UnionType:
-    """Return the type that the default config declares for `key`."""
-    parent, _, name = key.rpartition(".")
-    for part in parent.split(".") if parent else []:
-        config = config[part]
-    return config.get_type(name)
 
 
 def _parse(key: str, text: str, kind: type | UnionType, now: Any) -> Any:
@@ -223,10 +216,7 @@ def read_config(workdir: Path) -> ConfigDict:
 
 
 def from_keys(saved: Mapping[str, Any]) -> ConfigDict:
-    """Return the config with these JSON values by dotted key, with defaults for all other keys.
-
-    Keys can have their former names.
-    """
+    """Return the config with these JSON values by dotted key, also former ones, with defaults for all other keys."""
     config = default_config()
     with config.unlocked(), config.ignore_type():
         for key, value in saved.items():

@@ -18,19 +18,18 @@ from typing import Any, NoReturn, TextIO
 def printable(text: str, keep: str = "") -> str:
     """Return the text with control characters escaped, because part of it can be from a file.
 
-    A terminal would obey control characters: they can move the cursor, change colours or hide text.
-
-    keep: control characters that stay, such as the line ends of a text of several lines.
+    They could move the cursor or hide text. keep: those that stay, such as the line ends of a text of several lines.
     """
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
-class UserError(Exception):
-    """A mistake that the user must correct. The message names the key or file, its value and what it must be."""
-
+class _PrintedError(Exception):
     def __str__(self) -> str:
-        """Return the message as it is printed."""
         return printable(super().__str__())
+
+
+class UserError(_PrintedError):
+    """A mistake that the user must correct. The message names the key or file, its value and what it must be."""
 
 
 def is_refused(function: Callable[..., object], *arguments: Any) -> bool:
@@ -42,12 +41,8 @@ def is_refused(function: Callable[..., object], *arguments: Any) -> bool:
     return False
 
 
-class TrainingError(Exception):
+class TrainingError(_PrintedError):
     """A failure of the training itself. `main` prints the message and exits with code 1."""
-
-    def __str__(self) -> str:
-        """Return the message as it is printed."""
-        return printable(super().__str__())
 
 
 SIMILAR = 0.6  # ratio of equal characters in two names, one of which the user probably meant

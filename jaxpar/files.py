@@ -32,10 +32,7 @@ FILES = (
 
 
 def run_of(path: Path) -> Path | None:
-    """Return the workdir of the run to which a path belongs, or None.
-
-    The path is the workdir, or one of the files and folders that a run writes there, or in one of these folders.
-    """
+    """Return the workdir of the run that writes this path, or a folder that it is in; None if there is none."""
     path = path.resolve()
     for folder in (path, *path.parents):
         inside = path.relative_to(folder).parts
@@ -48,10 +45,7 @@ def run_of(path: Path) -> Path | None:
 
 
 def disk_error(error: BaseException) -> str | None:
-    """Return the reason, such as `No space left on device`, if `error` is a disk error that the user must fix.
-
-    Returns None for all other errors.
-    """
+    """Return the reason, such as `No space left on device`, of a disk error that the user must fix; None for others."""
     numbers = [error.errno] if isinstance(error, OSError) else map(int, re.findall(_OS_ERROR, str(error)))
     return next((os.strerror(number) for number in numbers if number in DISK_ERRORS), None)
 
@@ -70,10 +64,7 @@ def path_error(error: OSError) -> str:
 
 
 def read_csv(file: Iterable[str], first: int = 1) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of its last line and the values of each row, also of empty ones.
-
-    Raises ValueError for invalid CSV. first: the number of the first line.
-    """
+    """Yield the number of its last line and the values of each row, also of empty ones. Raises ValueError."""
     csv.field_size_limit(MOST_CHARACTERS)  # a setting of the process, which data of longer texts raises
     reader = csv.reader(file, strict=True)
     try:
@@ -94,10 +85,7 @@ def path_state(path: Path) -> str:
 
 
 def unreadable(path: str | Path, error: Exception) -> str:
-    """Return the path of a user's CSV file, why it cannot be read and what it must be: the end of an error message.
-
-    For an error in the contents of the file, the reason is the text of `error`.
-    """
+    """Return the end of an error message: a CSV file, why it cannot be read, and what it must be."""
     if isinstance(error, OSError):
         return f"{str(path)!r}, {path_error(error)}; it must be the path of a CSV file"
     if isinstance(error, UnicodeDecodeError):
@@ -119,7 +107,7 @@ def open_text(path: str | Path) -> TextIO:
 
 
 def file_of(folder: Path, name: str) -> Path:
-    """Return the path of a file, which can be missing, in a folder that others made. They can also have chosen `name`.
+    """Return the path of a file, which can be missing, in a folder that others made, as they can have chosen `name`.
 
     Raises UserError for a path, a device, a pipe, and a link to elsewhere, except to the blobs of Hugging Face's cache.
     """
@@ -150,12 +138,9 @@ JSON_DIGITS = 4000  # of an integer; Python itself accepts a few more
 def parse_json(text: str | bytes, *, nonfinite: bool = False) -> Any:
     """Return the value of a JSON text that other programs wrote or that can be damaged.
 
-    nonfinite: whether to accept NaN and Infinity, which are not JSON but which Python and earlier versions of jaxpar
-    write.
+    nonfinite: whether to accept NaN and Infinity, which Python and earlier versions of jaxpar write.
 
-    Raises:
-      ValueError: the text is not JSON, a key occurs twice in an object, a number has too many digits or is too large,
-        or the value is nested more than JSON_DEPTH levels deep.
+    Raises ValueError also for a key that occurs twice, and for numbers and depths beyond the limits.
     """
     text = text if isinstance(text, str) else text.decode()
     try:
@@ -258,13 +243,10 @@ def unusable(workdir: Path, error: OSError) -> UserError:
 
 @contextlib.contextmanager
 def locked(workdir: Path) -> Iterator[None]:
-    """Create `workdir` and lock it for this process. The lock is released when the process ends for any reason.
+    """Create `workdir` and lock it for this process, until it ends for any reason.
 
     If a UserError ends the `with` block, the lock file and the directories that were created for it are removed, unless
-    they contain other files.
-
-    Raises:
-      UserError: the directory is not writable, or another process has locked it.
+    they contain other files. Raises UserError if the directory is not writable, or another process has locked it.
     """
     path = workdir / ".lock"
     folders = [folder for folder in (workdir, *workdir.parents) if not folder.exists()]

@@ -17,13 +17,7 @@ def host_bytes() -> int:
 
 
 def check_host_memory(what: str, needed: int, purpose: str = "") -> None:
-    """Raise UserError if `needed` bytes do not fit into the host memory.
-
-    Args:
-      what: the keys that need them, with their values.
-      needed: number of bytes.
-      purpose: what contains these bytes.
-    """
+    """Raise UserError if `needed` bytes for a purpose do not fit. what: the keys that need them, with values."""
     available = host_bytes()
     if needed > available:
         use = f"host memory for {purpose}" if purpose else "host memory"
@@ -34,10 +28,7 @@ def check_host_memory(what: str, needed: int, purpose: str = "") -> None:
 
 
 def memory_error(error: BaseException) -> str | None:
-    """Return the reason, such as `Unable to allocate 12 TiB`, if `error` reports that host or device memory ran out.
-
-    Returns None for all other errors.
-    """
+    """Return the reason, such as `Unable to allocate 12 TiB`, if memory ran out; None for all other errors."""
     text = str(error).partition("\n")[0].strip(". ")
     if isinstance(error, MemoryError):
         return text or "Unable to allocate memory"

@@ -6,24 +6,19 @@
 
 Each case is a run of `jaxpar train`, with the same batches and seed; a run that is already in the workdir is not
 repeated. The settings of a case override those of the config and the command line. The virtual time of a run is its
-number of steps times the time of a step on the cluster, which does not depend on this machine:
-
-  layers       times by the roofline of the GPU (`jaxpar partition profile`) for the longest texts. Half of a backward
-               pass is B, and half is W. The update of the weights is not counted.
-  pipelines    by the simulator. A result takes the latency, and its bytes divided by the bandwidth, to the next stage.
-               A schedule without flush takes the time of a step in its steady state.
-  ddp          each layer's gradients are exchanged by a ring all-reduce as soon as they are computed, one layer at a
-               time, while the backward pass of earlier layers continues
+number of steps times the time that `jaxpar plan` predicts for a step on the cluster, which does not depend on this
+machine. A schedule without flush takes the time of a step in its steady state.
 
 The accuracy against steps and against virtual time is drawn as WORKDIR/pipelines.png. A table is printed, and written
 as WORKDIR/pipelines.md:
 
-  bubble       fraction of a step in which the busiest device waits
+  bubble       fraction of a step in which the busiest device waits, or only communicates
   time to      virtual time of the first evaluation (config.eval.every_steps) at or above the target
-  memory       of the device with the most, according to the plan and its estimates (docs/plans.md)
+  memory       of the device that needs the most, also as predicted by `jaxpar plan`
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jaxpar import cluster as clusters
 from jaxpar.cluster import Link
@@ -31,7 +26,7 @@ from jaxpar.cluster.gpus import gpu_kinds
 from jaxpar.command_line import choice, integer, number, output_path
 from jaxpar.commands.config_flags import ConfigParser
 from jaxpar.compare.pipelines import PIPELINE_CASES, compare_pipelines
-from jaxpar.core.mesh import DATA, STAGE
+from jaxpar.core.mesh import STAGE
 from jaxpar.strategies.pipeline.tables.simulate import LARGEST_VALUE
 
 
@@ -49,12 +44,19 @@ def main(argv: Sequence[str]) -> None:
     latency = number(f"a time between 0 and {LARGEST_VALUE:g}", maximum=LARGEST_VALUE)
     add("--latency", type=latency, default=5e-6, help="of each link, in seconds")
     arguments, overrides = parser.parse_with_overrides(argv)
-    link = Link(arguments.bandwidth, arguments.latency)
+    cluster = replace(
+        clusters.named_cluster(
+            arguments.device, arguments.stages, links={STAGE: Link(arguments.bandwidth, arguments.latency)}
+        ),
+        send_rates={"host": arguments.bandwidth},
+        latencies={"host": arguments.latency},
+        efficiencies={"host": 1.0},  # the bandwidth is what is reached
+    )
     lines = compare_pipelines(
         arguments.config,
         overrides,
         arguments.workdir,
-        clusters.named_cluster(arguments.device, arguments.stages, links={DATA: link, STAGE: link}),
+        cluster,
         num_microbatches=arguments.num_microbatches,
         target=arguments.target,
         cases=arguments.cases,

@@ -37,9 +37,9 @@ _WIDTH = 6.4  # inches
 
 
 class DrawnPicture(NamedTuple):
-    """A picture, with a name for its file and its title."""
+    """A picture."""
 
-    name: str
+    name: str  # of its file
     title: str
     figure: Figure
 
@@ -47,46 +47,34 @@ class DrawnPicture(NamedTuple):
 def draw_pictures(
     outcomes: Mapping[str, StrategyOutcome], kinds: Mapping[str, str], *, batch_size: int, machine: str, metric: str
 ) -> list[DrawnPicture]:
-    """Return the pictures. Strategies that failed or were not timed are left out.
-
-    Args:
-      outcomes: results by strategy.
-      kinds: value of config.strategy by strategy.
-      batch_size: number of examples of a step.
-      machine: where the strategies were trained.
-      metric: name of the metric of `StrategyOutcome.curve`.
-    """
+    """Return the pictures of strategies that were timed. kinds: value of config.strategy by strategy."""
     timed = {name: row for name, row in outcomes.items() if row.step_seconds}
-    colors = {name: COLORS[kind] for name, kind in kinds.items()}
+    colors, on = {name: COLORS[kind] for name, kind in kinds.items()}, f"measured on {machine}"
     with matplotlib.rc_context(PICTURE_STYLE):
+        throughput = _draw_throughput(timed, colors, batch_size)
+        curves = _draw_metric(timed, kinds, metric)
         return [
-            DrawnPicture(
-                "throughput", f"Examples per second, measured on {machine}", draw_throughput(timed, colors, batch_size)
-            ),
-            DrawnPicture(
-                metric, f"{metric.capitalize()} against time, measured on {machine}", draw_metric(timed, kinds, metric)
-            ),
-            DrawnPicture("memory", "Memory of the fullest device", draw_memory(outcomes, colors)),
+            DrawnPicture("throughput", f"Examples per second, {on}", throughput),
+            DrawnPicture(metric, f"{metric.capitalize()} against time, {on}", curves),
+            DrawnPicture("memory", "Memory of the fullest device", _draw_memory(outcomes, colors)),
         ]
 
 
-def draw_throughput(timed: Mapping[str, StrategyOutcome], colors: Mapping[str, str], batch_size: int) -> Figure:
+def _draw_throughput(timed: Mapping[str, StrategyOutcome], colors: Mapping[str, str], batch_size: int) -> Figure:
     """Draw a bar for each strategy: examples per second. The bars of emulations are hatched."""
     figure, axis = _bars(list(timed))
     for place, (name, row) in enumerate(timed.items()):
         assert row.step_seconds
-        rate = batch_size / row.step_seconds
-        color = colors[name]
+        rate, color = batch_size / row.step_seconds, colors[name]
         fill = {"fill": False, "hatch": "////", "edgecolor": color} if row.is_emulated else {"color": color}
         bar = axis.barh(place, rate, **fill)
         note = f"  ({EMULATED})" if row.is_emulated else ""
         axis.bar_label(bar, [f"{rate:,.0f}{note}"], padding=3, fontsize=8)
     axis.set_xlabel("examples per second")
-    axis.margins(x=0.18)
     return figure
 
 
-def draw_memory(outcomes: Mapping[str, StrategyOutcome], colors: Mapping[str, str]) -> Figure:
+def _draw_memory(outcomes: Mapping[str, StrategyOutcome], colors: Mapping[str, str]) -> Figure:
     """Draw two bars in a line for each strategy: the bytes of the state, and those in flight during a step."""
     rows = {name: row for name, row in outcomes.items() if row.device_bytes}
     figure, axis = _bars(list(rows))
@@ -96,16 +84,19 @@ def draw_memory(outcomes: Mapping[str, StrategyOutcome], colors: Mapping[str, st
         bar = axis.barh(place, more / 1e6, left=held / 1e6, color=colors[name], alpha=0.4)
         axis.bar_label(bar, [format_bytes(held + more)], padding=3, fontsize=8)
     axis.set_xlabel("MB: state, from the plan (solid); in flight during a step (light)")
-    axis.margins(x=0.18)
     return figure
 
 
-def draw_metric(timed: Mapping[str, StrategyOutcome], kinds: Mapping[str, str], metric: str) -> Figure:
-    """Draw the metric on the validation split against the time of the steps, without compilation and evaluations.
-
-    There is a panel for each kind of strategy, or several, so that a panel has few curves; all show REFERENCE.
-    """
-    panels = curve_panels(timed, kinds)
+def _draw_metric(timed: Mapping[str, StrategyOutcome], kinds: Mapping[str, str], metric: str) -> Figure:
+    """Draw the metric against the time of the steps, in panels of few curves of one kind, with REFERENCE."""
+    drawn = [name for name, row in timed.items() if row.curve]
+    first = [REFERENCE] if REFERENCE in drawn else []
+    panels = []
+    for kind in dict.fromkeys(kinds[name] for name in drawn if name != REFERENCE):
+        names = [name for name in drawn if kinds[name] == kind and name != REFERENCE]
+        size = MOST_LINES - 1
+        panels += [[*first, *names[start : start + size]] for start in range(0, len(names), size)]
+    panels = panels or [first]
     rows = -(-len(panels) // 2)
     figure = Figure(figsize=(_WIDTH, 0.6 + 2.8 * rows), layout="constrained")
     for place, names in enumerate(panels, 1):
@@ -125,18 +116,6 @@ def draw_metric(timed: Mapping[str, StrategyOutcome], kinds: Mapping[str, str], 
     return figure
 
 
-def curve_panels(timed: Mapping[str, StrategyOutcome], kinds: Mapping[str, str]) -> list[list[str]]:
-    """Return the strategies of each panel, of one kind besides REFERENCE, and at most MOST_LINES."""
-    drawn = [name for name, row in timed.items() if row.curve]
-    first = [REFERENCE] if REFERENCE in drawn else []
-    panels = []
-    for kind in dict.fromkeys(kinds[name] for name in drawn if name != REFERENCE):
-        names = [name for name in drawn if kinds[name] == kind and name != REFERENCE]
-        size = MOST_LINES - 1
-        panels += [[*first, *names[start : start + size]] for start in range(0, len(names), size)]
-    return panels or [first]
-
-
 def _bars(names: Sequence[str]) -> tuple[Figure, Axes]:
     """Return a picture without bars that has a line for each name, from top to bottom, and its axes."""
     figure = Figure(figsize=(_WIDTH, 1 + 0.23 * len(names)), layout="constrained")
@@ -145,6 +124,7 @@ def _bars(names: Sequence[str]) -> tuple[Figure, Axes]:
     axis.set_ylim(len(names) - 0.4, -0.6)
     axis.grid(alpha=0.3, axis="x")
     axis.set_axisbelow(True)
+    axis.margins(x=0.18)
     return figure, axis
 
 

@@ -1,8 +1,4 @@
-"""The table of a comparison as Markdown, as CSV, and as a self-contained HTML page with pictures.
-
-Times of different origin, such as those measured here and those predicted for a cluster, are separate groups of
-columns, each with its own heading (`time_columns`).
-"""
+"""The table of a comparison as Markdown, as CSV, and as a self-contained HTML page with pictures."""
 
 import csv
 import io
@@ -59,15 +55,7 @@ class TableColumn:
 def comparison_columns(
     outcomes: Mapping[str, StrategyOutcome], *, batch_size: int, machine: str, metric: str, metric_format: str
 ) -> list[TableColumn]:
-    """Return the columns of the table.
-
-    Args:
-      outcomes: results by strategy.
-      batch_size: number of examples of a step.
-      machine: where the strategies were trained.
-      metric: name of `StrategyOutcome.metric`.
-      metric_format: its format specification.
-    """
+    """Return the columns of the table of outcomes by strategy. machine: where the strategies were trained."""
     rows, two_digits = list(outcomes.values()), "{:.2f}".format
     measured = {name: row.step_seconds for name, row in outcomes.items()}
     emulated = frozenset(name for name, row in outcomes.items() if row.is_emulated)
@@ -86,7 +74,11 @@ def comparison_columns(
         _numbers("mean staleness", "staleness_mean", [row.staleness and row.staleness[0] for row in rows], two_digits),
         _numbers("maximum staleness", "staleness_max", [row.staleness and row.staleness[1] for row in rows], str),
         _text("by its plan", "guarantee", [row.guarantee for row in rows]),
-        _text("measured by a certificate", "certificate", [_format_verdict(row) for row in rows]),
+        _text(
+            "measured by a certificate",
+            "certificate",
+            [f"failed: {row.failed}" if row.failed else row.certificate or "not certified" for row in rows],
+        ),
     ]  # fmt: skip
 
 
@@ -95,11 +87,8 @@ def time_columns(
 ) -> list[TableColumn]:
     """Return the time of a step, the examples per second, and the speed relative to REFERENCE, as a group of columns.
 
-    Args:
-      seconds: time of a step by strategy, or None.
-      group: heading of the group. Its first word, such as `measured`, is part of the names in Markdown and CSV.
-      batch_size: number of examples of a step.
-      emulated: strategies whose times are marked, and not compared with those of others.
+    group: its heading, whose first word, such as `measured`, is part of the names in Markdown and CSV.
+    emulated: strategies whose times are marked, and not compared with those of others.
     """
     origin = group.partition(" ")[0]
     base = seconds.get(REFERENCE)
@@ -153,11 +142,6 @@ def format_step_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
-def _format_verdict(row: StrategyOutcome) -> str:
-    """Return the verdict of a strategy, or the reason why it failed."""
-    return f"failed: {row.failed}" if row.failed else row.certificate or "not certified"
-
-
 def format_range(nbytes: Sequence[int]) -> str:
     """Format the bytes of several devices: `1.2 MB`, or `1.2 to 3.4 MB` if they differ."""
     if not nbytes:
@@ -169,14 +153,7 @@ def format_range(nbytes: Sequence[int]) -> str:
 
 
 def html_page(title: str, columns: Sequence[TableColumn], pictures: Mapping[str, str], notes: Sequence[str]) -> str:
-    """Return the page.
-
-    Args:
-      title: its title.
-      columns: the columns of the table. The first one is the heading of the rows. Columns without a value are left out.
-      pictures: SVG elements by their titles.
-      notes: lines: the first is below the title, and the others at the end. Text between two backticks is code.
-    """
+    """Return the page, without empty columns. The first note is below the title, and the others at the end."""
     columns = [column for column in columns if any(column.cells)]
     body = [
         *map(paragraph, notes[:1]),
@@ -194,7 +171,7 @@ def html_page(title: str, columns: Sequence[TableColumn], pictures: Mapping[str,
 
 
 def _heads(columns: Sequence[TableColumn]) -> list[str]:
-    """Return the head of the table: groups of columns above their headings, and the other headings over both rows."""
+    """Return the head of the table: groups above the headings of their columns, other headings over both rows."""
     above, below = [], []
     for group, of_group in groupby(columns, key=lambda column: column.group):
         headings = [escape(column.heading) for column in of_group]

@@ -43,10 +43,7 @@ def check_settings(config: ConfigDict, workdir: Path) -> None:
 
 
 def changed_settings(config: ConfigDict, workdir: Path) -> str:
-    """Return the keys of `different_settings` with another value when the run in the workdir was started, and both.
-
-    Empty if there are none, or if there is no run.
-    """
+    """Return the settings that differ from those with which the run in the workdir, if any, started; empty: none."""
     if not (workdir / "config.json").exists():
         return ""
     if not (workdir / STARTED_WITH).is_file():
@@ -71,10 +68,7 @@ def finish_run(config: str, workdir: Path, overrides: list[str]) -> bool:
 
 
 def prepare_run(name: str, workdir: Path, overrides: list[str]) -> list[str]:
-    """Record the settings of a run in its workdir, and return its command. Raises UserError if they have changed.
-
-    UserError is also raised if the workdir cannot be created or written.
-    """
+    """Record the settings of a run in its workdir, and return its command. Raises UserError if they have changed."""
     config = configured(name, overrides)
     check_settings(config, workdir)
     try:
@@ -124,18 +118,17 @@ def run_logged(command: list[str], log: Path, signals: list[int]) -> int:
 
 def run_seconds(workdir: Path) -> float:
     """Return the time that the last start of a finished run took."""
-    return sum(read_result(workdir)["seconds"].values())
+    return sum(_read_result(workdir)["seconds"].values())
 
 
-def read_result(workdir: Path) -> dict[str, Any]:
-    """Return the contents of result.json of a finished run."""
+def _read_result(workdir: Path) -> dict[str, Any]:
     result: dict[str, Any] = files.parse_json((workdir / "result.json").read_text())
     return result
 
 
 def read_outcome(config: ConfigDict, plan: Plan[Any], workdir: Path, loaded: build.Parts) -> StrategyOutcome:
     """Return the outcome of a finished run."""
-    result, task = read_result(workdir), loaded.problem.task
+    result, task = _read_result(workdir), loaded.problem.task
     stashed = max(plan.device_bytes) - plan.state_bytes  # activations that the plan of a pipeline counts
     rate = result.get("examples_per_second")
     rows = [row for row in metrics.read_metrics(workdir) if row["split"] == "validation"]
@@ -161,10 +154,7 @@ def is_emulated(config: ConfigDict) -> bool:
 
 
 def find_staleness(plan: Plan[Any], result: Mapping[str, Any]) -> tuple[float, int] | None:
-    """Return the mean and maximum staleness of a run; None if gradients are computed from the newest weights.
-
-    The mean of a pipeline is over its stages and microbatches.
-    """
+    """Return the mean (over stages and microbatches) and maximum staleness; None if weights are always the newest."""
     if plan.delays:
         lags = [lag for stage in plan.delays.stages for lag in stage.lags]
         return float(np.mean(lags)), max(lags)

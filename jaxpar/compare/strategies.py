@@ -20,7 +20,7 @@ from jaxpar import cluster as clusters
 from jaxpar import files, models, strategies
 from jaxpar.checkpoint import ledger
 from jaxpar.choose.asynchronous import predicted as predicted_for
-from jaxpar.choose.candidates import Candidate, Space, StateRatios, state_ratios
+from jaxpar.choose.candidates import AsyncCandidate, Candidate, Space, StateRatios, state_ratios
 from jaxpar.cluster import Cluster
 from jaxpar.compare.pictures import draw_pictures, svg
 from jaxpar.compare.report import (
@@ -74,18 +74,18 @@ ERROR = re.compile(r"jaxpar: |[\w.]+(Error|Exception)\b")  # start of the line i
 
 
 class Planned(NamedTuple):
-    """A strategy of the comparison: its overrides, its config, and its plan, or the reason why there is none."""
+    """A strategy of the comparison."""
 
     overrides: list[str]
     config: ConfigDict
-    plan: Plan[Any] | str
+    plan: Plan[Any] | str  # or the reason why there is none
 
 
 class Prediction(NamedTuple):
-    """Predicted seconds of a step, or None, and a note: the mesh of a pipeline, or the reason why there is no time."""
+    """The prediction for a strategy."""
 
-    seconds: float | None
-    note: str = ""
+    seconds: float | None  # of a step
+    note: str = ""  # the mesh of a pipeline, or the reason why there is no time
 
 
 def compare_strategies(
@@ -97,15 +97,9 @@ def compare_strategies(
     num_devices: int | None,
     predict_for: tuple[str, Cluster] | None,
 ) -> tuple[dict[str, StrategyOutcome], list[str]]:
-    """Train strategies, write the table, the pictures and the page, and return the outcomes and the table.
+    """Train some of COMPARED, write the table, the pictures and the page, and return the outcomes and the table.
 
-    Args:
-      config_name: the config, as PATH[:PRESET].
-      overrides: of the config.
-      workdir: directory of the runs.
-      names: some of COMPARED.
-      num_devices: number of devices to train_strategy on; None: all.
-      predict_for: name of a cluster, and the cluster, for which times are predicted.
+    num_devices: None for all. predict_for: name of a cluster, and the cluster, for which times are predicted.
     """
     jax.config.update("jax_platforms", "cpu")  # runs need the memory of the GPUs
     virtual = configured(config_name, overrides).mesh.virtual_cpu_devices
@@ -120,34 +114,33 @@ def compare_strategies(
     settings = {name: [*overrides, *strategy_settings(name, num_devices)] for name in COMPARED}
     all_configs = {name: configured(config_name, of_strategy) for name, of_strategy in settings.items()}
     with files.locked(workdir):
-        wanted = choose_rows(names, all_configs, workdir)
+        required = {REFERENCE, *names}
+        for name, config in all_configs.items():
+            if name in required:
+                check_settings(config, workdir / name)
+        wanted = [  # also those with a finished run of the config
+            name
+            for name, config in all_configs.items()
+            if name in required or (is_finished(workdir / name) and not changed_settings(config, workdir / name))
+        ]
         loaded = load(all_configs[REFERENCE], cluster)
         planned = {
             name: Planned(settings[name], config, strategies.possible(config, loaded.problem, cluster))
             for name, config in all_configs.items()
             if name in wanted
         }
-        predicted = predict_all(config_name, wanted, overrides, predict_for[1]) if predict_for else {}
+        predicted: dict[str, Prediction] = {}
+        if predict_for:
+            space = make_space(configured(config_name, overrides), predict_for[1])
+            ratios = state_ratios(space.problem)
+            predicted = {name: predict_strategy(name, config_name, overrides, space, ratios) for name in wanted}
         outcomes = train_all(planned, config_name, workdir, loaded)
-        machine, elsewhere = describe_machine(cluster, num_devices), predict_for[0] if predict_for else ""
+        devices = format_count(num_devices, "virtual device")
+        machine = f"{format_count(os.cpu_count() or 1, 'CPU core')} ({devices})"
+        if cluster.platform != "cpu":
+            machine = f"{num_devices} x {cluster.device_kind}"
+        elsewhere = predict_for[0] if predict_for else ""
         return outcomes, write(outcomes, planned, config_name, workdir, loaded, machine, predicted, elsewhere)
-
-
-def choose_rows(chosen: Sequence[str], all_configs: Mapping[str, ConfigDict], workdir: Path) -> list[str]:
-    """Return the strategies of the table: REFERENCE, the chosen ones, and those with a finished run of the config.
-
-    Raises:
-      UserError: REFERENCE or a chosen strategy has a run with other settings.
-    """
-    required = {REFERENCE, *chosen}
-    for name, config in all_configs.items():
-        if name in required:
-            check_settings(config, workdir / name)
-    return [
-        name
-        for name, config in all_configs.items()
-        if name in required or (is_finished(workdir / name) and not changed_settings(config, workdir / name))
-    ]
 
 
 def find_cluster_apart(config: str, overrides: list[str]) -> Cluster:
@@ -162,18 +155,8 @@ def find_cluster_of(config: str, overrides: list[str]) -> Cluster:
     return clusters.find_cluster()
 
 
-def describe_machine(cluster: Cluster, num_devices: int) -> str:
-    """Return the devices of the comparison: `2 CPU cores (2 virtual devices)`, or `8 x Tesla V100-SXM2-32GB`."""
-    if cluster.platform != "cpu":
-        return f"{num_devices} x {cluster.device_kind}"
-    return f"{format_count(os.cpu_count() or 1, 'CPU core')} ({format_count(num_devices, 'virtual device')})"
-
-
 def strategy_settings(name: str, num_devices: int, num_stages: int | None = None) -> list[str]:
-    """Return the overrides that select a strategy of COMPARED on this number of devices.
-
-    num_stages: stages of a pipeline, a divisor of the number of devices; None: as many as devices.
-    """
+    """Return the overrides that select a strategy of COMPARED. num_stages: a divisor of the number of devices."""
     settings: dict[str, object] = {"exchange": "ddp", "mesh.data": num_devices, "mesh.stage": 1}
     if name in _EXCHANGES:
         settings |= {"strategy": "data_parallel", "exchange": name}
@@ -191,42 +174,22 @@ def strategy_settings(name: str, num_devices: int, num_stages: int | None = None
     return [f"--config.{key}={value}" for key, value in settings.items()]
 
 
-def predict_all(
-    config: str, wanted: Sequence[str], overrides: Sequence[str], cluster: Cluster
-) -> dict[str, Prediction]:
-    """Return the prediction for each strategy on all devices of a cluster."""
-    space = make_space(configured(config, overrides), cluster)
-    ratios = state_ratios(space.problem)
-    return {name: predict_strategy(name, config, overrides, space, ratios) for name in wanted}
-
-
 def predict_strategy(name: str, config: str, overrides: Sequence[str], space: Space, ratios: StateRatios) -> Prediction:
-    """Return the prediction for a strategy. A pipeline has as many stages as possible.
-
-    If no number of stages is possible, the reason is that of the smallest one.
-    """
-    reason, is_pipeline = "", name in _SCHEDULES
-    for num_stages in stage_numbers(space) if is_pipeline else [1]:
-        settings = strategy_settings(name, space.num_devices, num_stages)
-        of_strategy = configured(config, [*overrides, *settings])
+    """Return the prediction for a strategy, with as many stages as possible, or the reason for the smallest number."""
+    n, num_layers, stages = space.num_devices, len(space.problem.model.layers), [1]
+    if name in _SCHEDULES:  # with a layer each; if there are none, the plan for n stages has the reason
+        stages = [number for number in range(min(n, num_layers), 1, -1) if n % number == 0] or [n]
+    reason = ""
+    for num_stages in stages:
+        of_strategy = configured(config, [*overrides, *strategy_settings(name, n, num_stages)])
         found = predicted_for(space, of_strategy, ratios)
-        if not isinstance(found, str):
-            stages, replicas = format_count(num_stages, "stage"), space.num_devices // num_stages
-            if not isinstance(found, Candidate):
-                return Prediction(found.seconds, f"{found.name}, mean staleness {found.mean_staleness:.2f}")
-            note = f"{stages} x {format_count(replicas, 'replica')}" if is_pipeline else ""
-            return Prediction(found.costs.seconds, note)
+        if isinstance(found, AsyncCandidate):
+            return Prediction(found.seconds, f"{found.name}, mean staleness {found.mean_staleness:.2f}")
+        if isinstance(found, Candidate):
+            sizes = f"{format_count(num_stages, 'stage')} x {format_count(n // num_stages, 'replica')}"
+            return Prediction(found.costs.seconds, sizes if name in _SCHEDULES else "")
         reason = found
     return Prediction(None, reason)
-
-
-def stage_numbers(space: Space) -> list[int]:
-    """Return the numbers of stages that divide the devices of a cluster and have a layer each, the largest first.
-
-    If there are none, it is the number of devices, for which the plan then gives the reason.
-    """
-    n, num_layers = space.num_devices, len(space.problem.model.layers)
-    return [number for number in range(min(n, num_layers), 1, -1) if n % number == 0] or [n]
 
 
 def load(config: ConfigDict, cluster: Cluster) -> build.Parts:
@@ -239,7 +202,7 @@ def load(config: ConfigDict, cluster: Cluster) -> build.Parts:
 def train_all(
     planned: Mapping[str, Planned], config: str, workdir: Path, loaded: build.Parts
 ) -> dict[str, StrategyOutcome]:
-    """Train all strategies, one after another, and return the outcomes. Raises KeyboardInterrupt after a signal."""
+    """Train all strategies on the same examples, and return the outcomes. Raises KeyboardInterrupt after a signal."""
     commands = {
         name: prepare_run(config, workdir / name, one.overrides)
         for name, one in planned.items()
@@ -252,7 +215,7 @@ def train_all(
         for number, (name, one) in enumerate(planned.items(), start=1):
             print(f"row {number} of {len(planned)}  {name}: ", end="", flush=True)
             start, was_finished = time.monotonic(), is_finished(workdir / name)
-            outcomes[name] = (
+            outcomes[name] = outcome = (
                 StrategyOutcome(failed=one.plan)
                 if isinstance(one.plan, str)
                 else train_strategy(commands[name], one.config, one.plan, workdir / name, signals, loaded)
@@ -260,24 +223,26 @@ def train_all(
             if signals:
                 print(f"stopped\nresume    {command_of(sys.argv)}", flush=True)
                 raise KeyboardInterrupt
-            left = [
-                other
-                for other, its in list(planned.items())[number:]
-                if not isinstance(its.plan, str) and not is_finished(workdir / other)
-            ]
+            num_left = sum(other in commands and not is_finished(workdir / other) for other in list(planned)[number:])
             if is_finished(workdir / name) and not was_finished:
                 took.append(time.monotonic() - start)
             seconds = [run_seconds(workdir / other) for other in planned if is_finished(workdir / other)]
             mean = max(float(np.mean(some)) for some in (seconds, took) if some) if seconds else 0.0
-            clock = metrics.format_clock(len(left) * mean)
-            print(f"{describe_outcome(outcomes[name])}; {clock} left", flush=True)
-    return check_examples(outcomes, workdir)
+            step = f"{format_step_seconds(outcome.step_seconds)} per step" if outcome.step_seconds else "not timed"
+            result = f"failed: {outcome.failed}" if outcome.failed else step
+            print(f"{result}; {metrics.format_clock(num_left * mean)} left", flush=True)
+    used = {name: ledger.used_examples(workdir / name / "ledger") for name, row in outcomes.items() if not row.failed}
+    first = next(iter(used), "")
+    for name, examples in used.items():
+        if examples != used[first]:
+            outcomes[name] = StrategyOutcome(failed=f"the run did not use the same examples as {first}")
+    return outcomes
 
 
 def train_strategy(
     command: list[str], config: ConfigDict, plan: Plan[Any], workdir: Path, signals: list[int], loaded: build.Parts
 ) -> StrategyOutcome:
-    """Return the outcome of a strategy, and train_strategy it with the command if it is not finished."""
+    """Return the outcome of a strategy, and train it with the command if it is not finished."""
     if not is_finished(workdir):
         code = run_logged(command, workdir / LOG, signals)
         if not is_finished(workdir):
@@ -289,24 +254,6 @@ def reason_of_failure(code: int, output: str) -> str:
     """Return the reason why a run failed: the last line of its output that reports an error, or how it ended."""
     reported = [line for line in output.splitlines() if ERROR.match(line)]
     return reported[-1].removeprefix("jaxpar: ") if reported and code > 0 else format_exit(code)
-
-
-def check_examples(outcomes: Mapping[str, StrategyOutcome], workdir: Path) -> dict[str, StrategyOutcome]:
-    """Return the outcomes, in which a run has failed if its examples are not those of the first one."""
-    used = {name: ledger.used_examples(workdir / name / "ledger") for name, row in outcomes.items() if not row.failed}
-    first = next(iter(used), "")
-    reason = f"the run did not use the same examples as {first}"
-    return {
-        name: StrategyOutcome(failed=reason) if name in used and used[name] != used[first] else row
-        for name, row in outcomes.items()
-    }
-
-
-def describe_outcome(outcome: StrategyOutcome) -> str:
-    """Return an outcome in one line."""
-    if outcome.failed:
-        return f"failed: {outcome.failed}"
-    return f"{format_step_seconds(outcome.step_seconds)} per step" if outcome.step_seconds else "not timed"
 
 
 def write(
@@ -324,10 +271,12 @@ def write(
     columns = comparison_columns(
         outcomes, batch_size=config.batch_size, machine=machine, metric=score.key, metric_format=score.format
     )
+    notes = [*NOTES]
     if predicted:
-        heading = f"predicted for {cluster}"
         predicted_seconds = {name: one.seconds for name, one in predicted.items()}
-        columns += time_columns(predicted_seconds, heading, batch_size=config.batch_size)
+        columns += time_columns(predicted_seconds, f"predicted for {cluster}", batch_size=config.batch_size)
+        notes += [PREDICTED, *prediction_notes(predicted)]
+    notes.append(certify_note(outcomes, planned, config_name, workdir))
     kinds = {name: one.config.strategy for name, one in planned.items()}
     drawn = draw_pictures(
         outcomes, kinds, batch_size=config.batch_size, machine=machine, metric=loaded.problem.task.curve
@@ -340,11 +289,6 @@ def write(
         f"{loaded.num_steps:,} steps of {config.batch_size} examples, learning rate {config.optimizer.lr:g}, seed "
         f"{config.seed}. Times are measured on {machine}."
     )
-    notes = [
-        *NOTES,
-        *([PREDICTED, *prediction_notes(predicted)] if predicted else []),
-        certify_note(outcomes, planned, config_name, workdir),
-    ]
     lines = [header, "", *markdown(columns), *(f"\n{note}" for note in notes)]
     figures = {picture.title: svg(picture) for picture in drawn}
     title = f"{len(outcomes)} strategies, {loaded.problem.task.name} with {config.model.name}"
@@ -359,9 +303,8 @@ def prediction_notes(predicted: Mapping[str, Prediction]) -> list[str]:
     of_note: dict[str, list[str]] = {}
     for name, one in predicted.items():
         if one.note:
-            of_note.setdefault(
-                f"{'not predicted: ' if one.seconds is None else 'predicted with '}{one.note}", []
-            ).append(name)
+            note = f"{'not predicted: ' if one.seconds is None else 'predicted with '}{one.note}"
+            of_note.setdefault(note, []).append(name)
     return [f"{', '.join(concerned)}: {note}" for note, concerned in of_note.items()]
 
 
@@ -377,7 +320,5 @@ def certify_note(
     if not finished:
         return note
     name = finished[-1]
-    output = f"--output={workdir / name / CERTIFICATE}"
-    overrides = planned[name].overrides
-    command = ["jaxpar", "certify", f"--config={config_name}", *overrides, output]
-    return f"{note} For {name}: `{shlex.join(command)}`"
+    arguments = [f"--config={config_name}", *planned[name].overrides, f"--output={workdir / name / CERTIFICATE}"]
+    return f"{note} For {name}: `{shlex.join(['jaxpar', 'certify', *arguments])}`"

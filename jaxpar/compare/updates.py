@@ -55,16 +55,7 @@ def compare_updates(
     slowdown: float,
     cases: Sequence[str],
 ) -> list[str]:
-    """Run all cases, and those that they are compared with. Write the table and the plot, and return the table.
-
-    Args:
-      config_name: the config, as PATH[:PRESET].
-      overrides: of the config.
-      workdir: directory of the runs.
-      num_workers: number of workers.
-      slowdown: how many times slower the straggler is.
-      cases: some of UPDATE_CASES.
-    """
+    """Run some of UPDATE_CASES and those to compare with. Write the table and the plot, and return the table."""
     config = configured(config_name, overrides)
     score = tasks.find_task(config).score
     base = ["--config.strategy=async_data_parallel", f"--config.asynchronous.num_workers={num_workers}"]
@@ -140,13 +131,14 @@ def recovered(outcomes: dict[tuple[str, float], UpdatesOutcome], name: str, slow
 
 
 def _draw(outcomes: dict[tuple[str, float], UpdatesOutcome], path: Path) -> None:
-    """Plot the loss against steps and against virtual time: a row without the straggler, and one with it."""
+    """Plot the loss: a row without the straggler, and one with it."""
     names = list(dict.fromkeys(name for name, _ in outcomes))
     panels: dict[str, list[PolicyCurve]] = {}
     for (name, slowdown), outcome in sorted(outcomes.items(), key=lambda one: one[0][1]):
         title = "no straggler" if slowdown == 1 else f"one worker {slowdown:g} times slower"
         color = "black" if name == "sync" else f"C{names.index(name)}"
-        style = {"color": color, "lw": 1.4}
-        x = outcome.steps, outcome.seconds
-        panels.setdefault(title, []).append(PolicyCurve(name, x, outcome.losses.tolist(), style))
+        curve = PolicyCurve(
+            name, (outcome.steps, outcome.seconds), outcome.losses.tolist(), {"color": color, "lw": 1.4}
+        )
+        panels.setdefault(title, []).append(curve)
     save_policy_curves(path, panels, "training loss (nats)")

@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -68,46 +69,33 @@ class CollectiveRow(NamedTuple):
 
 
 def audit(programs: Sequence[CompiledProgram], plan: Plan[object], task: Task) -> list[CollectiveRow]:
-    """Return one row per kind of collective, for those in the programs and those that theory predicts.
-
-    Args:
-      programs: the compiled programs of a step.
-      plan: the plan of the strategy.
-      task: the task that the programs train.
-    """
+    """Return one row per kind of collective, for those in the programs of a step and those that theory predicts."""
     num_scalars = max(MAX_SCALARS, task.num_sums + 3)
-    by_device: dict[tuple[str, str, str], dict[int, list[float]]] = {}
+    # By kind, axis and dtype: [number, bytes] of each device, and in theory [bytes, required bytes].
+    by_device: dict[tuple[str, str, str], dict[int, np.ndarray]] = defaultdict(lambda: defaultdict(lambda: np.zeros(2)))
+    theory: dict[tuple[str, str, str], np.ndarray] = defaultdict(lambda: np.zeros(2))
     for dtype, sender, copied in enqueued.copies(programs):
-        entry = by_device.setdefault((COPY, STAGE, dtype), {}).setdefault(sender, [0.0, 0.0])
-        entry[0], entry[1] = entry[0] + 1, entry[1] + copied
+        by_device[COPY, STAGE, dtype][sender] += (1, copied)
     for program in programs:
-        text, frequencies = program.compiled.as_text(), program.frequencies
+        text, axes = program.compiled.as_text(), program.mesh.shape if program.mesh else plan.axes
         assert text is not None
-        for (kind, groups, dtype), (count, nbytes) in _collectives(text, frequencies, num_scalars).items():
-            of_devices = by_device.setdefault(
-                (kind, axis_of(groups, program.mesh.shape if program.mesh else plan.axes), dtype), {}
-            )
+        for (kind, groups, dtype), sent in _collectives(text, program.frequencies, num_scalars).items():
             for device in devices_of(program):
-                entry = of_devices.setdefault(device.id, [0.0, 0.0])
-                entry[0], entry[1] = entry[0] + program.runs * count, entry[1] + program.runs * nbytes
+                by_device[kind, axis_of(groups, axes), dtype][device.id] += np.multiply(program.runs, sent)
     # Of the device that sends most.
-    measured = {key: max(of.values(), key=lambda entry: entry[1]) for key, of in by_device.items()}
-    theory: dict[tuple[str, str, str], list[float]] = {}
+    measured = {key: max(of.values(), key=lambda sent: float(sent[1])).tolist() for key, of in by_device.items()}
     for one in plan.traffic:
-        entry = theory.setdefault((one.kind, one.axis, one.dtype), [0.0, 0.0])
-        entry[0], entry[1] = entry[0] + one.nbytes, entry[1] + one.nbytes * one.required
-    keys = sorted(measured.keys() | {key for key, (nbytes, _) in theory.items() if nbytes})
-    rows = [CollectiveRow(*key, *measured.get(key, [0.0, 0.0]), *theory.get(key, [None, 0.0])) for key in keys]
+        theory[one.kind, one.axis, one.dtype] += (one.nbytes, one.nbytes * one.required)
+    expected = {key: nbytes.tolist() for key, nbytes in theory.items()}
+    keys = sorted(measured.keys() | {key for key, (nbytes, _) in expected.items() if nbytes})
+    rows = [CollectiveRow(*key, *measured.get(key, [0.0, 0.0]), *expected.get(key, [None, 0.0])) for key in keys]
     return [row._replace(limit=SCALAR_BYTES * num_scalars) for row in rows]
 
 
 def _collectives(
     text: str, frequencies: Mapping[str, tuple[float, ...]], num_scalars: int
 ) -> dict[Sent, tuple[float, float]]:
-    """Return {(kind, groups, dtype): (number of collectives per step, bytes that a device sends per step)}.
-
-    num_scalars: an all-reduce of at most this many elements counts as SCALARS.
-    """
+    """Return the number per step of collectives, and the bytes sent. num_scalars: most elements of those of SCALARS."""
 
     def value(
         instruction: hlo.Instruction, operands: Sequence[hlo.HloArray]
@@ -134,37 +122,32 @@ def _collectives(
 
 def groups_of(instruction: hlo.Instruction) -> Groups:
     """Return the groups of devices that communicate. For a permute, these are the devices connected by its pairs."""
+    groups: Sequence[Collection[int]] = []
     if pairs := pairs_of(instruction):
-        return tuple(sorted(tuple(sorted(group)) for group in _joined(pairs)))
-    if listed := re.search(r"replica_groups=\{(\{.*?\})\}", instruction.line):
-        groups = [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
-        return tuple(sorted(groups))
-    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.line):
+        for pair in pairs:  # those that share a device are in one group
+            joined = set(pair).union(*(group for group in groups if set(group) & set(pair)))
+            groups = [*(group for group in groups if not set(group) & joined), joined]
+    elif listed := re.search(r"replica_groups=\{(\{.*?\})\}", instruction.line):
+        groups = [list(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+    elif iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.line):
         shape, dims, order = [[int(x) for x in part.split(",")] if part else [] for part in iota.groups()]
         numbers = np.arange(math.prod(dims)).reshape(dims).transpose(order or range(len(dims))).reshape(shape)
-        return tuple(sorted(tuple(sorted(row)) for row in numbers.tolist()))
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.line):
+        groups = numbers.tolist()
+    elif named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.line):
         sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", named[1])}
         along = [list(sizes).index(axis) for axis in re.findall(r"'([^']+)'", named[2])]
         numbers = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
         rows = np.moveaxis(numbers, along, range(-len(along), 0))
-        rows = rows.reshape(-1, math.prod(numbers.shape[axis] for axis in along))
-        return tuple(sorted(tuple(sorted(row)) for row in rows.tolist()))
-    raise ValueError(f"unknown format of the replica groups: {instruction.line}")
+        groups = rows.reshape(-1, math.prod(numbers.shape[axis] for axis in along)).tolist()
+    else:
+        raise ValueError(f"unknown format of the replica groups: {instruction.line}")
+    return tuple(sorted(tuple(sorted(group)) for group in groups))
 
 
 def pairs_of(instruction: hlo.Instruction) -> tuple[tuple[int, int], ...]:
     """Return the senders and receivers of a permute; empty for other collectives."""
     pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", instruction.line)
     return tuple((int(a), int(b)) for a, b in re.findall(r"\{?(\d+),(\d+)", pairs[1])) if pairs else ()
-
-
-def _joined(pairs: Sequence[tuple[int, int]]) -> list[set[int]]:
-    groups: list[set[int]] = []
-    for pair in pairs:
-        joined = set(pair).union(*[group for group in groups if group & set(pair)])
-        groups = [group for group in groups if not group & joined] + [joined]
-    return groups
 
 
 def axis_of(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> str:
@@ -229,53 +212,39 @@ def needed_bytes(programs: Sequence[CompiledProgram], strategy: Strategy[Strateg
         analysis = program.compiled.memory_analysis()
         assert analysis is not None
         arguments = _arguments(program, plan, of_stage="parameters")
-        kept = max(map(_on_host, arguments.values()))
-        assigned = kept - analysis.host_argument_size_in_bytes
+        assigned = max(map(host_bytes_of, arguments.values())) - analysis.host_argument_size_in_bytes
+        inside = () if program.calls else ACTIVATION_PARTS  # temporary arrays of the program of a whole step
+        not_read = [
+            sum(
+                max(nbytes - arguments[device].get(kind, 0), 0)
+                for kind, nbytes in planned.items()
+                if kind not in inside and not kind.endswith(ON_HOST)
+            )
+            for device, planned in zip(strategy.devices, plan.memory, strict=True)
+            if device in arguments
+        ]
         found.append(
             {
                 "arguments": analysis.argument_size_in_bytes - assigned,
                 "results": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
                 "temporary arrays": max(analysis.temp_size_in_bytes, assigned),
                 "machine code": analysis.generated_code_size_in_bytes,
-                "other state": max(
-                    _not_read(arguments[device], parts, is_whole_step=not program.calls)
-                    for device, parts in zip(strategy.devices, plan.memory, strict=True)
-                    if device in arguments
-                ),
+                "other state": max(not_read),
             }
         )
     return max(found, key=lambda parts: sum(parts.values()))
 
 
-def host_bytes_needed(plan: Plan[object]) -> int:
-    """Return the bytes of the state that the plan keeps on the host for one device, the largest of all devices."""
-    return max(map(_on_host, plan.memory))
-
-
-def _on_host(parts: Mapping[str, int]) -> int:
+def host_bytes_of(parts: Mapping[str, int]) -> int:
+    """Return the bytes on the host, of bytes by kind that a plan has for a device."""
     return sum(nbytes for kind, nbytes in parts.items() if kind.endswith(ON_HOST))
-
-
-def _not_read(read: Mapping[str, int], planned: Mapping[str, int], *, is_whole_step: bool) -> int:
-    """Return the bytes on a device that a program does not read. Both have bytes by kind.
-
-    is_whole_step: whether the stashes and transfers of a pipeline are temporary arrays of the program.
-    """
-    inside = ACTIVATION_PARTS if is_whole_step else ()
-    held = {kind: n for kind, n in planned.items() if kind not in inside and not kind.endswith(ON_HOST)}
-    return sum(max(nbytes - read.get(kind, 0), 0) for kind, nbytes in held.items())
 
 
 def _arguments(
     program: CompiledProgram, plan: Plan[object], of_stage: str = INPUTS
 ) -> dict[jax.Device, dict[str, int]]:
-    """Return the bytes of the arguments of a program by device and kind.
-
-    The plan determines what is on the host, because the shardings of absent devices lack it.
-
-    of_stage: the kind of the parameters of a stage that a peer computes.
-    """
-    planned = {kind for parts in plan.memory for kind in parts}
+    """Return the bytes of the arguments of a program by device and kind. of_stage: as in `_kinds`."""
+    planned = {kind for parts in plan.memory for kind in parts}  # the shardings of absent devices lack the host
     arguments, _ = program.compiled.args_info
     shardings, _ = program.compiled.input_shardings
     kinds = [*program.arguments, *(_kinds(one, of_stage) for one in arguments[len(program.arguments) :])]
@@ -295,10 +264,7 @@ def _arguments(
 
 
 def _kinds(argument: Tree, of_stage: str) -> Tree:
-    """Return the kinds of bytes of a program argument, as a prefix of its tree. Anything but a state is an input.
-
-    of_stage: the kind of the parameters in the inputs of a stage.
-    """
+    """Return the kinds of bytes of an argument, as a prefix of its tree. of_stage: for the parameters of a stage."""
     match argument:
         case StageInputs():
             return StageInputs._make((of_stage, *[INPUTS] * (len(argument) - 1)))

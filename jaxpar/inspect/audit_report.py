@@ -17,8 +17,7 @@ from jaxpar.core.plan import COPY
 from jaxpar.core.step import Problem
 from jaxpar.errors import format_bytes, is_refused
 from jaxpar.inspect import audit, findings
-from jaxpar.inspect.buffers import buffers_at_peak
-from jaxpar.inspect.overlap import ProgramSummary, summarize
+from jaxpar.inspect.programs import ProgramSummary, buffers_at_peak, summarize
 from jaxpar.inspect.step_time import NOTHING, StepTime, check_step, predict, predict_program, short_source
 from jaxpar.measure.flops import forward_flops
 from jaxpar.measure.hlo import present_lines
@@ -57,13 +56,11 @@ def audit_run(
         "devices": [
             {name: entry._asdict() for name, entry in parts.items()} for parts in audit.memory(programs, strategy)
         ],
-        "buffers": [
-            buffers._asdict() for buffers in buffers_at_peak(programs, [layer.name for layer in problem.model.layers])
-        ],
+        "buffers": [one._asdict() for one in buffers_at_peak(programs, [one.name for one in problem.model.layers])],
     }
     if target:
         audited["needed"] = audit.needed_bytes(programs, strategy)
-        audited["host_bytes"] = audit.host_bytes_needed(strategy.plan)
+        audited["host_bytes"] = max(map(audit.host_bytes_of, strategy.plan.memory))
         audited["memory_bytes"], audited["usable_bytes"] = target.memory_bytes, target.usable_bytes
     if with_program:
         assert target is not None
@@ -82,19 +79,16 @@ def model_flops(problem: Problem) -> float:
 def _described(
     programs: Sequence[CompiledProgram], devices: Sequence[Any], problem: Problem, config: Any, cluster: Cluster
 ) -> dict[str, Any]:
-    """Return the summaries of the programs, and the findings. Without the rates of the GPUs, no time is known.
-
-    A step of several programs has no findings, because it is unknown how often, and at what times, each of them runs.
-    """
+    """Return the summaries of the programs, and the findings. Without the rates of the GPUs, no time is known."""
     summaries = [summarize(program) for program in programs]
     can_predict = not is_refused(check_rates, cluster)
     times = [predict_program(program, cluster) if can_predict else NOTHING for program in programs]
-    rows: list[dict[str, Any]] = [
-        describe_program(summary, time) for summary, time in zip(summaries, times, strict=True)
+    rows = [
+        describe_program(summary, time)
+        | {"devices": sorted(devices.index(device) for device in audit.devices_of(program))}
+        for program, summary, time in zip(programs, summaries, times, strict=True)
     ]
-    for row, program in zip(rows, programs, strict=True):
-        row["devices"] = sorted(devices.index(device) for device in audit.devices_of(program))
-    if len(programs) > 1:
+    if len(programs) > 1:  # it is unknown how often, and at what times, each of them runs
         return {"programs": rows, "findings": None}
     flops = model_flops(problem)
     found = findings.find(
@@ -158,7 +152,7 @@ def format_audit(audited: dict[str, Any]) -> str:
             lines.append(f"{name:47} {nbytes:>14} {theory:>14}  {ratio}".rstrip())
     lines += ["", *format_buffers(audited["buffers"])]
     if "needed" in audited:
-        lines += ["", format_needed(audited["needed"], audited["usable_bytes"], audited["memory_bytes"])]
+        lines += ["", _format_needed(audited["needed"], audited["usable_bytes"], audited["memory_bytes"])]
         if audited["host_bytes"]:
             lines.append(f"For each GPU, {format_bytes(audited['host_bytes'])} of its state are on the host.")
     lines += format_programs(audited.get("programs", []))
@@ -167,21 +161,20 @@ def format_audit(audited: dict[str, Any]) -> str:
         lines += ["", f"FLOPs of all products / those of the model: {flops / audited['model_flops']:.2f}"]
         lines += format_findings(audited["findings"])
     if "time" in audited:
-        lines += ["", *format_time(audited["time"])]
+        lines += ["", *_format_time(audited["time"])]
     return "\n".join(lines)
 
 
-def format_time(time: dict[str, Any]) -> list[str]:
-    """Return the predicted time of a step as lines."""
+def _format_time(time: dict[str, Any]) -> list[str]:
     seconds = time["seconds"]
     tokens = f", {time['tokens_per_second']:,.0f} tokens/s" if time["tokens_per_second"] else ""
     exposed = f"{1e3 * time['exposed_seconds']:.3g} ms of it are waits for other GPUs"
-    lines = [
+    return [
         f"predicted time of a step: {1e3 * seconds:.3g} ms ({time['examples_per_second']:,.0f} examples/s{tokens}, MFU "
-        f"{time['mfu']:.3f}); {exposed}"
+        f"{time['mfu']:.3f}); {exposed}",
+        ", ".join(f"{kind} {of_kind / seconds:.1%}" for kind, of_kind in time["by_kind"].items()),
+        *(f"{row['seconds'] / seconds:8.1%}  {row['kind']:10} {row['source']}" for row in time["longest"]),
     ]
-    lines.append(", ".join(f"{kind} {of_kind / seconds:.1%}" for kind, of_kind in time["by_kind"].items()))
-    return [*lines, *(f"{row['seconds'] / seconds:8.1%}  {row['kind']:10} {row['source']}" for row in time["longest"])]
 
 
 def format_buffers(buffers: list[dict[str, Any]]) -> list[str]:
@@ -256,12 +249,11 @@ def format_program(program: dict[str, Any], how_often: str = "per step") -> list
 
 def format_findings(found: list[dict[str, str]]) -> list[str]:
     """Return the findings as lines: first those without a reason, then those that are normal for the strategy."""
-    defects = [f"finding: {row['text']}" for row in found if not row["reason"]]
-    normal = [f"normal: {row['text']} ({row['reason']})" for row in found if row["reason"]]
-    return [*(defects or ["no findings"]), *normal]
+    defects = [f"finding: {row['text']}" for row in found if not row["reason"]] or ["no findings"]
+    return defects + [f"normal: {row['text']} ({row['reason']})" for row in found if row["reason"]]
 
 
-def format_needed(needed: dict[str, int], usable_bytes: float, memory_bytes: float) -> str:
+def _format_needed(needed: dict[str, int], usable_bytes: float, memory_bytes: float) -> str:
     """Return whether the largest program of the step fits into the memory that JAX takes on a GPU."""
     total = sum(needed.values())
     left = usable_bytes - total

@@ -8,17 +8,13 @@ its gradients and its updates are correct. After the first step, the strategy co
 resumed run does; after the last step, the strategy and the reference evaluate the same parameters.
 
 This separates mistakes from rounding errors, which grow between two independent runs: Adam makes full-size steps from a
-gradient that is zero except for rounding, such as the gradient of a key bias. The drift between two independent runs is
-reported without a tolerance.
+gradient that is zero except for rounding. The drift between two independent runs is reported without a tolerance.
 
-The compared gradient is the optimizer's input, and the compared update its output. Two transformations `recording`,
-in front of the optimizer and behind it, store them in their states. The update itself is compared, because
-rounding it to the precision of the parameters hides its smallest parts, such as the weight decay of a small learning
-rate.
+Two transformations `recording` store the input of the optimizer and its output, the update, in their states. Rounded to
+the precision of the parameters, it would lack its smallest parts, such as the weight decay of a small learning rate.
 
-A gradient in bfloat16 depends on the order of its sums, by an amount that depends on the batch. So the gradient of a
-bfloat16 model is compared with the float32 gradient of one device, and the tolerance follows from the error of one
-device in bfloat16.
+The gradient of a bfloat16 model depends on the order of its sums. So it is compared with the float32 gradient of one
+device, and the tolerance follows from the error of one device in bfloat16.
 """
 
 import sys
@@ -32,8 +28,17 @@ import numpy as np
 
 from jaxpar.core.step import Metrics
 from jaxpar.errors import TrainingError
-from jaxpar.inspect.errors import Error, Leaves, compare, compare_change, worst
-from jaxpar.inspect.reference import HostBatch, Reference, Runs, Snapshot
+from jaxpar.inspect.reference import (
+    Error,
+    HostBatch,
+    Leaves,
+    Reference,
+    Runs,
+    Snapshot,
+    compare,
+    compare_change,
+    worst,
+)
 from jaxpar.run.build import Run, StrategyState
 from jaxpar.run.metrics import format_clock
 from jaxpar.run.restore import start
@@ -74,19 +79,15 @@ class Measured(NamedTuple):
 
 
 def batches(run: Run) -> list[int]:
-    """Return the batches to compare: those of the run, with the last one replaced by the padded batch of the epoch.
-
-    It is not replaced if the run already contains the padded batch or the epoch has none.
-    """
+    """Return the batches of the run; the last one becomes the padded batch of the epoch, if there is one after them."""
 
     def is_short(count: int) -> bool:
         return run.batches.examples_before(count + 1) < (count + 1) * run.config.batch_size
 
     in_epoch = run.batches.steps_per_epoch
     padded = bisect_left(range(in_epoch), True, key=is_short)
-    if not run.num_steps <= padded < in_epoch:
-        return [*range(run.num_steps)]
-    return [*range(run.num_steps - 1), padded]
+    last = padded if run.num_steps <= padded < in_epoch else run.num_steps - 1
+    return [*range(run.num_steps - 1), last]
 
 
 def announced(numbers: Sequence[int]) -> Iterator[int]:
@@ -118,12 +119,6 @@ class Comparison:
         for name, leaves in got.items():
             self._append(name, quantity, compare(leaves, expected[name]))
 
-    def gradient(self, before: Snapshot, after: Snapshot, batch: HostBatch, metrics: Metrics) -> None:
-        """Compare the gradient and the metrics of a step with those of one device."""
-        expected = [reference.step(before.tree, batch) for reference in self.references]
-        self.gradients(after.gradient, *(snapshot.gradient for snapshot, _ in expected))
-        self.metrics(metrics, *(of_step for _, of_step in expected))
-
     def gradients(
         self, got: Mapping[str, Leaves], exact: Mapping[str, Leaves], rounded: Mapping[str, Leaves] | None = None
     ) -> None:
@@ -152,13 +147,8 @@ class Comparison:
 
     def resumed(self, saved: Snapshot, resumed: Snapshot) -> None:
         """Compare a state that was made from a canonical state with this canonical state."""
-        for got, expected in (
-            (resumed.params, saved.params),
-            (resumed.gradient, saved.gradient),
-            (resumed.update, saved.update),
-            (resumed.optimizer, saved.optimizer),
-        ):
-            self.add("resume", got, expected)
+        for field in ("params", "gradient", "update", "optimizer"):
+            self.add("resume", getattr(resumed, field), getattr(saved, field))
         self._compare_counters(resumed, saved)
 
     def evaluation(self, got: Sums, alone: StrategyState, after: Snapshot, batch: HostBatch) -> None:
@@ -168,18 +158,18 @@ class Comparison:
 
     def measured(self, run: Run, batches: list[int]) -> Measured:
         """Return the largest errors of all steps."""
-        of = {key: worst(errors) for key, errors in self._errors.items()}
+        of, errors_of = {key: worst(errors) for key, errors in self._errors.items()}, self._errors.__getitem__
         layers = [layer.name for layer in run.problem.model.layers if (layer.name, "start") in of]
         by_layer = {layer: {q: of[layer, q] for q in QUANTITIES if (layer, q) in of} for layer in layers}
         by_metric = {name: error for (name, quantity), error in of.items() if not quantity}
         keys = {f"gradient of {layer}": ((layer, "gradient"), (layer, "rounding")) for layer in layers}
         keys |= {name: ((name, ""), (f"rounding of {name}", "")) for name in METRICS}
-        by_step = {name: self._by_step(*pair) for name, pair in keys.items() if of.keys() >= set(pair)}
+        by_step = {
+            name: [(error.relative, rounding.relative) for error, rounding in zip(*map(errors_of, pair), strict=True)]
+            for name, pair in keys.items()
+            if of.keys() >= set(pair)
+        }
         return Measured(by_metric, by_layer, by_step, sorted(self.counters), batches)
-
-    def _by_step(self, *keys: tuple[str, str]) -> list[tuple[float, float]]:
-        errors, roundings = ([error.relative for error in self._errors[key]] for key in keys)
-        return list(zip(errors, roundings, strict=True))
 
     def _append(self, name: str, quantity: str, error: Error) -> None:
         self._errors.setdefault((name, quantity), []).append(error)
@@ -189,10 +179,7 @@ class Comparison:
 
 
 def measure(runs: Runs) -> Measured:
-    """Run the strategy and its reference for all steps. Raises TrainingError if a loss or gradient is not finite.
-
-    For pipelines that never drain, see jaxpar/inspect/delayed.py.
-    """
+    """Compare all steps of a strategy without delays. Raises TrainingError if a loss or gradient is not finite."""
     run, strategy, single = runs.ours, runs.ours.strategy, runs.one_device.strategy
     compared = Comparison(runs)
     snapshot = compared.single.snapshot
@@ -206,7 +193,9 @@ def measure(runs: Runs) -> Measured:
         check_finite(number, metrics, metrics_alone)
         after = snapshot(strategy, state)
         if not strategy.plan.differs:
-            compared.gradient(before, after, batch, metrics)
+            expected = [reference.step(before.tree, batch) for reference in compared.references]
+            compared.gradients(after.gradient, *(of_reference.gradient for of_reference, _ in expected))
+            compared.metrics(metrics, *(of_step for _, of_step in expected))
             compared.update(before, after, metrics)
         elif count == 0:  # both started from the same state
             compared.add("gradient", after.gradient, snapshot(single, alone).gradient)
@@ -245,10 +234,9 @@ def joined(layers: Mapping[str, Leaves]) -> Leaves:
 
 
 def outside(measured: Measured, tolerance: Mapping[str, float]) -> list[str]:
-    """Return one line for each quantity whose error exceeds both the tolerance and ROUNDINGS times the rounding.
+    """Return one line for each quantity with an error above the tolerance and ROUNDINGS times the rounding of its step.
 
-    The error of each step is compared with the rounding of the same step, which depends on the batch. The line contains
-    the step whose error exceeds what is allowed by the largest factor.
+    The line is about the step whose error exceeds what is allowed by the largest factor.
     """
     errors: dict[str, tuple[float, float]] = {}  # the largest error of a quantity, and its tolerance
     for name, error in measured.metrics.items():

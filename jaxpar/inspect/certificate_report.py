@@ -88,22 +88,22 @@ def format_certificate(certified: dict[str, Any]) -> str:
     for number, stage in enumerate(certified["delays"]):
         lines += [f"{'' if number else 'delays':10} {format_delays(stage)}"]
     lines += [f"devices    {on['number']} x {', '.join(on['kinds'])}", f"versions   {packages}", ""]
+    present = [q for q in QUANTITIES if any(q in errors for errors in layers.values())]
     lines += [
         format_rows([["", "relative error, max error in ULPs"], *([n, cell(e)] for n, e in metrics.items())]),
         "",
+        format_rows([["layer", *present], *([n, *(cell(of.get(q)) for q in present)] for n, of in layers.items())]),
+        "",
     ]
-    present = [q for q in QUANTITIES if any(q in errors for errors in layers.values())]
-    heading = ["layer", *present]
-    lines += [format_rows([heading, *([name, *(cell(of.get(q)) for q in present)] for name, of in layers.items())])]
     if certified["differs"]:
-        return "\n".join([*lines, "", f"verdict    no tolerance applies: {certified['differs']}"])
-    if not certified["outside"]:
-        most = ", ".join(f"{name} {scientific(value)}" for name, value in certified["tolerance"].items())
+        lines.append(f"verdict    no tolerance applies: {certified['differs']}")
+    elif certified["outside"]:
+        lines += ["verdict    failed, outside the tolerance", *(f"outside    {one}" for one in certified["outside"])]
+    else:
+        most = ", ".join(f"{name} {_scientific(value)}" for name, value in certified["tolerance"].items())
         rounded = f", or {ROUNDINGS:g} x rounding" if "rounding" in present else ""
-        return "\n".join([*lines, "", f"verdict    passed, within the tolerance: {most}{rounded}"])
-    return "\n".join(
-        [*lines, "", "verdict    failed, outside the tolerance", *(f"outside    {one}" for one in certified["outside"])]
-    )
+        lines.append(f"verdict    passed, within the tolerance: {most}{rounded}")
+    return "\n".join(lines)
 
 
 def format_delays(stage: dict[str, Any]) -> str:
@@ -122,11 +122,10 @@ def cell(error: dict[str, Any] | None) -> str:
         return "bitwise"
     if error["ulps"] is None:
         return "not finite"
-    relative = "inf" if error["relative"] is None else scientific(error["relative"])  # None: the norm is zero
+    relative = "inf" if error["relative"] is None else _scientific(error["relative"])  # None: the norm is zero
     spec = ".1f" if error["ulps"] < 1e6 else ".1e"
     return f"{relative}, {error['ulps']:{spec}}"
 
 
-def scientific(value: float) -> str:
-    """Return a number with two digits."""
+def _scientific(value: float) -> str:
     return f"{value:.1e}" if value else "0"

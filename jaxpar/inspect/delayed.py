@@ -1,12 +1,9 @@
 """The certificate of PipeDream compares it with its recurrence of delayed updates, batch by batch.
 
-So does that of a swarm with delayed updates. It applies the gradient of a batch at once, but computes it from weights
-that lack one update. All its layers are updated together, like those of one stage.
-
 A stage of a pipeline that never drains applies the gradient of a batch some steps after the batch has entered, and it
-computes this gradient from weights that lack some earlier updates. `Plan.delays` states both delays. With them, one
-device can compute the gradient and the update of each batch, which must agree with those of the pipeline, as in
-jaxpar/inspect/certificate.py:
+computes this gradient from weights that lack some earlier updates. `Plan.delays` states both delays, also those of a
+swarm with delayed updates. With them, one device computes the gradient and the update of each batch, which must agree
+with those of the pipeline, as in jaxpar/inspect/certificate.py:
 
 - Version v of a layer is the result of the first v batches. After i steps, a layer that is updated n steps after a
   batch enters is at version max(i - n, 0). So the states of several successive steps contain, layer by layer, a whole
@@ -19,94 +16,46 @@ jaxpar/inspect/certificate.py:
   that are applied in it.
 
 After the last batch to compare, the pipeline takes more steps, until all stages have applied its gradient. The pipeline
-is resumed when all stages have been updated once and work is in flight.
-
-A pipeline without weight stashing follows no recurrence, because its backward passes read newer weights than its
-forward passes. It is compared with the gradient at the weights of the forward passes, so its certificate fails and
-shows how wrong its gradients are.
+is resumed when all stages have been updated once and work is in flight. One without weight stashing follows no
+recurrence: it is compared with the gradient at the weights of its forward passes, and fails.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.core import state as states
-from jaxpar.core.leaf_paths import LeafPath, leaf_paths
+from jaxpar.core.leaf_paths import leaf_paths
 from jaxpar.core.plan import DelayedUpdates, StageDelay
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem
 from jaxpar.inspect.certificate import Comparison, Measured, announced, batches, check_finite
-from jaxpar.inspect.errors import Leaves
-from jaxpar.inspect.reference import HostBatch, Reference, Runs, Snapshot
+from jaxpar.inspect.reference import HostBatch, Leaves, Reference, Runs
 from jaxpar.models import Params
 from jaxpar.run.restore import start
 from jaxpar.tasks import Sums, add_up
 
 
-class MicrobatchGroup(NamedTuple):
-    """The microbatches of a batch that have the same delays."""
-
-    microbatches: list[int]  # their numbers within the batch
-    lags: tuple[int, ...]  # by stage, as in StageDelay
-    counted_after: int  # number of steps from the step in which the batch enters to the step whose metrics count them
-
-
-def groups(stages: Sequence[StageDelay]) -> list[MicrobatchGroup]:
-    """Return the microbatches of a batch, grouped by their delays."""
-    of: dict[tuple[tuple[int, ...], int], list[int]] = {}
-    lags = zip(*(stage.lags for stage in stages), strict=True)
-    for number, key in enumerate(zip(lags, stages[-1].computed_after, strict=True)):
-        of.setdefault(key, []).append(number)
-    return [MicrobatchGroup(microbatches, *key) for key, microbatches in of.items()]
-
-
-def masked(batch: HostBatch, microbatches: Sequence[int], num_microbatches: int) -> HostBatch:
-    """Return a batch in which the weights of all examples outside some of its microbatches are 0."""
-    weights = batch["weights"].copy()
-    weights[~np.isin(np.arange(len(weights)) % num_microbatches, microbatches)] = 0
-    return {**batch, "weights": weights}
-
-
-def compose(trees: Mapping[str | None, Canonical], within: Sequence[LeafPath]) -> Canonical:
-    """Return a tree with the leaves of each layer from another tree.
-
-    Args:
-      trees: the tree of each layer, and for key None that of the leaves of no layer.
-      within: where each leaf of the trees is.
-    """
-    leaves = {layer: jax.tree.leaves(tree) for layer, tree in trees.items()}
-    structure = jax.tree.structure(trees[None])
-    return jax.tree.unflatten(structure, [leaves[path.layer][i] for i, path in enumerate(within)])
-
-
-def state_paths(problem: Problem) -> list[LeafPath]:
-    """Return where each leaf of the canonical state is."""
-    like = states.abstract_state(problem.model, problem.optimizer)
-
-    def init(params: Params) -> Canonical:
-        step, key = (jnp.zeros(x.shape, x.dtype) for x in (like.step, like.key))
-        return states.to_canonical(State(step, key, params, problem.optimizer.init(params)))
-
-    return leaf_paths(init, problem.model.shapes)
-
-
 class Versions:
-    """The latest versions of the canonical state, composed of the states of successive steps.
-
-    Attributes:
-      num: number of versions so far; the newest one is num - 1.
-      delay: number of steps from the step in which a batch enters to the step after which all layers have its update.
-    """
+    """The latest versions of the canonical state, composed of the states of successive steps."""
 
     def __init__(self, problem: Problem, stages: Sequence[StageDelay]):
-        self._paths = state_paths(problem)
+        like = states.abstract_state(problem.model, problem.optimizer)
+
+        def init(params: Params) -> Canonical:
+            step, key = (jnp.zeros(x.shape, x.dtype) for x in (like.step, like.key))
+            return states.to_canonical(State(step, key, params, problem.optimizer.init(params)))
+
+        self._paths = leaf_paths(init, problem.model.shapes)
         self._delays: dict[str | None, int] = {layer: of.updated_after for of in stages for layer in of.layers}
-        self._delays[None] = stages[0].updated_after  # these leaves are taken from the first device
-        self.num, self.delay, self._num_states = 0, max(self._delays.values()), 0
+        self._delays[None] = stages[0].updated_after  # leaves of no layer are taken from the first device
+        self.num = 0  # number of versions so far; the newest one is num - 1
+        # number of steps from the step in which a batch enters to the step after which all layers have its update
+        self.delay = max(self._delays.values())
+        self._num_states = 0
         self._states: deque[Canonical] = deque(maxlen=1 + self.delay - min(self._delays.values()))
         self._kept: deque[Canonical] = deque(maxlen=2 + max(max(of.lags) for of in stages))
 
@@ -116,8 +65,9 @@ class Versions:
         self._num_states += 1
         if self._num_states <= self.delay:
             return
-        trees = {layer: self._states[after - self.delay - 1] for layer, after in self._delays.items()}
-        composed = compose(trees, self._paths)
+        leaves = {layer: jax.tree.leaves(self._states[after - self.delay - 1]) for layer, after in self._delays.items()}
+        of_version = [leaves[path.layer][index] for index, path in enumerate(self._paths)]
+        composed = jax.tree.unflatten(jax.tree.structure(tree), of_version)
         self._kept.append({**composed, "step": composed["step"] - self._delays[None]})
         self.num += 1
 
@@ -142,24 +92,32 @@ class Recurrence:
 
     def __init__(self, reference: Reference, stages: Sequence[StageDelay], zeros: Sums):
         """zeros: the sums of no examples."""
-        self._reference, self._stages, self._groups = reference, stages, groups(stages)
+        self._reference, self._stages, self.zeros = reference, stages, zeros
+        # The microbatches of a batch with the same delays: the lags by stage, and the number of steps from the step in
+        # which the batch enters to the step whose metrics count them.
+        self._microbatches: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
+        lags = zip(*(stage.lags for stage in stages), strict=True)
+        for number, key in enumerate(zip(lags, stages[-1].computed_after, strict=True)):
+            self._microbatches[key].append(number)
         self._sums: dict[int, list[Sums]] = defaultdict(lambda: [zeros])  # by step
         self._squared_norms: dict[int, float] = defaultdict(float)  # by step
 
     def gradient(self, versions: Versions, number: int, batch: HostBatch) -> Mapping[str, Leaves]:
         """Return the gradient of a batch by layer, and count its metrics. number: number of the batch in the run."""
-        num_microbatches, weight, parts = len(self._stages[0].lags), batch["weights"].sum(), []
-        for group in self._groups:
+        microbatch, parts = np.arange(len(batch["weights"])) % len(self._stages[0].lags), []  # of each example
+        for (lags, counted_after), microbatches in self._microbatches.items():
             params = {
                 layer: versions[number - lag]["params"][layer]
-                for stage, lag in zip(self._stages, group.lags, strict=True)
+                for stage, lag in zip(self._stages, lags, strict=True)
                 for layer in stage.layers
                 if layer in versions[number]["params"]
             }
-            examples = masked(batch, group.microbatches, num_microbatches)
-            gradient, sums = self._reference.gradient({**versions[number], "params": params}, examples, weight)
+            weights = batch["weights"].copy()
+            weights[~np.isin(microbatch, microbatches)] = 0
+            tree, examples = {**versions[number], "params": params}, {**batch, "weights": weights}
+            gradient, sums = self._reference.gradient(tree, examples, batch["weights"].sum())
             parts.append(gradient)
-            self._sums[number + group.counted_after].append(sums)
+            self._sums[number + counted_after].append(sums)
         total: Mapping[str, Leaves] = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *parts)
         for stage in self._stages:
             self._squared_norms[number + stage.updated_after] += squared_norm(total, stage.layers)
@@ -170,55 +128,24 @@ class Recurrence:
         return host_metrics(jax.tree.map(np.float32, add_up(self._sums[step])), self._squared_norms[step])
 
 
-class DelayedComparison:
-    """The batches of a pipeline that never drains, compared one by one with the recurrence.
-
-    Attributes:
-      compared: the comparison.
-      versions: the latest versions of the state.
-    """
-
-    def __init__(self, runs: Runs, delays: DelayedUpdates, initial: Canonical):
-        """initial: the canonical state before the first step."""
-        problem = runs.one_device.problem
-        self.compared, self.versions, self._delays = Comparison(runs), Versions(problem, delays.stages), delays
-        self.versions.add(initial)
-        self._zeros: Sums = jax.device_get(problem.task.zeros())
-        self._expected = [Recurrence(of, delays.stages, self._zeros) for of in self.compared.references]
-        self._batches: deque[HostBatch] = deque(maxlen=self.versions.delay + 1)
-        self._metrics: list[Metrics] = []
-
-    def add(self, batch: HostBatch, after: Canonical, metrics: Metrics) -> None:
-        """Add the state after the next step, and compare the batch that all layers have now applied, if any.
-
-        Args:
-          batch: the batch that entered in this step.
-          after: the canonical state.
-          metrics: the metrics of the step.
-        """
-        self._batches.append(batch)
-        self._metrics.append(jax.device_get(metrics))
-        self.versions.add(after)
-        if self.versions.num >= 2:
-            self._compare_batch(self.versions.num - 2, self._batches[0])
-
-    def _compare_batch(self, number: int, batch: HostBatch) -> None:
-        """Compare the gradient and the update of a batch. number: number of the batch in the run."""
-        compared, versions = self.compared, self.versions
-        before, after = (compared.single.split(versions[version]) for version in (number, number + 1))
-        compared.gradients(after.gradient, *(of.gradient(versions, number, batch) for of in self._expected))
-        if self._delays.differs:
-            return
-        for stage in self._delays.stages:
-            metrics = host_metrics(self._zeros, squared_norm(after.gradient, stage.layers))
-            compared.update(before, of_layers(after, stage.layers), metrics)
-
-    def compare_metrics(self) -> None:
-        """Compare the metrics of all steps that contain only microbatches and updates of the compared batches."""
-        stages = self._delays.stages
-        first = min(*stages[-1].computed_after, *(stage.updated_after for stage in stages))
-        for step in range(self.versions.num - 1 + first):
-            self.compared.metrics(self._metrics[step], *(of.metrics(step) for of in self._expected))
+def _compare_batch(
+    compared: Comparison,
+    versions: Versions,
+    expected: Sequence[Recurrence],
+    delays: DelayedUpdates,
+    batch: HostBatch,
+) -> None:
+    """Compare the gradient and the update of the newest batch that all layers have applied."""
+    number = versions.num - 2
+    before, after = (compared.single.split(versions[version]) for version in (number, number + 1))
+    compared.gradients(after.gradient, *(of.gradient(versions, number, batch) for of in expected))
+    for stage in () if delays.differs else delays.stages:
+        metrics = host_metrics(expected[0].zeros, squared_norm(after.gradient, stage.layers))
+        of_stage = {
+            field: {layer: leaves for layer, leaves in getattr(after, field).items() if layer in stage.layers}
+            for field in ("params", "gradient", "update", "optimizer")
+        }
+        compared.update(before, after._replace(**of_stage), metrics)
 
 
 def measure_recurrence(runs: Runs) -> Measured:
@@ -226,8 +153,13 @@ def measure_recurrence(runs: Runs) -> Measured:
     run, strategy, single, delays = runs.ours, runs.ours.strategy, runs.one_device.strategy, runs.ours.plan.delays
     assert delays is not None
     (state, _), (alone, _) = start(run), start(runs.one_device)
-    delayed = DelayedComparison(runs, delays, jax.tree.map(np.array, strategy.to_canonical(state)))
-    compared, versions, numbers = delayed.compared, delayed.versions, batches(run)
+    problem, numbers = runs.one_device.problem, batches(run)
+    compared, versions = Comparison(runs), Versions(problem, delays.stages)
+    versions.add(jax.tree.map(np.array, strategy.to_canonical(state)))
+    zeros: Sums = jax.device_get(problem.task.zeros())
+    expected = [Recurrence(reference, delays.stages, zeros) for reference in compared.references]
+    entered: deque[HostBatch] = deque(maxlen=versions.delay + 1)
+    of_steps: list[Metrics] = []
     snapshot = compared.single.snapshot
     initial = snapshot(single, alone)
     for count, number in enumerate(announced([*numbers, *range(run.num_steps, run.num_steps + versions.delay)])):
@@ -238,21 +170,21 @@ def measure_recurrence(runs: Runs) -> Measured:
         state, metrics = strategy.step(state, strategy.place(batch))
         check_finite(number, metrics)
         after = snapshot(strategy, state)
-        delayed.add(batch, after.tree, metrics)
+        entered.append(batch)
+        of_steps.append(jax.device_get(metrics))
+        versions.add(after.tree)
+        if versions.num >= 2:
+            _compare_batch(compared, versions, expected, delays, entered[0])
         if count == max(versions.delay - 1, 0):  # the first version is complete
             compared.add("start", compared.single.split(versions[0]).params, initial.params)
         if versions.num == 2:  # continue as a resumed run does
             state = strategy.from_canonical(after.tree, jax.tree.map(np.array, strategy.to_private(state)))
             compared.resumed(after, snapshot(strategy, state))
-    delayed.compare_metrics()
+    # Compared are the metrics of the steps with only microbatches and updates of the compared batches.
+    first = min(*delays.stages[-1].computed_after, *(stage.updated_after for stage in delays.stages))
+    for step in range(versions.num - 1 + first):
+        compared.metrics(of_steps[step], *(of.metrics(step) for of in expected))
     compared.evaluation(strategy.evaluate(state, strategy.place(batch)), alone, after, batch)
     newest = compared.single.split(versions[versions.num - 1])
     compared.add("drift", newest.params, snapshot(single, alone).params)
     return compared.measured(run, numbers)
-
-
-def of_layers(snapshot: Snapshot, layers: Sequence[str]) -> Snapshot:
-    """Return a snapshot with only some layers. Its canonical state remains whole."""
-    fields = ("params", "gradient", "update", "optimizer")
-    parts = {field: {name: of for name, of in getattr(snapshot, field).items() if name in layers} for field in fields}
-    return snapshot._replace(**parts)

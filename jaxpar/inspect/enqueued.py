@@ -15,11 +15,11 @@ STEPS_TO_FILL = 20  # steps until all devices of a pipeline that never drains ar
 
 
 class Interval(NamedTuple):
-    """The time in which a program runs, in seconds since the host began to enqueue the step."""
+    """The time in which a program runs, from its first device to its last, since the host began to enqueue the step."""
 
     program: int  # its index
-    start: float  # when its first device starts
-    end: float  # when its last device ends
+    start: float  # seconds
+    end: float
 
 
 class Costs(NamedTuple):
@@ -35,14 +35,7 @@ class Costs(NamedTuple):
 
 
 def simulate_calls(programs: Sequence[CompiledProgram], costs: Costs, num_steps: int = 1) -> list[Interval]:
-    """Return when each call runs, in the order of the calls.
-
-    Args:
-      programs: the programs of a step.
-      costs: their costs.
-      num_steps: number of steps, each of which has the same calls. An input that a call of an earlier step made has a
-        negative number; before the first step, it is there.
-    """
+    """Return when each call runs, in order. An input of an earlier step has a negative number; it is there at first."""
     devices = [ids(program) for program in programs]
     calls = {call.number: (index, call.inputs) for index, program in enumerate(programs) for call in program.calls}
     host: dict[int, float] = {}
@@ -88,10 +81,7 @@ def copies(programs: Sequence[CompiledProgram]) -> Iterator[tuple[str, int, int]
 
 
 def sender_of(made_by: CompiledProgram, program: CompiledProgram, place: int) -> int:
-    """Return the id of the device that sends a result to a device of another program: one of the same replica.
-
-    place: place of the receiver in the mesh [data, stage] of `program`.
-    """
+    """Return the id of the device of the same replica that sends a result to a place in the mesh of another program."""
     assert made_by.mesh is not None
     assert program.mesh is not None
     replica, column = divmod(place, program.mesh.devices.shape[1])

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from jaxpar.choose.costs.rates import memory_seconds
 from jaxpar.cluster import Cluster
 from jaxpar.errors import format_bytes
-from jaxpar.inspect.overlap import OverlappedCollective, ProgramSummary
+from jaxpar.inspect.programs import OverlappedCollective, ProgramSummary
 from jaxpar.inspect.step_time import StepTime
 
 Kind = Literal["float32", "copies", "exposed in a loop", "exposed", "synchronization", "recomputation"]
@@ -58,23 +58,18 @@ def find(
     dtype: str,
     model_flops: float,
 ) -> list[Finding]:
-    """Return the findings of a step.
+    """Return the findings of a step, from the summaries of its programs and their predicted times.
 
-    Args:
-      summaries: the summaries of its programs.
-      times: their predicted times.
-      cluster: the GPUs.
-      expected: the result of `expectations`.
-      dtype: the dtype of the model.
-      model_flops: FLOPs of both passes of the model for the global batch, without recomputation.
+    expected: the result of `expectations`. model_flops: FLOPs of both passes of the model for the global batch.
     """
-    found = [
-        *_float32_products(summaries, dtype),
-        *_copies(summaries, times, cluster),
-        *_exposed(summaries, times),
-        *_synchronizations(summaries),
-        *_recomputation(summaries, model_flops),
-    ]
+    found = [*_float32_products(summaries, dtype), *_copies(summaries, times, cluster), *_exposed(summaries, times)]
+    if number := sum(summary.synchronizations for summary in summaries):
+        found.append(Finding("synchronization", f"the host waits for the GPU {format_times(number)}"))
+    flops = sum(summary.num_devices * summary.flops for summary in summaries)
+    if flops > (1 + RECOMPUTED_SHARE) * model_flops:
+        ratio = f"{flops / model_flops:.2f}"
+        text = f"the products have {ratio} times the FLOPs of both passes of the model"
+        found.append(Finding("recomputation", text))
     return [one._replace(reason=expected.get(one.kind, "")) for one in found]
 
 
@@ -92,10 +87,9 @@ def expectations(config: ConfigDict, cluster: Cluster) -> Mapping[Kind, str]:
 
 def _float32_products(summaries: Sequence[ProgramSummary], dtype: str) -> list[Finding]:
     """Find products in float32 of a model in another dtype, by source."""
-    products = [product for summary in summaries for product in summary.products]
     total = sum(summary.flops for summary in summaries)
     flops: dict[str, float] = {}
-    for product in products:
+    for product in (product for summary in summaries for product in summary.products):
         if product.dtype == "float32" != dtype:
             flops[product.source] = flops.get(product.source, 0.0) + product.per_step * product.flops
     return [
@@ -119,10 +113,7 @@ def _copies(summaries: Sequence[ProgramSummary], times: Sequence[StepTime], clus
 
 
 def _exposed(summaries: Sequence[ProgramSummary], times: Sequence[StepTime]) -> list[Finding]:
-    """Find collectives for which the GPU waits most of their time, by kind, inside and outside of loops.
-
-    What counts is the time of all of one kind: a step can wait for many small ones.
-    """
+    """Find collectives for which the GPU waits most of their time: all of a kind, as a step can wait for small ones."""
     groups: dict[tuple[Kind, str], list[tuple[OverlappedCollective, float]]] = {}
     for summary, time in zip(summaries, times, strict=True):
         for one in summary.collectives:
@@ -130,20 +121,14 @@ def _exposed(summaries: Sequence[ProgramSummary], times: Sequence[StepTime]) -> 
             if exposed > EXPOSED_SHARE * seconds:
                 kind: Kind = "exposed in a loop" if one.per_step > 1 else "exposed"
                 groups.setdefault((kind, one.kind), []).append((one, exposed))
-    found = []
+    found, least = [], TIME_SHARE * sum(time.seconds for time in times)
     for (kind, operation), group in groups.items():
-        number = sum(one.per_step for one, _ in group)
-        exposed = sum(seconds for _, seconds in group)
-        if exposed > TIME_SHARE * sum(time.seconds for time in times):
+        number, exposed = sum(one.per_step for one, _ in group), sum(seconds for _, seconds in group)
+        if exposed > least:
             where = " in loops" if kind == "exposed in a loop" else ""
             text = f"the GPU waits {1e3 * exposed:.3g} ms for {_counted(number, operation)}{where}"
             found.append(Finding(kind, text))
     return found
-
-
-def _synchronizations(summaries: Sequence[ProgramSummary]) -> list[Finding]:
-    number = sum(summary.synchronizations for summary in summaries)
-    return [Finding("synchronization", f"the host waits for the GPU {format_times(number)}")] if number else []
 
 
 def format_times(number: float) -> str:
@@ -154,14 +139,3 @@ def format_times(number: float) -> str:
 def _counted(number: float, noun: str, nouns: str = "") -> str:
     """Return a number with its noun in singular or plural."""
     return f"{number:,.0f} {noun if round(number) == 1 else nouns or noun + 's'}"
-
-
-def _recomputation(summaries: Sequence[ProgramSummary], model_flops: float) -> list[Finding]:
-    flops = sum(summary.num_devices * summary.flops for summary in summaries)
-    if flops <= (1 + RECOMPUTED_SHARE) * model_flops:
-        return []
-    return [
-        Finding(
-            "recomputation", f"the products have {flops / model_flops:.2f} times the FLOPs of both passes of the model"
-        )
-    ]

@@ -1,7 +1,4 @@
-"""Searches for the largest batch or microbatch whose training step fits into the memory of absent GPUs.
-
-Each size that is tried is compiled, and its memory is that of XLA's buffer assignment.
-"""
+"""Searches for the largest batch or microbatch whose compiled training step fits into the memory of absent GPUs."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +10,6 @@ from ml_collections import ConfigDict
 
 from jaxpar import models, strategies
 from jaxpar.choose.stages import until_chosen, with_stages
-from jaxpar.cluster import Cluster
 from jaxpar.cluster.target import Target
 from jaxpar.core.plan import Decision
 from jaxpar.core.step import Problem
@@ -59,17 +55,7 @@ def find_fits(
     remats: Sequence[str],
     report: Callable[[str, Tried], None],
 ) -> Iterator[Fit]:
-    """Return the largest size that fits for each remat, one after the other.
-
-    Args:
-      config: the config of the run.
-      problem: the problem of the config.
-      info: properties of the data set.
-      target: the GPUs.
-      sizes: the result of `batch_sizes` or `microbatch_sizes`.
-      remats: some of full, none, dots.
-      report: called with the remat and each size that was tried.
-    """
+    """Yield the largest of the sizes that fits, for each remat. `report` receives each size that is tried."""
     for remat in remats:
 
         def attempt(index: int, remat: str = remat) -> Tried:
@@ -103,14 +89,10 @@ def microbatch_sizes(config: ConfigDict, decision: Decision[object], target: Tar
     for size in (size for size in range(1, share + 1) if share % size == 0):
         changed = config.copy_and_resolve_references()
         changed.update_from_flattened_dict({key: share // size})
-        if not is_refused(_decide, changed, target.cluster):
+        if not is_refused(lambda one: strategies.decide(until_chosen(one, target.cluster), target.cluster), changed):
             sizes.append(size)
             values.append(share // size)
     return Sizes(key, sizes, values)
-
-
-def _decide(config: ConfigDict, cluster: Cluster) -> Decision[object]:
-    return strategies.decide(until_chosen(config, cluster), cluster)
 
 
 def check_strategy(config: ConfigDict) -> None:
@@ -119,7 +101,7 @@ def check_strategy(config: ConfigDict) -> None:
 
 
 def _attempt(config: ConfigDict, problem: Problem, info: DataInfo, target: Target, size: int) -> Tried:
-    """Compile the step of a config. size: what it is reported as."""
+    """Compile the step of a config of this size."""
     shapes = {
         name: jax.ShapeDtypeStruct((config.batch_size, *x.shape[1:]), x.dtype) for name, x in problem.batch.items()
     }
@@ -143,37 +125,22 @@ def largest_fitting(
 ) -> tuple[Tried | None, Tried | None]:
     """Return the largest size that needs at most `limit` bytes and the next one, each None if there is none.
 
-    Assumes that a larger size needs more, and tries few: the next guess is where a straight line through the last two
-    results reaches the limit. Every third guess halves the interval that remains instead.
-
-    Args:
-      sizes: the sizes in ascending order, at least one.
-      attempt: index of a size -> what it needs.
-      limit: the memory that there is, in bytes.
+    The sizes ascend, and larger ones need more. Few are tried, by index: the next guess is where a straight line
+    through the last two results reaches the limit. Every third guess halves the interval that remains instead.
     """
-    fits: Tried | None = None
-    too_large: Tried | None = None
-    low, high = -1, len(sizes)  # indices of `fits` and `too_large`
-    points: list[Tried] = []
+    found: dict[int, Tried] = {}  # by index, in the order of the attempts
+    low, high = -1, len(sizes)  # the largest index that fits, and the smallest that does not
     while high - low > 1:
-        index = _guess(sizes, points, limit, low, high)
-        tried = attempt(index)
-        if tried.needed_bytes <= limit:
-            low, fits = index, tried
+        finite = [one for one in found.values() if one.needed_bytes < float("inf")][-2:]
+        if len(found) < 2:
+            index = low + 1  # the smallest two
+        elif len(found) % 3 == 0 or len(finite) < 2:
+            index = (low + high) // 2
         else:
-            high, too_large = index, tried
-        points.append(tried)
-    return fits, too_large
-
-
-def _guess(sizes: Sequence[int], points: Sequence[Tried], limit: float, low: int, high: int) -> int:
-    """Return the index of the size to try next, between low and high. points: what was tried, in order."""
-    if len(points) < 2:
-        return low + 1  # the smallest two
-    finite = [point for point in points if point.needed_bytes < float("inf")][-2:]
-    if len(points) % 3 == 0 or len(finite) < 2:
-        return (low + high) // 2
-    (x, y, _), (x2, y2, _) = sorted(finite)
-    wanted = x + (limit - y) * (x2 - x) / (y2 - y) if y2 > y else sizes[-1]
-    nearest = sum(size <= wanted for size in sizes[low + 1 : high]) + low  # the last size below it
-    return min(max(nearest, low + 1), high - 1)
+            (x, y, _), (x2, y2, _) = sorted(finite)
+            wanted = x + (limit - y) * (x2 - x) / (y2 - y) if y2 > y else sizes[-1]
+            nearest = sum(size <= wanted for size in sizes[low + 1 : high]) + low  # the last size below it
+            index = min(max(nearest, low + 1), high - 1)
+        found[index] = attempt(index)
+        low, high = (index, high) if found[index].needed_bytes <= limit else (low, index)
+    return found.get(low), found.get(high)

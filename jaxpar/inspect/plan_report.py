@@ -5,7 +5,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from ml_collections import ConfigDict
@@ -33,7 +33,6 @@ from jaxpar.cluster.gpus import kind_of_device, name_of_kind
 from jaxpar.cluster.target import HERE, Target, memory_fraction
 from jaxpar.command_line import check_new_file, writing
 from jaxpar.core import mesh
-from jaxpar.core.step import Problem
 from jaxpar.errors import UserError, check_choice, format_bytes, is_refused
 from jaxpar.files import write_text
 from jaxpar.inspect import audit, step_time
@@ -42,6 +41,10 @@ from jaxpar.strategies import STRATEGIES
 
 _SHOWN = 10  # rows of the table
 NOT_RANKED = "These change the results if gradients are stale or messages are in int8, and are not ranked:"
+WAITING_LAST = (
+    "Pipelines in which devices wait are last, whatever their times: these devices share cores, so waiting helps none "
+    "of them, and such times are predicted worst."
+)
 
 
 def cluster_of(text: str) -> Cluster:
@@ -52,14 +55,11 @@ def cluster_of(text: str) -> Cluster:
 
 
 def make_space(config: ConfigDict, cluster: Cluster, target: Target | None = None) -> Space:
-    """Return what to search on GPUs: the problem of a config, and the costs of its layers.
-
-    target: the GPUs that are compiled for. Without one, the memory is that of the data sheet.
-    """
-    problem = load(config, cluster).problem
+    """Return what to search on GPUs, whose memory is that of the target, or else of the data sheet."""
+    loaded, settings = _load(config, cluster)
     assert cluster.memory_bytes is not None
     usable = target.usable_bytes if target else memory_fraction() * cluster.memory_bytes
-    return gpu_space(config, problem, cluster, usable, kept(config, cluster))
+    return gpu_space(config, loaded.problem, cluster, usable, settings)
 
 
 def measured_space(config: ConfigDict, save: Path | None = None) -> Space:
@@ -74,7 +74,7 @@ def measured_space(config: ConfigDict, save: Path | None = None) -> Space:
                 f"--save_cluster is {str(save)!r} on {cluster.device_kind}; it must be unset, because a cluster file "
                 "has a kind of GPU that jaxpar knows"
             )
-    loaded, settings = load(config, cluster), kept(config, cluster)
+    loaded, settings = _load(config, cluster)
     if cluster.platform == "cpu":
         return cpu_space(config, loaded, cluster, settings)
     measured = measured_cluster(clusters.with_rates_of_kind(cluster), jax.local_devices())
@@ -88,17 +88,13 @@ def measured_space(config: ConfigDict, save: Path | None = None) -> Space:
     return gpu_space(config, loaded.problem, measured, cluster.memory_bytes, settings)
 
 
-def load(config: ConfigDict, cluster: Cluster) -> build.Parts:
-    """Read the data and build the model of a config, whatever its strategy. Raises UserError for its mistakes."""
+def _load(config: ConfigDict, cluster: Cluster) -> tuple[build.Parts, Settings]:
+    """Return data and model of a config, and the settings that a run with strategy auto keeps in all candidates."""
     with tempfile.TemporaryDirectory() as folder:
-        return load_problem(config, cluster, Path(folder))
-
-
-def kept(config: ConfigDict, cluster: Cluster) -> Settings:
-    """Return the settings that all candidates must have: those that a run with strategy auto keeps."""
+        loaded = load_problem(config, cluster, Path(folder))
     settings = kept_settings(config) if config.strategy == AUTO_STRATEGY else {}
     check_kept(settings, cluster.num_devices)
-    return settings
+    return loaded, settings
 
 
 def plan(config: ConfigDict, cluster: str) -> list[Candidate]:
@@ -114,9 +110,8 @@ def plan(config: ConfigDict, cluster: str) -> list[Candidate]:
     """
     config = config.copy_and_resolve_references()
     check_strategy_name(config)
-    return ranked(
-        find_candidates(measured_space(config) if cluster == HERE else make_space(config, cluster_of(cluster)))
-    )
+    space = measured_space(config) if cluster == HERE else make_space(config, cluster_of(cluster))
+    return ranked(find_candidates(space))
 
 
 def check_strategy_name(config: ConfigDict) -> None:
@@ -156,10 +151,14 @@ def describe_plans(
         report.describe_memory(space),
         "",
         *report.rows(each[:_SHOWN], work),
-        "",
-        *undivided(space),
-        *(report.explain(one, best, work) for one in each[:3]),
     ]
+    if any(one.waits for one in each):
+        lines.append(WAITING_LAST)
+    size, n = space.config.batch_size, space.num_devices
+    if size % n:
+        multiple = f"config.batch_size is {size}, which is not a multiple of {n}"
+        lines += ["", f"No strategy without stages is possible: {multiple}."]
+    lines += ["", *(report.explain(one, best, work) for one in each[:3])]
     possible = [one for one in others if not isinstance(one, str)]
     if isinstance(own, AsyncCandidate):
         lines.append("Your config is in the last row of the second table.")
@@ -179,26 +178,12 @@ def describe_plans(
     return "\n".join(lines).rstrip()
 
 
-def undivided(space: Space) -> list[str]:
-    """Return the line that explains why no candidate is without stages, if there is none."""
-    size, n = space.config.batch_size, space.num_devices
-    if size % n == 0:
-        return []
-    return [f"No strategy without stages is possible: config.batch_size is {size}, which is not a multiple of {n}.", ""]
-
-
 class Verified(NamedTuple):
-    """A candidate that was compiled.
-
-    Attributes:
-      predicted: the candidate as it was predicted.
-      corrected: the candidate with the memory that the compiler states.
-      seconds: the time of a step, predicted from the compiled program; None if it is not.
-    """
+    """A candidate that was compiled."""
 
     predicted: Candidate
-    corrected: Candidate
-    seconds: float | None
+    corrected: Candidate  # with the memory that the compiler states
+    seconds: float | None  # the time of a step, predicted from the compiled program; None if it is not
 
     def __str__(self) -> str:
         before, after = (one.costs for one in self[:2])
@@ -218,8 +203,8 @@ def verified(found: Sequence[Candidate], number: int, space: Space, target: Targ
         config = with_settings(space.config, one.settings)
         with tempfile.TemporaryDirectory() as folder:
             cluster, decision = build.check_run(config, Path(folder), target.cluster)
-            problem: Problem = build.load_parts(config, Path(folder), cluster).problem
-        plan: Any = strategies.plan(config, problem, cluster, decision)
+            problem = build.load_parts(config, Path(folder), cluster).problem
+        plan = strategies.plan(config, problem, cluster, decision)
         strategy = strategies.build(plan, problem, target.devices)
         programs = strategy.compile()
         needed = float(sum(audit.needed_bytes(programs, strategy).values()))

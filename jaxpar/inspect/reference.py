@@ -1,7 +1,7 @@
-"""The reference of a certificate: strategy `single`, which takes single steps from the state of any other strategy."""
+"""The reference of a certificate, strategy `single` from the state of any other one, and errors with respect to it."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,7 +17,6 @@ from jaxpar.core import step as steps
 from jaxpar.core.leaf_paths import LeafPath, leaf_paths
 from jaxpar.core.state import Canonical
 from jaxpar.core.step import Metrics, Problem
-from jaxpar.inspect.errors import Leaves
 from jaxpar.layout import Tree
 from jaxpar.models import Params
 from jaxpar.run.build import Run, StrategyState
@@ -26,6 +25,7 @@ from jaxpar.strategies.strategy import S
 from jaxpar.tasks import Sums
 
 HostBatch = Mapping[str, np.ndarray]
+Leaves = Mapping[str, np.ndarray]
 
 
 class Recorded(NamedTuple):
@@ -65,16 +65,6 @@ def split_by_layer(tree: Tree, within: Sequence[LeafPath]) -> tuple[dict[str, Le
     return dict(layers), of_no_layer
 
 
-def moment_paths(problem: Problem) -> list[LeafPath]:
-    """Return where each leaf of the canonical optimizer state is, for a problem whose optimizer records gradients."""
-
-    def init(params: Params) -> Canonical:
-        _, moments, _ = problem.optimizer.init(params)
-        return dict(serialization.to_state_dict(moments))
-
-    return leaf_paths(init, problem.model.shapes)
-
-
 class Reference:
     """The reference, which takes steps from any canonical state on one device."""
 
@@ -82,7 +72,13 @@ class Reference:
         """run: a run of strategy `single` whose optimizer records gradients."""
         self.strategy, problem = run.strategy, run.problem
         self._like = states.abstract_state(problem.model, problem.optimizer)
-        self._params, self._moments = leaf_paths(lambda params: params, problem.model.shapes), moment_paths(problem)
+
+        def init_moments(params: Params) -> Canonical:
+            _, moments, _ = problem.optimizer.init(params)
+            return dict(serialization.to_state_dict(moments))
+
+        self._params = leaf_paths(lambda params: params, problem.model.shapes)
+        self._moments = leaf_paths(init_moments, problem.model.shapes)
         self._update = jax.jit(functools.partial(steps.update, problem))
         self._gradients = jax.jit(functools.partial(steps.gradients, problem))
 
@@ -106,13 +102,7 @@ class Reference:
         return self.snapshot(self.strategy, state), metrics
 
     def gradient(self, tree: Canonical, batch: HostBatch, weight: np.ndarray) -> tuple[dict[str, Leaves], Sums]:
-        """Return the gradient of the sum of weights * losses / weight, by layer, and the sums of a batch.
-
-        Args:
-          tree: a canonical state, whose optimizer state is not used.
-          batch: the batch.
-          weight: the divisor.
-        """
+        """Return the gradient of the sum of weights * losses / weight, by layer, and the sums of a batch."""
         state = states.State(tree["step"], tree["key"], tree["params"], ())
         grads, sums = jax.device_get(self._gradients(state, batch, weight))
         return split_by_layer(grads, self._params)[0], sums
@@ -126,10 +116,8 @@ class Reference:
 
     def evaluate(self, state: StrategyState, params: Canonical, batch: HostBatch) -> Sums:
         """Evaluate canonical parameters on a batch. state: any state of the reference."""
-        tree = {**self.strategy.to_canonical(state), "params": params}
-        sums: Sums = jax.device_get(
-            self.strategy.evaluate(self.strategy.from_canonical(tree), self.strategy.place(batch))
-        )
+        state = self.strategy.from_canonical({**self.strategy.to_canonical(state), "params": params})
+        sums: Sums = jax.device_get(self.strategy.evaluate(state, self.strategy.place(batch)))
         return sums
 
 
@@ -142,24 +130,20 @@ class Runs(NamedTuple):
 
 
 def make_runs(run: Run, passes: int) -> Runs:
-    """Return the runs to compare for a run.
-
-    passes: number of microbatches over which the reference accumulates the gradient of a batch.
-    """
+    """Return the runs to compare, whose reference accumulates the gradient of a batch over `passes` microbatches."""
     problem = run.problem._replace(optimizer=optax.chain(recording(), run.problem.optimizer, recording()))
     ours = run._replace(problem=problem, strategy=strategies.make(run.config, problem))
-    one_device = make_reference(run, problem._replace(accumulation_steps=passes))
+    one_device = _make_reference(run, problem._replace(accumulation_steps=passes))
     if run.config.model.dtype == "float32":
         return Runs(ours, one_device, one_device)
     config = run.config.copy_and_resolve_references()
     config.model.dtype, config.model.attention = "float32", "auto"
     model = models.build(config, run.dataset.info, run.cluster)
-    exact = make_reference(run._replace(config=config), one_device.problem._replace(model=model))
+    exact = _make_reference(run._replace(config=config), one_device.problem._replace(model=model))
     return Runs(ours, one_device, exact)
 
 
-def make_reference(run: Run, problem: Problem) -> Run:
-    """Return the run of a problem under strategy `single`."""
+def _make_reference(run: Run, problem: Problem) -> Run:
     return run._replace(problem=problem, strategy=make_single(run.config, problem))
 
 
@@ -171,3 +155,53 @@ def make_single(config: ConfigDict, problem: Problem) -> Strategy[StrategyState]
     for option in config.exchange_options:
         config.exchange_options[option] = None
     return strategies.make(config, problem)
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+
+class Error(NamedTuple):
+    """The error of a set of arrays with respect to the reference."""
+
+    bitwise: bool  # whether all arrays are bitwise equal
+    ulps: float  # the largest difference, in units in the last place (ULPs) of the largest reference value
+    # norm of the difference / norm of the reference, over all arrays; infinite if only the latter is zero
+    relative: float
+
+
+def compare(got: Leaves, expected: Leaves) -> Error:
+    """Compare arrays with the reference arrays of the same names."""
+    assert got.keys() == expected.keys(), got.keys() ^ expected.keys()
+    pairs = [(np.asarray(got[name]), np.asarray(value)) for name, value in expected.items()]
+    bitwise = all(a.tobytes() == b.tobytes() for a, b in pairs)
+    differences = [a.astype(np.float64) - b for a, b in pairs]
+    largest = max((np.abs(b).max() for _, b in pairs if b.size), default=0.0)
+    ulps = max((np.abs(d).max() for d in differences if d.size), default=0.0) / np.spacing(np.float32(largest))
+    return Error(bitwise, float(ulps), relative(differences, expected.values()))
+
+
+def compare_change(before: Leaves, got: Leaves, expected: Leaves) -> Error:
+    """Compare changed arrays with the reference, relative to the change instead of to the arrays.
+
+    A correct sum of an array and its change can differ by one ULP of the array, which can be large compared with the
+    change. So the relative error counts only the part of a difference that is larger than one ULP.
+    """
+    excess, changes = [], []
+    for name, array in expected.items():
+        a, b, old = (np.asarray(x, np.float64) for x in (got[name], array, before[name]))
+        ulp = np.spacing(np.maximum(np.maximum(np.abs(a), np.abs(b)), np.abs(old)).astype(np.float32))
+        excess.append(np.maximum(np.abs(a - b) - ulp, 0))  # np.maximum propagates NaN
+        changes.append(b - old)
+    return compare(got, expected)._replace(relative=relative(excess, changes))
+
+
+def relative(differences: Iterable[np.ndarray], of: Iterable[np.ndarray]) -> float:
+    """Return the norm of `differences` / the norm of `of`; infinite if only the latter is zero."""
+    square, total = (sum(float((x.astype(np.float64) ** 2).sum()) for x in arrays) for arrays in (differences, of))
+    return float(np.sqrt(square / total)) if total else (np.inf if square else 0.0)
+
+
+def worst(errors: Iterable[Error]) -> Error:
+    """Return the largest error over several steps, separately for each attribute."""
+    bitwise, ulps, relative = zip(*errors, strict=True)
+    return Error(all(bitwise), float(np.max(ulps)), float(np.max(relative)))  # np.max propagates NaN

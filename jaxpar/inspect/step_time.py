@@ -24,7 +24,7 @@ from jaxpar.core.ring import RING_COLLECTIVES, sent_of_operand
 from jaxpar.errors import UserError
 from jaxpar.inspect import enqueued
 from jaxpar.inspect.audit import groups_of, pairs_of
-from jaxpar.inspect.overlap import is_kernel
+from jaxpar.inspect.programs import is_kernel
 from jaxpar.measure.hlo import DTYPE_NAMES, HloProgram, Instruction, by_scope
 from jaxpar.measure.kernels import ATTENTION, call_target, is_product, kernel_bytes, product_flops
 from jaxpar.strategies import exchanges
@@ -68,20 +68,14 @@ class StepTime(NamedTuple):
 
     def plus(self, other: "StepTime", times: float = 1.0) -> "StepTime":
         """Return the time of this and then, `times` times, of another part."""
-        parts = dict(self.parts)
+        parts, collectives = dict(self.parts), dict(self.collectives)
         for part, seconds in other.parts.items():
             parts[part] = parts.get(part, 0.0) + times * seconds
-        collectives = dict(self.collectives)
         for name, (on_link, exposed) in other.collectives.items():
             before = collectives.get(name, (0.0, 0.0))
             collectives[name] = (before[0] + times * on_link, before[1] + times * exposed)
-        return StepTime(
-            self.seconds + times * other.seconds,
-            self.exposed + times * other.exposed,
-            self.flops + times * other.flops,
-            parts,
-            collectives,
-        )
+        seconds, exposed, flops = (mine + times * its for mine, its in zip(self[:3], other[:3], strict=True))
+        return StepTime(seconds, exposed, flops, parts, collectives)
 
 
 WAIT = "wait"  # the kind of the time in which a device has nothing to run
@@ -111,10 +105,7 @@ def check_step(config: ConfigDict) -> None:
 def predict(programs: Sequence[CompiledProgram], cluster: Cluster) -> StepTime:
     """Return the predicted time of the programs of a step on the device that is busy longest.
 
-    Programs without calls run one after the other, once each. For others, see enqueued.py.
-
-    Raises:
-      UserError: a rate of the GPU is unknown.
+    Programs without calls run one after the other. For others, see enqueued.py. Raises UserError for an unknown rate.
     """
     times = [predict_program(program, cluster) for program in programs]
     if any(program.calls for program in programs):
@@ -126,17 +117,21 @@ def predict_program(program: CompiledProgram, cluster: Cluster) -> StepTime:
     """Return the predicted time of one run of a program. Raises UserError if a rate of the GPU is unknown."""
     text = program.compiled.as_text()
     assert text is not None
-    return _Roofline(HloProgram(text), program, cluster).time()
+    roofline = _Roofline(HloProgram(text), program, cluster)
+    return roofline.walk(roofline.program.entry)
 
 
-def communicating(program: CompiledProgram) -> list[list[int]]:
+def _communicating(program: CompiledProgram) -> list[list[int]]:
     """Return the groups of devices that communicate in a program with calls, as their ids."""
     text, devices = program.compiled.as_text(), enqueued.ids(program)
     assert text is not None
-    groups: set[tuple[int, ...]] = set()
-    for instructions in HloProgram(text).computations.values():
-        sent = [one for one in instructions.values() if one.operation.removesuffix("-start") in RING_COLLECTIVES]
-        groups.update(group for one in sent for group in groups_of(one))
+    groups = {
+        group
+        for instructions in HloProgram(text).computations.values()
+        for one in instructions.values()
+        if one.operation.removesuffix("-start") in RING_COLLECTIVES
+        for group in groups_of(one)
+    }
     return [[devices[number] for number in group] for group in sorted(groups)]
 
 
@@ -146,8 +141,8 @@ def _time_of_calls(programs: Sequence[CompiledProgram], times: Sequence[StepTime
 
     seconds = [time.seconds for time in times]
     per_process = cluster.num_devices // cluster.num_processes
-    groups = [communicating(program) for program in programs]
-    step = enqueued.simulated_step(programs, enqueued.Costs(seconds, groups, send, ENQUEUE_SECONDS, per_process))
+    costs = enqueued.Costs(seconds, [*map(_communicating, programs)], send, ENQUEUE_SECONDS, per_process)
+    step = enqueued.simulated_step(programs, costs)
     of_devices = enqueued.busy(programs, seconds)
     busiest = max(of_devices, key=lambda device: of_devices[device])
     total = NOTHING
@@ -162,23 +157,17 @@ class _Roofline:
     """The times of a program's computations."""
 
     def __init__(self, program: HloProgram, compiled: CompiledProgram, cluster: Cluster) -> None:
-        self._program, self._frequency, self._cluster = program, by_scope(compiled.frequencies), cluster
+        self.program, self._frequency, self._cluster = program, by_scope(compiled.frequencies), cluster
         self._branches = compiled.branches
         self._devices = enqueued.ids(compiled) if compiled.mesh else None
-        self._of_computation = cache(self._walk)
+        self._of_computation = cache(self.walk)
 
-    def time(self) -> StepTime:
-        return self._of_computation(self._program.entry)
-
-    def _walk(self, computation: str, chosen: Mapping[str, StepTime] = {}) -> StepTime:
-        """Follow the instructions of a computation: what its device does, and what its links do meanwhile.
-
-        chosen: the times of some of its instructions, by name.
-        """
+    def walk(self, computation: str, chosen: Mapping[str, StepTime] = {}) -> StepTime:
+        """Return the time of a computation and its collectives. chosen: times of some instructions, by name."""
         total, link_is_free = NOTHING, 0.0
         ends: dict[str, float] = {}
         on_link: dict[str, float] = {}
-        for name, instruction in self._program.computations[computation].items():
+        for name, instruction in self.program.computations[computation].items():
             operation = instruction.operation
             if operation.removesuffix("-start") in RING_COLLECTIVES:
                 on_link[name] = seconds = self._collective_seconds(computation, instruction)
@@ -200,25 +189,22 @@ class _Roofline:
         return total
 
     def _called(self, instruction: Instruction) -> StepTime:
-        """Return the mean time of what an instruction calls.
-
-        For a conditional in which devices differ, or whose fractions are unknown, this is the longest branch.
-        """
-        times = [self._of_computation(one) for one in self._program.called(instruction)]
+        """Return the mean time of what an instruction calls; of the longest branch if devices differ."""
+        times = [self._of_computation(one) for one in self.program.called(instruction)]
         source = instruction.source
         differ = any(f"/{scope}/" in source for scope, branches in self._branches.items() if len(branches.taken) == 1)
         if instruction.operation == "conditional" and (differ or self._frequency(source) is None):
             return max(times, key=lambda one: one.seconds)
         total = NOTHING
         if any(one.seconds for one in times):
-            for one, runs in zip(times, self._program.runs(instruction, self._frequency), strict=True):
+            for one, runs in zip(times, self.program.runs(instruction, self._frequency), strict=True):
                 total = total.plus(one, runs)
         return total
 
     def _loop(self, instruction: Instruction) -> StepTime:
         """Return the time of a loop. In a loop over clocks, a clock takes as long as its slowest device."""
-        [trips, *_] = self._program.runs(instruction, self._frequency)
-        *others, body = self._program.called(instruction)
+        [trips, *_] = self.program.runs(instruction, self._frequency)
+        *others, body = self.program.called(instruction)
         by_clock = self._branches_of(body, int(trips))
         if not by_clock:
             return self._called(instruction)
@@ -226,7 +212,7 @@ class _Roofline:
         for condition in others:
             total = total.plus(self._of_computation(condition), trips)
         of_branches = {
-            name: [self._of_computation(one) for one in self._program.called(self._program.computations[body][name])]
+            name: [self._of_computation(one) for one in self.program.called(self.program.computations[body][name])]
             for name in by_clock
         }
         seconds = sum(
@@ -238,13 +224,13 @@ class _Roofline:
         )
         for taken, number in clocks.items():
             chosen = {name: of_branches[name][branch] for name, branch in zip(by_clock, taken, strict=True)}
-            total = total.plus(self._walk(body, chosen), number)
+            total = total.plus(self.walk(body, chosen), number)
         return total
 
     def _branches_of(self, body: str, trips: int) -> dict[str, np.ndarray]:
         """Return the branches taken in the conditionals of a loop over clocks: int [trip, device], by instruction."""
         found: dict[str, np.ndarray] = {}
-        for name, instruction in self._program.computations[body].items():
+        for name, instruction in self.program.computations[body].items():
             for scope, branches in self._branches.items():
                 is_inside = f"/{scope}/" in instruction.source and len(branches.taken) > 1
                 if instruction.operation == "conditional" and is_inside:
@@ -254,14 +240,14 @@ class _Roofline:
 
     def _kernel(self, computation: str, name: str, instruction: Instruction) -> StepTime:
         kind, flops, seconds = "kernel", 0.0, 0.0
-        for inside, inner in self._program.inside(computation, instruction):
+        for inside, inner in self.program.inside(computation, instruction):
             if is_product(inner):
-                operands = self._program.operand_types(inside, inner)
+                operands = self.program.operand_types(inside, inner)
                 of_product = product_flops(inner, operands)
                 kind = "attention" if call_target(inner).startswith(ATTENTION) else "product"
                 dtype = DTYPE_NAMES.get(operands[0].dtype, operands[0].dtype)
                 flops, seconds = flops + of_product, seconds + product_seconds(self._cluster, kind, dtype, of_product)
-        memory = memory_seconds(self._cluster, kernel_bytes(self._program, computation, instruction))
+        memory = memory_seconds(self._cluster, kernel_bytes(self.program, computation, instruction))
         seconds = max(seconds, memory) + launch_seconds(self._cluster)
         return StepTime(seconds, 0.0, flops, {Part(kind, _source(name, instruction)): seconds})
 
@@ -270,7 +256,7 @@ class _Roofline:
         if self._devices:  # the groups number the devices of the program
             groups = [[self._devices[number] for number in group] for group in groups]
         kind, size = instruction.operation.removesuffix("-start"), max(map(len, groups), default=1)
-        nbytes = sum(array.nbytes for array in self._program.operand_types(computation, instruction))
+        nbytes = sum(array.nbytes for array in self.program.operand_types(computation, instruction))
         return collective_seconds(self._cluster, groups, sent_of_operand(kind, size) * nbytes)
 
 

@@ -90,22 +90,16 @@ def check_inputs(config: ConfigDict, cluster: Cluster) -> Model | None:
 
 
 def check_run(config: ConfigDict, workdir: Path, cluster: Cluster | None = None) -> Checked:
-    """Raise UserError for any mistake that can be found before data is read and programs are compiled.
-
-    cluster: the cluster to run on; None: the devices of this run.
-    """
+    """Raise UserError for any mistake that can be found before data is read. cluster: None for that of this run."""
     cluster = cluster or clusters.find_cluster()
     model = check_inputs(config, cluster)
     decision = strategies.decide(config, cluster, model)
     strategies.check_other_sections(config, [layer.name for layer in model.layers] if model else [])
-    if config.checkpoint.keep < 1:
-        raise UserError(f"config.checkpoint.keep is {config.checkpoint.keep}; it must be at least 1")
-    for key in ("eval.every_steps", "checkpoint.every_steps"):
-        section, _, name = key.partition(".")
-        if config[section][name] < 0:
-            raise UserError(f"config.{key} is {config[section][name]}; it must be at least 0")
-    if config.log.every_steps < 1:
-        raise UserError(f"config.log.every_steps is {config.log.every_steps}; it must be at least 1")
+    at_least = {"checkpoint.keep": 1, "eval.every_steps": 0, "checkpoint.every_steps": 0, "log.every_steps": 1}
+    values = configs.keys(config)
+    for key, least in at_least.items():
+        if values[key] < least:
+            raise UserError(f"config.{key} is {values[key]}; it must be at least {least}")
     check_early_stop(config)
     if not 0 <= config.log.peak_flops < math.inf:
         raise UserError(
@@ -135,29 +129,21 @@ def make_run(
     checked: Checked | None = None,
     dataset: data.Dataset | None = None,
 ) -> Run:
-    """Build data, model, optimizer, plan and strategy.
+    """Build data, model, optimizer, plan and strategy from a config without any `auto`.
 
-    Args:
-      config: the config, without any `auto` (jaxpar/choose).
-      workdir: directory of the run.
-      phases: the clock of its phases.
-      checked: the result of `check_run`, or None if it was not called.
-      dataset: its data, if it was read before.
+    checked: the result of `check_run`, or None. dataset: the data, if it was read before.
 
-    Raises:
-      UserError: the strategy cannot train, or disk or host memory are too small.
+    Raises UserError if the strategy cannot train, or disk or host memory are too small.
     """
     cluster = checked.cluster if checked else clusters.find_cluster()
     decision = checked.decision if checked else strategies.decide(config, cluster)
     with unless_refused(workdir, "tokenizer.json"):
-        dataset, batches, problem, pretrained, learning_rate, num_steps = load_parts(config, workdir, cluster, dataset)
-        plan = strategies.plan(config, problem, cluster, decision)
-        strategy = strategies.build(plan, problem, clusters.devices())
-        check_space(config, workdir, problem)
-        check_batches(config, dataset, strategy, num_steps)
-    return Run(
-        config, workdir, dataset, batches, problem, pretrained, cluster, strategy, learning_rate, num_steps, phases
-    )
+        parts = load_parts(config, workdir, cluster, dataset)
+        plan = strategies.plan(config, parts.problem, cluster, decision)
+        strategy = strategies.build(plan, parts.problem, clusters.devices())
+        check_space(config, workdir, parts.problem)
+        check_batches(config, parts.dataset, strategy, parts.num_steps)
+    return Run(config=config, workdir=workdir, cluster=cluster, strategy=strategy, phases=phases, **parts._asdict())
 
 
 @contextlib.contextmanager
@@ -199,9 +185,8 @@ def load_parts(config: ConfigDict, workdir: Path, cluster: Cluster, dataset: dat
     pretrained = None
     if config.model.init_from and not checkpoint.steps(workdir / "checkpoints"):
         pretrained = hf.load_params(model, model.shapes, Path(config.model.init_from).expanduser(), dataset.info)
-    longest = abstract(batches.longest())
-    accumulation = config.optimizer.accumulation_steps
-    problem = Problem(model, optimizer.make_optimizer(config, learning_rate), accumulation, longest, num_steps, task)
+    transform, accumulation = optimizer.make_optimizer(config, learning_rate), config.optimizer.accumulation_steps
+    problem = Problem(model, transform, accumulation, abstract(batches.longest()), num_steps, task)
     return Parts(dataset, batches, problem, pretrained, learning_rate, num_steps)
 
 
@@ -224,10 +209,7 @@ def check_alike(config: ConfigDict, fingerprint: str) -> None:
 
 
 def check_space(config: ConfigDict, workdir: Path, problem: Problem) -> None:
-    """Raise UserError if the disk cannot hold the checkpoints to keep plus the one being written.
-
-    The private state of a strategy needs additional space, which is not counted.
-    """
+    """Raise UserError if the disk cannot hold the checkpoints to keep and the next one, without private states."""
     number = min(config.checkpoint.keep, problem.num_steps) + config.checkpoint.keep_best + 1
     existing = checkpoint.steps(workdir / "checkpoints")
     whole = state.abstract_state(problem.model, problem.optimizer)
@@ -266,10 +248,7 @@ def split_sizes(dataset: data.Dataset) -> dict[str, int]:
 
 
 def advise_length(config: ConfigDict, num_examples: int, num_steps: int, divisor: int = 1) -> str:
-    """Return the flags for a longer run if the epochs of a config are few steps; empty if they are not.
-
-    num_examples: of the training split. divisor: of the batch.
-    """
+    """Return the flags for a longer run if the epochs of a config are few steps; empty if they are not."""
     if config.num_steps or num_steps >= FEW_STEPS:
         return ""
     size, wanted = config.batch_size, max(num_examples // 12, SMALLEST_BATCH)

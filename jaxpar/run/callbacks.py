@@ -17,45 +17,37 @@ from jaxpar.launch import processes
 
 
 class Measurement(NamedTuple):
-    """The metrics of a log interval (split train) or of an evaluation (validation, test).
+    """The metrics of a log interval (split train) or of an evaluation (validation, test)."""
 
-    Attributes:
-      step: the number of completed steps.
-      num_steps: the number of steps of the run, unless it stops early.
-      split: train, validation or test.
-      metrics: metrics by name, as in metrics.jsonl. They can be NaN or infinite.
-    """
-
-    step: int
-    num_steps: int
-    split: str
-    metrics: dict[str, float]
+    step: int  # the number of completed steps
+    num_steps: int  # the number of steps of the run, unless it stops early
+    split: str  # train, validation or test
+    metrics: dict[str, float]  # metrics by name, as in metrics.jsonl. They can be NaN or infinite.
 
 
 Callback = Callable[[Measurement], str | None]
 
 
 class Callbacks:
-    """The callbacks of a run.
-
-    Attributes:
-      reason: the first reason for which a callback ended the run; None: none did.
-    """
+    """The callbacks of a run."""
 
     def __init__(self, callbacks: Sequence[Callback], reason: str | None = None):
-        """reason: the reason for which the run ended before it was started again, if any."""
+        """reason: the first reason for which a callback ended the run, maybe before it was started again."""
         self._callbacks, self.reason = tuple(callbacks), reason
 
     def __call__(self, measurement: Measurement) -> None:
-        """Call the callbacks in process 0. All processes must call this with the measurements of the same steps.
-
-        Raises:
-          BaseException: what a callback raises, in process 0.
-          TrainingError: a callback raised in process 0; raised in the other processes.
-        """
+        """Call the callbacks, and raise what one raises, in process 0. All processes call this after the same steps."""
         if not self._callbacks:
             return
-        reason, error = self._ask(measurement) if processes.is_first() else (None, None)
+        reason, error = None, None
+        try:
+            for callback in self._callbacks if processes.is_first() else ():
+                reply = callback(measurement._replace(metrics=dict(measurement.metrics)))
+                if not (reply is None or isinstance(reply, str)):
+                    raise TypeError(f"a callback returned {reply!r:.60}; it must return None, or a reason to stop")
+                reason = reason or reply
+        except BaseException as raised:  # a user's function can raise anything, and receive the Ctrl-C of a notebook
+            error = raised
         reason, failed = json.loads(processes.from_first(json.dumps([reason, error is not None])))
         if error is not None:
             raise error
@@ -63,39 +55,21 @@ class Callbacks:
             raise TrainingError("a callback failed in process 0; see the error of that process")
         self.reason = self.reason or reason
 
-    def _ask(self, measurement: Measurement) -> tuple[str | None, BaseException | None]:
-        """Return the first reason of the callbacks, and the error of the one that failed."""
-        reasons = []
-        try:
-            for callback in self._callbacks:
-                reply = callback(measurement._replace(metrics=dict(measurement.metrics)))
-                if not (reply is None or isinstance(reply, str)):
-                    raise TypeError(f"a callback returned {reply!r:.60}; it must return None, or a reason to stop")
-                reasons.append(reply)
-        except BaseException as error:  # a user's function can raise anything, and receive the Ctrl-C of a notebook
-            return None, error
-        return next(filter(None, reasons), None), None
-
 
 class EarlyStopping:
     """A callback that ends the run after `patience` evaluations in a row without an improvement.
 
     An improvement is a validation loss that is lower than the lowest one before the first of these evaluations, by
-    `min_delta` or more. A loss that is not finite is none.
-
-    Attributes:
-      reason: why the run must end, with the step of the lowest loss; None: it must not.
+    `min_delta` or more. A loss that is not finite is none. The decision depends on nothing but the losses of the run,
+    so it does not depend on where a run resumed.
     """
 
     def __init__(self, patience: int, min_delta: float, losses: Iterable[tuple[int, float | None]] = ()):
-        """losses: steps and validation losses from before the run was resumed; None: not finite.
-
-        The decision depends on all losses of the run and nothing else, so it does not depend on where a run resumed.
-        """
+        """losses: steps and validation losses from before the run was resumed; None: not finite."""
         self._patience, self._min_delta = patience, min_delta
         self._reference, self._count = math.inf, 0  # the loss to improve on, and the evaluations since then
         self._lowest: tuple[float, int] = (math.inf, 0)  # the lowest loss and its step
-        self.reason: str | None = None
+        self.reason: str | None = None  # why the run must end, with the step of the lowest loss; None: it must not
         for step, loss in losses:
             self._add(step, math.nan if loss is None else loss)
 

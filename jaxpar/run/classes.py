@@ -35,10 +35,7 @@ def class_results(confusion_CC: np.ndarray, names: Sequence[str]) -> Result:
 
 
 def format_classes(confusion_CC: np.ndarray, names: Sequence[str]) -> str:
-    """Return the majority baseline, and a table of the classes: all if they are few, otherwise those of lowest F1.
-
-    The last row is the mean over all classes that occur, and the number of all examples.
-    """
+    """Return the majority baseline, and a table: of all classes if they are few, otherwise of those of lowest F1."""
     metrics, occurring = class_metrics(confusion_CC), occurring_classes(confusion_CC)
     shown = occurring
     if len(occurring) > MOST_ROWS:

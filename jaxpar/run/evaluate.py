@@ -1,6 +1,5 @@
 """Loads this process's shard of the batches and evaluates a model on a whole split."""
 
-import functools
 from collections import deque
 from collections.abc import Iterator
 
@@ -30,17 +29,12 @@ def evaluate_split(run: Run, state: StrategyState, split: data.Split) -> Sums:
     """Return the task's evaluation sums over the whole split, on the host. state: the strategy's state."""
     size = run.config.eval.batch_size or run.config.batch_size
     batches = data.Batches(split, batch_size=size, seed=run.config.seed, shuffle=False)
+    total: list[Sums] = []  # one, of the batches so far
+    in_flight: deque[Sums] = deque()  # on the devices
     with run.phases("eval"):
-        return functools.reduce(lambda total, sums: add_up([total, sums]), _sums_of_batches(run, state, batches))
-
-
-def _sums_of_batches(run: Run, state: StrategyState, batches: data.Batches) -> Iterator[Sums]:
-    """Yield the sums over each batch of an epoch, on the host. The devices hold those of few batches."""
-    in_flight: deque[Sums] = deque()
-    for batch in load_batches(run, batches, 0, batches.steps_per_epoch):
-        in_flight.append(run.strategy.evaluate(state, run.strategy.place(batch)))
-        if len(in_flight) > IN_FLIGHT:
-            yield add_up([jax.device_get(in_flight.popleft())])
-        run.phases.alive()  # after waiting, so that this also shows progress of the devices
-    for sums in in_flight:
-        yield add_up([jax.device_get(sums)])
+        for batch in load_batches(run, batches, 0, batches.steps_per_epoch):
+            in_flight.append(run.strategy.evaluate(state, run.strategy.place(batch)))
+            if len(in_flight) > IN_FLIGHT:
+                total = [add_up([*total, jax.device_get(in_flight.popleft())])]
+            run.phases.alive()  # after waiting, so that this also shows progress of the devices
+        return add_up([*total, *map(jax.device_get, in_flight)])

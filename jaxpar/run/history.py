@@ -7,7 +7,7 @@ metrics.jsonl and the ledger of a run that was resumed are those of a run that w
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxpar import checkpoint, files
 from jaxpar.errors import UserError
@@ -29,8 +29,7 @@ class Start(NamedTuple):
 
 def record_start(run: Run, step: int) -> None:
     """Add a start after `step` completed steps. What changed is compared with the newest checkpoint."""
-    before = checkpoint.newest_config(run.workdir / "checkpoints")
-    before = before if step else None
+    before = checkpoint.newest_config(run.workdir / "checkpoints") if step else None
     start = Start(
         step,
         datetime.now(UTC).isoformat(timespec="seconds"),
@@ -48,18 +47,12 @@ def read_starts(workdir: Path) -> list[Start]:
     starts = []
     for number, line in enumerate(path.read_text(errors="replace").splitlines() if path.is_file() else (), start=1):
         try:
-            starts.append(_read_start(files.parse_json(line)))
+            start = Start(**files.parse_json(line))
+            if [*map(type, start)] != [int, str, str, int, list]:
+                raise ValueError("a value has another type")
+            if not all(isinstance(line, str) for line in start.changed):
+                raise ValueError("changed must be a list of strings")
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}:{number} is not a valid line of starts ({error!r}); delete the line") from error
+        starts.append(start)
     return starts
-
-
-def _read_start(row: Any) -> Start:
-    """Return the start that a line contains. Raises ValueError, KeyError or TypeError for other values."""
-    start = Start(**row)
-    kinds = (int, str, str, int, list)
-    if any(type(value) is not kind for value, kind in zip(start, kinds, strict=True)):
-        raise ValueError("a value has another type")
-    if not all(isinstance(line, str) for line in start.changed):
-        raise ValueError("changed must be a list of strings")
-    return start

@@ -30,15 +30,11 @@ class Meter:
     def __init__(self, model: Model, *, task: Task, peak_flops: float | None, max_skipped: int, shares: float = 1):
         """Create a meter.
 
-        Args:
-          model: the model, whose FLOPs are counted.
-          task: the task, which defines the metrics.
-          peak_flops: peak FLOP/s of all devices together; None if unknown.
-          max_skipped: raise TrainingError after more steps in a row than this that are not finite.
-          shares: size of the global batch / size of this process's shard, which `add` receives.
+        peak_flops: of all devices together; None if unknown. max_skipped: most steps in a row that are not finite.
+        shares: size of the global batch / size of this process's shard, which `add` receives.
         """
-        self._shares = shares
-        self._model, self._task, self._peak, self._max_skipped = model, task, peak_flops, max_skipped
+        self._model, self._task, self._shares = model, task, shares
+        self._peak, self._max_skipped = peak_flops, max_skipped
         self._flops: dict[tuple[int, ...], int] = {}  # input shape -> model FLOPs of a step
         self._pending: tuple[int, Metrics] | None = None
         self._skipped = 0  # steps in a row, up to the last one that was read
@@ -51,10 +47,7 @@ class Meter:
         self._grad_norm = 0.0
 
     def interval(self) -> dict[str, Any]:
-        """Return JSON values of the log interval so far, from which `resume` continues with the same losses.
-
-        Rates are not in it: they are those of the steps since the run was resumed.
-        """
+        """Return JSON values of the log interval so far, without rates, from which `resume` continues."""
         sums: dict[str, Any] = jax.tree.map(lambda x: np.asarray(x, np.float64).tolist(), self._sums._asdict())
         skipped = {"skipped_steps": self._counts["skipped"], "skipped_in_a_row": self._skipped}
         return {**sums, "grad_norm": self._grad_norm, **skipped}
@@ -115,10 +108,10 @@ class Meter:
             )
 
     def metrics(self, seconds: float) -> dict[str, float]:
-        """Return the metrics of the interval, which took `seconds`, and start the next interval.
+        """Return the metrics of the interval, which took `seconds`, and start the next one.
 
-        Losses are means over the examples or predicted tokens of the steps whose update was applied. They are missing
-        if all steps were skipped, and while no example has passed a pipeline that never drains.
+        Losses are means over the steps whose update was applied. They are missing if all steps were skipped, and while
+        no example has passed a pipeline that never drains.
         """
         counts, sums = self._counts, self._sums
         result = self._task.all_metrics(sums) if sums.weight else {}

@@ -27,10 +27,9 @@ MetricsRow = dict[str, Any]  # step, split and the metrics by name
 
 
 class Log:
-    """Writes metrics.jsonl and the TensorBoard events of a run. Only process 0 writes files.
+    """Writes metrics.jsonl and the TensorBoard events of a run, in process 0 only.
 
-    A line of metrics.jsonl is {"step": int, "split": "train" | "validation" | "test", metrics...}. Metrics that are not
-    finite are null.
+    A line is {"step": int, "split": "train" | "validation" | "test", metrics...}; those that are not finite are null.
     """
 
     def __init__(self, workdir: Path, *, first_step: int, tensorboard: bool):
@@ -78,37 +77,33 @@ def read_metrics(workdir: Path) -> list[MetricsRow]:
     rows = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            rows.append(_read_row(files.parse_json(line, nonfinite=True)))  # NaN is from earlier versions
+            row = files.parse_json(line, nonfinite=True)  # NaN is from earlier versions
+            if type(row["step"]) is not int or not isinstance(row["split"], str):
+                raise ValueError("step must be an integer and split a string")
+            for name in row.keys() - {"step", "split"}:
+                if not (row[name] is None or type(row[name]) in (int, float)):
+                    raise ValueError(f"{name} must be a number")
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}:{number} is not a valid line of metrics ({error}); delete the line") from error
+        rows.append(files.without_nonfinite(row))
     return rows
-
-
-def _read_row(row: Any) -> MetricsRow:
-    """Return a row with None for nonfinite metrics. Raises ValueError, KeyError or TypeError for other values."""
-    step, split = row["step"], row["split"]
-    if type(step) is not int or not isinstance(split, str):
-        raise ValueError("step must be an integer and split a string")
-    for name in row.keys() - {"step", "split"}:
-        if not (row[name] is None or type(row[name]) in (int, float)):
-            raise ValueError(f"{name} must be a number")
-    return dict(files.without_nonfinite(row))
 
 
 class Progress:
     """One printed line per log interval and, on a terminal, a progress bar below these lines.
 
     Within `with`, a thread shows on the bar for how long the run has been compiling, evaluating or saving. Without a
-    terminal, or on one whose width is unknown (0), there is no bar; lines at growing intervals report compilations.
+    terminal of known width, there is no bar; lines at growing intervals report compilations.
     """
 
     def __init__(self, start: int, total: int, phases: Phases):
-        """start: the number of completed steps. total: the number of steps of the run. phases: of the run."""
+        """start: the number of completed steps. total: the number of steps of the run."""
         self._total, self._phases = total, phases
         self._time_left = TimeLeft(start, total, phases)
         self._bar = None
-        self._loss = ""
-        columns = terminal_columns()
+        columns = 0  # none or unknown
+        with contextlib.suppress(OSError):
+            columns = os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 0
         if columns and start < total:
             bar = "|{bar}| {elapsed}<{remaining}, {rate_fmt}{postfix}"
             self._bar = tqdm.tqdm(
@@ -135,9 +130,9 @@ class Progress:
 
     def advance(self, loss: float | None) -> None:
         """Advance the bar by one step and show its loss, if there is one."""
-        self._loss = f"loss {loss:.4f}" if loss is not None and math.isfinite(loss) else ""
         if self._bar is not None:
-            self._bar.set_postfix_str(self._loss, refresh=False)
+            text = f"loss {loss:.4f}" if loss is not None and math.isfinite(loss) else ""
+            self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()
 
     def _watch(self) -> None:
@@ -154,10 +149,7 @@ class Progress:
                 next_line = LONG_COMPILATION
 
     def log(self, step: int, metrics: dict[str, float], shown: Sequence[str], unit: str = "examples") -> None:
-        """Print the metrics of a log interval whose names are in `shown`, the rate and the time left.
-
-        unit: of the rate, `Task.rate_unit`.
-        """
+        """Print the metrics of a log interval whose names are in `shown`, the rate in `unit` and the time left."""
         words = format_metrics({name: metrics[name] for name in shown if name in metrics})
         if f"{unit}_per_second" in metrics:
             words += f"  {metrics[f'{unit}_per_second']:,.0f} {unit}/s"
@@ -188,7 +180,6 @@ class TimeLeft:
     """
 
     def __init__(self, start: int, total: int, phases: Phases):
-        """Arguments: see `Progress`."""
         self._total, self._phases = total, phases
         self._logged, self._compiled = start, phases.counts["compile"]
         self._steps, self._others = phases.clock("train", "input"), phases.clock("eval", "checkpoint")
@@ -214,42 +205,21 @@ class TimeLeft:
         return (self._total - step) * (self._step_seconds + others)
 
 
-def terminal_columns() -> int:
-    """Return the width of the terminal that is the standard output; 0 if there is none or its width is unknown."""
-    if not sys.stdout.isatty():
-        return 0
-    with contextlib.suppress(OSError):
-        return os.get_terminal_size(sys.stdout.fileno()).columns
-    return 0
-
-
-class ProfilerTrace:
+class ProfilerTrace(contextlib.ExitStack):
     """A context manager that profiles some steps into workdir/profile, for TensorBoard or Perfetto."""
 
     def __init__(self, steps: tuple[int, int], workdir: Path):
         """steps: the first and the last step to profile, counted from 1; (0, 0): none."""
-        self._first, self._last = steps
-        self._folder = workdir / "profile"
-        self._running = False
-
-    def __enter__(self) -> "ProfilerTrace":
-        return self
+        super().__init__()
+        (self._first, self._last), self._folder = steps, workdir / "profile"
 
     def before(self, step: int) -> None:
         """Start or stop the trace as needed. Call before step `step` is dispatched."""
         if step == self._first:
             jax.profiler.start_trace(str(self._folder))
-            self._running = True
-        elif self._running and step > self._last:
-            self._stop()
-
-    def __exit__(self, *exception: object) -> None:
-        if self._running:
-            self._stop()
-
-    def _stop(self) -> None:
-        jax.profiler.stop_trace()
-        self._running = False
+            self.callback(jax.profiler.stop_trace)
+        elif step > self._last:
+            self.close()  # stops the trace, if there is one
 
 
 def format_metrics(metrics: dict[str, float]) -> str:

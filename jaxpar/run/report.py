@@ -43,20 +43,19 @@ def finish(
 ) -> Result:
     """Evaluate on the test split, draw the curves and return the result.
 
-    Args:
-      run: the run.
-      state: the strategy's state.
-      steps: the number of completed steps, which is less than `run.num_steps` if the run stopped early.
-      discarded: the private states that earlier starts discarded (`start.Past`).
-      log: the metrics of the run.
-      callbacks: functions that get the metrics of the test split.
+    discarded: the private states that earlier starts discarded (`restore.Past`).
 
-    Raises:
-      TrainingError: a loss of the last step is not finite, and config.optimizer.nonfinite is `stop`.
+    Raises TrainingError if a loss of the last step is not finite, and config.optimizer.nonfinite is `stop`.
     """
     result = test_split(run, state, run.dataset.test, steps, log, callbacks) if run.dataset.test else {}
-    check_losses(run, steps, log)
-    if predicts_no_better(result):
+    for row in [*log.rows("validation")[-1:], *log.rows("test")]:
+        if row["step"] == steps and row["loss"] is None and run.config.optimizer.nonfinite == "stop":
+            raise TrainingError(
+                f"the {row['split']} loss after step {steps} is not finite; lower config.optimizer.lr, or accept such "
+                "losses with config.optimizer.nonfinite='skip'"
+            )
+    # Whether a constant predicts as well: the most frequent class, or the mean.
+    if result.get("test_accuracy", 1) <= result.get("test_majority_accuracy", -1) or result.get("test_r2", 1) <= 0:
         flags = advise_length(run.config, len(run.dataset.train), run.num_steps, run.plan.decision.batch_divisor)
         longer = "config.num_steps" if run.config.num_steps else "config.num_epochs"
         advice = flags or f"raise {longer}, or change config.optimizer.lr"
@@ -100,29 +99,8 @@ def finish(
     return result
 
 
-def predicts_no_better(result: Result) -> bool:
-    """Return whether a constant predicts the test split as well: the most frequent class, or the mean."""
-    accuracy, baseline = result.get("test_accuracy"), result.get("test_majority_accuracy")
-    if accuracy is not None and baseline is not None:
-        return bool(accuracy <= baseline)
-    return "test_r2" in result and bool(result["test_r2"] <= 0)
-
-
-def check_losses(run: Run, steps: int, log: metrics.Log) -> None:
-    """Raise TrainingError if an evaluation of the last step is not finite, unless such steps are skipped."""
-    for row in [*log.rows("validation")[-1:], *log.rows("test")]:
-        if row["step"] == steps and row["loss"] is None and run.config.optimizer.nonfinite == "stop":
-            raise TrainingError(
-                f"the {row['split']} loss after step {steps} is not finite; lower config.optimizer.lr, or accept such "
-                "losses with config.optimizer.nonfinite='skip'"
-            )
-
-
 def test_best(run: Run, steps: int, log: metrics.Log) -> Result:
-    """Evaluate the best checkpoint on the test split, and return its results. All checkpoints must have been written.
-
-    steps and log: see `finish`.
-    """
+    """Evaluate the best checkpoint on the test split, once all are written, and return its results."""
     task, split, directory = run.problem.task, run.dataset.test, run.workdir / "checkpoints"
     best = checkpoint.best_step(directory)
     processes.check_same_value(f"the best checkpoint (-1: none) in {run.workdir}", -1 if best is None else best)
@@ -143,10 +121,7 @@ def test_best(run: Run, steps: int, log: metrics.Log) -> Result:
 def test_split(
     run: Run, state: StrategyState, split: Split, steps: int, log: metrics.Log, callbacks: Callbacks
 ) -> Result:
-    """Evaluate on the test split, and return the results. With a confusion matrix, also report the classes.
-
-    Arguments: see `finish`.
-    """
+    """Evaluate on the test split, and return the results. With a confusion matrix, also report the classes."""
     task, sums = run.problem.task, evaluate_split(run, state, split)
     tested = task.all_metrics(sums)
     log.write(steps, "test", tested)
@@ -170,14 +145,13 @@ def write_result(workdir: Path, result: Result) -> None:
 
 def _format_value(value: Any) -> str:
     """Return a value of result.json as JSON, with one line for each item that is a dict or a list."""
-    items = list(value.values() if isinstance(value, dict) else value) if isinstance(value, dict | list) else []
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     if not items or not all(isinstance(item, dict | list) for item in items):
         return files.json_text(value)
-    if isinstance(value, list):
-        lines, ends = [files.json_text(item) for item in items], "[]"
-    else:
-        lines, ends = [f"{files.json_text(key)}: {files.json_text(item)}" for key, item in value.items()], "{}"
-    return f"{ends[0]}\n    " + ",\n    ".join(lines) + f"\n  {ends[1]}"
+    keys = [f"{files.json_text(key)}: " for key in value] if isinstance(value, dict) else [""] * len(value)
+    lines = [f"\n    {key}{files.json_text(item)}" for key, item in zip(keys, items, strict=True)]
+    start, end = "{}" if isinstance(value, dict) else "[]"
+    return f"{start}{','.join(lines)}\n  {end}"
 
 
 def draw_curves(workdir: Path, task: Task, title: str) -> Path | None:
@@ -210,10 +184,8 @@ def draw_curves(workdir: Path, task: Task, title: str) -> Path | None:
 def versions() -> dict[str, str]:
     """Return the versions of jaxpar, Python and the numerical packages."""
     project = PROJECT / "pyproject.toml"  # exists in a clone; a wheel has metadata
-    jaxpar_version = (
-        tomllib.loads(project.read_text())["project"]["version"] if project.is_file() else version("jaxpar")
-    )
-    return {"jaxpar": jaxpar_version, "python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+    own = tomllib.loads(project.read_text())["project"]["version"] if project.is_file() else version("jaxpar")
+    return {"jaxpar": own, "python": platform.python_version()} | {name: version(name) for name in PACKAGES}
 
 
 def commit() -> str | None:

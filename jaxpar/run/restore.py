@@ -1,7 +1,4 @@
-"""Starts or resumes a run: restores the newest intact checkpoint in the workdir, or creates a fresh state.
-
-This file also prepares the files from which a run resumes: the info of checkpoints and the ledger of examples.
-"""
+"""Starts or resumes a run from the newest intact checkpoint in the workdir, and prepares its files."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -98,11 +95,11 @@ def fresh(run: Run) -> StrategyState:
     if run.pretrained is None:
         return fresh
     tree = run.strategy.to_canonical(fresh)
-    tree["params"] = jax.tree.map(
-        lambda ours, theirs: ours if isinstance(theirs, jax.ShapeDtypeStruct) else theirs,
-        tree["params"],
-        run.pretrained,
-    )
+
+    def choose(ours: Any, theirs: Any) -> Any:
+        return ours if isinstance(theirs, jax.ShapeDtypeStruct) else theirs  # the checkpoint lacks it
+
+    tree["params"] = jax.tree.map(choose, tree["params"], run.pretrained)
     return run.strategy.from_canonical(tree)
 
 
@@ -133,14 +130,7 @@ def open_ledger(run: Run) -> ledger.Ledger:
 
 
 def save_info(run: Run, step: int, in_flight: int, past: Past) -> Info:
-    """Return the info of a checkpoint, which is saved next to its arrays.
-
-    Args:
-      run: the run.
-      step: the number of completed steps.
-      in_flight: `Strategy.num_in_flight` of the state.
-      past: as from `start`, with the log interval so far.
-    """
+    """Return the info of a checkpoint, which is saved next to its arrays. in_flight: `Strategy.num_in_flight`."""
     return {
         "data": run.dataset.fingerprint,
         "examples": run.batches.examples_before(step),

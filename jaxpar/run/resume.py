@@ -19,37 +19,13 @@ from jaxpar.files import FILES, FOLDERS, run_of
 
 # Keys and whole sections.
 CHANGEABLE = (
-    "strategy",
-    "planned_for",
-    "chosen",
-    "mesh",
-    "data_parallel",
-    "exchange",
-    "exchange_options",
-    "asynchronous",
-    "pipeline",
-    "swarm",
-    "eval",
-    "early_stop",
-    "checkpoint",
-    "log",
-    "watchdog_seconds",
-    "profile",
-    "cache_dir",
-    "data.train",  # files may move: a checkpoint stores a fingerprint of their contents
-    "data.validation",
-    "data.test",
-    "data.tokenizer",  # the workdir has a copy
-    "data.num_threads",
-    "data.prefetch",
+    *("strategy", "planned_for", "chosen", "mesh", "data_parallel", "exchange", "exchange_options", "asynchronous"),
+    *("pipeline", "swarm", "eval", "early_stop", "checkpoint", "log", "watchdog_seconds", "profile", "cache_dir"),
+    # Files may move: a checkpoint stores a fingerprint of their contents, and the workdir has a copy of the tokenizer.
+    *("data.train", "data.validation", "data.test", "data.tokenizer", "data.num_threads", "data.prefetch"),
     "model.init_from",  # only read at step 0; the sizes are in config.model and the weights in the checkpoint
-    "model.attention",
-    "model.flatten_positions",
-    "model.remat",
-    "model.scan_layers",
-    "optimizer.accumulation_steps",
-    "optimizer.max_skipped_steps",
-    "optimizer.nonfinite",
+    *("model.attention", "model.flatten_positions", "model.remat", "model.scan_layers"),
+    *("optimizer.accumulation_steps", "optimizer.max_skipped_steps", "optimizer.nonfinite"),
 )
 # The first stretches the learning-rate schedule, the second scales the gradients.
 NOT_CHANGEABLE = ("exchange_options.backward_passes_per_step", "exchange_options.average_aggregated_gradients")
@@ -103,30 +79,21 @@ def check_same_run(before: configs.Values, config: ConfigDict, where: str) -> No
 
 
 def check_paths(workdir: Path) -> None:
-    """Raise UserError for the first path of the workdir that exists, but is not what a run writes there.
-
-    Also if the workdir is in a folder that another run writes.
-    """
+    """Raise UserError for the first path of the workdir that is not what a run writes, or a workdir in another run."""
     if (run := run_of(workdir)) not in (None, workdir.resolve()):
         raise UserError(f"--workdir is {str(workdir)!r}, which belongs to the run in {run}; it must be another folder")
-    for name in FOLDERS:
-        _check(workdir, name, is_folder=True)
-    for name in FILES:
-        _check(workdir, name, is_folder=False)
-        _check(workdir, f"{name}.tmp", is_folder=False)  # of a write that did not finish
-
-
-def _check(workdir: Path, name: str, *, is_folder: bool) -> None:
-    path = workdir / name
-    if not path.exists():
-        if is_folder and path.is_symlink():
+    # A name that ends with .tmp is of a write that did not finish.
+    for name in (*FOLDERS, *(name for file in FILES for name in (file, f"{file}.tmp"))):
+        path, is_folder = workdir / name, name in FOLDERS
+        if not path.exists():
+            if is_folder and path.is_symlink():
+                raise UserError(
+                    f"--workdir is {str(workdir)!r}, whose {name} is a link to {str(path.readlink())!r}, which does "
+                    "not exist; it must be a folder, or not exist"
+                )
+        elif not (path.is_dir() if is_folder else path.is_file()):
+            found = "file" if path.is_file() else "folder" if path.is_dir() else "device or pipe"
+            expected = "folder" if is_folder else "file"
             raise UserError(
-                f"--workdir is {str(workdir)!r}, whose {name} is a link to {str(path.readlink())!r}, which does not "
-                "exist; it must be a folder, or not exist"
+                f"--workdir is {str(workdir)!r}, whose {name} is a {found}; it must be a {expected}, or not exist"
             )
-    elif not (path.is_dir() if is_folder else path.is_file()):
-        found = "file" if path.is_file() else "folder" if path.is_dir() else "device or pipe"
-        expected = "folder" if is_folder else "file"
-        raise UserError(
-            f"--workdir is {str(workdir)!r}, whose {name} is a {found}; it must be a {expected}, or not exist"
-        )

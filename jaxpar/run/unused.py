@@ -4,8 +4,9 @@ On the command line this is a mistake, often a forgotten config.strategy, and it
 of several strategies, of which a run uses one. A run reports those of whole sections, such as config.pipeline.
 """
 
+import functools
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -31,12 +32,19 @@ class Effect(NamedTuple):
     instead: str = ""  # a key that takes the place of these: whoever gives both expects that
 
 
-def _strategy(*names: str) -> Callable[[ConfigDict], bool]:
-    return lambda config: config.strategy in names
+def _if_one_of(keys: tuple[str, ...], key: str, *values: object, also: tuple[str, ...] = ()) -> Effect:
+    """Return the effect of keys if another one has one of these values, or one that the message does not name."""
+    *others, last = map(repr, values)
+    named = f"{', '.join(others)} or {last}" if others else last
+    return Effect(keys, lambda config: _value(config, key) in (*values, *also), f"config.{key}={named}")
 
 
-def _optimizer(*names: str) -> Callable[[ConfigDict], bool]:
-    return lambda config: config.optimizer.name in names
+def _if_positive(keys: tuple[str, ...], key: str) -> Effect:
+    return Effect(keys, lambda config: _value(config, key) > 0, f"config.{key}")
+
+
+def _value(config: ConfigDict, key: str) -> Any:
+    return functools.reduce(lambda section, name: section[name], key.split("."), config)
 
 
 def _labels(*kinds: Labels) -> Callable[[ConfigDict], bool]:
@@ -54,60 +62,43 @@ def _is_text(config: ConfigDict) -> bool:
 
 
 def _from_files(config: ConfigDict) -> bool:
-    """Return whether the texts are read from files, and so have columns or need a tokenizer."""
     return config.data.source not in (*IMAGE_READERS, "synthetic")
 
 
 SECTIONS = (
-    Effect(("asynchronous",), _strategy("async_data_parallel"), "config.strategy='async_data_parallel'"),
+    _if_one_of(("asynchronous",), "strategy", "async_data_parallel"),
     # The planner keeps what is set of the strategies that it chooses from.
-    Effect(("data_parallel",), _strategy("auto", "data_parallel"), "config.strategy='data_parallel'"),
-    Effect(("swarm",), _strategy("swarm"), "config.strategy='swarm'"),
+    _if_one_of(("data_parallel",), "strategy", "data_parallel", also=("auto",)),
+    _if_one_of(("swarm",), "strategy", "swarm"),
     # A swarm cuts its stages by pipeline.partition.
-    Effect(("pipeline.partition",), _strategy("auto", "pipeline", "swarm"), "config.strategy='pipeline' or 'swarm'"),
-    Effect(("pipeline",), _strategy("auto", "pipeline"), "config.strategy='pipeline'", but="pipeline.partition"),
+    _if_one_of(("pipeline.partition",), "strategy", "pipeline", "swarm", also=("auto",)),
+    _if_one_of(("pipeline",), "strategy", "pipeline", also=("auto",))._replace(but="pipeline.partition"),
 )
 EFFECTS = (
-    Effect(("swarm.rule",), lambda config: config.swarm.rebalance_seconds > 0, "config.swarm.rebalance_seconds"),
+    _if_positive(("swarm.rule",), "swarm.rebalance_seconds"),
     Effect(
         ("swarm.failures.rejoin",),
         lambda config: bool(config.swarm.failures.lifetime or config.swarm.failures.group_lifetime),
         "config.swarm.failures.lifetime or group_lifetime",
     ),
-    Effect(
-        ("swarm.failures.groups", "swarm.failures.group_share"),
-        lambda config: config.swarm.failures.group_lifetime > 0,
-        "config.swarm.failures.group_lifetime",
-    ),
-    Effect(("optimizer.momentum",), _optimizer("sgd", "muon"), "config.optimizer.name='sgd' or 'muon'"),
-    Effect(
-        ("optimizer.b1", "optimizer.b2"),
-        _optimizer("adamw", "lamb", "lion", "muon"),
-        "config.optimizer.name='adamw', 'lamb', 'lion' or 'muon'",
-    ),
-    Effect(("optimizer.eps",), _optimizer("adamw", "lamb", "muon"), "config.optimizer.name='adamw', 'lamb' or 'muon'"),
+    _if_positive(("swarm.failures.groups", "swarm.failures.group_share"), "swarm.failures.group_lifetime"),
+    _if_one_of(("optimizer.momentum",), "optimizer.name", "sgd", "muon"),
+    _if_one_of(("optimizer.b1", "optimizer.b2"), "optimizer.name", "adamw", "lamb", "lion", "muon"),
+    _if_one_of(("optimizer.eps",), "optimizer.name", "adamw", "lamb", "muon"),
     Effect(
         ("optimizer.final_lr",),
         lambda config: config.optimizer.schedule != "constant",
         "config.optimizer.schedule='cosine' or 'linear'",
     ),
-    Effect(
-        ("optimizer.max_skipped_steps",),
-        lambda config: config.optimizer.nonfinite == "skip",
-        "config.optimizer.nonfinite='skip'",
-    ),
-    Effect(("num_epochs",), lambda config: config.num_steps == 0, "config.num_steps=0", instead="num_steps"),
+    _if_one_of(("optimizer.max_skipped_steps",), "optimizer.nonfinite", "skip"),
+    _if_one_of(("num_epochs",), "num_steps", 0)._replace(instead="num_steps"),
     Effect(
         ("eval.every_steps",),
         lambda config: bool(config.data.validation or config.data.validation_fraction > 0),
         "a validation split (config.data.validation, or a config.data.validation_fraction above 0)",
     ),
-    Effect(("early_stop.min_delta",), lambda config: config.early_stop.patience > 0, "config.early_stop.patience"),
-    Effect(
-        ("data.synthetic_examples",),
-        lambda config: config.data.source == "synthetic",
-        "config.data.source='synthetic'",
-    ),
+    _if_positive(("early_stop.min_delta",), "early_stop.patience"),
+    _if_one_of(("data.synthetic_examples",), "data.source", "synthetic"),
     Effect(("data.augment",), _is_image, "data of images"),
     Effect(("data.max_length",), _is_text, "data of texts"),
     Effect(
@@ -115,7 +106,7 @@ EFFECTS = (
         lambda config: _is_text(config) and tasks.find_task(config).labels is not Labels.NEXT,
         "data of texts, and another config.task than 'causal_lm', whose blocks have config.data.max_length tokens",
     ),
-    Effect(("model.size",), lambda config: not config.model.init_from, "config.model.init_from=''"),
+    _if_one_of(("model.size",), "model.init_from", ""),
     Effect(
         ("data.vocab_size",),
         lambda config: _is_text(config) and not (config.data.tokenizer or config.model.init_from),
@@ -139,21 +130,19 @@ EFFECTS = (
         lambda config: _from_files(config) and _labels(Labels.CLASSES, Labels.TAGS, Labels.TARGETS)(config),
         "columns of labels or targets",
     ),
-    Effect(("data.validation_fraction",), lambda config: not config.data.validation, "config.data.validation=''"),
+    _if_one_of(("data.validation_fraction",), "data.validation", ""),
     Effect(
         ("data.test_fraction",),
         lambda config: not config.data.test and config.data.source not in IMAGE_READERS,
         "config.data.test='', and data without test files of its own",
     ),
-    Effect(("data.prefetch",), lambda config: config.data.num_threads > 0, "config.data.num_threads"),
+    _if_positive(("data.prefetch",), "data.num_threads"),
     Effect(
         ("model.attention", "model.flatten_positions"),
         lambda config: config.model.name not in OTHER_MODELS,
         f"a transformer (config.model.name={', '.join(map(repr, TRANSFORMERS))})",
     ),
 )
-
-
 EVERY_EFFECT = (*SECTIONS, *EFFECTS)
 
 
@@ -161,16 +150,13 @@ def unused_keys(
     config: ConfigDict, keys: Collection[str], effects: Collection[Effect] = EVERY_EFFECT
 ) -> dict[str, Effect]:
     """Return, for each of the keys that has no effect, the condition that does not hold."""
-    found = {}
+    found: dict[str, Effect] = {}
     for key in keys:
-        of_key = [effect for effect in effects if _covers(effect, key) and not effect.holds(config)]
-        if of_key:
-            found[key] = of_key[0]
+        for effect in effects:
+            is_covered = key != effect.but and any(key == name or key.startswith(f"{name}.") for name in effect.keys)
+            if is_covered and not effect.holds(config):
+                found.setdefault(key, effect)
     return found
-
-
-def _covers(effect: Effect, key: str) -> bool:
-    return key != effect.but and any(key == name or key.startswith(f"{name}.") for name in effect.keys)
 
 
 def check_unused_keys(config: ConfigDict, given: Collection[str], effects: Collection[Effect] = EVERY_EFFECT) -> None:

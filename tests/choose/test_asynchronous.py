@@ -221,6 +221,9 @@ def test_the_second_table(free: Space) -> None:
     own = rate_of(free, *WORKERS, "asynchronous.num_workers=2")
     text = planning.describe_plans(free, [best], work, own, [*others, "a reason"], 1.0)
     assert planning.NOT_RANKED in text
+    assert planning.WAITING_LAST not in text
+    found = [best, best._replace(name="1f1b", waits=True)]
+    assert planning.WAITING_LAST in planning.describe_plans(free, found, work, own, [], 1.0)
     *_, last, _, reason = text.splitlines()
     assert last.split()[:4] == ["480", "ms", "500", "1.00"]
     assert last.endswith("your config: async, 2 workers")

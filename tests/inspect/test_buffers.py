@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpar.inspect import audit_report
-from jaxpar.inspect.buffers import Buffers, buffers_at_peak
+from jaxpar.inspect.programs import Buffers, buffers_at_peak
 from jaxpar.strategies.strategy import CompiledProgram
 from tests.strategies.pipelines import BATCH, LENGTH, TRANSFORMER, Task, make
 

@@ -30,7 +30,7 @@ from jaxpar.errors import exit_code
 from jaxpar.exchange import EXCHANGES
 from jaxpar.exchange.named import exchange_differs
 from jaxpar.inspect import certificate, certificate_report, reference
-from jaxpar.inspect.errors import Error, compare, compare_change, worst
+from jaxpar.inspect.reference import Error, compare, compare_change, worst
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.data_parallel import shard_map, sharding
 from jaxpar.strategies.pipeline import strategy as pipeline

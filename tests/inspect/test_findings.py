@@ -11,9 +11,9 @@ from jaxpar.config import default_config
 from jaxpar.inspect import findings
 from jaxpar.inspect.audit_report import describe_program, format_findings, format_program, format_programs
 from jaxpar.inspect.findings import Finding, Kind
-from jaxpar.inspect.overlap import summarize
+from jaxpar.inspect.programs import summarize
 from jaxpar.inspect.step_time import NOTHING, predict
-from tests.inspect.test_overlap import TEXT, program
+from tests.inspect.test_programs import TEXT, program
 from tests.inspect.test_step_time import cluster
 
 GROUPS = ", replica_groups=[1,8]<=[8]"

@@ -1,4 +1,4 @@
-"""Summarizes a step that is compiled for GPUs: what its collectives overlap with, and what else it runs.
+"""Summarizes what the programs of a step run, and which temporary arrays they hold at the peak of the memory.
 
 XLA starts an asynchronous collective with one instruction and waits for it with another. What lies between the two runs
 at the same time. If that is nothing, the collective is exposed: the GPU waits for it.
@@ -6,13 +6,14 @@ at the same time. If that is nothing, the collective is exposed: the GPU waits f
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxpar.core.ring import RING_COLLECTIVES
-from jaxpar.measure.hlo import DTYPE_NAMES, Frequency, HloArray, HloProgram, Instruction, by_scope
+from jaxpar.measure.hlo import DTYPE_NAMES, Frequency, HloArray, HloProgram, Instruction, SourceLines, by_scope
 from jaxpar.measure.kernels import call_target, is_product, product_flops
-from jaxpar.measure.liveness import FLOW
+from jaxpar.measure.liveness import FLOW, live_at_peak
 from jaxpar.strategies.strategy import CompiledProgram
 
 SMALL = 8  # elements of a collective that is not reported, such as a norm
@@ -65,19 +66,14 @@ class ProgramSummary(NamedTuple):
 
 
 def summarize(compiled: CompiledProgram) -> ProgramSummary:
-    """Return what a program runs.
-
-    Raises:
-      ValueError: it is unknown how often a loop or a branch runs.
-    """
+    """Return what a program runs. Raises ValueError if it is unknown how often a loop or a branch runs."""
     text = compiled.compiled.as_text()
     assert text is not None
-    program = HloProgram(text)
-    runs = _runs(program, by_scope(compiled.frequencies))
+    program, frequency = HloProgram(text), by_scope(compiled.frequencies)
     collectives: list[OverlappedCollective] = []
     products: list[MatrixProduct] = []
     copies = copied_bytes = kernels = synchronizations = 0.0
-    for computation, times in runs.items():
+    for computation, times in _runs(program, frequency).items():
         for place, (name, instruction) in enumerate(program.computations[computation].items()):
             operands = program.operand_types(computation, instruction)
             if (kind := instruction.operation.removesuffix("-start")) in RING_COLLECTIVES:
@@ -85,16 +81,15 @@ def summarize(compiled: CompiledProgram) -> ProgramSummary:
                     nbytes, dtype = sum(array.nbytes for array in operands), _dtype(operands)
                     meanwhile, source = _until_done(program, computation, place), instruction.source
                     collectives.append(OverlappedCollective(kind, dtype, nbytes, times, *meanwhile, source, name))
-                continue
-            if instruction.operation in FLOW:
-                synchronizations += times * _synchronizations(program, instruction, by_scope(compiled.frequencies))
-                continue
-            products += [one._replace(per_step=times) for one in _products(program, computation, instruction)]
-            if times > 1 and instruction.results and _is_copy(program, instruction):
-                nbytes = sum(array.nbytes for array in operands)
-                if nbytes >= LARGE:
-                    copies, copied_bytes = copies + times, copied_bytes + times * nbytes
-            kernels += times * is_kernel(instruction)
+            elif instruction.operation in FLOW:
+                synchronizations += times * _synchronizations(program, instruction, frequency)
+            else:
+                products += [one._replace(per_step=times) for one in _products(program, computation, instruction)]
+                if times > 1 and instruction.results and _is_copy(program, instruction):
+                    nbytes = sum(array.nbytes for array in operands)
+                    if nbytes >= LARGE:
+                        copies, copied_bytes = copies + times, copied_bytes + times * nbytes
+                kernels += times * is_kernel(instruction)
     numbers = (copies, copied_bytes, kernels, synchronizations)
     return ProgramSummary(program.name, program.num_devices, collectives, products, *numbers)
 
@@ -117,11 +112,9 @@ def _runs(program: HloProgram, frequency: Frequency) -> Mapping[str, float]:
 
 def _synchronizations(program: HloProgram, instruction: Instruction, frequency: Frequency) -> float:
     """Return how often the host waits for the GPU in one run of an instruction."""
-    if instruction.operation == "conditional":
-        return 1.0
     if instruction.operation == "while" and not program.has_known_trip_count(instruction):
         return program.runs(instruction, frequency)[0] + 1
-    return 0.0
+    return 1.0 if instruction.operation == "conditional" else 0.0
 
 
 def _is_copy(program: HloProgram, instruction: Instruction) -> bool:
@@ -141,22 +134,18 @@ def is_kernel(instruction: Instruction) -> bool:
 
 
 def _until_done(program: HloProgram, computation: str, place: int) -> tuple[int, int]:
-    """Return the number of kernels, and of matrix products, between the start of a collective and its end.
-
-    place: index of the start in its computation.
-    """
+    """Return the numbers of kernels and products between the start of a collective, at this place, and its end."""
     (name, start), *rest = list(program.computations[computation].items())[place:]
     if not start.operation.endswith("-start"):
         return 0, 0
-    between = list(itertools.takewhile(lambda item: not _ends(name, item[1]), rest))
-    if len(between) == len(rest):
+    following = [instruction for _, instruction in rest]
+    between = list(
+        itertools.takewhile(lambda one: name not in one.operands or not one.operation.endswith("-done"), following)
+    )
+    if len(between) == len(following):
         raise ValueError(f"{name} has no end")
-    products = sum(len(list(_products(program, computation, instruction))) for _, instruction in between)
-    return sum(is_kernel(instruction) for _, instruction in between), products
-
-
-def _ends(start: str, instruction: Instruction) -> bool:
-    return start in instruction.operands and instruction.operation.endswith("-done")
+    products = sum(len(list(_products(program, computation, instruction))) for instruction in between)
+    return sum(map(is_kernel, between)), products
 
 
 def _products(program: HloProgram, computation: str, instruction: Instruction) -> Iterator[MatrixProduct]:
@@ -169,3 +158,54 @@ def _products(program: HloProgram, computation: str, instruction: Instruction) -
 
 def _dtype(arrays: Sequence[HloArray]) -> str:
     return DTYPE_NAMES.get(arrays[0].dtype, arrays[0].dtype)
+
+
+# ---- temporary arrays -----------------------------------------------------------------------------------------------
+
+
+class Buffers(NamedTuple):
+    """Equal temporary arrays that one line of code computes, such as one in each of several layers."""
+
+    nbytes: int  # bytes of all arrays together
+    number: int  # number of arrays
+    dtype: str  # the NumPy name of their dtype
+    shape: tuple[int, ...]  # their shape
+    layers: tuple[str, ...]  # names of the layers; `block_0-block_11` for a scan over layers. Empty outside of layers.
+    # `file:line in function`. For a copy of an argument, the argument. If the program does not contain the line, the
+    # path of named scopes, or else the operation.
+    source: str
+
+
+def buffers_at_peak(programs: Sequence[CompiledProgram], layers: Iterable[str]) -> list[Buffers]:
+    """Return the temporary arrays at the peak of the program that has most, by names of layers, the largest first."""
+
+    def temporary_bytes(program: CompiledProgram) -> int:
+        analysis = program.compiled.memory_analysis()
+        assert analysis is not None
+        return int(analysis.temp_size_in_bytes)
+
+    text = max(programs, key=temporary_bytes).compiled.as_text()
+    assert text is not None
+    lines, names = SourceLines(text), "|".join(map(re.escape, sorted(layers, key=len, reverse=True)))
+    of_layer = re.compile(rf"[/(]((?:{names})(?:-(?:{names}))?)[)/]")  # in the named scopes of an instruction
+    groups: dict[tuple[HloArray, str, str], list[str]] = {}  # the layers of the arrays in each group
+    for array in live_at_peak(HloProgram(text)):
+        found = of_layer.search(array.computed_by.source)
+        layer = found[1] if found else ""
+        key = (array.type, re.sub(r"\d+", "*", layer), _source(array.computed_by, lines))
+        groups.setdefault(key, []).append(layer)
+    buffers = [
+        Buffers(
+            array.nbytes * len(group), len(group), _dtype([array]), array.dims, tuple(sorted({*group} - {""})), source
+        )
+        for (array, _, source), group in groups.items()
+    ]
+    return sorted(buffers, key=lambda group: -group.nbytes)
+
+
+def _source(instruction: Instruction, lines: SourceLines) -> str:
+    if line := lines.own(instruction):
+        return str(line)
+    if instruction.operation == "parameter":
+        return f"copy of {instruction.source}".replace("\\'", "'")
+    return instruction.source if instruction.has_source else f"{instruction.operation} added by XLA"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxpar.inspect.overlap import MatrixProduct, OverlappedCollective, summarize
+from jaxpar.inspect.programs import MatrixProduct, OverlappedCollective, summarize
 from jaxpar.strategies.strategy import CompiledProgram
 
 META = 'metadata={op_name="jit(step)/%s"}'
