@@ -25,8 +25,18 @@ from jaxpar.data.check import check_data
 from jaxpar.data.class_weights import weighted
 from jaxpar.data.examples import DataInfo, Dataset, Labels, Split, read_info, write_info
 
-__all__ = ["Batches", "DataInfo", "Dataset", "Labels", "Split", "cache_dir", "check_data", "load"]
-__all__ += ["read_info", "write_info"]
+__all__ = [
+    "Batches",
+    "DataInfo",
+    "Dataset",
+    "Labels",
+    "Split",
+    "cache_dir",
+    "check_data",
+    "load",
+    "read_info",
+    "write_info",
+]
 
 
 def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:

@@ -29,7 +29,7 @@ from jaxpar.core.step import Problem
 from jaxpar.errors import UserError, check_choice
 from jaxpar.models.model import Model
 from jaxpar.strategies import exchanges
-from jaxpar.strategies.data_parallel import master, shard_map, sharding
+from jaxpar.strategies.data_parallel import master, pmap, shard_map, sharding
 from jaxpar.strategies.data_parallel.sharding import batch_divisor
 from jaxpar.strategies.strategy import Strategy
 
@@ -86,5 +86,5 @@ def build(plan: DataParallelPlan, problem: Problem, devices: Sequence[jax.Device
     """Build the implementation that was planned."""
     if isinstance(plan.details, shard_map.ReplicaDetails):
         return shard_map.build(plan, problem, devices)
-    builders = {"master": master.build, "sharding": sharding.build, "pmap": sharding.build_pmap}
+    builders = {"master": master.build, "sharding": sharding.build, "pmap": pmap.build}
     return builders[plan.details](plan, problem, devices)
