@@ -290,8 +290,8 @@ def test_a_damaged_ledger_is_reported_at_the_start(text: bytes, tmp_path: Path) 
 def test_a_batch_that_a_run_takes_twice_fails_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batches.batch
 
-    def repeated(self: Batches, step: int, rows: slice = slice(None), **options: bool) -> dict[str, np.ndarray]:
-        return batch(self, 4 if step == 5 and self._shuffle else step, rows, **options)
+    def repeated(self: Batches, step: int, shard: slice = slice(None), **options: bool) -> dict[str, np.ndarray]:
+        return batch(self, 4 if step == 5 and self._shuffle else step, shard, **options)
 
     monkeypatch.setattr(Batches, "batch", repeated)
     with pytest.raises(TrainingError, match="ledger: epoch 0 used 152 examples; it must have used 172"):
