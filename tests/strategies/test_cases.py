@@ -30,6 +30,13 @@ KINDS = {
 }
 PRIVATE = LOSSY.keys() - {"bagua_bytegrad"} | STALE.keys()
 REPLICAS = ("single", "data_parallel")
+# One case of every way to create a state on devices, and to evaluate it. A further exchange or schedule adds none.
+INITIAL = {
+    *("single", "single, scan, remat", "sharding", "pmap", "dp", "zero2, offload", "zero3", "zero3, scan", "hsdp"),
+    *("one stage", "1f1b", "zb_v, remat", "1f1b, 1,2,1 devices", "dispatched zb_v", "dispatched 1f1b, 1,3 devices"),
+    *("byteps_onebit", "onebit_adam", "horovod_adasum", "bagua_decentralized", "powersgd"),
+    *("zb_v, byteps_onebit", "dispatched 1f1b, byteps_onebit", "sync", "softsync", "swarm", "swarm, delayed"),
+}
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -60,6 +67,9 @@ def test_trains_like_one_device(name: str, trained: Trained) -> None:
         assert_near(trained.metrics, single().metrics)
         for tree, like in zip(trained.trees, single().trees, strict=True):
             assert_near(tree, like)
+    if name not in INITIAL:
+        return
+    if name in EXACT:
         assert_near(cases.evaluate(trained.strategy, trained.state), cases.evaluate(single().strategy, single().state))
     initial, expected = (one.to_canonical(one.init(jax.random.key(5))) for one in (trained.strategy, single().strategy))
     assert_near(initial, expected)
@@ -115,8 +125,8 @@ def test_a_fault_on_one_device_changes_nothing(trained: Trained) -> None:
 
 def test_arrays_are_where_the_plan_says(name: str, trained: Trained) -> None:
     strategy, layouts = trained.strategy, trained.strategy.plan.layouts
-    initial = strategy.init(jax.random.key(5))
-    for state in (initial, strategy.from_canonical(cases.start()), trained.state):
+    initial = [strategy.init(jax.random.key(5))] if name in INITIAL else []
+    for state in (*initial, strategy.from_canonical(cases.start()), trained.state):
         assert_state_is_where_plan_says(strategy, state)
     if strategy.plan.strategy in REPLICAS:
         expected = KINDS.get(name, (REPLICATED, REPLICATED))
@@ -154,6 +164,7 @@ def test_compile_allocates_nothing(name: str) -> None:
 
 
 def test_every_kind_of_strategy_is_in_the_table() -> None:
+    assert CASES.keys() >= INITIAL
     settings = {setting for case in EXACT.values() for setting in case.split()}
     values = {"strategy": STRATEGIES, "data_parallel.implementation": IMPLEMENTATIONS, "pipeline.schedule": SCHEDULES}
     of_all = {setting for case in CASES.values() for setting in case.split()}
