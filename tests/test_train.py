@@ -280,8 +280,8 @@ def poison(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
     batch = Batches.batch
 
-    def poisoned(self: Batches, index: int, rows: slice = slice(None), **options: bool) -> dict[str, np.ndarray]:
-        made = batch(self, index, rows, **options)
+    def poisoned(self: Batches, index: int, shard: slice = slice(None), **options: bool) -> dict[str, np.ndarray]:
+        made = batch(self, index, shard, **options)
         if self._shuffle and index == step - 1:
             made["weights"] = made["weights"] * np.float32(np.nan)
         return made

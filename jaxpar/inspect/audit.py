@@ -116,7 +116,7 @@ def _collectives(
             counts["count", key] = 1.0
         return counts
 
-    total = hlo.HloProgram(text).total(value, hlo.by_scope(frequencies))
+    total = hlo.HloProgram.parse(text).total(value, hlo.by_scope(frequencies))
     return {key: (total["count", key], nbytes) for (what, key), nbytes in total.items() if what == "bytes"}
 
 

@@ -69,7 +69,7 @@ def summarize(compiled: CompiledProgram) -> ProgramSummary:
     """Return what a program runs. Raises ValueError if it is unknown how often a loop or a branch runs."""
     text = compiled.compiled.as_text()
     assert text is not None
-    program, frequency = HloProgram(text), by_scope(compiled.frequencies)
+    program, frequency = HloProgram.parse(text), by_scope(compiled.frequencies)
     collectives: list[OverlappedCollective] = []
     products: list[MatrixProduct] = []
     copies = copied_bytes = kernels = synchronizations = 0.0
@@ -189,7 +189,7 @@ def buffers_at_peak(programs: Sequence[CompiledProgram], layers: Iterable[str]) 
     lines, names = SourceLines(text), "|".join(map(re.escape, sorted(layers, key=len, reverse=True)))
     of_layer = re.compile(rf"[/(]((?:{names})(?:-(?:{names}))?)[)/]")  # in the named scopes of an instruction
     groups: dict[tuple[HloArray, str, str], list[str]] = {}  # the layers of the arrays in each group
-    for array in live_at_peak(HloProgram(text)):
+    for array in live_at_peak(HloProgram.parse(text)):
         found = of_layer.search(array.computed_by.source)
         layer = found[1] if found else ""
         key = (array.type, re.sub(r"\d+", "*", layer), _source(array.computed_by, lines))

@@ -117,7 +117,7 @@ def predict_program(program: CompiledProgram, cluster: Cluster) -> StepTime:
     """Return the predicted time of one run of a program. Raises UserError if a rate of the GPU is unknown."""
     text = program.compiled.as_text()
     assert text is not None
-    roofline = _Roofline(HloProgram(text), program, cluster)
+    roofline = _Roofline(HloProgram.parse(text), program, cluster)
     return roofline.walk(roofline.program.entry)
 
 
@@ -127,7 +127,7 @@ def _communicating(program: CompiledProgram) -> list[list[int]]:
     assert text is not None
     groups = {
         group
-        for instructions in HloProgram(text).computations.values()
+        for instructions in HloProgram.parse(text).computations.values()
         for one in instructions.values()
         if one.operation.removesuffix("-start") in RING_COLLECTIVES
         for group in groups_of(one)
