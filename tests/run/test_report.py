@@ -119,6 +119,7 @@ def test_a_small_file_is_advised_on_and_then_learned(tmp_path: Path, capsys: pyt
     source = "--config.data.source=csv", f"--config.data.train={tmp_path}/rows.csv", "--config.model.name=bert"
     settings = config(*source, "--config.batch_size=256", "--config.num_epochs=1", "--config.num_steps=0")
     settings.model.num_layers, settings.model.hidden_size, settings.model.mlp_size = 1, 32, 64
+    settings.data.max_length = 8
     settings.optimizer.lr = 0.0  # so that it learns nothing for sure
     result = training.train(settings, tmp_path / "short")
     assert result["test_accuracy"] <= result["test_majority_accuracy"]
