@@ -272,7 +272,7 @@ def zero(
         # barriers between a layer's gathers for forward and backward, and may merge them, over all microbatches too.
         shared = shards.size / sum(one.size for one in each)
         sent = [one._replace(required=shared) for one in scatter]
-        sent += [one._replace(required=1 / (2 * num_microbatches) if stage == 3 else 1.0) for one in gather]
+        sent += [one._replace(required=shared / (2 * num_microbatches) if stage == 3 else 1.0) for one in gather]
         return [*sent, shards.traffic_between(between)] if is_grouped else sent
 
     fetch = Fetch(

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from jaxpar.exchange import EXCHANGES
+from jaxpar.inspect import audit
 from jaxpar.layout import HELD, PER_REPLICA, REPLICATED, SHARDED
 from jaxpar.strategies import STRATEGIES
 from jaxpar.strategies.data_parallel import IMPLEMENTATIONS
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES
+from tests.selection import slow_except
 from tests.strategies import cases
 from tests.strategies.cases import CASES, EXACT, LOSSY, NUM_STEPS, STALE, Trained, batch, single
 from tests.strategies.layouts import assert_state_is_where_plan_says
@@ -140,31 +142,27 @@ def test_arrays_of_live_workers_are_where_the_plan_says() -> None:
     assert_state_is_where_plan_says(strategy, state)
 
 
-COMPILED = (
-    "single",
-    "sharding",
-    "pmap",
-    "dp",
-    "zero3",
-    "byteps_onebit",
-    "1f1b, byteps_onebit",
-    "zb_v",
-    "sync",
-    "diloco",
-)
+COMPILED = {
+    *("single", "sharding", "sharding, 2 microbatches", "pmap", "dp", "zero3, scan", "hsdp", "byteps_onebit"),
+    *("1f1b, 1,2,1 devices", "zb_v, byteps_onebit", "dispatched 1f1b, 2,1 devices", "dispatched 1f1b, 1,3 devices"),
+    *("sync", "diloco", "swarm"),
+}
 
 
-@pytest.mark.parametrize("name", COMPILED, indirect=True, scope="module")
-def test_compile_allocates_nothing(name: str) -> None:
+@pytest.mark.parametrize("name", slow_except(COMPILED, CASES), indirect=True, scope="module")
+def test_programs_compile_without_arrays_and_send_what_theory_says(name: str) -> None:
     strategy = cases.build(name)
     before = {id(array) for array in jax.live_arrays()}
     with jax.transfer_guard("disallow_explicit"):
-        assert strategy.compile()
+        programs = strategy.compile()
     assert all(id(array) in before for array in jax.live_arrays())
+    rows = audit.audit(programs, strategy.plan, cases.problem(name).task)
+    assert programs
+    assert [row for row in rows if not row.is_explained] == []
 
 
 def test_every_kind_of_strategy_is_in_the_table() -> None:
-    assert CASES.keys() >= INITIAL
+    assert CASES.keys() >= INITIAL | COMPILED
     settings = {setting for case in EXACT.values() for setting in case.split()}
     values = {"strategy": STRATEGIES, "data_parallel.implementation": IMPLEMENTATIONS, "pipeline.schedule": SCHEDULES}
     of_all = {setting for case in CASES.values() for setting in case.split()}

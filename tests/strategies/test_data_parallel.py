@@ -10,7 +10,17 @@ import pytest
 
 from jaxpar.inspect.certificate import TOLERANCES
 from jaxpar.strategies.data_parallel import IMPLEMENTATIONS
-from tests.strategies.pipelines import GRADIENTS, RESNET_BLOCKS, Task, make, make_batch, named, relative_error, start
+from tests.strategies.pipelines import (
+    GRADIENTS,
+    RESNET_BLOCKS,
+    Task,
+    make,
+    make_batch,
+    named,
+    plan_of,
+    relative_error,
+    start,
+)
 
 RESNET = Task("resnet", "classification", "sgd", layers=2)  # the first trace of SGD is the gradient
 UNCLIPPED = "--config.optimizer.clip_norm=0"
@@ -54,3 +64,21 @@ def test_moments_are_updated_in_place(exchange: str) -> None:
     text = program.compiled.as_text()
     assert text is not None
     assert not re.findall(r" = f32\[\d+,\d+\]\S* copy\(", text.partition("ENTRY")[2])
+
+
+MLP, GPT = Task("mlp", "classification", "adamw", layers=2), Task("gpt", "causal_lm", layers=2)
+
+
+@pytest.mark.parametrize(
+    ("task", "overrides", "by_xla"),
+    [
+        (MLP, ("mesh.data=2",), True),
+        (MLP._replace(dtype="bfloat16"), ("mesh.data=2",), False),
+        (MLP, ("mesh.data=2", "optimizer.accumulation_steps=2"), False),
+        (GPT, ("mesh.data=2",), False),  # with a tied head
+        (GPT, ("mesh.data=1", "optimizer.accumulation_steps=2"), True),
+    ],
+)
+def test_auto_sums_each_gradient_once_and_in_float32(task: Task, overrides: tuple[str, ...], by_xla: bool) -> None:
+    plan = plan_of(task, "--config.strategy=data_parallel", *(f"--config.{one}" for one in overrides))
+    assert (plan.details == "sharding") == by_xla

@@ -10,9 +10,9 @@ and the exchange `dp` has programs of its own (master.py). `single` is one repli
 
 Gradients are divided by the weight of the global batch, not by that of a replica's shard.
 
-XLA's partitioner sums every product over replicas in the dtype of the product. So the weight gradients of a bfloat16
-model would be summed in bfloat16, before they are cast to float32. `auto` therefore selects `shard_map` for several
-replicas of a model that is not float32.
+XLA's partitioner sums every product over replicas where it is computed, in its dtype. So the weight gradients of a
+bfloat16 model would be summed in bfloat16, before they are cast to float32, those of a tied array once for each layer
+that uses it, and all of them in each accumulation step. In these cases, several replicas have `shard_map` with `auto`.
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,9 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
         return master.plan(shapes, decision)
     num_replicas, implementation = decision.num_replicas, config.data_parallel.implementation
     if implementation == "auto":
-        by_xla = exchanges.is_plain(config) and sums_are_float32(config, num_replicas)
+        sums_once = shapes.accumulation_steps == 1 and not shapes.model.ties
+        is_exact = num_replicas == 1 or (sums_once and sums_are_float32(config, num_replicas))
+        by_xla = exchanges.is_plain(config) and is_exact
         implementation = "sharding" if by_xla else "shard_map"
     if implementation == "shard_map":
         return shard_map.plan(config, shapes, decision, on_cpu=cluster.platform == "cpu")

@@ -55,14 +55,21 @@ def batch_divisor(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
 def plan_replicated(
     strategy: str, shapes: Problem, decision: Decision[None], summary: str, implementation: str = "sharding"
 ) -> Plan[str]:
-    """Plan the whole state on each device, and an all-reduce of the gradients by XLA, assumed to be a ring."""
+    """Plan the whole state on each device, and an all-reduce of the gradients, assumed to be a ring.
+
+    XLA sums the gradient of an array for each layer that uses it, and in each accumulation step; `pmap` does so once.
+    """
     like, n = states.abstract_state(shapes.model, shapes.optimizer), decision.num_replicas
     over = (DATA,) if implementation == "pmap" else ()  # arrays of pmap have a leading dim over the replicas
     layouts = {
         part: layout.per_replica(decision.axes, tree, *over, are_copies=True) for part, tree in like._asdict().items()
     }
-    size, num_arrays = nbytes(like.params), len(jax.tree.leaves(like.params))
-    traffic = (ring_traffic("all-reduce", 2, DATA, n, size, "float32", num_vectors=num_arrays),) if n > 1 else ()
+    times, layers = shapes.accumulation_steps, [layer.shapes for layer in shapes.model.layers]
+    if implementation == "pmap":
+        times, layers = 1, list(like.params.values())
+    num_arrays = len(jax.tree.leaves(layers))
+    ring = ring_traffic("all-reduce", 2 * times, DATA, n, nbytes(layers), "float32", num_vectors=num_arrays)
+    traffic = (ring,) if n > 1 else ()
     exchange = "" if strategy == "single" else "ddp"
     return Plan(strategy, decision, summary, layouts, implementation, state_memory(layouts), traffic, exchange)
 

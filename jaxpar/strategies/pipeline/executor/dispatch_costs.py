@@ -67,21 +67,24 @@ def dispatch_traffic(
         if to is not None and to[1] != column:
             for x in jax.tree.leaves(programs.sent(int(programs.numbers[column, chunk]), phase)):
                 send(column, x)
-    for column in range(len(programs.numbers)):  # gradients of tied arrays, to the owner and back
-        for tie in stages.copies(column):
-            owner = next(other for other in range(len(stages.kinds)) if tie.source in stages.layer_names(other))
+    for columns in stages.groups:  # gradients of tied arrays, to all columns of the owner, and back
+        for tie in stages.copies(columns[0]):
+            owners = next(other for other in stages.groups if tie.source in stages.layer_names(other[0]))
             for x in jax.tree.leaves(stages.model.shapes[tie.source][tie.source_name]):
-                send(column, x)
-                send(owner, x)
+                for senders, receivers in ((columns, owners), (owners, columns)):
+                    for place in range(len(receivers)):
+                        send(senders[place % len(senders)], x)
     sent = [
         Traffic("copy", dtype, STAGE, *max((copies[key], messages[key]) for key in copies if key[0] == dtype))
         for dtype in sorted({dtype for dtype, _ in copies})
     ]
-    held = max((stages.select(stages.model.shapes, column) for column in stages.examples), key=nbytes)
-    most, num_arrays = max(map(len, stages.groups)), len(jax.tree.leaves(held))
-    # The sum of the gradients of the replicas of a stage.
-    within = ring_traffic("all-reduce", 2, STAGE, most, nbytes(held), "float32", num_vectors=num_arrays)
-    return (*sent, *all_reduce.traffic(held), within)
+    held = [stages.select(stages.model.shapes, columns[0]) for columns in stages.groups]
+    within = []  # the sums of the gradients of the replicas of a stage
+    for columns, tree in zip(stages.groups, held, strict=True):
+        size, num_arrays = nbytes(tree), len(jax.tree.leaves(tree))
+        within.append(ring_traffic("all-reduce", 2, STAGE, len(columns), size, "float32", num_vectors=num_arrays))
+    largest = max(within, key=lambda one: one.nbytes)
+    return (*sent, *all_reduce.traffic(max(held, key=nbytes)), largest)
 
 
 def dispatched_layouts(staged: StagedState, axes: Mapping[str, int]) -> DispatchedState:
