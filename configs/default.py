@@ -30,7 +30,7 @@ def get_config() -> ConfigDict:
     # sharding: jit over sharded inputs, where XLA inserts the collectives; supports only exchange ddp without options
     #   and, on several replicas, only float32 models, because XLA sums gradients in the dtype of the model.
     # pmap: supports only exchange ddp without options.
-    # auto: sharding (the fastest on CPUs) if it is supported, otherwise shard_map.
+    # auto: sharding (the fastest on CPUs) if it sums gradients once and in float32, otherwise shard_map.
     config.data_parallel.implementation = "auto"
 
     # How replicas exchange gradients or weights: ddp, dp, horovod, horovod_adasum, byteps, byteps_onebit, byteps_topk,

@@ -146,6 +146,14 @@ class Plan(Generic[Details]):
         """Bytes that one device sends per step."""
         return round(sum(one.nbytes for one in self.traffic))
 
+    def sent_by_axis(self) -> dict[str, tuple[float, float]]:
+        """Return the bytes and messages that one device sends per step, by mesh axis."""
+        total: dict[str, tuple[float, float]] = {}
+        for one in self.traffic:
+            nbytes, messages = total.get(one.axis, (0.0, 0.0))
+            total[one.axis] = (nbytes + one.nbytes, messages + one.messages)
+        return total
+
 
 def state_memory(layouts: Mapping[str, Layout]) -> tuple[dict[str, int], ...]:
     """Return the bytes on each device, by purpose, of a state with these layouts, without the scalars step and key."""

@@ -22,6 +22,7 @@ from jaxpar.files import parse_json
 
 LARGEST_TARGET = float(np.finfo(np.float32).max)  # targets are trained in float32
 Record = Mapping[str, Any]  # the values of a row by column
+NO_RECORD: Record = MappingProxyType({})
 
 
 class Columns(NamedTuple):
@@ -48,7 +49,7 @@ class TextRow(NamedTuple):
     line: int  # the line in the file, from 1 (for parquet, the row)
     targets: tuple[float, ...] = ()  # the regression targets; () if one of them is missing
     tags: tuple[str, ...] = ()  # the tags of the words, in IOB2 format; () if there are none
-    record: Record = MappingProxyType({})  # the values of all columns, if `Columns.keeps_record` is set
+    record: Record = NO_RECORD  # the values of all columns, if `Columns.keeps_record` is set
 
     @property
     def place(self) -> str:
@@ -103,14 +104,15 @@ def _read_csv(path: Path, columns: Columns) -> Iterator[tuple[int, Record]]:
     with _open_text(path) as file:
         reader = csv.reader(file, strict=True)
         header: list[str] = []
+        kept: dict[str, int] = {}
         line = 1
         try:
             for fields in reader:
                 if fields and header:
-                    yield line, _record(path, line, header, fields)
+                    yield line, _record(path, line, header, fields, kept)
                 elif fields:
                     header = fields
-                    _check_columns(path, header, columns)
+                    kept = _kept_columns(path, header, columns)
                 line = reader.line_num + 1
         except csv.Error as error:
             raise UserError(f"{path}:{line}: a quote opens here and is not closed properly ({error})") from None
@@ -120,16 +122,22 @@ def _read_tsv(path: Path, columns: Columns) -> Iterator[tuple[int, Record]]:
     """Read TSV as in IANA text/tab-separated-values: fields contain no tabs or line ends, and quotes are literal."""
     with _open_text(path) as file:
         header = next(file, "").rstrip("\r\n").split("\t")
-        _check_columns(path, header, columns)
+        kept = _kept_columns(path, header, columns)
         for line, text in enumerate(file, start=2):
             if text.strip("\r\n"):
-                yield line, _record(path, line, header, text.rstrip("\r\n").split("\t"))
+                yield line, _record(path, line, header, text.rstrip("\r\n").split("\t"), kept)
 
 
-def _record(path: Path, line: int, header: Sequence[str], fields: Sequence[str]) -> Record:
+def _kept_columns(path: Path, header: Sequence[str], columns: Columns) -> dict[str, int]:
+    """Return the places of the columns of a record in the header."""
+    _check_columns(path, header, columns)
+    return {name: i for i, name in enumerate(header) if columns.keeps_record or name in columns.all}
+
+
+def _record(path: Path, line: int, header: Sequence[str], fields: Sequence[str], kept: Mapping[str, int]) -> Record:
     if len(fields) != len(header):
         raise UserError(f"{path}:{line} has {len(fields)} columns; it must have {len(header)}, as the header has")
-    return dict(zip(header, fields, strict=True))
+    return {name: fields[i] for name, i in kept.items()}
 
 
 def _read_jsonl(path: Path, columns: Columns) -> Iterator[tuple[int, Record]]:
@@ -210,17 +218,17 @@ def _check_columns(path: Path, names: Sequence[str], columns: Columns, line: int
 
 def _row(path: Path, line: int, record: Record, columns: Columns) -> TextRow:
     """Return the row. Texts must be strings, labels strings, numbers or booleans, and targets numbers."""
-    row = TextRow((), "", path, line, record=record if columns.keeps_record else {})
+    place, kept = f"{path}:{line}", record if columns.keeps_record else NO_RECORD
     if columns.has_tags:
-        words, tags = _tagged_words(row.place, record, columns)
-        return row._replace(texts=words, tags=tags)
-    for name in columns.texts:
-        if not isinstance(record[name], str):
-            raise UserError(f"{row.place}: column {name!r} is {record[name]!r:.40}; it must be a string")
-    row = row._replace(texts=tuple(record[name] for name in columns.texts))
-    if columns.targets:
-        return row._replace(targets=_targets(row.place, record, columns.targets))
-    return row if columns.label is None else row._replace(label=_label(row.place, record, columns.label))
+        words, tags = _tagged_words(place, record, columns)
+        return TextRow(words, "", path, line, (), tags, kept)
+    texts = tuple(record[name] for name in columns.texts)
+    for name, text in zip(columns.texts, texts, strict=True):
+        if not isinstance(text, str):
+            raise UserError(f"{place}: column {name!r} is {text!r:.40}; it must be a string")
+    targets = _targets(place, record, columns.targets) if columns.targets else ()
+    label = "" if columns.targets or columns.label is None else _label(place, record, columns.label)
+    return TextRow(texts, label, path, line, targets, (), kept)
 
 
 def _label(place: str, record: Record, name: str) -> str:

@@ -80,10 +80,7 @@ for name, overrides in json.loads(sys.argv[1]).items():
         "axes": plan.axes,
         "num_devices": plan.num_devices,
         "memory": [dict(parts) for parts in plan.memory],
-        "sent": {{
-            axis: [sum(getattr(one, key) for one in plan.traffic if one.axis == axis) for key in ("nbytes", "messages")]
-            for axis in {{one.axis for one in plan.traffic}}
-        }},
+        "sent": plan.sent_by_axis(),
         "key": dict(plan.private_key),
         "in_flight": strategies.in_flight_bytes(plan, problem),
         "params": sum(leaf.size * 4 for leaf in jax.tree.leaves(problem.model.shapes)),
@@ -386,8 +383,7 @@ def test_messages_of_a_step(name: str) -> None:
     problem = make_problem(config, task)
     plan = strategies.plan(config, problem, cluster.named_cluster("cpu", 4))
     assert len(jax.tree.leaves(problem.model.shapes)) == 6
-    axes = {one.axis for one in plan.traffic}
-    assert {axis: sum(one.messages for one in plan.traffic if one.axis == axis) for axis in axes} == expected
+    assert {axis: messages for axis, (_, messages) in plan.sent_by_axis().items()} == expected
 
 
 ASYNC = "strategy=async_data_parallel"

@@ -5,7 +5,15 @@ each microbatch is counted exactly once in each stage (progress.py). Then the pe
 gradients and take the optimizer step.
 
 The engine decides by pure functions (routing.py, membership.py). A transport carries out what it decides, in virtual
-time (run.py) or on Ray (live/members.py), and reports what happens. So all swarms share their decisions.
+time (run.py) or on Ray (live/members.py), and reports what happens, so that all swarms share their decisions:
+
+    the engine calls                    the transport calls, later or at once
+    send(one)                           receive(one)          what a pass reads is with its peer
+    start(one)                          finish(one)           it has been computed, and its output can be read
+    load(move)                          serve(peer)           the peer has the state of its stage
+    average(step)                       end(step)             the update is complete
+
+    and, at any time, `begin`, `feed`, `join`, `leave`, `rebalance` and `reroute`
 """
 
 import heapq

@@ -27,7 +27,7 @@ from jaxpar.strategies.swarm.engine import SwarmEngine
 from jaxpar.strategies.swarm.live import calls, cluster
 from jaxpar.strategies.swarm.live.calls import Call, CallFailure, Label
 from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent, PeerStatus, emit
-from jaxpar.strategies.swarm.live.peer import STALE, SUPERSEDED, Arrays, PeerAnswer, PeerPlace, Ticket
+from jaxpar.strategies.swarm.live.peer import SUPERSEDED, Arrays, PeerAnswer, PeerPlace, Ticket
 from jaxpar.strategies.swarm.membership import ABSENT, Move, Swarm
 from jaxpar.strategies.swarm.record import AssignedPass
 
@@ -150,7 +150,7 @@ class Members:
     ) -> Call:
         """Call a method of a peer in the present step.
 
-        done: receives the answer to a call that was not refused, and the references to its `num_arrays` other results.
+        done: receives the answer, and the references to its `num_arrays` other results; None: only a fault counts.
         """
         ticket = Ticket(self.trainer, self.peers[peer].generation, self.step_number)
         remote = getattr(self.peers[peer].handle, method).options(num_returns=1 + num_arrays).remote
@@ -161,10 +161,10 @@ class Members:
             if got.fault == SUPERSEDED:
                 name = self.settings.namespace
                 raise TrainingError(f"another trainer has taken the peers of config.swarm.namespace={name!r}")
-            if got.fault == STALE or (got.fault and done is None):
-                self._restart(peer, got.fault)
-            elif done is not None:
+            if done is not None:
                 done(got, arrays, call)
+            elif got.fault:
+                self.restart(peer, got.fault)
 
         return self.calls.add(peer, answer, label, received)
 
@@ -246,10 +246,13 @@ class Members:
         one.loading = self.call(peer, "serve", *arguments, label=calls.LOAD, done=self._served)
         return math.inf
 
-    def _served(self, _answer: PeerAnswer, _arrays: list[Any], call: Call) -> None:
+    def _served(self, answer: PeerAnswer, _arrays: list[Any], call: Call) -> None:
         peer, one = call.peer, self.peers[call.peer]
         if one.loading is not call:
             return  # it loads another stage
+        if answer.fault:
+            self.restart(peer, answer.fault)
+            return
         one.status = PeerStatus.SERVING
         emit(LiveEvent(EventKind.SERVING, peer, self.engine.swarm.stage[peer]))
         self.engine.serve(peer, one.pace)
@@ -297,7 +300,7 @@ class Members:
         if kind == calls.VALUE_LOST:
             if self.batch is None or not self.batch.value_lost(call):
                 # It was in an update or a state: the peer loads the newest one.
-                self._restart(call.peer, "lost what it should have received")
+                self.restart(call.peer, "lost what it should have received")
             return
         self.give_up(call.peer, f"{kind}: {text}", is_gone=kind != calls.SILENT)
         if kind == calls.SILENT:
@@ -305,7 +308,8 @@ class Members:
                 self.peers[call.peer].silent_since = self.now
             self._attach(call.peer, label=None)
 
-    def _restart(self, peer: int, reason: str) -> None:
+    def restart(self, peer: int, reason: str) -> None:
+        """Give up a peer, and attach it again."""
         self.give_up(peer, reason, is_gone=False)
         self._attach(peer)
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from jaxpar.strategies.swarm.live.calls import LOAD, Call
 from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent, emit
 from jaxpar.strategies.swarm.live.members import HOSTILE, SUSPECTED, Members
-from jaxpar.strategies.swarm.live.peer import MALFORMED, Arrays, PeerAnswer, StepShapes, find_fault, shard_sizes
+from jaxpar.strategies.swarm.live.peer import MALFORMED, STALE, Arrays, PeerAnswer, StepShapes, find_fault, shard_sizes
 from jaxpar.strategies.swarm.progress import (
     BACKWARD_PASS,
     FORWARD_PASS,
@@ -111,13 +111,14 @@ class LiveStep:
         reads = {value: self.messages[value, *place] for value in values}
         inputs = [reads[value].reference if value in reads else None for value in (STAGE_INPUT, OUTPUT_GRADIENT)]
         one.is_repeat = is_backward and self.progress.is_counted(one.microbatch, one.stage)
+        is_counted = is_backward and not one.is_repeat  # whether its gradient is accumulated
         program = (one.peer, one.phase, one.stage, self.shapes.key)
         is_first = program not in self._compiled
         call = self.members.call(
             one.peer,
             "compute",
-            *(one.phase, one.stage, self._microbatches[one.microbatch], self._scalars),
-            *(is_backward and not one.is_repeat, *inputs),
+            *(one.phase, one.stage, self._microbatches[one.microbatch], self._scalars, is_counted),
+            *inputs,
             label=LOAD if is_first else program[1:],
             num_arrays=1,
             done=lambda answer, arrays, _call: self._computed(one, answer, arrays[0]),
@@ -127,6 +128,9 @@ class LiveStep:
 
     def _computed(self, one: AssignedPass, answer: PeerAnswer, reference: Any) -> None:
         if not self.engine.is_active(one):
+            return
+        if answer.fault == STALE:
+            self.members.restart(one.peer, STALE)
             return
         if answer.fault:
             self._blame(answer.source, one)
@@ -286,7 +290,9 @@ class Averaging:
         def answered(answer: PeerAnswer, arrays: list[Any], _call: Call) -> None:
             if step.members.batch is not step or step.averaging is not self:
                 return  # this averaging is void
-            if answer.fault:
+            if answer.fault == STALE:
+                step.members.restart(peer, STALE)
+            elif answer.fault:
                 step.blame_gradient(stage, self.contributors[stage][answer.source], answer.fault)
             else:
                 done(arrays)
