@@ -57,7 +57,11 @@ def as_json(candidate: Candidate, workload: StepWork) -> dict[str, Any]:
     return {
         "name": candidate.name,
         "fits": candidate.fits,
-        **{f"{name}_seconds" if name != "seconds" else name: getattr(costs, name) for name in costs._fields[:-1]},
+        "seconds": costs.seconds,
+        "compute_seconds": costs.compute,
+        "waiting_seconds": costs.waiting,
+        "exposed_seconds": costs.exposed,
+        "update_seconds": costs.update,
         "bytes": costs.nbytes,
         "examples_per_second": workload.examples / costs.seconds,
         "tokens_per_second": workload.tokens / costs.seconds if workload.tokens else None,

@@ -29,9 +29,12 @@ def load(config: ConfigDict) -> Dataset:
     data = config.data
     directory = Path(data.train).expanduser()
     train, test, class_names = IMAGE_READERS[data.source](directory)
-    if train.images_NHWC.shape[1:] != test.images_NHWC.shape[1:]:
-        sizes = " and test images of shape ".join(str(list(images.images_NHWC.shape[1:])) for images in (train, test))
-        raise UserError(f"{directory} has training images of shape {sizes}; they must have the same shape")
+    shape, test_shape = (list(images.images_NHWC.shape[1:]) for images in (train, test))
+    if shape != test_shape:
+        raise UserError(
+            f"{directory} has training images of shape {shape} and test images of shape {test_shape}; they must have "
+            "the same shape"
+        )
     digests_N = [hashlib.sha256(image.tobytes()).digest() for image in train.images_NHWC]
     place_N = np.array([int.from_bytes(digest[:8], "big") / 2**64 for digest in digests_N])
     is_validation_N = place_N < data.validation_fraction

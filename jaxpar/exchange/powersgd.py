@@ -80,10 +80,11 @@ def low_rank(exact: AllReduce, *, rank: int, warmup_steps: int, seed: int) -> Al
         else:
             with jax.named_scope(WARMUP):
                 is_warm = state.steps < warmup_steps
-                means, after = jax.lax.cond(
-                    is_warm, lambda *now: (exact_mean(now[0]), now[1]), approximate, tree, state
-                )
+                means, after = jax.lax.cond(is_warm, average, approximate, tree, state)
         return means, after._replace(steps=state.steps + 1)
+
+    def average(tree: Tree, state: PowerState) -> tuple[Tree, PowerState]:
+        return exact_mean(tree), state
 
     def approximate(tree: Tree, state: PowerState) -> tuple[Tree, PowerState]:
         large, others = divide_leaves(tree, belongs)

@@ -239,9 +239,10 @@ class FlushedSteps:
             after, metrics = steps.update(self._staged.problem, before, grads, sums, norm)
             return after.params, after.optimizer, kept_if(metrics.finite, residuals, private), metrics
 
-        specs, results = (ON_ALL, ON_ALL, ON_ALL, LOCAL, ON_ALL, LOCAL, ON_ALL, ON_ALL), (ON_ALL, ON_ALL, LOCAL, ON_ALL)
-        kinds = ("inputs", "parameters", "optimizer", "private", "gradients", "residuals", "inputs", "inputs")
-        mesh, donated = self._columns.of_group[group], (1, 2, 3)
+        state = ("inputs", ON_ALL), ("parameters", ON_ALL), ("optimizer", ON_ALL), ("private", LOCAL)
+        others = ("gradients", ON_ALL), ("residuals", LOCAL), ("inputs", ON_ALL), ("inputs", ON_ALL)
+        kinds, specs = zip(*state, *others, strict=True)  # of the arguments of `on_device`
+        mesh, donated, results = self._columns.of_group[group], (1, 2, 3), (ON_ALL, ON_ALL, LOCAL, ON_ALL)
         return program_on(mesh, on_device, specs, results, kinds, compiler_options=IN_PLACE, donate_argnums=donated)
 
 
