@@ -32,7 +32,7 @@ from jaxpar.exchange.named import exchange_differs
 from jaxpar.inspect import certificate, certificate_report, reference
 from jaxpar.inspect.reference import Error, compare, compare_change, worst
 from jaxpar.strategies import Strategy
-from jaxpar.strategies.data_parallel import shard_map, sharding
+from jaxpar.strategies.data_parallel import pmap, shard_map
 from jaxpar.strategies.pipeline import strategy as pipeline
 from jaxpar.strategies.pipeline.executor import continuous, lowering
 from jaxpar.strategies.pipeline.executor import engine as pipeline_engine
@@ -238,7 +238,7 @@ def forgotten_step(monkeypatch: pytest.MonkeyPatch) -> None:
         after, metrics = steps.update(problem, state, *rest)
         return after._replace(step=state.step), metrics
 
-    changed(monkeypatch, sharding, update=update)
+    changed(monkeypatch, pmap, update=update)
 
 
 def smaller_update(monkeypatch: pytest.MonkeyPatch) -> None:
