@@ -8,7 +8,6 @@ rates that are read from these times, as JSON.
 
 import json
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from jaxpar.choose.costs.calibrate import AXIS
 from jaxpar.choose.costs.measured_rates import MeasuredSizes, loops, single_programs, with_measured_rates
 from jaxpar.cluster.target import find_target
 from jaxpar.inspect.step_time import predict
+from jaxpar.strategies.strategy import CompiledProgram
 
 SIZES = MeasuredSizes(width=4096, many=2**22, sent=2**20)
 
@@ -29,8 +29,7 @@ def main() -> None:
     target = find_target("h100:8")
 
     def seconds(function: Callable[..., Any], *arguments: Any) -> float:
-        compiled = jax.jit(function).lower(*arguments).compile()
-        program: Any = SimpleNamespace(compiled=compiled, frequencies={}, branches={})
+        program = CompiledProgram(jax.jit(function).lower(*arguments).compile())
         return predict([program], target.cluster).seconds
 
     alone = jax.sharding.SingleDeviceSharding(target.devices[0])
