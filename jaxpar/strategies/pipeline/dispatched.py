@@ -27,7 +27,13 @@ from jaxpar.layout import Layout
 from jaxpar.models.model import Batch
 from jaxpar.strategies.pipeline.details import ExecutorResources, PipelineDetails, num_unapplied
 from jaxpar.strategies.pipeline.executor.continuous import padded
-from jaxpar.strategies.pipeline.executor.dispatch import SHARED_SPECS, StageDispatcher, StepInputs, dispatch_order
+from jaxpar.strategies.pipeline.executor.dispatch import (
+    SHARED_SPECS,
+    DispatchedAction,
+    StageDispatcher,
+    StepInputs,
+    dispatch_order,
+)
 from jaxpar.strategies.pipeline.executor.dispatch_continuous import ContinuousSteps
 from jaxpar.strategies.pipeline.executor.dispatch_costs import (
     activation_memory,
@@ -100,12 +106,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         # as many of the training microbatches as divide a replica's examples
         number = math.gcd(num_examples, table.num_microbatches)
         forward = forward_only(table.num_devices, number, table.stages)
-
-        def split(batch: Batch) -> StepInputs:
-            return StepInputs(None, jnp.ones(()), steps.microbatches(batch, number))
-
-        entry = program_on(mesh, split, (PartitionSpec(DATA),), SHARED_SPECS, ("inputs",))
-        return entry, StageDispatcher(stages, forward, columns, num_phases=1, remat="none")
+        return split_program(mesh, number), StageDispatcher(stages, forward, columns, num_phases=1, remat="none")
 
     def train(state: DispatchedState, batch: Batch) -> tuple[DispatchedState, Metrics]:
         if not timeline.next_step():
@@ -113,11 +114,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         actions = each_step.actions(state)
         with Stopwatch() as stopwatch:
             results = run(state, batch, stopwatch)
-            for action, (start, end) in zip(actions, stopwatch.times(), strict=True):
-                numbers = ActionNumbers(action.phase, action.microbatch, action.chunk)
-                group = columns.groups[columns.group_of[action.column]]
-                for column in group if action.is_update else [action.column]:  # an update is that of all replicas
-                    timeline.record(column, numbers, start, end)
+            record(timeline, columns, actions, stopwatch.times())
         return results
 
     def run(state: DispatchedState, batch: Batch, host: Host) -> tuple[DispatchedState, Metrics]:
@@ -150,11 +147,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         for _ in range(2 * num_in_flight(table) if table.period else 1):  # until all stages are busy
             compiler.begin_step()
             state, _ = run(state, batch, compiler)
-        return [
-            CompiledProgram(one.compiled, arguments=one.program.kinds, calls=one.calls, mesh=one.program.mesh)
-            for one in compiler.called.values()
-            if one.calls
-        ]
+        return compiled_calls(compiler)
 
     return Strategy(
         plan,
@@ -171,6 +164,34 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         report=timeline.report,
         timelines=timeline.charts,
     )
+
+
+def record(
+    timeline: Timeline, columns: MeshColumns, actions: Sequence[DispatchedAction], times: Sequence[tuple[float, float]]
+) -> None:
+    """Record when the actions of a step ran. The update of a stage is that of all its replicas."""
+    for action, (start, end) in zip(actions, times, strict=True):
+        group = columns.groups[columns.group_of[action.column]]
+        for column in group if action.is_update else [action.column]:
+            timeline.record(column, ActionNumbers(action.phase, action.microbatch, action.chunk), start, end)
+
+
+def compiled_calls(compiler: Compiler) -> list[CompiledProgram]:
+    """Return the programs that the step calls."""
+    return [
+        CompiledProgram(one.compiled, arguments=one.program.kinds, calls=one.calls, mesh=one.program.mesh)
+        for one in compiler.called.values()
+        if one.calls
+    ]
+
+
+def split_program(mesh: Mesh, number: int) -> Program:
+    """Return the program that splits a batch into the microbatches of an evaluation."""
+
+    def on_device(batch: Batch) -> StepInputs:
+        return StepInputs(None, jnp.ones(()), steps.microbatches(batch, number))
+
+    return program_on(mesh, on_device, (PartitionSpec(DATA),), SHARED_SPECS, ("inputs",))
 
 
 def begin_program(mesh: Mesh, num_microbatches: int) -> Program:
