@@ -80,7 +80,7 @@ def _attention_flops(instruction: Instruction, target: str) -> float:
 def kernel_bytes(program: HloProgram, computation: str, instruction: Instruction) -> float:
     """Return the bytes that a kernel reads and writes."""
     operands = program.operand_types(computation, instruction)
-    if instruction.operation == "fusion":
+    if instruction.operation in ("fusion", "fusion-start"):  # the latter, while other kernels run
         [called] = program.called(instruction)
         body = program.computations[called]
         parameters = [(name, one) for name, one in body.items() if one.operation == "parameter"]

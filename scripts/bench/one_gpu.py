@@ -1,0 +1,153 @@
+"""Compares predicted with measured times and memory of training steps, on a GPU of this machine.
+
+    scripts/python scripts/bench/one_gpu.py [--only=gpt2] [--rounds=20] [--profile=FOLDER]
+
+Trains each of CASES in bfloat16 on random tokens, in a process of its own, and prints the time of a step, MFU, the peak
+memory of the process, and predicted / measured:
+
+  planner   time and memory that `jaxpar plan` predicts
+  program   time and memory that `jaxpar audit --target=here --time` predicts for the compiled step
+
+With --profile, also writes the measured time of each instruction, the predicted parts, and the program to FOLDER.
+"""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpar import data, strategies
+from jaxpar.choose import planner
+from jaxpar.choose.candidates import gpu_space
+from jaxpar.cluster.target import HERE, Target, find_target
+from jaxpar.command_line import Parser, integer
+from jaxpar.core import mesh
+from jaxpar.core.step import Problem
+from jaxpar.errors import exit_code, format_bytes
+from jaxpar.inspect import audit, step_time
+from jaxpar.inspect.audit_report import model_flops
+from jaxpar.strategies import Strategy
+from scripts.bench.planned_memory import GPT, Case, configured, make_problem
+from scripts.bench.steps import race
+
+SINGLE = ("strategy=single", "mesh.data=1", "model.dtype=bfloat16")
+BERT = Case(64, 512, 30522, (*SINGLE, "model.size=base"))
+GPT2 = Case(32, 1024, 50304, (*SINGLE, *GPT, "model.dropout=0.0"))
+LLAMA = (
+    *("model.num_layers=16", "model.hidden_size=2048", "model.num_heads=32", "model.num_kv_heads=8"),
+    *("model.mlp_size=8192", "model.norm=rmsnorm", "model.activation=swiglu", "model.positions=rotary"),
+)
+LLAMA_1B = Case(
+    4, 4096, 128256, (*SINGLE, "task=causal_lm", "model.name=gpt", "model.dropout=0.0", *LLAMA, "model.max_length=None")
+)
+CASES = {
+    "bert_base": (BERT, ()),
+    "bert_base, float32": (BERT, ("model.dtype=float32",)),
+    "bert_base, xla": (BERT, ("model.attention=xla",)),
+    "gpt2": (GPT2, ()),
+    "gpt2, unrolled": (GPT2, ("model.scan_layers=False",)),
+    "gpt2, dropout": (GPT2, ("model.dropout=0.1",)),
+    "gpt2, remat": (GPT2, ("model.remat=full",)),
+    "llama_1b": (LLAMA_1B, ("model.remat=full",)),
+}
+PROFILED = 3  # steps of a profile
+
+
+def main() -> None:
+    """Print a row for each case."""
+    parser = Parser(__doc__)
+    parser.add_argument("--only", choices=list(CASES), help="the case; without it, all")
+    parser.add_argument("--rounds", type=integer(1), default=20, help="measured steps")
+    parser.add_argument("--profile", type=Path, help="the folder of the profiles")
+    arguments = parser.parse()
+    title = (
+        f"{'':20} {'step, ms':>9} {'MFU':>6} {'planner':>8} {'program':>8} {'peak':>9} {'planner':>8} {'program':>8}"
+    )
+    if arguments.only is not None:
+        print(measured(arguments.only, arguments.rounds, arguments.profile), flush=True)
+        return
+    print(title, flush=True)
+    for name in CASES:  # the peak of a process cannot be reset
+        subprocess.run([sys.executable, __file__, f"--only={name}", *sys.argv[1:]], check=False)
+
+
+def measured(name: str, rounds: int, profile: Path | None) -> str:
+    """Return the row of a case."""
+    (case, settings), target = CASES[name], find_target(HERE)
+    config, problem, strategy = built(case, settings, target)
+    programs = strategy.compile()
+    predicted = step_time.predict(programs, target.cluster)
+    needed = sum(audit.needed_bytes(programs, strategy).values())
+    without = configured(case, tuple(one for one in settings if not one.startswith("model.remat")))
+    space = gpu_space(config, make_problem(without, case, target.cluster), target.cluster, 0.0, {})
+    planned = planner.candidate_of_plan(space, config, strategy.plan).costs
+    batch = random_batch(problem, case.words)
+    seconds = race({name: strategy}, batch, rounds=rounds)[name].seconds
+    peak = target.devices[0].memory_stats()["peak_bytes_in_use"]
+    mfu = model_flops(problem) / seconds / target.cluster.peak_flops[config.model.dtype]
+    ratios = (planned.seconds / seconds, predicted.seconds / seconds), (planned.nbytes / peak, needed / peak)
+    of_time, of_memory = (f"{plan:8.3f} {program:8.3f}" for plan, program in ratios)
+    row = f"{name:20} {1e3 * seconds:9.2f} {mfu:6.3f} {of_time} {format_bytes(peak):>9} {of_memory}"
+    if profile is not None:
+        path = profile / name.replace(", ", "_")
+        kernels = of_kernels(strategy, batch, path)
+        found = {"row": row, "kernels": kernels, "parts": [[*part, at] for part, at in predicted.longest()]}
+        path.with_suffix(".json").write_text(json.dumps(found))
+        path.with_suffix(".hlo").write_text(programs[0].compiled.as_text() or "")
+    return row
+
+
+def built(case: Case, settings: tuple[str, ...], target: Target) -> tuple[Any, Problem, Strategy[Any]]:
+    """Return the config, problem and strategy of a case."""
+    config = configured(case, settings)
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    problem = make_problem(config, case, target.cluster)
+    plan = strategies.plan(config, problem, target.cluster)
+    return config, problem, strategies.build(plan, problem, target.devices)
+
+
+def random_batch(problem: Problem, words: int) -> dict[str, np.ndarray]:
+    """Return a batch of random tokens and labels."""
+    rng = np.random.default_rng(0)
+    made = {name: rng.integers(0, 2, x.shape).astype(x.dtype) for name, x in problem.batch.items()}
+    made["inputs"] = rng.integers(1, words, problem.batch["inputs"].shape, np.int32)
+    if "mask" in made:
+        made["mask"] = np.ones_like(made["mask"])
+    else:
+        made["labels"] = np.roll(made["inputs"], -1, axis=1)
+    return made | {
+        "weights": np.ones(problem.batch["weights"].shape, np.float32),
+        "index": np.arange(len(made["inputs"]), dtype=np.int32),
+    }
+
+
+def of_kernels(strategy: Strategy[Any], batch: dict[str, np.ndarray], folder: Path) -> dict[str, float]:
+    """Return the measured seconds of each instruction in a step, by its name or that of its kernel."""
+    state, placed = strategy.init(jax.random.key(0)), strategy.place(batch)
+    state, _ = strategy.step(state, placed)
+    jax.block_until_ready(state)
+    with jax.profiler.trace(str(folder)):
+        for _ in range(PROFILED):
+            state, _ = strategy.step(state, placed)
+        jax.block_until_ready(state)
+    [path] = folder.rglob("*.xplane.pb")
+    found = Counter[str]()
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        if not plane.name.startswith("/device:GPU"):
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                # XLA's command buffers name themselves instead of their instructions.
+                found[f"{dict(event.stats).get('hlo_op', '')} {event.name}"] += event.duration_ns / 1e9 / PROFILED
+    return dict(found.most_common())
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
