@@ -5,11 +5,14 @@ Shardings, local views, conversions between forms and memory sizes are derived f
 that one device sees inside `shard_map`. A leaf is replicated over every mesh axis that its layout does not mention:
 
     replicated              P()              canonical = global = local
-    split over an axis      P(.., axis)      global is padded along the split dim, and repeated if groups of devices
+    split over axes         P(.., axis)      global is padded along the split dims, and repeated if groups of devices
                                              hold copies; local is one shard
     differing over axes     P(axis, ..)      global has a leading dim per axis, canonical is the mean over one axis
     copied over an axis     P(axis)          global has a leading dim, as in pmap; all copies equal the canonical array
     held by some devices                     only some devices of an axis store the leaf: pipeline stages, or a master
+
+A leaf can be split over several axes, one after another: the shards of the first axis over the second, along the same
+dim or another one. Those of the tensor axis are split over the data axis in this way.
 
 The arrays of different pipeline stages differ in shape, so each device also packs its arrays into one vector
 (jaxpar/strategies/pipeline/executor/packing.py). The layout defines which leaves each device packs.
@@ -39,6 +42,10 @@ class DimSplit(NamedTuple):
     axis: str  # the mesh axis
     copies: int = 1  # number of groups of neighbours on the axis, each of which holds all shards
 
+    def num_shards(self, axes: Mapping[str, int]) -> int:
+        """Return the number of shards."""
+        return axes[self.axis] // self.copies
+
 
 class Holders(NamedTuple):
     """The devices that hold a leaf, by index on a mesh axis. The first one owns the leaf, the others hold copies."""
@@ -52,7 +59,7 @@ class LeafLayout(NamedTuple):
 
     shape: tuple[int, ...]  # shape of the canonical array, or of the array on each device if there is no canonical form
     dtype: Any  # dtype of the array
-    split: DimSplit | None = None  # the dim that is split over an axis; None if no dim is
+    splits: tuple[DimSplit, ...] = ()  # the dims that are split; each one splits the shards of those before it
     # the axes along which every device has its own array, in the order of the global array's leading dims
     leading: tuple[str, ...] = ()
     are_copies: bool = False  # whether the arrays along `leading` are equal
@@ -61,15 +68,16 @@ class LeafLayout(NamedTuple):
 
     def local_shape(self, axes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of the array on one device, without leading dims."""
-        if self.split is None:
-            return self.shape
-        return shard_shape(self.shape, axes[self.split.axis] // self.split.copies, self.split.dim)
+        shape = self.shape
+        for split in self.splits:
+            shape = shard_shape(shape, split.num_shards(axes), split.dim)
+        return shape
 
     def global_shape(self, axes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of the global array."""
         local = list(self.local_shape(axes))
-        if self.split is not None:
-            local[self.split.dim] *= axes[self.split.axis]
+        for split in self.splits:
+            local[split.dim] *= axes[split.axis]
         return (*(axes[axis] for axis in self.leading), *local)
 
     def local_nbytes(self, axes: Mapping[str, int]) -> int:
@@ -81,14 +89,15 @@ class LeafLayout(NamedTuple):
         """Kind of the layout, one of LAYOUT_KINDS."""
         if self.holders:
             return HELD
-        return SHARDED if self.split else PER_REPLICA if self.leading and not self.are_copies else REPLICATED
+        return SHARDED if self.splits else PER_REPLICA if self.leading and not self.are_copies else REPLICATED
 
     @property
     def spec(self) -> PartitionSpec:
         """Partition spec of the global array."""
-        if self.split:
-            return PartitionSpec(*[None] * self.split.dim, self.split.axis)
-        return PartitionSpec(*self.leading)
+        of_dims: list[tuple[str, ...]] = [()] * (1 + max((split.dim for split in self.splits), default=-1))
+        for split in self.splits:
+            of_dims[split.dim] += (split.axis,)
+        return PartitionSpec(*self.leading, *(axes[0] if len(axes) == 1 else axes or None for axes in of_dims))
 
     def sharding(self, mesh: Mesh) -> Sharding:
         """Return the sharding of the global array. An array that one device holds is placed on that device alone."""
@@ -150,7 +159,7 @@ class Layout:
     @property
     def is_canonical(self) -> bool:
         """Whether the global arrays equal the canonical arrays."""
-        return not any(leaf.leading or leaf.split for leaf in self._flat)
+        return not any(leaf.leading or leaf.splits for leaf in self._flat)
 
     def moved_to_host(self) -> "Layout":
         """Return the same layout for arrays that are in host memory between steps."""
@@ -168,13 +177,8 @@ class Layout:
         """Return the global form of a canonical tree. numpy: np to compute on the host, jnp inside jit."""
 
         def made(leaf: LeafLayout, x: Any) -> Any:
-            if leaf.leading:
-                return numpy.broadcast_to(x, leaf.global_shape(self.axes))
-            if leaf.split is None:
-                return x
-            dim, axis, copies = leaf.split
-            padded = pad(x, self.axes[axis] // copies, numpy, dim)
-            return numpy.concatenate([padded] * copies, dim) if copies > 1 else padded
+            x = divided(x, leaf.splits, self.axes, numpy)
+            return numpy.broadcast_to(x, leaf.global_shape(self.axes)) if leaf.leading else x
 
         return self._map(made, tree)
 
@@ -184,10 +188,26 @@ class Layout:
         def canonical(leaf: LeafLayout, x: Any) -> Any:
             if leaf.leading:
                 is_mean = jnp.issubdtype(x.dtype, jnp.floating) and not leaf.are_copies
-                return jnp.mean(x, axis=0) if is_mean else x[0]
-            return unpad(x, leaf.shape) if leaf.split else x  # of several copies, the first one
+                x = jnp.mean(x, axis=0) if is_mean else x[0]
+            return joined(x, leaf.shape, leaf.splits, self.axes)
 
         return self._map(canonical, tree)
+
+    def per_replica(self, axis: str) -> "Layout":
+        """Return the layout in which each device along `axis` has arrays of its own."""
+        return Layout(self.axes, self._map(lambda leaf: leaf._replace(leading=(*leaf.leading, axis))))
+
+    def sharded(self, axis: str, copies: int = 1) -> "Layout":
+        """Return the layout in which each array is also split over `axis`, along its longest dim on a device.
+
+        Scalars are not split. copies: number of groups on the axis that each hold all shards.
+        """
+
+        def leaf_layout(leaf: LeafLayout) -> LeafLayout:
+            dim = split_dim(leaf.local_shape(self.axes))
+            return leaf if dim is None else leaf._replace(splits=(*leaf.splits, DimSplit(dim, axis, copies)))
+
+        return Layout(self.axes, self._map(leaf_layout))
 
     @cached_property
     def nbytes_by_device(self) -> list[int]:
@@ -246,14 +266,9 @@ def made_by_replicas(axes: Mapping[str, int], make: Callable[[], Tree], axis: st
     return per_replica(axes, like, *outer, axis)
 
 
-def sharded(axes: Mapping[str, int], like: Any, axis: str, copies: int = 1) -> Layout:
+def sharded(axes: Mapping[str, int], like: Any, axis: str) -> Layout:
     """Return the layout of a tree sharded over `axis` along each array's longest dim. Scalars are replicated."""
-
-    def leaf(x: Any) -> LeafLayout:
-        dim = split_dim(x.shape)
-        return LeafLayout(x.shape, x.dtype, None if dim is None else DimSplit(dim, axis, copies))
-
-    return Layout(axes, jax.tree.map(leaf, like))
+    return replicated(axes, like).sharded(axis)
 
 
 def on_one(axes: Mapping[str, int], like: Any, axis: str, number: int = 0) -> Layout:
@@ -267,11 +282,11 @@ def on_some(axes: Mapping[str, int], like: Tree, axis: str, numbers: Sequence[in
     return Layout(axes, jax.tree.map(lambda x: LeafLayout(x.shape, x.dtype, holders=holders), like))
 
 
-def by_kind(kind: str, axes: Mapping[str, int], like: Any, axis: str, copies: int = 1) -> Layout:
-    """Return the layout of the given kind: REPLICATED, or PER_REPLICA or SHARDED over `axis`, with `copies` copies."""
+def by_kind(kind: str, layout: Layout, axis: str, copies: int = 1) -> Layout:
+    """Return a layout refined to a kind over `axis`: REPLICATED, PER_REPLICA or SHARDED, with `copies` copies."""
     if kind == REPLICATED:
-        return replicated(axes, like)
-    return per_replica(axes, like, axis) if kind == PER_REPLICA else sharded(axes, like, axis, copies)
+        return layout
+    return layout.per_replica(axis) if kind == PER_REPLICA else layout.sharded(axis, copies)
 
 
 # ---- shards -------------------------------------------------------------------------------------
@@ -297,3 +312,40 @@ def pad(x: Any, n: int, numpy: Any = jnp, dim: int | None = None) -> Any:
 def unpad(x: Any, shape: tuple[int, ...]) -> Any:
     """Return the array of the original shape `shape`, without the padding. The inverse of `pad`."""
     return x[tuple(slice(size) for size in shape)]
+
+
+def divided(x: Any, splits: Sequence[DimSplit], axes: Mapping[str, int], numpy: Any = jnp) -> Any:
+    """Return the global form of an array with these splits: padded, and repeated for copies."""
+    for dim, of_dim in _by_dim(splits).items():
+        after = x.shape[dim + 1 :]
+        for place, split in enumerate(of_dim, dim):  # before this place are the numbers of shards of earlier splits
+            n = split.num_shards(axes)
+            x = pad(x, n, numpy, place)
+            if len(of_dim) > 1:
+                x = x.reshape(*x.shape[:place], n, x.shape[place] // n, *after)
+            if split.copies > 1:
+                x = numpy.concatenate([x] * split.copies, place)
+        x = x.reshape(*x.shape[:dim], math.prod(x.shape[dim : x.ndim - len(after)]), *after)
+    return x
+
+
+def joined(x: Any, shape: tuple[int, ...], splits: Sequence[DimSplit], axes: Mapping[str, int]) -> Any:
+    """Return the array of shape `shape` whose global form is x. The inverse of `divided`."""
+    for dim, of_dim in _by_dim(splits).items():
+        if len(of_dim) == 1:
+            continue  # of several copies, the first one is not removed
+        after, sizes = x.shape[dim + 1 :], [shape[dim]]  # sizes: of the dim, before each split
+        for split in of_dim[:-1]:
+            sizes.append(-(-sizes[-1] // split.num_shards(axes)))
+        x = x.reshape(*x.shape[:dim], *(axes[split.axis] for split in of_dim), -1, *after)
+        for place, split, size in reversed(list(zip(range(dim, x.ndim), of_dim, sizes, strict=False))):
+            x = x[(slice(None),) * place + (slice(split.num_shards(axes)),)]  # the first one of several copies
+            x = x.reshape(*x.shape[:place], -1, *after)[(slice(None),) * place + (slice(size),)]
+    return unpad(x, shape)
+
+
+def _by_dim(splits: Sequence[DimSplit]) -> dict[int, list[DimSplit]]:
+    by_dim: dict[int, list[DimSplit]] = {}
+    for split in splits:
+        by_dim.setdefault(split.dim, []).append(split)
+    return by_dim

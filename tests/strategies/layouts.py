@@ -30,10 +30,11 @@ def expected_shards(leaf: LeafLayout, axes: Mapping[str, int]) -> dict[int, tupl
         number = dict(zip(axes, place, strict=True))
         if leaf.holders and number[leaf.holders.axis] not in leaf.holders.numbers:
             continue
-        shape, begin = list(leaf.shape), [0] * len(leaf.shape)
-        if leaf.split:
-            share = math.ceil(shape[leaf.split.dim] / (axes[leaf.split.axis] // leaf.split.copies))
-            shape[leaf.split.dim], begin[leaf.split.dim] = share, share * number[leaf.split.axis]
+        shape, index = list(leaf.shape), [0] * len(leaf.shape)
+        for dim, axis, copies in leaf.splits:
+            shape[dim] = math.ceil(shape[dim] / (axes[axis] // copies))
+            index[dim] = index[dim] * axes[axis] + number[axis]
+        begin = [share * at for share, at in zip(shape, index, strict=True)]
         shards[device] = ((1,) * len(leaf.leading) + tuple(shape), (*[number[axis] for axis in leaf.leading], *begin))
     return shards
 

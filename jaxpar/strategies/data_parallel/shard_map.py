@@ -185,8 +185,8 @@ def train_step(
 
 def make_layouts(exchange: Exchange, axes: dict[str, int], like: State) -> dict[str, Layout]:
     """Return the layouts of the parts of the state with an exchange. like: shapes of the canonical state."""
-    params = layout.by_kind(exchange.params, axes, like.params, DATA, exchange.copies)
-    optimizer = layout.by_kind(exchange.optimizer, axes, like.optimizer, DATA, exchange.copies)
+    params = layout.by_kind(exchange.params, layout.replicated(axes, like.params), DATA, exchange.copies)
+    optimizer = layout.by_kind(exchange.optimizer, layout.replicated(axes, like.optimizer), DATA, exchange.copies)
 
     def private() -> Any:
         held = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params.local_shapes)
