@@ -177,7 +177,7 @@ class Layout:
         """Return the global form of a canonical tree. numpy: np to compute on the host, jnp inside jit."""
 
         def made(leaf: LeafLayout, x: Any) -> Any:
-            x = divided(x, leaf.splits, self.axes, numpy)
+            x = _divided(x, leaf.splits, self.axes, numpy)
             return numpy.broadcast_to(x, leaf.global_shape(self.axes)) if leaf.leading else x
 
         return self._map(made, tree)
@@ -189,7 +189,7 @@ class Layout:
             if leaf.leading:
                 is_mean = jnp.issubdtype(x.dtype, jnp.floating) and not leaf.are_copies
                 x = jnp.mean(x, axis=0) if is_mean else x[0]
-            return joined(x, leaf.shape, leaf.splits, self.axes)
+            return _joined(x, leaf.shape, leaf.splits, self.axes)
 
         return self._map(canonical, tree)
 
@@ -314,7 +314,7 @@ def unpad(x: Any, shape: tuple[int, ...]) -> Any:
     return x[tuple(slice(size) for size in shape)]
 
 
-def divided(x: Any, splits: Sequence[DimSplit], axes: Mapping[str, int], numpy: Any = jnp) -> Any:
+def _divided(x: Any, splits: Sequence[DimSplit], axes: Mapping[str, int], numpy: Any = jnp) -> Any:
     """Return the global form of an array with these splits: padded, and repeated for copies."""
     for dim, of_dim in _by_dim(splits).items():
         after = x.shape[dim + 1 :]
@@ -329,8 +329,8 @@ def divided(x: Any, splits: Sequence[DimSplit], axes: Mapping[str, int], numpy: 
     return x
 
 
-def joined(x: Any, shape: tuple[int, ...], splits: Sequence[DimSplit], axes: Mapping[str, int]) -> Any:
-    """Return the array of shape `shape` whose global form is x. The inverse of `divided`."""
+def _joined(x: Any, shape: tuple[int, ...], splits: Sequence[DimSplit], axes: Mapping[str, int]) -> Any:
+    """Return the array of shape `shape` whose global form is x. The inverse of `_divided`."""
     for dim, of_dim in _by_dim(splits).items():
         if len(of_dim) == 1:
             continue  # of several copies, the first one is not removed
