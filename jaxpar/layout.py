@@ -122,10 +122,10 @@ class Layout:
 
     @cached_property
     def _flat(self) -> list[LeafLayout]:
-        return jax.tree.leaves(self.leaves, is_leaf=_is_layout)
+        return jax.tree.leaves(self.leaves, is_leaf=is_layout)
 
     def _map(self, function: Callable[..., Any], *trees: Tree) -> Tree:
-        return jax.tree.map(function, self.leaves, *trees, is_leaf=_is_layout)
+        return jax.tree.map(function, self.leaves, *trees, is_leaf=is_layout)
 
     @property
     def specs(self) -> Tree:
@@ -239,7 +239,8 @@ def join(layouts: Tree) -> Layout:
     return Layout(first.axes, jax.tree.map(lambda one: one.leaves, layouts))
 
 
-def _is_layout(node: Any) -> bool:
+def is_layout(node: Any) -> bool:
+    """Return whether a node of a tree is the layout of a leaf."""
     return isinstance(node, LeafLayout)
 
 

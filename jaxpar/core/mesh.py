@@ -21,6 +21,7 @@ from jaxpar.errors import UserError
 DATA = "data"  # replicas: each one trains on a shard of the batch
 MAX_VIRTUAL_DEVICES = 1024  # each one takes memory and a thread, whether it is used or not
 STAGE = "stage"  # pipeline stages: each device holds some of the layers
+TENSOR = "tensor"  # devices that compute each layer together: each holds a part of its arrays. Only in meshes with some
 
 # malloc.h: M_TRIM_THRESHOLD and M_MMAP_MAX keep freed memory in the process; M_ARENA_MAX shares it between threads.
 GLIBC_MALLOC = {-1: 2**31 - 1, -4: 0, -8: 1}
@@ -113,31 +114,43 @@ def settled(x: Any) -> Any:
 
 def sizes(config: ConfigDict, cluster: Cluster) -> dict[str, int]:
     """Return the size of each axis, slowest-varying first. Checks nothing; see `check_sizes`."""
-    num_data, num_stages = config.mesh.data, config.mesh.stage
-    return {DATA: max(cluster.num_devices // num_stages, 1) if num_data == -1 else num_data, STAGE: num_stages}
+    num_data, num_stages, num_tensor = config.mesh.data, config.mesh.stage, config.mesh.tensor
+    replicas = max(cluster.num_devices // (num_stages * num_tensor), 1) if num_data == -1 else num_data
+    return {DATA: replicas, STAGE: num_stages} | ({TENSOR: num_tensor} if num_tensor > 1 else {})
 
 
 def check_sizes(config: ConfigDict, cluster: Cluster) -> None:
     """Raise UserError for a mesh that does not fit the cluster."""
-    if config.mesh.stage < 1:
-        raise UserError(f"config.mesh.stage is {config.mesh.stage}; it must be at least 1")
+    for axis in (STAGE, TENSOR):
+        if config.mesh[axis] < 1:
+            raise UserError(f"config.mesh.{axis} is {config.mesh[axis]}; it must be at least 1")
     if config.mesh.data < 1 and config.mesh.data != -1:
         raise UserError(f"config.mesh.data is {config.mesh.data}; it must be at least 1, or -1 for all devices")
-    num_data, num_stages = sizes(config, cluster).values()
-    available = cluster.num_devices
-    if num_data * num_stages > available:
-        requested = f"config.mesh.data is {num_data}" if num_stages == 1 else f"config.mesh.stage is {num_stages}"
-        limit = f"it must be at most {available}, the number of {cluster.platform} devices"
-        if num_stages > 1 and num_data > 1:
-            requested += f" and config.mesh.data is {num_data}"
-            limit = f"their product must be at most {available}, the number of {cluster.platform} devices"
-        hint = " (--config.mesh.virtual_cpu_devices=N splits the CPU into N devices)"
-        raise UserError(f"{requested}; {limit}{hint if cluster.platform == 'cpu' else ''}")
-    if cluster.num_processes > 1 and num_data * num_stages < available:
+    axes = sizes(config, cluster)
+    used, available = math.prod(axes.values()), cluster.num_devices
+    if used > available:
+        large = [f"config.mesh.{axis} is {axes[axis]}" for axis in (STAGE, TENSOR, DATA) if axes.get(axis, 1) > 1]
+        subject = "their product" if len(large) > 1 else "it"
+        hint = " (--config.mesh.virtual_cpu_devices=N splits the CPU into N devices)" * (cluster.platform == "cpu")
         raise UserError(
-            f"config.mesh.data is {num_data} and config.mesh.stage is {num_stages}; their product must be {available}, "
-            f"the number of devices of all {cluster.num_processes} processes (or start fewer processes)"
+            f"{_listed(large)}; {subject} must be at most {available}, the number of {cluster.platform} devices{hint}"
         )
+    if cluster.num_processes > 1 and used < available:
+        given = [f"config.mesh.{axis} is {size}" for axis, size in axes.items()]
+        raise UserError(
+            f"{_listed(given)}; their product must be {available}, the number of devices of all "
+            f"{cluster.num_processes} processes (or start fewer processes)"
+        )
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def check_no_tensor_axis(config: ConfigDict, what: str) -> None:
+    """Raise UserError for a tensor axis. what: the setting that has none: `config.exchange='dp'`."""
+    if config.mesh.tensor != 1:
+        raise UserError(f"config.mesh.tensor is {config.mesh.tensor}; it must be 1 with {what}")
 
 
 def check_stages(config: ConfigDict) -> None:
@@ -161,4 +174,6 @@ def check_processes(what: str, cluster: Cluster) -> None:
 def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
     """Build the mesh from the first devices. Adjacent devices are the stages of one replica."""
     shape = tuple(axes.values())
-    return Mesh(np.asarray(devices[: math.prod(shape)]).reshape(shape), tuple(axes), axis_types=(AxisType.Auto,) * 2)
+    return Mesh(
+        np.asarray(devices[: math.prod(shape)]).reshape(shape), tuple(axes), axis_types=(AxisType.Auto,) * len(shape)
+    )

@@ -49,6 +49,7 @@ class Rule(NamedTuple):
     # the norm to which `optimizer` clips the gradient; exchanges that clip to it themselves need it
     clip_norm: float = 0.0
     num_steps: int = 1  # number of steps of the run, for exchanges with a warm-up
+    norm: Callable[[Tree], jax.Array] = optax.tree.norm  # of a tree like the parameters, of which others may hold parts
 
 
 class DistributedState(NamedTuple):

@@ -83,15 +83,19 @@ def fused(
     return AllReduce(init, mean, traffic)
 
 
-def averaged(all_reduce: AllReduce, optimizer: optax.GradientTransformation) -> Exchange:
-    """Return an exchange that averages gradients, after which each replica takes the same step."""
+def averaged(
+    all_reduce: AllReduce,
+    optimizer: optax.GradientTransformation,
+    norm: Callable[[Tree], jax.Array] = optax.tree.norm,
+) -> Exchange:
+    """Return an exchange that averages gradients, after which each replica takes the same step. norm: as in `Rule`."""
     optimizer = already_clipped(optimizer) if all_reduce.clip_norm else optax.with_extra_args_support(optimizer)
 
     def update(grads: Tree, state: DistributedState, params: Tree, **extra: Any) -> ExchangeUpdate:
         if all_reduce.clip_norm:
-            grads = clipped(grads, optax.tree.norm(grads), all_reduce.clip_norm)
+            grads = clipped(grads, norm(grads), all_reduce.clip_norm)
         grads, private = all_reduce.mean(grads, state.private)
-        grad_norm = optax.tree.norm(grads)
+        grad_norm = norm(grads)
         updates, inner = optimizer.update(grads, state.optimizer, params, **{"grad_norm": grad_norm, **extra})
         return ExchangeUpdate(updates, DistributedState(inner, private), grad_norm)
 

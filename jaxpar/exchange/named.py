@@ -124,7 +124,8 @@ def _zero(
     num_bytes = bucket_bytes or (25 * MIB if (group or axis.size) <= NODE else LAYER_BYTES)
     coded = min_max_uint8(block)
     codes = Codes(coded if quantized_weights else None, coded if quantized_gradients else None)
-    return zero(axis, stage, rule.optimizer, rule.params, num_bytes, offload=offload, codes=codes, group=group)
+    options = {"offload": offload, "codes": codes, "group": group}
+    return zero(axis, stage, rule.optimizer, rule.params, num_bytes, norm=rule.norm, **options)
 
 
 # Elements that share a scale (1 bit), or a range (8 bits). The gradient of most rows of an embedding is zero, so the
@@ -307,7 +308,7 @@ def make_exchange(name: str, axis: Axis, rule: Rule, **settings: Any) -> Exchang
     """Return the named exchange with these options, around an optimizer. dp is not supported."""
     if EXCHANGES[name].averages:
         all_reduce = make_all_reduce(name, axis, rule.clip_norm, **settings)
-        exchange = averaged(in_layer_order(all_reduce, rule.layers), rule.optimizer)
+        exchange = averaged(in_layer_order(all_reduce, rule.layers), rule.optimizer, rule.norm)
     else:
         exchange = EXCHANGES[name].call(axis, rule, **settings)
     passes = settings.get(PASSES, 1)

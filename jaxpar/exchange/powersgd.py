@@ -40,7 +40,7 @@ def powersgd(axis: Axis, rule: Rule, *, bucket_bytes: int, rank: int, warmup: fl
     share = min(1.0, warmup_steps / rule.num_steps)
     exact = fused(psum(axis), bucket_bytes)
     lossy = low_rank(exact, rank=rank, warmup_steps=warmup_steps, seed=seed)
-    exchange = averaged(in_layer_order(lossy, rule.layers), rule.optimizer)
+    exchange = averaged(in_layer_order(lossy, rule.layers), rule.optimizer, rule.norm)
 
     def traffic(params: Tree, _num_microbatches: int) -> list[Traffic]:
         warm = in_layer_order(exact, rule.layers).traffic(params)

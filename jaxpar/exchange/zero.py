@@ -18,7 +18,7 @@ in ZeRO++ (Wang et al., "ZeRO++: Extremely Efficient Collective Communication fo
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -132,10 +132,10 @@ class Shards:
                 leaves[number] = part.reshape(self._shapes[number])
         return jax.tree.unflatten(self._structure, leaves)
 
-    def norm(self, tree: Tree) -> jax.Array:
-        """Return the norm of the full arrays, given each replica's shards."""
-        local = [x if x.ndim else x / math.sqrt(self._axis.size) for x in jax.tree.leaves(tree)]
-        square = optax.tree.norm(local) ** 2
+    def norm(self, tree: Tree, norm: Callable[[Tree], jax.Array]) -> jax.Array:
+        """Return the norm of the full arrays, given each replica's shards. norm: of those of one replica."""
+        local = jax.tree.map(lambda x: x if x.ndim else x / math.sqrt(self._axis.size), tree)
+        square = norm(local) ** 2
         return jnp.sqrt(jax.lax.psum(square, self._axis.name, axis_index_groups=self._axis.groups))
 
     def scatter(self, tree: Tree) -> Tree:
@@ -225,6 +225,7 @@ def zero(
     offload: bool = False,
     codes: Codes = UNCODED,
     group: int = 0,
+    norm: Callable[[Tree], jax.Array] = optax.tree.norm,
 ) -> Exchange:
     """Return a stage of ZeRO around an elementwise optimizer.
 
@@ -239,6 +240,7 @@ def zero(
       num_bytes: size limit of the bucket that a collective sends.
       group: in stage 3, the number of neighbours that share one copy of all arrays; 0: all replicas do. Groups sum
         their gradients once per update, with an all-reduce.
+      norm: as in `Rule`.
     """
     optimizer = optax.with_extra_args_support(optimizer)
     group = group or axis.size
@@ -257,7 +259,7 @@ def zero(
         if is_grouped:
             grads = shards.add_up_shards(grads, between)
         grads = jax.tree.map(lambda g: g / axis.size, grads)
-        grad_norm = shards.norm(grads)
+        grad_norm = shards.norm(grads, norm)
         local = params if stage == 3 else shards.local(params)
         updates, inner = optimizer.update(grads, state.optimizer, local, **{"grad_norm": grad_norm, **extra})
         updates = updates if stage == 3 else shards.gather(updates)

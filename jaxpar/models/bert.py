@@ -69,6 +69,7 @@ class PoolingHead(nnx.Module):
         self.classifier = layers.classifier(spec, num_classes, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+        x_BTD = layers.all_positions(x_BTD, self.spec, context)
         if self.pooling == "cls":
             x_BD = jnp.tanh(self.pooler(x_BTD[:, 0]))
         else:
@@ -87,7 +88,8 @@ class TokenHead(nnx.Module):
         self.classifier = layers.classifier(spec, num_classes, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        return self.classifier(layers.dropout(x_BTD, self.spec.dropout, context, 0))
+        x_BTD = layers.all_positions(layers.dropout(x_BTD, self.spec.dropout, context, 0), self.spec, context)
+        return self.classifier(x_BTD)
 
 
 class MaskedLMHead(nnx.Module):
@@ -102,4 +104,5 @@ class MaskedLMHead(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> TokenLogits:
         x_BTD = layers.normalize(self.norm, layers.activate(self.spec.activation, self.transform(x_BTD)))
-        return TokenLogits(x_BTD, self.tokens[...].astype(x_BTD.dtype), self.bias[...])
+        x_BTD = layers.all_positions(x_BTD, self.spec, context)
+        return layers.token_logits(x_BTD, self.tokens[...], self.bias[...], self.spec, context)

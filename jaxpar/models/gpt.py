@@ -69,7 +69,8 @@ class CausalLMHead(nnx.Module):
         self.tokens = layers.embeddings(spec.vocab_size, spec, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> TokenLogits:
-        return TokenLogits(layers.normalize(self.norm, x_BTD), self.tokens[...].astype(x_BTD.dtype))
+        x_BTD = layers.all_positions(layers.normalize(self.norm, x_BTD), self.spec, context)
+        return layers.token_logits(x_BTD, self.tokens[...], None, self.spec, context)
 
 
 class LastTokenHead(nnx.Module):
@@ -84,6 +85,7 @@ class LastTokenHead(nnx.Module):
         self.classifier = layers.classifier(spec, num_classes, rngs, bias=False)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+        x_BTD = layers.all_positions(x_BTD, self.spec, context)
         if "mask" in context.batch:
             last_B = layers.real_lengths(context.batch["mask"]) - 1
             x_BD = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)[:, 0]

@@ -16,9 +16,11 @@ from ml_collections import ConfigDict
 
 from jaxpar.models.attention import attend, attend_earlier
 from jaxpar.models.bottleneck import Maker, with_bottlenecks
+from jaxpar.models.group import TRANSFORMER_DIMS, TensorSplit
 from jaxpar.models.model import Context, Model, Tie
 from jaxpar.models.options import Spec
 from jaxpar.models.rotary import rotate
+from jaxpar.tasks.token_logits import SplitWords, TokenLogits
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -37,9 +39,12 @@ def dropout(x: jax.Array, rate: float, context: Context, site: int) -> jax.Array
     """
     if context.keys_B is None or rate == 0:
         return x
+    group = context.group if x.ndim == 3 else None  # of a group, each device has some of the positions
 
     def keep(key: jax.Array) -> jax.Array:
-        return jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, x.shape[1:])
+        shape = x.shape[1:] if group is None else (x.shape[1] * group.size, *x.shape[2:])
+        kept = jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, shape)
+        return kept if group is None else group.own(kept, 0)
 
     return jnp.where(jax.vmap(keep)(context.keys_B), x / (1 - rate), jnp.zeros_like(x))
 
@@ -121,14 +126,16 @@ class Embed(nnx.Module):
             self.norm = norm(spec, rngs)
 
     def __call__(self, tokens_BT: jax.Array, context: Context) -> jax.Array:
-        spec, number = self.spec, tokens_BT.shape[1]
-        x_BTD = self.tokens[...][tokens_BT]
+        spec, number, group = self.spec, tokens_BT.shape[1], context.group
+        rows = self.tokens[...]
+        x_BTD = rows[tokens_BT] if group is None else group.rows(rows, tokens_BT)
         if spec.positions == "learned":
             rows = self.positions[...]
-            x_BTD += rows[None, :number] if context.cache is None else rows[context.cache.positions(number)]
+            rows_BTD = rows[None, :number] if context.cache is None else rows[context.cache.positions(number)]
+            x_BTD += rows_BTD if group is None else group.own(rows_BTD, 1)
         if spec.token_types:
             segments_BT = context.batch["segments"] if "segments" in context.batch else jnp.zeros_like(tokens_BT)
-            x_BTD += self.token_types[...][segments_BT]
+            x_BTD += self.token_types[...][segments_BT if group is None else group.own(segments_BT, 1)]
         if not spec.pre_norm:
             x_BTD = normalize(self.norm, x_BTD)
         return dropout(x_BTD.astype(spec.dtype), spec.dropout, context, 0)
@@ -140,6 +147,35 @@ def as_matrix(x_BTD: jax.Array, spec: Spec) -> jax.Array:
     The weight gradient of a product with x itself sums over two dims, for which XLA on CPUs copies activations.
     """
     return x_BTD.reshape(-1, x_BTD.shape[-1]) if spec.flatten_positions else x_BTD
+
+
+def all_positions(x_BTD: jax.Array, spec: Spec, context: Context) -> jax.Array:
+    """Return an array with all positions of the texts or images, of which a device of a group has some."""
+    if context.group is None:
+        return x_BTD
+    inputs = context.batch["inputs"]
+    return context.group.whole(x_BTD, inputs.shape[1] if inputs.ndim == 2 else spec.max_length)
+
+
+def product_of_rows(linear: nnx.Linear, x: jax.Array, number: int, context: Context) -> jax.Array:
+    """Return [B, T, D], a linear map of x, [B, T, F] or [B x T, F], where T is `number`.
+
+    The devices of a group have rows of the kernel and columns of x.
+    """
+    if context.group is None:
+        y = linear(x)
+        return y.reshape(-1, number, y.shape[-1])
+    y = x @ linear.kernel[...].astype(x.dtype)
+    y_BTD = context.group.summed(y.reshape(-1, number, y.shape[-1]))
+    return y_BTD if linear.bias is None else y_BTD + linear.bias[...].astype(x.dtype)[None, None, :]
+
+
+def token_logits(
+    x_BTD: jax.Array, rows_VD: jax.Array, bias_V: jax.Array | None, spec: Spec, context: Context
+) -> TokenLogits:
+    """Return the logits of a language model. The devices of a group have some of the rows and biases."""
+    words = None if context.group is None else SplitWords(context.group, spec.vocab_size)
+    return TokenLogits(x_BTD, rows_VD.astype(x_BTD.dtype), bias_V, words)
 
 
 class Attention(nnx.Module):
@@ -158,11 +194,12 @@ class Attention(nnx.Module):
         self.out = linear(width, spec.hidden_size, spec, rngs, scale=out_scale)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        spec, (B, T, D) = self.spec, x_BTD.shape
+        x_BTD, spec = all_positions(x_BTD, self.spec, context), self.spec
+        B, T, _ = x_BTD.shape
         x = as_matrix(x_BTD, spec)
-        q_BTHK = self.query(x).reshape(B, T, spec.num_heads, spec.head_dim)
-        k_BTGK = self.key(x).reshape(B, T, spec.num_kv_heads, spec.head_dim)
-        v_BTGK = self.value(x).reshape(B, T, spec.num_kv_heads, spec.head_dim)
+        q_BTHK = self.query(x).reshape(B, T, -1, spec.head_dim)
+        k_BTGK = self.key(x).reshape(B, T, -1, spec.head_dim)
+        v_BTGK = self.value(x).reshape(B, T, -1, spec.head_dim)
         if spec.positions == "rotary":
             positions_BT = None if context.cache is None else context.cache.positions(T)
             q_BTHK, k_BTGK = (rotate(x, spec.rope, positions_BT) for x in (q_BTHK, k_BTGK))
@@ -173,7 +210,7 @@ class Attention(nnx.Module):
             is_masked = "mask" in context.batch and not spec.causal
             lengths_B = real_lengths(context.batch["mask"]) if is_masked else None
             y_BTHK = attend(q_BTHK, k_BTGK, v_BTGK, spec.attention, is_causal=spec.causal, lengths_B=lengths_B)
-        return self.out(y_BTHK.reshape(*x.shape[:-1], -1)).reshape(B, T, D)
+        return product_of_rows(self.out, y_BTHK.reshape(*x.shape[:-1], -1), T, context)
 
 
 def real_lengths(mask_BT: jax.Array) -> jax.Array:
@@ -191,10 +228,11 @@ class MLP(nnx.Module):
             self.gate = linear(spec.hidden_size, spec.mlp_size, spec, rngs)
         self.down = linear(spec.mlp_size, spec.hidden_size, spec, rngs, scale=out_scale)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+        x_BTD = all_positions(x_BTD, self.spec, context)
         name, x = self.spec.activation, as_matrix(x_BTD, self.spec)
         y = activate(name, self.gate(x)) * self.up(x) if name == "swiglu" else activate(name, self.up(x))
-        return self.down(y).reshape(x_BTD.shape)
+        return product_of_rows(self.down, y, x_BTD.shape[1], context)
 
 
 class Block(nnx.Module):
@@ -214,9 +252,9 @@ class Block(nnx.Module):
         rate = self.spec.dropout
         if self.spec.pre_norm:
             x_BTD += dropout(self.attention(normalize(self.attention_norm, x_BTD), context), rate, context, 0)
-            return x_BTD + dropout(self.mlp(normalize(self.mlp_norm, x_BTD)), rate, context, 1)
+            return x_BTD + dropout(self.mlp(normalize(self.mlp_norm, x_BTD), context), rate, context, 1)
         x_BTD = normalize(self.attention_norm, x_BTD + dropout(self.attention(x_BTD, context), rate, context, 0))
-        return normalize(self.mlp_norm, x_BTD + dropout(self.mlp(x_BTD), rate, context, 1))
+        return normalize(self.mlp_norm, x_BTD + dropout(self.mlp(x_BTD, context), rate, context, 1))
 
 
 def transformer(config: ConfigDict, spec: Spec, embed: Maker, head: Maker, ties: tuple[Tie, ...] = ()) -> Model:
@@ -225,7 +263,8 @@ def transformer(config: ConfigDict, spec: Spec, embed: Maker, head: Maker, ties:
     makers = {"embed": embed, **with_bottlenecks(config, blocks, spec.hidden_size), "head": head}
     applications = dict.fromkeys(blocks, spec.num_applications)
     scan, remat = config.model.scan_layers, config.model.remat
-    return Model(makers, ties=ties, applications=applications, scan=scan, remat=remat)
+    tensor = TensorSplit(TRANSFORMER_DIMS, {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads})
+    return Model(makers, ties=ties, applications=applications, scan=scan, remat=remat, tensor=tensor)
 
 
 TIED_HEAD = (Tie("head", "tokens", "embed", "tokens"),)

@@ -20,6 +20,7 @@ from flax import nnx
 
 from jaxpar.layout import Tree
 from jaxpar.models.attention import KeyValueCache
+from jaxpar.models.group import Group, TensorSplit
 from jaxpar.tasks.token_logits import TokenLogits, whole
 
 LayerParams = dict[str, Any]  # parameters of one layer: nested dict of arrays, or of their shapes
@@ -41,6 +42,7 @@ class Context(NamedTuple):
     batch: Batch  # every pipeline stage has it, so masks are not sent between stages
     keys_B: jax.Array | None  # dropout keys of this layer and step, one per example; None in evaluation
     cache: KeyValueCache | None = None  # the earlier positions of the texts, if the input continues them
+    group: Group | None = None  # the devices that compute the layer together; None: this one alone
 
     def at(self, index: Index) -> "Context":
         """Return the context with the dropout keys of the layer, or the application of a layer, at this index."""
@@ -89,6 +91,7 @@ class Model:
         applications: Mapping[str, int] | None = None,
         scan: bool = False,
         remat: str = "none",
+        tensor: TensorSplit | None = None,
     ):
         """Create the model from functions that create its layers.
 
@@ -100,8 +103,10 @@ class Model:
             parameters (Lan et al., "ALBERT", 2020); by default 1.
           scan: whether to compute a run of identical layers with one `lax.scan`.
           remat: none, full or dots: which values the backward pass recomputes in each layer.
+          tensor: how a group of devices divides the arrays; None: the layers compute on one device only.
         """
-        self._makers, self._scan, self._remat = dict(makers), scan, remat
+        self._makers, self._scan, self._remat, self.tensor = dict(makers), scan, remat, tensor
+        self._group: Group | None = None
         self.ties = ties
         different = {id(make): make for make in self._makers.values()}
         abstract = {key: _abstract(make) for key, make in different.items()}
@@ -121,6 +126,16 @@ class Model:
         """Return the same model with another kind of rematerialization: none, full or dots."""
         model = copy.copy(self)
         model._remat = remat
+        return model
+
+    def in_group(self, group: Group, shapes: Params) -> "Model":
+        """Return the same model, computed by a group of devices. shapes: of the arrays that a device has."""
+        model = copy.copy(self)
+        shapes = {layer.name: {**layer.shapes, **shapes[layer.name]} for layer in self.layers}
+        for tie in self.ties:
+            shapes[tie.layer][tie.name] = shapes[tie.source][tie.source_name]
+        model.layers = tuple(layer._replace(shapes=shapes[layer.name]) for layer in self.layers)
+        model._group, model._read_dtypes, model._inputs = group, {}, {}
         return model
 
     @property
@@ -179,7 +194,7 @@ class Model:
         shift: offset of the layer index for dropout masks, so that equal stages can share one program. scan: if False,
         do not scan, even if the model was created with scan=True.
         """
-        context, scan = Context(batch, keys_B), scan and self._scan
+        context, scan = Context(batch, keys_B, group=self._group), scan and self._scan
         for run in self.runs:
             first, last = max(run.start, start), min(run.stop, stop)
             if scan and last - first > 1:
@@ -211,14 +226,18 @@ class Model:
         return whole(layer.apply(self.with_ties(params, layer.name), x, Context({}, None)))
 
     def inputs(self, batch: Batch) -> list[Activations]:
-        """Return the shapes and dtypes of the input of each layer for an abstract batch, as `jax.ShapeDtypeStruct`s."""
+        """Return the shapes and dtypes of the input of each layer for an abstract batch, as `jax.ShapeDtypeStruct`s.
+
+        In a group, they are those without one: of all positions.
+        """
         key = tuple(sorted((name, x.shape, str(x.dtype)) for name, x in batch.items()))
         if key not in self._inputs:
-            x, before = jax.eval_shape(lambda x: x, batch["inputs"]), None
+            x, before, alone = jax.eval_shape(lambda x: x, batch["inputs"]), None, copy.copy(self)
+            alone._group = None
             inputs, shapes, starts = [x], self.shapes, {run.start for run in self.runs}
             for index in range(len(self.layers) - 1):
                 if index in starts or x != before:  # otherwise an equal layer with an equal input has an equal output
-                    apply = partial(self.apply_layers, keys_B=None, start=index, stop=index + 1)
+                    apply = partial(alone.apply_layers, keys_B=None, start=index, stop=index + 1)
                     x, before = jax.eval_shape(apply, shapes, x, dict(batch)), x
                 inputs.append(x)
             self._inputs[key] = inputs
@@ -237,7 +256,7 @@ class Model:
         """Return `read_shapes` of one layer, for its input x."""
         if layer.num_applications > 1:  # its gradients are added up over the applications
             return layer.shapes
-        inputs = jax.eval_shape(lambda *values: values, x, Context(dict(batch), keys_B))
+        inputs = jax.eval_shape(lambda *values: values, x, Context(dict(batch), keys_B))  # the same in a group
         avals = jax.tree.leaves((inputs, layer.shapes))
         # Layers of one maker share the structure, which cannot always be hashed.
         key = (id(layer.graphdef), keys_B is None, *((leaf.shape, leaf.dtype) for leaf in avals))

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError, check_choice
-from jaxpar.models.layers import classifier, dropout, embeddings, norm, normalize, transformer
+from jaxpar.models.layers import all_positions, classifier, dropout, embeddings, norm, normalize, transformer
 from jaxpar.models.mlp import unit_range
 from jaxpar.models.model import Context, Model
 from jaxpar.models.options import BLOCK_DEFAULTS, Spec, check_task, pick, transformer_spec
@@ -71,6 +71,7 @@ class PatchEmbed(nnx.Module):
             class_B1D = jnp.broadcast_to(self.class_token[...], (x_BTD.shape[0], 1, spec.hidden_size))
             x_BTD = jnp.concatenate([class_B1D, x_BTD], axis=1)
         x_BTD += self.positions[...][None]
+        x_BTD = x_BTD if context.group is None else context.group.own(x_BTD, 1)
         return dropout(x_BTD.astype(spec.dtype), spec.dropout, context, 0)
 
 
@@ -78,10 +79,10 @@ class ImageHead(nnx.Module):
     """The final norm, then a linear map of the class token or of the mean over patches: [B, T, D] -> [B, classes]."""
 
     def __init__(self, spec: Spec, pooling: str, num_classes: int, rngs: nnx.Rngs):
-        self.pooling = pooling
+        self.spec, self.pooling = spec, pooling
         self.norm = norm(spec, rngs)
         self.classifier = classifier(spec, num_classes, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        x_BTD = normalize(self.norm, x_BTD).astype(jnp.float32)
+        x_BTD = all_positions(normalize(self.norm, x_BTD).astype(jnp.float32), self.spec, context)
         return self.classifier(x_BTD[:, 0] if self.pooling == "cls" else x_BTD.mean(axis=1))

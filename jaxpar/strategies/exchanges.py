@@ -1,8 +1,10 @@
 """Validates config.exchange and config.exchange_options, and builds the exchange that they select."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import optax
 from ml_collections import ConfigDict
 
 from jaxpar.cluster import Cluster
@@ -112,8 +114,16 @@ def check_exchange(config: ConfigDict, num_replicas: int, cluster: Cluster) -> N
         )
 
 
-def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int) -> Exchange:
-    """Return the exchange around the problem's optimizer. Raises UserError if it does not support this problem."""
+def configured_exchange(
+    config: ConfigDict,
+    problem: Problem,
+    num_replicas: int,
+    norm: Callable[[Params], jax.Array] = optax.tree.norm,
+) -> Exchange:
+    """Return the exchange around the problem's optimizer. Raises UserError if it does not support this problem.
+
+    norm: as in `Rule`.
+    """
     options, num_steps, shapes = chosen(config), problem.num_steps, problem.model.shapes
 
     def check(holds: bool, key: str, must: str) -> None:
@@ -137,7 +147,7 @@ def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int)
     if OPTIMIZERS[o.name].is_adamw:
         learning_rate = optimizer.build_learning_rate(config, num_steps)
         adamw = AdamW(learning_rate, o.b1, o.b2, o.eps, o.weight_decay, optimizer.decayed)
-    rule = Rule(problem.optimizer, shapes, adamw, layers, o.clip_norm, num_steps)
+    rule = Rule(problem.optimizer, shapes, adamw, layers, o.clip_norm, num_steps, norm)
     return named.make_exchange(config.exchange, Axis(DATA, num_replicas), rule, **options)
 
 

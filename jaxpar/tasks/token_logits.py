@@ -7,8 +7,9 @@ with its gradient. That needs no more products (Hsu et al., "Liger Kernel", arXi
 Dims: B examples, T positions, D features, V vocabulary; t positions of a chunk.
 """
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +24,49 @@ LossAndCorrect = tuple[Any, Any]  # scalars
 ZEROS = (np.float32(0), np.float32(0))
 
 
+class Devices(Protocol):
+    """A group of devices, each of which has some words of the vocabulary, in order."""
+
+    size: int
+
+    def index(self) -> jax.Array:
+        """Return the index of this device in the group."""
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Return the sum over the group."""
+
+    def maximum(self, x: jax.Array) -> jax.Array:
+        """Return the maximum over the group, as a constant of the gradient."""
+
+    def columns(self, x: jax.Array) -> jax.Array:
+        """Return the columns of all devices, along the last dim."""
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class SplitWords:
+    """The words of a vocabulary that is split over devices. Each has as many, of which those at the end are padding."""
+
+    devices: Devices
+    number: int  # words of the vocabulary
+
+
 class TokenLogits(NamedTuple):
     """The logits x @ tokens.T + bias, [B, T, V], as their factors."""
 
     x: jax.Array  # [B, T, D] hidden states
-    tokens: jax.Array  # [V, D] token embedding, in the dtype of x
+    tokens: jax.Array  # [V, D] token embedding, in the dtype of x; of split words, those of this device
     bias: jax.Array | None = None  # [V], float32; or None
+    words: SplitWords | None = None  # None: this device has all words
 
     def whole(self) -> jax.Array:
         """Return the logits, [B, T, V], with sums in float32."""
+        if self.words is None:
+            return self.own()
+        return self.words.devices.columns(self.own())[..., : self.words.number]
+
+    def own(self) -> jax.Array:
+        """Return the logits of the words of this device."""
         x_ND = self.x.reshape(-1, self.x.shape[-1])
         logits_NV = float32_einsum("nd,vd->nv", x_ND, self.tokens)
         logits_BTV = logits_NV.reshape(*self.x.shape[:-1], len(self.tokens))
@@ -55,11 +90,36 @@ def whole(outputs: Any) -> jax.Array:
     return outputs.whole() if isinstance(outputs, TokenLogits) else outputs
 
 
-def weighted_sums(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> LossAndCorrect:
-    """Return the sums of the cross entropy in nats and of correct answers, for logits [..., V]."""
+def weighted_sums(
+    logits: jax.Array, labels: jax.Array, weights: jax.Array, words: SplitWords | None = None
+) -> LossAndCorrect:
+    """Return the sums of the cross entropy in nats and of correct answers, for logits [..., V].
+
+    words: if they are split, the logits are those of this device.
+    """
+    if words is not None:
+        losses, best = _of_split_words(logits, labels, words)
+        return jnp.sum(losses * weights), jnp.sum((best == labels).astype(jnp.float32) * weights)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     correct = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
     return jnp.sum(losses * weights), jnp.sum(correct * weights)
+
+
+def _of_split_words(logits: jax.Array, labels: jax.Array, words: SplitWords) -> tuple[jax.Array, jax.Array]:
+    """Return the cross entropy, and the most likely word, [...], without gathering logits [..., V / size]."""
+    devices, number = words.devices, logits.shape[-1]
+    first = devices.index() * number
+    logits = jnp.where(first + _indices(logits) < words.number, logits, jnp.finfo(logits.dtype).min)
+    top = devices.maximum(logits.max(axis=-1))
+    total = devices.total(jnp.exp(logits - top[..., None]).sum(axis=-1))
+    own = (labels - first)[..., None]
+    of_label = devices.total(jnp.where(_indices(logits) == own, logits, 0).sum(axis=-1))
+    place = jnp.where(logits.max(axis=-1) == top, first + jnp.argmax(logits, axis=-1), words.number)
+    return jnp.log(total) + top - of_label, -devices.maximum(-place)
+
+
+def _indices(logits: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -72,7 +132,7 @@ def chunked_sums(num_chunks: int, logits: TokenLogits, labels_BT: jax.Array, wei
 
     def add(sums: LossAndCorrect, chunk: Any) -> tuple[LossAndCorrect, None]:
         x_BtD, labels_Bt, weights_Bt = chunk
-        more = weighted_sums(logits._replace(x=x_BtD).whole(), labels_Bt, weights_Bt)
+        more = weighted_sums(logits._replace(x=x_BtD).own(), labels_Bt, weights_Bt, logits.words)
         return jax.tree.map(jnp.add, sums, more), None
 
     return jax.lax.scan(add, ZEROS, _chunks(num_chunks, (logits.x, labels_BT, weights_BT)))[0]
@@ -85,16 +145,20 @@ def _sums_and_gradient(
 
     def add(carry: tuple[LossAndCorrect, TokenLogits], chunk: Any) -> tuple[Any, jax.Array]:
         (sums, gradient), (x_BtD, labels_Bt, weights_Bt) = carry, chunk
-        logits_BtV = logits._replace(x=x_BtD).whole()
-        of_label = jax.nn.one_hot(labels_Bt, len(logits.tokens))
-        dlogits_BtV = (jax.nn.softmax(logits_BtV) - of_label) * weights_Bt[..., None]
+        logits_BtV = logits._replace(x=x_BtD).own()
+        if logits.words is None:
+            of_label = jax.nn.one_hot(labels_Bt, len(logits.tokens))
+            dlogits_BtV = (jax.nn.softmax(logits_BtV) - of_label) * weights_Bt[..., None]
+        else:
+            loss = lambda own: weighted_sums(own, labels_Bt, weights_Bt, logits.words)[0]
+            dlogits_BtV = jax.grad(loss)(logits_BtV)
         dlogits_NV = dlogits_BtV.reshape(-1, len(logits.tokens)).astype(x_BtD.dtype)
         x_ND = x_BtD.reshape(len(dlogits_NV), -1)
         dtokens_VD = jnp.einsum("nv,nd->vd", dlogits_NV, x_ND, preferred_element_type=jnp.float32)
         dbias_V = None if logits.bias is None else gradient.bias + dlogits_BtV.sum((0, 1))
         dx_ND = jnp.einsum("nv,vd->nd", dlogits_NV, logits.tokens, preferred_element_type=jnp.float32)
         total = gradient._replace(tokens=gradient.tokens + dtokens_VD, bias=dbias_V)
-        sums = jax.tree.map(jnp.add, sums, weighted_sums(logits_BtV, labels_Bt, weights_Bt))
+        sums = jax.tree.map(jnp.add, sums, weighted_sums(logits_BtV, labels_Bt, weights_Bt, logits.words))
         return (sums, total), dx_ND.astype(x_BtD.dtype)
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), logits._replace(x=jnp.zeros(())))

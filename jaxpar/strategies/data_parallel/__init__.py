@@ -27,6 +27,7 @@ from jaxpar.core.plan import Decision, Plan
 from jaxpar.core.state import State
 from jaxpar.core.step import Problem
 from jaxpar.errors import UserError, check_choice
+from jaxpar.exchange.named import EXCHANGES
 from jaxpar.models.model import Model
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.data_parallel import master, pmap, shard_map, sharding
@@ -48,6 +49,8 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Dec
     meshes.check_sizes(config, cluster)
     axes = meshes.sizes(config, cluster)
     exchanges.check_exchange(config, axes[DATA], cluster)
+    if config.mesh.tensor > 1:
+        check_tensor_axis(config)
     if config.data_parallel.implementation in ("sharding", "pmap") and not exchanges.is_plain(config):
         raise UserError(
             f"config.data_parallel.implementation is {config.data_parallel.implementation!r}, with which XLA sums the "
@@ -62,6 +65,22 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Dec
     return Decision(axes, *batch_divisor(config, axes[DATA]), num_replicas=axes[DATA], source=None)
 
 
+def check_tensor_axis(config: ConfigDict) -> None:
+    """Raise UserError for an exchange or implementation that the replicas of a tensor axis cannot have."""
+    row, implementation = EXCHANGES[config.exchange], config.data_parallel.implementation
+    if not row.averages and not row.shards:
+        names = ", ".join(name for name, one in EXCHANGES.items() if one.averages or one.shards)
+        raise UserError(
+            f"config.exchange is {config.exchange!r}, which needs whole arrays; it must be one of {names} with "
+            f"config.mesh.tensor={config.mesh.tensor}"
+        )
+    if implementation in ("sharding", "pmap"):
+        raise UserError(
+            f"config.data_parallel.implementation is {implementation!r}; it must be 'auto' or 'shard_map' with "
+            f"config.mesh.tensor={config.mesh.tensor}"
+        )
+
+
 def sums_are_float32(config: ConfigDict, num_replicas: int) -> bool:
     """Return whether XLA's partitioner would sum gradients in float32. It sums in the dtype of the model."""
     return num_replicas == 1 or config.model.dtype == "float32"
@@ -72,6 +91,8 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
     if config.exchange == "dp":
         return master.plan(shapes, decision)
     num_replicas, implementation = decision.num_replicas, config.data_parallel.implementation
+    if config.mesh.tensor > 1:
+        implementation = "shard_map"
     if implementation == "auto":
         sums_once = shapes.accumulation_steps == 1 and not shapes.model.ties
         is_exact = num_replicas == 1 or (sums_once and sums_are_float32(config, num_replicas))

@@ -21,11 +21,13 @@ from jaxpar import layout
 from jaxpar.core import mesh as meshes
 from jaxpar.core import state as states
 from jaxpar.core import step as steps
-from jaxpar.core.mesh import DATA
-from jaxpar.core.optimizer import at_step
+from jaxpar.core.mesh import DATA, TENSOR
+from jaxpar.core.optimizer import OPTIMIZERS, at_step
 from jaxpar.core.plan import Decision, Plan, state_memory
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem, with_shardings
+from jaxpar.core.tensor import TensorParallel
+from jaxpar.errors import UserError
 from jaxpar.exchange.exchange import EVERY, DistributedState, Exchange
 from jaxpar.exchange.fetch import fetched
 from jaxpar.exchange.reduce import psum_small
@@ -55,30 +57,41 @@ class ReplicaDetails:
     """The details of a plan that `build` needs."""
 
     exchange: Exchange  # the exchange around the optimizer
+    tensor: TensorParallel | None  # the groups of devices that are one replica; None: a replica is one device
     unrolled: bool  # whether to compute the model without a scan over layers
 
 
 def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cpu: bool) -> Plan[ReplicaDetails]:
     """Plan data-parallel replicas with config.exchange. Raises UserError if it does not support these shapes."""
-    exchange = exchanges.configured_exchange(config, shapes, decision.num_replicas)
-    like = states.abstract_state(shapes.model, shapes.optimizer)
-    layouts = make_layouts(exchange, dict(decision.axes), like)
+    axes, like = dict(decision.axes), states.abstract_state(shapes.model, shapes.optimizer)
+    tensor = tensor_parallel(config, shapes, axes) if TENSOR in axes else None
+    if tensor is None:
+        exchange = exchanges.configured_exchange(config, shapes, decision.num_replicas)
+        base = State(*(layout.replicated(axes, part) for part in like))
+    else:
+        exchange = exchanges.configured_exchange(config, tensor.problem, decision.num_replicas, tensor.norm)
+        base = tensor.layouts(like)
+        shapes = tensor.problem
+    layouts = make_layouts(exchange, base)
     # With `fetch`, a layer receives all arrays that it uses, including those that it shares with another layer.
-    sent = shapes.model.read_shapes(shapes.batch) if exchange.fetch else like.params
-    traffic = tuple(exchange.traffic(sent, shapes.accumulation_steps))
+    sent = shapes.model.read_shapes(shapes.batch) if exchange.fetch else shapes.model.shapes
+    traffic = (*exchange.traffic(sent, shapes.accumulation_steps), *(tensor.traffic() if tensor else ()))
     summary = f"{exchanges.name(config)}: batch sharded, parameters {layouts['params'].kind}, "
     summary += f"optimizer {layouts['optimizer'].kind}" + (", in the host's memory" if exchange.offload else "")
+    summary += f"; layers split over {axes[TENSOR]} devices" if tensor else ""
+    private_key = exchanges.private_key(config, decision.num_replicas, like.params)
+    private_key |= {"tensor": axes[TENSOR]} if tensor else {}
     return Plan(
         "data_parallel",
         decision,
         summary,
         layouts,
         # On CPUs, nothing orders collectives inside a loop relative to those outside of it, so devices could deadlock.
-        ReplicaDetails(exchange, unrolled=bool(exchange.fetch) and on_cpu),
+        ReplicaDetails(exchange, tensor, unrolled=bool(exchange.fetch) and on_cpu),
         state_memory(layouts),
         traffic,
         exchanges.name(config),
-        exchanges.private_key(config, decision.num_replicas, like.params) if private_parts(layouts) else {},
+        private_key if private_parts(layouts) else {},
         exchanges.differs(config, decision.num_replicas),
         exchanges.exchange_advice(config),
     )
@@ -86,13 +99,15 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
 
 def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:
     """Build the strategy of a planned exchange."""
-    mesh, exchange = meshes.make_mesh(plan.axes, devices), plan.details.exchange
+    mesh, exchange, tensor = meshes.make_mesh(plan.axes, devices), plan.details.exchange, plan.details.tensor
+    placed = ReplicaState(problem, mesh, exchange, plan.layouts)
+    if tensor is not None:
+        problem = tensor.problem
     if plan.details.unrolled:
         problem = problem._replace(model=problem.model.unrolled())
-    placed = ReplicaState(problem, mesh, exchange, plan.layouts)
     in_shard_map = partial(jax.shard_map, mesh=mesh, check_vma=False)
     replica_step = in_shard_map(
-        train_step(problem, exchange, placed.layout, plan.num_replicas),
+        train_step(problem, exchange, placed.layout, plan.num_replicas, tensor),
         in_specs=(placed.layout.specs, PartitionSpec(DATA)),
         out_specs=(placed.layout.specs, PartitionSpec()),
     )
@@ -151,17 +166,21 @@ def fetching(problem: Problem, exchange: Exchange) -> Problem:
 
 
 def train_step(
-    problem: Problem, exchange: Exchange, layout: Layout, num_replicas: int
+    problem: Problem, exchange: Exchange, layout: Layout, num_replicas: int, tensor: TensorParallel | None
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
-    """Return the function that runs one training step on a replica. layout: layout of the global state."""
+    """Return the function that runs one training step on a device. layout: layout of the global state."""
     problem = fetching(problem, exchange)
+    axes, norm = (DATA, optax.tree.norm) if tensor is None else ((DATA, TENSOR), tensor.norm)
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         state = layout.local(state)
         weight = jax.lax.pmean(steps.batch_weight(batch), DATA)  # so that the gradient is the mean over replicas
+        if tensor is not None:
+            weight *= tensor.group.size  # each device differentiates its share of the loss
         grads, local_sums = steps.gradients(problem, state, batch, weight, scatter=exchange.scatter)
-        square = optax.tree.norm(grads) ** 2
-        sums, squares = psum_small((local_sums, square), DATA)
+        if tensor is not None:
+            grads = tensor.reduced(grads)
+        sums, squares = psum_small((local_sums, norm(grads) ** 2), DATA)
         grad_norm = jnp.sqrt(squares / num_replicas)
         finite = steps.is_finite(grad_norm, sums)  # before the exchange, as a compressor may hide infinities and NaNs
         distributed = state.optimizer._replace(optimizer=at_step(state.optimizer.optimizer, state.step))
@@ -176,28 +195,49 @@ def train_step(
         if made.grad_norm is not None:
             grad_norm, finite = made.grad_norm, finite & jnp.isfinite(made.grad_norm)
         else:  # values sent in a narrow dtype may overflow
-            finite &= jax.lax.psum(steps.nonfinite_count(made.updates), DATA) == 0
+            finite &= jax.lax.psum(steps.nonfinite_count(made.updates), axes) == 0
         state, metrics = steps.apply(state, made.updates, made.state, Metrics(sums, grad_norm, finite))
         return layout.out(state), metrics
 
     return step
 
 
-def make_layouts(exchange: Exchange, axes: dict[str, int], like: State) -> dict[str, Layout]:
-    """Return the layouts of the parts of the state with an exchange. like: shapes of the canonical state."""
-    params = layout.by_kind(exchange.params, layout.replicated(axes, like.params), DATA, exchange.copies)
-    optimizer = layout.by_kind(exchange.optimizer, layout.replicated(axes, like.optimizer), DATA, exchange.copies)
+def tensor_parallel(config: ConfigDict, shapes: Problem, axes: Mapping[str, int]) -> TensorParallel:
+    """Return the groups of devices of config.mesh.tensor. Raises UserError if the model or optimizer has no parts."""
+    size, split = axes[TENSOR], shapes.model.tensor
+    if split is None:
+        raise UserError(
+            f"config.mesh.tensor is {size}; it must be 1 with config.model.name={config.model.name!r}, whose layers "
+            "compute on one device only"
+        )
+    for key, number in split.counts.items():
+        if number % size:
+            raise UserError(f"config.mesh.tensor is {size}; it must divide config.model.{key}, {number}")
+    if not OPTIMIZERS[config.optimizer.name].elementwise:
+        names = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.elementwise)
+        raise UserError(
+            f"config.optimizer.name is {config.optimizer.name!r}, which needs whole arrays; it must be one of {names} "
+            f"with config.mesh.tensor={size}"
+        )
+    return TensorParallel(shapes, axes)
+
+
+def make_layouts(exchange: Exchange, base: State) -> dict[str, Layout]:
+    """Return the layouts of the parts of the state with an exchange. base: those without one."""
+    params: Layout = layout.by_kind(exchange.params, base.params, DATA, exchange.copies)  # type: ignore[arg-type]
+    optimizer = layout.by_kind(exchange.optimizer, base.optimizer, DATA, exchange.copies)
+    others = [axis for axis in params.axes if axis == TENSOR]
 
     def private() -> Any:
         held = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params.local_shapes)
         return exchange.init(held).private
 
     return {
-        "step": layout.replicated(axes, like.step),
-        "key": layout.replicated(axes, like.key),
+        "step": base.step,
+        "key": base.key,
         "params": params,
         "optimizer": optimizer.moved_to_host() if exchange.offload else optimizer,
-        "private": layout.made_by_replicas(axes, private, DATA),
+        "private": layout.made_by_replicas(params.axes, private, DATA, *others),
     }
 
 

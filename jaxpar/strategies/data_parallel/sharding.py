@@ -4,6 +4,8 @@ On a mesh of one device, this is the strategy `single`: training on one device, 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -13,7 +15,7 @@ from jaxpar.cluster import Cluster
 from jaxpar.core import mesh as meshes
 from jaxpar.core import state as states
 from jaxpar.core import step as steps
-from jaxpar.core.mesh import DATA, STAGE
+from jaxpar.core.mesh import DATA
 from jaxpar.core.plan import Decision, Plan, ring_traffic, state_memory
 from jaxpar.core.state import State, nbytes
 from jaxpar.core.step import Metrics, Problem, with_shardings
@@ -21,6 +23,7 @@ from jaxpar.errors import UserError, check_choice, format_count
 from jaxpar.exchange.named import EXCHANGES
 from jaxpar.models.model import Model
 from jaxpar.strategies import exchanges
+from jaxpar.strategies.data_parallel import shard_map
 from jaxpar.strategies.placement import IN_PLACE, PlacedState, batch_placer, by_replica, on_all
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
@@ -37,11 +40,17 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Dec
         )
     check_choice("exchange", config.exchange, EXCHANGES)
     exchanges.check_no_exchange(config, "which has one replica and exchanges nothing")
-    return Decision({DATA: 1, STAGE: 1}, *batch_divisor(config, 1), num_replicas=1, source=None)
+    axes = {**meshes.sizes(config, cluster), DATA: 1}
+    meshes.check_sizes(config, cluster)
+    return Decision(axes, *batch_divisor(config, 1), num_replicas=1, source=None)
 
 
-def plan(_config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[None], /) -> Plan[str]:
-    """Plan the whole state and every batch of `single` on one device."""
+def plan(
+    config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[None], /
+) -> Plan[str] | Plan[shard_map.ReplicaDetails]:
+    """Plan the whole state and every batch of `single` on one device, or on the devices of a tensor axis."""
+    if config.mesh.tensor > 1:
+        return replace(shard_map.plan(config, shapes, decision, on_cpu=cluster.platform == "cpu"), strategy="single")
     return plan_replicated("single", shapes, decision, "one device")
 
 
@@ -74,8 +83,10 @@ def plan_replicated(
     return Plan(strategy, decision, summary, layouts, implementation, state_memory(layouts), traffic, exchange)
 
 
-def build(plan: Plan[str], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:
+def build(plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:
     """Build the step with `jit` over the planned mesh: the batch is split over `data`, the state replicated."""
+    if isinstance(plan.details, shard_map.ReplicaDetails):
+        return shard_map.build(plan, problem, devices)
     mesh = meshes.make_mesh(plan.axes, devices)
     placed = PlacedState(problem, plan.layouts, mesh)
 
