@@ -16,6 +16,7 @@ from jaxpar.core import mesh
 from jaxpar.errors import UserError, format_count
 from jaxpar.inspect import certificate, delayed, reference
 from jaxpar.inspect.certificate import QUANTITIES, ROUNDINGS, TOLERANCES
+from jaxpar.inspect.reference import Runs
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build, report
 
@@ -43,9 +44,14 @@ def certify(config: ConfigDict, num_steps: int = 10, reference_passes: int = 1) 
     with tempfile.TemporaryDirectory() as folder, jax.default_matmul_precision("highest"):
         config, dataset = choose(config, Path(folder))
         run = build.make_run(config, Path(folder), Phases(), build.check_run(config, Path(folder)), dataset)
-        runs, delays = reference.make_runs(run, reference_passes), run.plan.delays
-        measured = delayed.measure_recurrence(runs) if delays else certificate.measure(runs)
-        flags = report.flags()
+        return issue(reference.make_runs(run, reference_passes))
+
+
+def issue(runs: Runs) -> dict[str, Any]:
+    """Compare a strategy with its reference, and return the certificate."""
+    run, passes = runs.ours, runs.one_device.problem.accumulation_steps
+    config, delays = run.config, run.plan.delays
+    measured = delayed.measure_recurrence(runs) if delays else certificate.measure(runs)
     differs = delays.differs if delays else run.plan.differs
     tolerance = None if differs else TOLERANCES[config.model.dtype]
     updates = " with delayed updates" if delays else ""
@@ -65,13 +71,13 @@ def certify(config: ConfigDict, num_steps: int = 10, reference_passes: int = 1) 
         "sums": {
             "batch_size": config.batch_size,
             "strategy": run.plan.decision.batch_words,
-            "reference": f"one device{updates}, all examples in {format_count(reference_passes, 'pass')}",
+            "reference": f"one device{updates}, all examples in {format_count(passes, 'pass')}",
         },
         "batches": measured.batches,
         "seeds": {"config.seed": config.seed, "config.exchange_options.seed": config.exchange_options.seed},
         "versions": report.versions(),
         "devices": report.describe_devices(run.strategy.devices),
-        "flags": flags,
+        "flags": report.flags(),
         "config": configs.changed_keys(config),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -1,4 +1,8 @@
-"""Tests of the certificate: correct strategies pass, planted mistakes fail, lossy strategies have no tolerance."""
+"""Tests of the certificate and its command: planted mistakes fail, lossy strategies have no tolerance.
+
+tests/strategies/test_cases.py certifies the strategies of its table. Here are the correct ones that it lacks: of
+pipelines that never drain, models of the package, and bfloat16.
+"""
 
 import json
 import os
@@ -30,7 +34,8 @@ from jaxpar.errors import exit_code
 from jaxpar.exchange import EXCHANGES
 from jaxpar.exchange.named import exchange_differs
 from jaxpar.inspect import certificate, certificate_report, reference
-from jaxpar.inspect.reference import Error, compare, compare_change, worst
+from jaxpar.inspect.reference import Error, Reference, compare, compare_change, worst
+from jaxpar.run.build import Run
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.data_parallel import pmap, shard_map
 from jaxpar.strategies.pipeline import strategy as pipeline
@@ -49,6 +54,7 @@ MLP += ["data.synthetic_examples=250", "model.num_layers=2", "model.dropout=0.2"
 BERT = ["model.dropout=0.2", "model.num_layers=2"]
 SHARD_MAP = ["data_parallel.implementation=shard_map"]
 REFERENCES: dict[str, Strategy[Any]] = {}  # by config
+SHARED: dict[int, Reference] = {}  # by the id of one of these strategies
 PIPELINE = ["strategy=pipeline", "mesh.stage=2", "mesh.data=1", "pipeline.num_microbatches=4"]
 PIPEDREAM = [*PIPELINE, "pipeline.num_microbatches=1", "pipeline.schedule=pipedream"]
 
@@ -69,7 +75,14 @@ def certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
             REFERENCES[key] = make_single(config, problem)
         return REFERENCES[key]
 
+    def share(run: Run) -> Reference:
+        """Return the reference of a strategy of `make_shared`, whose programs for updates are shared too."""
+        if id(run.strategy) not in SHARED:
+            SHARED[id(run.strategy)] = Reference(run)
+        return SHARED[id(run.strategy)]
+
     monkeypatch.setattr(reference, "make_single", make_shared)
+    monkeypatch.setattr(certificate, "Reference", share)
 
     def run(*keys: str, num_steps: int = 3) -> tuple[int, dict[str, Any]]:
         output = tmp_path / "certificate.json"
@@ -86,13 +99,8 @@ def certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
 
 CORRECT = {
     "sharding, bert": BERT,
-    "pmap, microbatches": [*MLP, "data_parallel.implementation=pmap", "optimizer.accumulation_steps=2"],
     "ddp, gpt": [*SHARD_MAP, "model.name=gpt", "task=causal_lm", "data.vocab_size=300"],
-    "dp": [*MLP, "exchange=dp"],
-    "zero1": [*MLP, "exchange=zero1", "mesh.data=4"],
     "zero3, bert": [*BERT, "exchange=zero3", "optimizer.accumulation_steps=2"],
-    "1f1b, bert": [*BERT, *PIPELINE, "pipeline.schedule=1f1b"],
-    "zb_h1, sgd": [*MLP, *PIPELINE, "pipeline.schedule=zb_h1", "mesh.data=2", "optimizer.name=sgd"],
     "pipedream, bert": [*BERT, *PIPEDREAM],
     "pipedream, 4 stages, 3 microbatches, clipped": [
         *[*MLP, *PIPEDREAM, "mesh.stage=4", "pipeline.num_microbatches=3"],
@@ -101,17 +109,20 @@ CORRECT = {
     "pipedream_vertical_sync": [*MLP, *PIPEDREAM, "pipeline.schedule=pipedream_vertical_sync", "mesh.stage=3"],
     "pipedream_2bw, 2 replicas": [*MLP, *PIPELINE, "pipeline.schedule=pipedream_2bw", "mesh.data=2"],
     "pipedream, bfloat16": [*MLP, *PIPEDREAM, "model.dtype=bfloat16"],
-    "sync of 4 workers": [*MLP, "strategy=async_data_parallel", "asynchronous.policy=sync"],
-    "swarm, delayed": [*MLP, "strategy=swarm", "mesh.data=2", "swarm.delayed=True"],
     "bfloat16": [*BERT, *SHARD_MAP, "model.dtype=bfloat16"],
     "bfloat16, mlp": [*MLP, *SHARD_MAP, "mesh.data=3", "model.dtype=bfloat16"],
 }
 
 
-SLOW = ["sharding, bert", "zero3, bert", "1f1b, bert", "bfloat16", "pipedream, bert", "pipedream_vertical_sync"]
-SLOW += ["pipedream, bfloat16", "doubled norm", "lost work", "ddp, gpt", "zero1"]
-SLOW += ["pipedream, 4 stages, 3 microbatches, clipped", "bagua_bytegrad compresses gradients lossily"]
-SLOW += ["bagua_decentralized has different weights on each replica", "horovod sends gradients in bfloat16"]
+SLOW = ["sharding, bert", "ddp, gpt", "zero3, bert", "pipedream, bert", "pipedream_vertical_sync"]
+SLOW += [
+    "pipedream, 4 stages, 3 microbatches, clipped",
+    "pipedream, bfloat16",
+    "bfloat16",
+    "doubled norm",
+    "lost work",
+    "horovod sends gradients in bfloat16",
+]
 SLOW += ["async of 4 workers with corrected_momentum computes gradients of stale weights"]
 
 
@@ -443,25 +454,8 @@ def test_mistakes_are_found_and_named(
 # ---- strategies that differ by design ------------------------------------------------------------------------------
 
 DIFFERENT = {
-    "onebit_adam compresses momentum lossily after its warm-up": ["exchange=onebit_adam"],
-    "bagua_bytegrad compresses gradients lossily": ["exchange=bagua_bytegrad"],
-    "bagua_decentralized has different weights on each replica": ["exchange=bagua_decentralized"],
     "horovod sends gradients in bfloat16": ["exchange=horovod", "exchange_options.wire_dtype=bfloat16"],
-    "horovod takes one optimizer step for every 2 training steps": [
-        "exchange=horovod",
-        "exchange_options.backward_passes_per_step=2",
-    ],
-    "byteps_topk sends only part of the gradients in each step": [
-        *PIPELINE,
-        "mesh.data=2",
-        "exchange=byteps_topk",
-        "exchange_options.min_compress_bytes=0",
-    ],
     "ddp sends gradients in bfloat16": [*PIPEDREAM, "mesh.data=2", "exchange_options.wire_dtype=bfloat16"],
-    "local_sgd of 4 workers computes gradients of local weights": [
-        "strategy=async_data_parallel",
-        "asynchronous.policy=local_sgd",
-    ],
     "async of 4 workers with corrected_momentum computes gradients of stale weights": [
         "strategy=async_data_parallel",
         "asynchronous.mitigations=corrected_momentum",
@@ -621,7 +615,8 @@ def test_a_long_comparison_is_announced(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_contents_of_a_certificate(certify: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    _, found = certify(*MLP, *SHARD_MAP, "seed=1", "optimizer.accumulation_steps=2", num_steps=2)
+    code, found = certify(*MLP, *SHARD_MAP, "seed=1", "optimizer.accumulation_steps=2", num_steps=2)
+    assert (code, found["outside"], found["differs"]) == (0, [], "")
     assert found["seeds"] == {"config.seed": 1, "config.exchange_options.seed": None}
     assert found["sums"]["strategy"] == "2 replicas (the data axis) x 2 accumulation steps"
     assert found["batches"] == [0, 5]

@@ -5,12 +5,22 @@ positions have different weights, and the last three examples are padding.
 """
 
 import functools
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+import optax
+import pytest
+from ml_collections import ConfigDict
 
+from jaxpar import cluster, strategies
+from jaxpar.core import state as states
 from jaxpar.core.state import Canonical
 from jaxpar.core.step import Metrics, Problem
+from jaxpar.inspect import certificate, certificate_report
+from jaxpar.inspect.reference import Reference, Runs, recording
+from jaxpar.run.build import Run
 from jaxpar.strategies import Strategy
 from jaxpar.tasks import Sums
 from tests.strategies import pipelines
@@ -136,19 +146,31 @@ def batch(step: int) -> dict[str, Any]:
 
 
 @functools.cache
+def config(name: str) -> ConfigDict:
+    """Return the config of a case."""
+    return pipelines.make_config(TASK, *overrides(name))
+
+
+@functools.cache
+def problem(name: str) -> Problem:
+    """Return the problem of a case. For certificates, its optimizer records gradients and updates."""
+    made = pipelines.make_problem(config(name), TASK, pipelines.build_once)
+    return made._replace(optimizer=optax.chain(recording(), made.optimizer, recording()))
+
+
+@functools.cache
 def start() -> Canonical:
     """Return the state at which all cases start."""
-    return pipelines.start(TASK)
+    made, tree = problem("single"), pipelines.start(TASK)
+    like = states.to_canonical(states.abstract_state(made.model, made.optimizer))
+    return tree | {"optimizer": jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like["optimizer"])}
 
 
-def problem(name: str) -> Problem:
-    """Return the problem of a case."""
-    return pipelines.make_problem(pipelines.make_config(TASK, *overrides(name)), TASK)
-
-
+@functools.lru_cache(maxsize=8)  # a compiled pipeline takes about 50 MB
 def build(name: str) -> Strategy[Any]:
     """Return the strategy of a case, which is built once for several tests of it."""
-    return pipelines.shared(TASK, *overrides(name))
+    made, there = problem(name), cluster.find_cluster()
+    return strategies.build(pipelines.plan_on(config(name), made, there), made, cluster.devices())
 
 
 def evaluate(strategy: Strategy[Any], state: Any) -> Sums:
@@ -173,3 +195,48 @@ def train(name: str) -> Trained:
 def single() -> Trained:
     """Return the training on one device, the reference."""
     return train("single")
+
+
+class Numbered(NamedTuple):
+    """The batches of the problem, as those of a run of one epoch."""
+
+    steps_per_epoch: int = NUM_STEPS
+
+    def batch(self, step: int) -> dict[str, Any]:
+        return batch(step)
+
+    def examples_before(self, step: int) -> int:
+        return step * SIZE
+
+
+def run(name: str, strategy: Strategy[Any]) -> Run:
+    """Return the run of a case, without what a certificate does not read."""
+    unread: Any = None
+    batches: Any = Numbered()
+    return Run(
+        config=config(name),
+        workdir=Path("no checkpoints"),
+        dataset=unread,
+        batches=batches,
+        problem=problem(name),
+        pretrained=None,
+        cluster=cluster.find_cluster(),
+        strategy=strategy,
+        learning_rate=unread,
+        num_steps=NUM_STEPS,
+        phases=unread,
+    )
+
+
+@functools.cache
+def reference() -> Reference:
+    """Return the reference of all certificates, whose programs they share."""
+    return Reference(run("single", single().strategy))
+
+
+def certify(name: str) -> dict[str, Any]:
+    """Return the certificate of a case."""
+    one_device = run("single", single().strategy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(certificate, "Reference", lambda _run: reference())
+        return certificate_report.issue(Runs(run(name, build(name)), one_device, one_device))

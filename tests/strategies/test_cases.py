@@ -1,7 +1,7 @@
 """Every strategy of the table of cases trains like one device, resumes, and has its arrays where its plan has them.
 
 Any strategy can resume from the checkpoint of any other: the canonical state of each equals that of one device, and
-each continues from that of one device.
+each continues from that of one device. Certificates compare each step with one device, layer by layer.
 """
 
 from typing import Any
@@ -12,12 +12,13 @@ import pytest
 
 from jaxpar.exchange import EXCHANGES
 from jaxpar.inspect import audit
+from jaxpar.inspect.certificate import TOLERANCES
 from jaxpar.layout import HELD, PER_REPLICA, REPLICATED, SHARDED
 from jaxpar.strategies import STRATEGIES
 from jaxpar.strategies.data_parallel import IMPLEMENTATIONS
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES
 from tests.selection import slow_except
-from tests.strategies import cases
+from tests.strategies import cases, pipelines
 from tests.strategies.cases import CASES, EXACT, LOSSY, NUM_STEPS, STALE, Trained, batch, single
 from tests.strategies.layouts import assert_state_is_where_plan_says
 from tests.strategies.pipelines import assert_bitwise_equal, assert_survives, filled, make, named, relative_error
@@ -30,7 +31,30 @@ KINDS = {
     "horovod_adasum": (REPLICATED, PER_REPLICA),
     **{name: (PER_REPLICA, PER_REPLICA) for name in LOSSY if "decentralized" in name or "average" in name},
 }
+# How training differs from one device.
+DELAYED = "swarm, delayed"  # its certificate compares it with its recurrence
+ONEBIT, LOCAL = "byteps_onebit compresses gradients lossily", "of 8 workers computes gradients of local weights"
+DIFFERS = {
+    **{name: ONEBIT for name in LOSSY if "byteps_onebit" in name},
+    "byteps_topk": "byteps_topk sends only part of the gradients in each step",
+    "byteps_randomk": "byteps_randomk sends only part of the gradients in each step",
+    "byteps_dithering": "byteps_dithering compresses gradients lossily",
+    "bagua_bytegrad": "bagua_bytegrad compresses gradients lossily",
+    "horovod_adasum": "horovod_adasum combines updates with Adasum instead of averaging gradients",
+    "horovod, 2 passes": "horovod takes one optimizer step for every 2 training steps",
+    "bagua_qadam": "bagua_qadam compresses momentum lossily after its warm-up",
+    "onebit_adam": "onebit_adam compresses momentum lossily after its warm-up",
+    **{
+        name: f"{name} has different weights on each replica" for name in LOSSY if KINDS.get(name) == 2 * (PER_REPLICA,)
+    },
+    "powersgd": "powersgd sends low-rank approximations of gradients after its warm-up",
+    "async": "async of 8 workers with adaptive_dc_asgd, staleness_aware computes gradients of stale weights",
+    "softsync": "softsync of 2 workers computes gradients of stale weights",
+    **{name: f"{name} {LOCAL}" for name in ("local_sgd", "diloco", "model_average")},
+    DELAYED: "delayed updates use weights one step older",
+}
 PRIVATE = LOSSY.keys() - {"bagua_bytegrad"} | STALE.keys()
+LAYERS = ("embed", "mix_0", "mix_1", "mix_2", "mix_3", "head")
 REPLICAS = ("single", "data_parallel")
 # One case of every way to create a state on devices, and to evaluate it. A further exchange or schedule adds none.
 INITIAL = {
@@ -65,6 +89,7 @@ def assert_near(got: Any, expected: Any) -> None:
 
 def test_trains_like_one_device(name: str, trained: Trained) -> None:
     """Every step does: its sums, gradient norm and state. So do the initial state and an evaluation."""
+    assert trained.strategy.plan.differs == DIFFERS.get(name, "")
     if name in EXACT:
         assert_near(trained.metrics, single().metrics)
         for tree, like in zip(trained.trees, single().trees, strict=True):
@@ -138,7 +163,7 @@ def test_arrays_are_where_the_plan_says(name: str, trained: Trained) -> None:
 def test_arrays_of_live_workers_are_where_the_plan_says() -> None:
     settings = f"{cases.ASYNC} mesh.data=4 asynchronous.policy=async asynchronous.num_workers=4 asynchronous.mode=live"
     strategy = make(cases.TASK, *(f"--config.{setting}" for setting in (f"batch_size={cases.SIZE}", *settings.split())))
-    state, _ = strategy.step(strategy.from_canonical(cases.start()), strategy.place(batch(0)))
+    state, _ = strategy.step(strategy.from_canonical(pipelines.start(cases.TASK)), strategy.place(batch(0)))
     assert_state_is_where_plan_says(strategy, state)
 
 
@@ -161,8 +186,26 @@ def test_programs_compile_without_arrays_and_send_what_theory_says(name: str) ->
     assert [row for row in rows if not row.is_explained] == []
 
 
+CERTIFIED = {"pmap", "zero3", "1f1b", "dispatched zb_v", "sync", "onebit_adam", "zb_v, byteps_onebit", DELAYED}
+
+
+@pytest.mark.parametrize("name", slow_except(CERTIFIED, CASES), indirect=True, scope="module")
+def test_certificates(name: str) -> None:
+    """All steps are correct, except of strategies that differ by design: their drift is large."""
+    found, differs = cases.certify(name), "" if name == DELAYED else DIFFERS.get(name, "")
+    assert (found["outside"], found["counters"], found["differs"]) == ([], [], differs)
+    assert found["tolerance"] == (None if differs else TOLERANCES["float32"])
+    assert bool(found["delays"]) == (name == DELAYED)
+    assert found["batches"] == [*range(NUM_STEPS)]
+    assert {"loss", "gradient norm", "weight", "evaluation loss", "evaluation weight"} <= found["metrics"].keys()
+    compared = ["start", "gradient", *([] if differs else ["update", "moments"]), "resume", "drift"]
+    assert {layer: list(errors) for layer, errors in found["layers"].items()} == dict.fromkeys(LAYERS, compared)
+    assert (max(errors["drift"]["relative"] for errors in found["layers"].values()) > 1e-4) == bool(differs)
+
+
 def test_every_kind_of_strategy_is_in_the_table() -> None:
-    assert CASES.keys() >= INITIAL | COMPILED
+    assert CASES.keys() >= INITIAL | COMPILED | CERTIFIED
+    assert DIFFERS.keys() == LOSSY.keys() | STALE.keys()
     settings = {setting for case in EXACT.values() for setting in case.split()}
     values = {"strategy": STRATEGIES, "data_parallel.implementation": IMPLEMENTATIONS, "pipeline.schedule": SCHEDULES}
     of_all = {setting for case in CASES.values() for setting in case.split()}

@@ -99,9 +99,11 @@ def plan(
     sent = trees_sent(updates, mitigations, numbers, local=is_local)
     nbytes_sent, messages = round(sent * nbytes(like.params)), sent * len(jax.tree.leaves(like.params))
     names = options.named_mitigations(config)
-    workers = f"{'live ' if a.mode == 'live' else ''}{a.policy} of {a.num_workers} workers"
+    workers = f"{'live ' if a.mode == 'live' else ''}{a.policy} of {format_count(a.num_workers, 'worker')}"
     workers += f" with {', '.join(names)}" if names else ""
-    is_lock_step = a.policy == "sync" and not names  # workers train like one device
+    # One emulated worker computes each gradient from the newest weights. Only diloco has a further optimizer.
+    is_alone = a.num_workers == 1 and a.mode != "live" and a.policy != "diloco"
+    is_exact = not names and (a.policy == "sync" or is_alone)  # workers train like one device
     summary, fingerprint = workers, "live"
     if updates is not None:
         staleness = updates.staleness
@@ -122,7 +124,7 @@ def plan(
             "mitigations": names,
             "table": fingerprint,
         },
-        differs="" if is_lock_step else f"{workers} computes gradients of {'local' if is_local else 'stale'} weights",
+        differs="" if is_exact else f"{workers} computes gradients of {'local' if is_local else 'stale'} weights",
         advice=options.diloco_advice(config, updates),
     )
 
