@@ -108,6 +108,7 @@ EPS = 4 * float(np.finfo(np.float32).eps)
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
+@settings(max_examples=25)
 @given(x=ANY_VECTOR)
 @example(x=np.full(LENGTH, 1e30, np.float32))
 @example(x=(3.4e38 * np.linspace(-1, 1, LENGTH)).astype(np.float32))  # the range overflows
@@ -308,6 +309,7 @@ def with_feedback(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["min_max_uint8", "onebit mean 0", "onebit l2 8", "topk", "randomk", "dithering"])
+@settings(max_examples=15)
 @given(vectors=st.lists(ANY_VECTOR, min_size=4, max_size=4))
 @example(vectors=list(np.random.default_rng(1).normal(size=(4, LENGTH)).astype(np.float32)))
 def test_with_feedback_all_is_sent_or_left(name: str, vectors: list[np.ndarray]) -> None:
