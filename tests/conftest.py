@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import pytest
+from hypothesis import HealthCheck, settings
 
 from jaxpar.core import mesh
 from jaxpar.measure.hlo import present_lines
@@ -27,6 +28,16 @@ FAST_COMPILATION = (
     *(("--xla_cpu_use_fusion_emitters=false",) if jax.__version_info__ < (0, 11) else ()),
 )
 CACHE_BYTES = 2**30
+# Properties run the same examples each time, and may write to one tmp_path again and again.
+settings.register_profile(
+    "jaxpar",
+    max_examples=40,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("jaxpar")
 MAX_MAPS = 40_000  # Linux allows a process 65,530 memory maps; with JAX 0.11 a compiled program takes about 20
 
 

@@ -130,7 +130,9 @@ def onebit(norm: str = "mean", block: int = 0) -> Compressor:
         largest = jnp.clip(jnp.max(jnp.abs(blocks), axis=1, keepdims=True), 1e-30, 1e37)  # the inverse is not denormal
         scaled = jnp.abs(blocks) / largest
         sums = jnp.sum(scaled if norm == "mean" else scaled**2, axis=1, keepdims=True) / count
-        return largest * (sums if norm == "mean" else jnp.sqrt(sums))
+        scales = largest * (sums if norm == "mean" else jnp.sqrt(sums))
+        # Rounding can exceed the largest float; what is not finite stays so.
+        return jnp.where(sums < jnp.inf, jnp.minimum(scales, jnp.finfo(jnp.float32).max), scales)
 
     def encode(x: jax.Array, state: Tree) -> tuple[Payload, Tree]:
         blocks = _in_blocks(x, block)

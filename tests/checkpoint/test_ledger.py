@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from jaxpar import training
 from jaxpar.checkpoint import ledger
@@ -127,16 +130,56 @@ def test_a_line_by_hand(tmp_path: Path) -> None:
     }
 
 
-def test_killed_and_resumed_by_other_numbers_of_processes(tmp_path: Path) -> None:
+# A start: the processes, the steps that it records, how many checkpoints it loses, and the torn line that it leaves.
+START = st.tuples(
+    st.sampled_from([(ALL,), HALVES]), st.integers(1, 17), st.integers(0, 2), st.sampled_from(["", '{"from": 20, "to'])
+)
+
+
+@settings(max_examples=25)
+@given(st.lists(START, max_size=5))
+@example([(HALVES, 15, 1, ""), ((ALL,), 10, 0, '{"from": 20, "to'), (HALVES, 6, 0, "")])
+def test_any_history_of_crashes(starts: list[tuple[Sequence[slice], int, int, str]]) -> None:
     """Lines of steps after the last checkpoint are cut in all files, also those of processes that no longer exist."""
-    record(tmp_path, 0, 15, HALVES)
-    ledger.cut(tmp_path, after=10)
-    record(tmp_path, 10, 20)
-    with (tmp_path / "0.jsonl").open("a") as file:
-        file.write('{"from": 20, "to')  # the process was killed during this write
-    ledger.cut(tmp_path, after=20)
-    record(tmp_path, 20, 26, HALVES)
-    assert verified(tmp_path, 26) == "every example of 2 epochs was used exactly once"
+    at = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for shares, number, lost, torn in starts:
+            directory, stop = Path(folder), at + number
+            record(directory, at, stop, shares)
+            with (directory / "0.jsonl").open("a") as file:
+                file.write(torn)  # the process was killed during this write
+            saved = [at, *(step for step in range(at + 1, stop) if step % 5 == 0), stop]
+            at = saved[max(0, len(saved) - 1 - lost)]
+            ledger.cut(directory, after=at)
+            epochs, steps = divmod(at, 13)
+            parts = [f"{n} {noun}{'s' * (n > 1)}" for n, noun in ((epochs, "epoch"), (steps, "step")) if n]
+            text = f"every example of {' and '.join(parts)} was used exactly once" if at else "no steps recorded"
+            assert verified(directory, at) == text
+
+
+@pytest.mark.parametrize("shares", [(ALL,), HALVES])
+@given(line=st.integers(0, 99), key=st.sampled_from(["", "twice", "from", "to", "epoch", "rows", "examples", "digest"]))
+def test_any_lost_repeated_or_changed_line_is_found(
+    shares: Sequence[slice], line: int, key: str, tmp_path: Path
+) -> None:
+    whole, damaged = tmp_path / "whole", tmp_path / "damaged"
+    if not whole.exists():
+        record(whole, 0, 26, shares)
+    shutil.copytree(whole, damaged, dirs_exist_ok=True)
+    path = damaged / f"{len(shares) - 1}.jsonl"
+    rows = [json.loads(text) for text in path.read_text().splitlines()]
+    at = line % len(rows)
+    if key == "rows":
+        rows[at]["rows"][line % 2] += 1
+    elif key == "digest":
+        rows[at]["digest"] = f"{int(rows[at]['digest'], 16) ^ 1 << line % 64:016x}"
+    elif key in rows[at]:
+        rows[at][key] += 1
+    else:
+        rows[at : at + 1] = [rows[at]] * (2 if key else 0)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises((TrainingError, UserError)):
+        verified(damaged, 26)
 
 
 def test_a_ledger_that_begins_later(tmp_path: Path) -> None:

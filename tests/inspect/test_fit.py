@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpar import cluster, strategies
@@ -51,6 +51,7 @@ def test_largest_size(needed: Callable[[int], float], largest: int | None, attem
     assert len(set(tried)) == len(tried)
 
 
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=60, unique=True), st.data())
 def test_any_growing_need(sizes: list[int], data: st.DataObject) -> None:
     sizes = sorted(sizes)

@@ -8,6 +8,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxpar.strategies.swarm import routing
 from jaxpar.strategies.swarm.membership import (
@@ -79,12 +81,32 @@ def test_a_new_peer_enters_at_the_least_work() -> None:
     assert routing.announce(queue, 2, 0.9) == queue
 
 
-def test_a_peer_that_failed_gets_nothing_until_it_announces_itself() -> None:
-    queue = routing.announce(routing.announce((), 0, 0.1), 1, 0.2)
-    queue = routing.withdraw(queue, 0)
-    assert {routing.select(queue, 1.0, 0.0)[0] for _ in range(5)} == {1}
-    assert routing.observe(queue, 0, 1.0, 5.0) == queue
-    assert {entry.peer for entry in routing.announce(queue, 0, 0.0)} == {0, 1}
+EVENTS = st.sampled_from(["announce", "withdraw", "select", "select", "observe"])
+
+
+@given(st.lists(st.tuples(EVENTS, st.integers(0, 4), st.floats(0, 1), st.sampled_from([0.5, 1.0, 3.0])), max_size=50))
+def test_any_sequence_of_joins_and_deaths(events: list[tuple[str, int, float, float]]) -> None:
+    """A peer that failed gets nothing until it announces itself, and the next peer has the least assigned work."""
+    queue: StageQueue = ()
+    present: set[int] = set()
+    for event, peer, tie, seconds in events:
+        before = {entry.peer: entry for entry in queue}
+        if event == "announce":
+            queue, present = routing.announce(queue, peer, tie), present | {peer}
+        elif event == "withdraw":
+            queue, present = routing.withdraw(queue, peer), present - {peer}
+        elif event == "observe":
+            queue = routing.observe(queue, peer, 2.0, seconds)
+        elif queue:
+            peer, queue = routing.select(queue, 2.0, tie)
+            assert before[peer].assigned == min(entry.assigned for entry in before.values())
+        after = {entry.peer: entry for entry in queue}
+        assert (set(after), len(queue)) == (present, len(present))
+        assert all(after[other] == before[other] for other in present - {peer})
+        if event == "select" and queue:
+            assert after[peer].assigned == before[peer].assigned + 2 * before[peer].pace
+        if event == "announce" and peer in before:
+            assert after == before
 
 
 def test_pace_is_a_moving_average() -> None:

@@ -4,10 +4,9 @@ import math
 import tempfile
 from pathlib import Path
 
-import hypothesis
 import numpy as np
 import pytest
-from hypothesis import given, strategies
+from hypothesis import given, settings, strategies
 
 from jaxpar.errors import UserError
 from jaxpar.strategies.swarm.availability import JOIN, LEAVE, PeerEvent, SwarmPeer
@@ -67,7 +66,7 @@ def test_nothing_is_lost_or_counted_twice(seed: int) -> None:
 CHANGES = strategies.lists(strategies.tuples(strategies.floats(0, 20), strategies.integers(0, 6)), max_size=40)
 
 
-@hypothesis.settings(max_examples=60, deadline=None, database=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     changes=CHANGES,
     speeds=strategies.lists(strategies.sampled_from([0.3, 0.5, 1.0, 2.0]), min_size=7, max_size=7),

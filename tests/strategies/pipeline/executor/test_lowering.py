@@ -1,30 +1,20 @@
 """Lowered tables are run in plain Python, on symbols instead of arrays: every action must read its own input."""
 
 import itertools
-import random
 from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxpar import cluster, strategies
 from jaxpar.strategies.pipeline.executor.lowering import INBOXES, NONE, LoweredTable, device_branches, lower_table
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, forward_only
-from jaxpar.strategies.pipeline.tables.table import (
-    ACTION,
-    ACTION_KINDS,
-    BW,
-    B,
-    F,
-    StageDevices,
-    Table,
-    W,
-    action_inputs,
-    with_slots,
-)
+from jaxpar.strategies.pipeline.tables.table import ACTION_KINDS, BW, B, F, Table, W
 from jaxpar.strategies.pipeline.tables.validate import check_table, peak_handed, peak_in_flight, peak_stashed
-from tests.strategies.pipeline.named_tables import grid, make
+from tests.strategies.pipeline.named_tables import any_tables, make, named_tables
 from tests.strategies.pipelines import Task, make_config, make_problem
 
 ZEROS = "the value that ppermute delivers to a device without a sender"
@@ -125,65 +115,18 @@ def run(table: Table) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_action_finds_its_input(name: str) -> None:
-    """The grid has 1-8 devices with 1-16 microbatches. Forward-only tables run as well."""
-    for table in grid(name):
-        run(table)
-        run(forward_only(table.num_devices, table.num_microbatches, table.stages))
+@given(data=st.data())
+def test_every_action_finds_its_input(name: str, data: st.DataObject) -> None:
+    """Forward-only tables run as well."""
+    table = data.draw(named_tables(name))
+    run(table)
+    run(forward_only(table.num_devices, table.num_microbatches, table.stages))
 
 
-def test_random_tables() -> None:
-    """Random tables have any stage placement, fused or split backwards, several actions per clock and idle devices."""
-    rng = random.Random(0)
-    routes, local_phases = Counter[int](), Counter[int]()
-    for _ in range(300):
-        table = random_table(rng, rng.randint(1, 5), rng.randint(1, 3), rng.randint(1, 5), rng.random() < 0.5)
-        check_table(table)
-        run(table)
-        shape = lower_table(table).shape
-        routes.update(len(route.phases) for route in shape.clocks[0].routes)
-        local_phases.update(shape.local_phases)
-    assert routes[2] > 200  # routes that carry both activations and gradients
-    assert local_phases[0] > 100 < local_phases[1]
-
-
-def random_table(rng: random.Random, p: int, v: int, m: int, fused: bool) -> Table:
-    """Return a valid table in which every device runs a random subset of its possible actions in each clock."""
-    stages = np.array(rng.sample(range(p * v), p * v)).reshape(p, v)
-    last = p * v - 1
-    device_of = [StageDevices(stages).device(stage, 0) for stage in range(last + 1)]
-    kinds = (F, BW) if fused else (F, B, W)
-    todo = [(kind, k, stage) for kind in kinds for k in range(m) for stage in range(p * v)]
-    made: dict[tuple[int, int, int], int] = {}
-    rows: list[tuple[int, ...]] = []
-    for clock in itertools.count():
-        if not todo:
-            break
-        busy: set[tuple[int, int]] = set()  # device, phase
-        sent: set[tuple[int, int]] = set()  # device, offset
-        for device, phase in itertools.product(range(p), range(3)):
-            mine = [a for a in todo if device_of[a[2]] == device and ACTION_KINDS[a[0]].phase == phase]
-            rng.shuffle(mine)
-            for kind, k, stage in mine:
-                shares = kind == W or (phase == 1 and stage == last)  # may share the clock of its F or B
-                needed = action_inputs(kind, k, stage, p * v)
-                is_ready = all(made.get(key, clock) < clock + (shares and made.get(key) == clock) for key in needed)
-                to = stage + {F: 1, W: 0}.get(kind, -1)
-                offset = (device_of[to] - device) % p if 0 <= to <= last else 0
-                if (
-                    not is_ready
-                    or (device, phase) in busy
-                    or (offset and (device, offset) in sent)
-                    or rng.random() < 0.3
-                ):
-                    continue
-                busy.add((device, phase))
-                sent.add((device, offset))
-                made[phase, k, stage] = clock
-                chunk = stages[device].tolist().index(stage)
-                rows.append((clock, device, kind, k, chunk, stage, 0, 0))
-                todo.remove((kind, k, stage))
-    return with_slots(Table(p, v, m, np.array(rows, ACTION)))
+@given(any_tables())
+def test_any_table(table: Table) -> None:
+    check_table(table)
+    run(table)
 
 
 def test_one_f_one_b_by_hand() -> None:

@@ -3,9 +3,12 @@
 import inspect
 import itertools
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from jaxpar.strategies.pipeline.tables import table as tables
 from jaxpar.strategies.pipeline.tables.draw import format_table
@@ -24,7 +27,8 @@ from jaxpar.strategies.pipeline.tables.table import (
 )
 from jaxpar.strategies.pipeline.tables.table_file import read_table, write_table
 from jaxpar.strategies.pipeline.tables.validate import TableError, check_table, peak_handed, peak_in_flight
-from tests.strategies.pipeline.named_tables import grid, make
+from tests.strategies.pipeline.named_tables import any_tables, make, named_tables
+from tests.strategies.pipeline.tables.reference import is_valid
 
 DIAGRAMS = {
     "model_parallel": (4, 2),
@@ -62,42 +66,47 @@ def in_flight(name: str, p: int, m: int, v: int, d: int) -> int:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_complete_valid_and_of_the_stated_peak(name: str) -> None:
-    for table in grid(name):
-        p, v, m, actions, *_ = table
-        check_table(table)
-        kinds = (F, B, W) if name.startswith("zb") else (F, BW)
-        work = set(actions[["kind", "microbatch", "stage"]].tolist())
-        assert work == set(itertools.product(kinds, range(m), range(p * v)))
-        assert len(actions) == len(work)
-        expected = [in_flight(name, p, m, v, d) for d in range(p)]
-        assert peak_in_flight(table).tolist() == expected, (p, m, v)
-        for d in range(p):  # both stashes use as few slots as possible
-            on = actions[actions["device"] == d]
-            assert set(on["slot"][on["kind"] != W]) == set(range(expected[d]))
-            assert set(on["slot"][on["kind"] == W]) == set(range(peak_handed(table)[d]))
+@given(data=st.data())
+def test_complete_valid_and_of_the_stated_peak(name: str, data: st.DataObject) -> None:
+    table = data.draw(named_tables(name))
+    p, v, m, actions, *_ = table
+    check_table(table)
+    assert is_valid(table)
+    kinds = (F, B, W) if name.startswith("zb") else (F, BW)
+    work = set(actions[["kind", "microbatch", "stage"]].tolist())
+    assert work == set(itertools.product(kinds, range(m), range(p * v)))
+    assert len(actions) == len(work)
+    expected = [in_flight(name, p, m, v, d) for d in range(p)]
+    assert peak_in_flight(table).tolist() == expected
+    assert table.num_clocks == num_clocks(name, p, m, v) or name in ("zb_h2", "zb_v") or (v > 1 and p == 2)
+    for d in range(p):  # both stashes use as few slots as possible
+        on = actions[actions["device"] == d]
+        assert set(on["slot"][on["kind"] != W]) == set(range(expected[d]))
+        assert set(on["slot"][on["kind"] == W]) == set(range(peak_handed(table)[d]))
+
+
+def num_clocks(name: str, p: int, m: int, v: int) -> int:
+    return {
+        "model_parallel": 2 * p * m,
+        "gpipe": 2 * (m + p - 1),
+        "1f1b": 2 * (m + p - 1),
+        "zb_h1": 3 * m + (p - 1) * 2 - (min(m, p) - 1),
+        "eager_1f1b": m + 2 * (p - 1),
+        # Every clock of the steady state has an F and a BW. On two devices, they would share the route of distance 1.
+        "interleaved_1f1b": m * v + 2 * (p - 1) + p * (v - 1),
+    }.get(name, 0)
+
+
+@given(named_tables("eager_1f1b"))
+def test_clocks_of_eager_1f1b(table: Table) -> None:
+    for clock, device, kind, microbatch, *_ in table.actions.tolist():
+        assert clock == (microbatch + device if kind == F else microbatch + 2 * (table.num_devices - 1) - device)
 
 
 def test_stages_go_round_the_devices_or_down_and_up() -> None:
     assert make("interleaved_1f1b", 3, 3, 2).stages.tolist() == [[0, 3], [1, 4], [2, 5]]
     assert make("zb_v", 3, 3).stages.tolist() == [[0, 5], [1, 4], [2, 3]]
     assert make("1f1b", 3, 3).stages.tolist() == [[0], [1], [2]]
-
-
-def test_clocks() -> None:
-    for p, m in itertools.product(range(1, 9), range(1, 17)):
-        assert make("model_parallel", p, m).num_clocks == 2 * p * m
-        assert make("gpipe", p, m).num_clocks == make("1f1b", p, m).num_clocks == 2 * (m + p - 1)
-        assert make("zb_h1", p, m).num_clocks == 3 * m + (p - 1) * 2 - (min(m, p) - 1)
-        eager = make("eager_1f1b", p, m)
-        assert eager.num_clocks == m + 2 * (p - 1)
-        for row in eager.actions:
-            s, k = row["device"], row["microbatch"]
-            assert row["clock"] == (k + s if row["kind"] == F else k + 2 * (p - 1) - s)
-        if m % p == 0 and p != 2:  # on two devices, F and BW would share the route of distance 1
-            for v in (2, 3):  # every clock of the steady state has an F and a BW
-                clocks = make("interleaved_1f1b", p, m, v).num_clocks
-                assert clocks == m * v + 2 * (p - 1) + p * (v - 1), (p, m, v)
 
 
 def test_warm_up_and_order_of_weight_gradients() -> None:
@@ -128,20 +137,17 @@ def test_few_microbatches_in_a_v_are_those_of_the_full_pattern() -> None:
         assert orders[0] == [row for row in orders[1] if row[1] < 3]
 
 
-def test_forward_only_fills_the_clocks() -> None:
-    for p, m in itertools.product(range(1, 7), range(1, 9)):
-        for v in (1, 2, 3):
-            table = forward_only(p, m, loop_stages(p, v))
-            check_table(table)
-            assert set(table.actions["kind"]) == {F}
-            assert (table.actions["slot"] == 0).all()
-            assert peak_in_flight(table).tolist() == [0] * p
-            last = (m - 1) // p * p * v + (m - 1) % p  # entry clock: groups of p microbatches follow without a gap
-            assert table.num_clocks == last + p * v
-        down_and_up = forward_only(p, m, v_stages(p))
-        check_table(down_and_up)
-        assert down_and_up.num_clocks == 2 * (m - 1) + 2 * p
-        assert down_and_up.stages.tolist() == v_stages(p).tolist()
+@given(p=st.integers(1, 8), m=st.integers(1, 12), v=st.integers(1, 3))
+def test_forward_only_fills_the_clocks(p: int, m: int, v: int) -> None:
+    last = (m - 1) // p * p * v + (m - 1) % p  # entry clock: groups of p microbatches follow without a gap
+    for stages, clocks in ((loop_stages(p, v), last + p * v), (v_stages(p), 2 * (m - 1) + 2 * p)):
+        table = forward_only(p, m, stages)
+        check_table(table)
+        assert set(table.actions["kind"]) == {F}
+        assert (table.actions["slot"] == 0).all()
+        assert peak_in_flight(table).tolist() == [0] * p
+        assert table.num_clocks == clocks
+        assert table.stages.tolist() == stages.tolist()
 
 
 def test_work_grows_with_the_actions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,22 +199,30 @@ def test_sizes_that_a_schedule_cannot_have(name: str, p: int, m: int, v: int, me
         make_table(name, num_devices=p, num_microbatches=m, num_chunks=v)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_csv_round_trip(name: str, tmp_path: Path) -> None:
-    table = make(name, 4, 8)
+ANY_SCHEDULE = st.sampled_from([*SCHEDULES]).flatmap(named_tables)
+
+
+@given(table=any_tables() | ANY_SCHEDULE)
+def test_csv_round_trip(table: Table, tmp_path: Path) -> None:
     write_table(table, tmp_path / "table.csv")
     assert_equal(read_table(tmp_path / "table.csv"), table)
 
 
-def test_csv_without_what_may_be_left_out_and_in_any_order(tmp_path: Path) -> None:
-    for name in ("1f1b", "interleaved_1f1b", "zb_h1"):  # stages are placed round-robin
-        table = make(name, 3, 6)
-        write_table(table, tmp_path / "full.csv")
-        header, *lines = (tmp_path / "full.csv").read_text().splitlines()
-        assert header == ",".join(FIELDS)
-        rows = [",".join(line.split(",")[:5]) for line in lines]
-        (tmp_path / "short.csv").write_text("\r\n".join(["\ufeffclock, device,kind,microbatch,chunk", *rows[::-1], ""]))
-        assert_equal(read_table(tmp_path / "short.csv"), table)
+LOOPS = st.sampled_from(["1f1b", "interleaved_1f1b", "zb_h1"]).flatmap(named_tables)  # whose stages are the default
+
+
+@given(table=LOOPS | named_tables("zb_v"), random=st.randoms(use_true_random=False))
+@example(table=make("interleaved_1f1b", 3, 6), random=Random(0))
+def test_csv_without_what_may_be_left_out_and_in_any_order(table: Table, random: Random, tmp_path: Path) -> None:
+    write_table(table, tmp_path / "full.csv")
+    header, *lines = (tmp_path / "full.csv").read_text().splitlines()
+    assert header == ",".join(FIELDS)
+    is_loop = np.array_equal(table.stages, loop_stages(table.num_devices, table.num_chunks))  # the default
+    columns = random.sample(FIELDS[:5] if is_loop else FIELDS[:6], 5 if is_loop else 6)
+    rows = [", ".join(line.split(",")[FIELDS.index(column)] for column in columns) for line in lines]
+    random.shuffle(rows)
+    (tmp_path / "short.csv").write_text("\r\n".join(["\ufeff" + ", ".join(columns), *rows, ""]))
+    assert_equal(read_table(tmp_path / "short.csv"), table)
 
 
 def assert_equal(a: Table, b: Table) -> None:

@@ -7,87 +7,77 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES
 from jaxpar.strategies.pipeline.tables.simulate import Times, simulate_table
 from jaxpar.strategies.pipeline.tables.table import BW, B, F, Table, W, v_stages
 from jaxpar.strategies.pipeline.tables.validate import peak_in_flight
-from tests.strategies.pipeline.named_tables import grid, make
+from tests.strategies.pipeline.named_tables import any_tables, make, named_tables
 
-# Times of F, B and W. As multiples of 6, they are whole for 2 and 3 chunks, so that sums of floats are exact.
-EQUAL = (6, 6, 6)
-ANY = [EQUAL, (24, 30, 18), (30, 24, 12), (18, 18, 24), (12, 30, 18), (42, 12, 18)]
+# Times of a pass. Fractions make all sums exact.
+TIME: st.SearchStrategy[Any] = st.builds(Fraction, st.integers(1, 60), st.integers(1, 6))
 
 
-def excess(table: Table, times: tuple[int, int, int]) -> float:
+def excess(table: Table, times: Times) -> Any:
     """Return the longest span minus the work."""
-    return simulate_table(table, Times(*times)).cost - table.num_microbatches * sum(times)
+    return simulate_table(table, times).cost - table.num_microbatches * sum(times)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("times", ANY)
 @pytest.mark.parametrize("name", ["model_parallel", "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b"])
-def test_idle_time_of_fused_schedules(name: str, times: tuple[int, int, int]) -> None:
+@given(data=st.data(), times=st.builds(Times, TIME, TIME, TIME))
+def test_idle_time_of_fused_schedules(name: str, data: st.DataObject, times: Any) -> None:
     """The closed forms are exact for all times, even with few microbatches."""
-    for table in grid(name):
-        p, v, m, *_ = table
-        idle = {"model_parallel": m * (p - 1) * sum(times)}.get(name, (p - 1) * sum(times) / v)
-        simulation = simulate_table(table, Times(*times))
-        assert simulation.idle == (idle,) * p, (p, m, v)
-        assert simulation.idle_in_span[0] == idle  # device 0 is the first to start and the last to end
-        assert simulation.makespan == simulation.cost == m * sum(times) + idle
-        assert simulation.bubble_rate == idle / (m * sum(times) + idle)
+    p, v, m, *_ = table = data.draw(named_tables(name))
+    idle = m * (p - 1) * sum(times) if name == "model_parallel" else (p - 1) * sum(times) / v
+    simulation = simulate_table(table, times)
+    assert simulation.idle == (idle,) * p
+    assert simulation.idle_in_span[0] == idle  # device 0 is the first to start and the last to end
+    assert simulation.makespan == simulation.cost == m * sum(times) + idle
+    assert simulation.bubble_rate == idle / (m * sum(times) + idle)
+    assert type(simulation.lockstep) is type(idle)
 
 
-@pytest.mark.parametrize("times", [EQUAL, (24, 30, 18), (30, 24, 12), (24, 36, 24), (30, 6, 6), (42, 12, 18)])
-def test_idle_time_of_zb_h1_and_zb_h2(times: tuple[int, int, int]) -> None:
+@given(named_tables("zb_h1"), named_tables("zb_h2"), TIME, TIME, TIME)
+def test_idle_time_of_zb_h1_and_zb_h2(h1: Table, h2: Table, w: Any, above: Any, more: Any) -> None:
     """If W <= F and 2W <= F+B, the bubbles are (p-1)(F+B-W) for m >= p, and (p-1)(F+B-2W) for m >= 2p-1.
 
     With fewer microbatches the warm-up is not full, and every missing microbatch adds the time of a W.
     """
-    f, b, w = times
-    assert w <= f
-    assert 2 * w <= f + b
-    for table in grid("zb_h1"):
-        p, _, m, *_ = table
-        bubble = (p - 1) * (f + b) - (min(m, p) - 1) * w
-        assert excess(table, times) == bubble
-        if w <= b:  # then all devices end at the same time
-            assert simulate_table(table, Times(*times)).idle == (bubble,) * p
-    for table in grid("zb_h2"):
-        p, _, m, *_ = table
-        assert excess(table, times) == (p - 1) * (f + b) - (min(m, 2 * p - 1) - 1) * w
+    f = w + above - Fraction(1, 6)  # at least w
+    b = max(2 * w - f, 0) + more
+    times = Times(f, b, w)
+    p, _, m, *_ = h1
+    bubble = (p - 1) * (f + b) - (min(m, p) - 1) * w
+    assert excess(h1, times) == bubble
+    if w <= b:  # then all devices end at the same time
+        assert simulate_table(h1, times).idle == (bubble,) * p
+    p, _, m, *_ = h2
+    assert excess(h2, times) == (p - 1) * (f + b) - (min(m, 2 * p - 1) - 1) * w
 
 
 @pytest.mark.parametrize("times", [(12, 12, 18), (6, 24, 24), (12, 30, 18)])
 def test_zb_h1_and_zb_h2_lose_where_w_is_the_longest(times: tuple[int, int, int]) -> None:
     """If W > F, the bubble is larger than in the formulas, because W delays a B that other devices wait for."""
     f, b, w = times
-    for p, m in itertools.product(range(2, 9), range(1, 17)):
-        assert m < p or excess(make("zb_h1", p, m), times) > (p - 1) * (f + b - w)
-        assert m < 2 * p - 1 or excess(make("zb_h2", p, m), times) > (p - 1) * (f + b - 2 * w)
+    for p, m in itertools.product((2, 5, 8), (3, 8, 15, 16)):
+        assert m < p or excess(make("zb_h1", p, m), Times(*times)) > (p - 1) * (f + b - w)
+        assert m < 2 * p - 1 or excess(make("zb_h2", p, m), Times(*times)) > (p - 1) * (f + b - 2 * w)
 
 
-@pytest.mark.parametrize("times", [EQUAL, (24, 30, 18), (24, 36, 24), (18, 30, 6)])
-def test_idle_time_of_zb_v(times: tuple[int, int, int]) -> None:
+@given(named_tables("zb_v"), TIME, TIME, TIME)
+def test_idle_time_of_zb_v(table: Table, w: Any, above: Any, more: Any) -> None:
     """The bubble is (p-1)(B-W) if W <= F <= B and m >= 2p-1, so it is 0 if F = B = W.
 
     Below 2p-1 microbatches, every missing one adds the time of a W; below p, also that of an F.
     """
-    f, b, w = times
-    assert w <= f <= b
-    for table in grid("zb_v"):
-        p, _, m, *_ = table
-        few = max(0, 2 * p - 1 - max(m, p)) * w + max(0, p - m) * f
-        assert excess(table, times) == (p - 1) * (b - w) + few
-        assert times != EQUAL or m < 2 * p - 1 or simulate_table(table, Times(*times)).idle_in_span == (0,) * p
-
-
-def test_fractions_stay_exact() -> None:
-    third: Any = Fraction(1, 3)
-    simulation: Any = simulate_table(make("interleaved_1f1b", 3, 6, 3), Times(third, third, 5 * third), third / 7)
-    assert isinstance(simulation.makespan, Fraction)
-    assert isinstance(simulation.lockstep, Fraction)
-    assert simulate_table(make("zb_h1", 4, 8), Times(third, third, third)).bubble_rate == Fraction(3, 27)
+    f = w + above - Fraction(1, 6)
+    b = f + more - Fraction(1, 6)
+    p, _, m, *_ = table
+    few = max(0, 2 * p - 1 - max(m, p)) * w + max(0, p - m) * f
+    assert excess(table, Times(f, b, w)) == (p - 1) * (b - w) + few
+    assert m < 2 * p - 1 or simulate_table(table, Times(f, f, f)).idle_in_span == (0,) * p
 
 
 # Qi et al., "Zero Bubble Pipeline Parallelism", 2023 (2401.10241): times of F, B, W and communication in milliseconds,
@@ -140,30 +130,36 @@ def recurrence(table: Table, times: Times, communication: float) -> tuple[np.nda
         starts = later
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_timeline_against_a_recurrence(name: str) -> None:
-    for table in grid(name, most_devices=5, most_microbatches=5):
-        p, actions = table.num_devices, table.actions
-        by_device = [[7.0, 1, 4, 6, 2][:p], [3.0, 8, 2, 2, 9][:p], [5.0, 3, 1, 7, 4][:p]]
-        for times, communication in ((Times(5, 4, 2), 0), (Times(2, 5, 7), 1.5), (Times(*by_device), 0.5)):
-            starts, ends = recurrence(table, times, communication)
-            simulation = simulate_table(table, times, communication)
-            np.testing.assert_allclose([span.start for span in simulation.timeline], starts, rtol=0, atol=1e-9)
-            np.testing.assert_allclose([span.end for span in simulation.timeline], ends, rtol=0, atol=1e-9)
-            assert [list(span[:4]) for span in simulation.timeline] == [
-                list(row) for row in actions[["device", "kind", "microbatch", "chunk"]].tolist()
-            ]
-            on = [actions["device"] == d for d in range(p)]
-            spans = [ends[rows].max() - starts[rows].min() for rows in on]
-            work = [(ends - starts)[rows].sum() for rows in on]
-            np.testing.assert_allclose(simulation.spans, spans)
-            np.testing.assert_allclose(simulation.idle, ends.max() - np.array(work), atol=1e-9)
-            np.testing.assert_allclose(simulation.idle_in_span, np.subtract(spans, work), atol=1e-9)
-            assert simulation.makespan == pytest.approx(ends.max())
-            assert simulation.cost == pytest.approx(max(spans))
-            longest = int(np.argmax(np.round(spans, 6)))
-            assert simulation.bubble_rate == pytest.approx(1 - work[longest] / max(spans))
-            assert simulation.lockstep == pytest.approx(lockstep(table, times, communication))
+TIMES_OF_5 = st.lists(st.integers(1, 9).map(float), min_size=5, max_size=5)  # as many as the most devices
+
+
+@given(
+    any_tables() | st.sampled_from([*SCHEDULES]).flatmap(lambda name: named_tables(name, 5, 6)),
+    st.tuples(TIMES_OF_5, TIMES_OF_5, TIMES_OF_5),
+    st.booleans(),
+    st.sampled_from([0.0, 0.5, 1.5, 20.0]),
+)
+def test_timeline_against_a_recurrence(table: Table, drawn: Any, same: bool, communication: float) -> None:
+    p, actions = table.num_devices, table.actions
+    times = Times(*(of[0] if same else of[:p] for of in drawn))
+    starts, ends = recurrence(table, times, communication)
+    simulation = simulate_table(table, times, communication)
+    np.testing.assert_allclose([span.start for span in simulation.timeline], starts, rtol=0, atol=1e-9)
+    np.testing.assert_allclose([span.end for span in simulation.timeline], ends, rtol=0, atol=1e-9)
+    assert [list(span[:4]) for span in simulation.timeline] == [
+        list(row) for row in actions[["device", "kind", "microbatch", "chunk"]].tolist()
+    ]
+    on = [actions["device"] == d for d in range(p)]
+    spans = [ends[rows].max() - starts[rows].min() for rows in on]
+    work = [(ends - starts)[rows].sum() for rows in on]
+    np.testing.assert_allclose(simulation.spans, spans)
+    np.testing.assert_allclose(simulation.idle, ends.max() - np.array(work), atol=1e-9)
+    np.testing.assert_allclose(simulation.idle_in_span, np.subtract(spans, work), atol=1e-9)
+    assert simulation.makespan == pytest.approx(ends.max())
+    assert simulation.cost == pytest.approx(max(spans))
+    longest = int(np.argmax(np.round(spans, 6)))
+    assert simulation.bubble_rate == pytest.approx(1 - work[longest] / max(spans))
+    assert simulation.lockstep == pytest.approx(lockstep(table, times, communication))
 
 
 def lockstep(table: Table, times: Times, communication: float) -> float:
