@@ -118,10 +118,11 @@ class Layout:
     @cached_property
     def kind(self) -> str:
         """Kind of the whole layout: among the kinds of its leaves, the one that comes first in LAYOUT_KINDS."""
-        return min((leaf.kind for leaf in self._flat), key=LAYOUT_KINDS.index, default=REPLICATED)
+        return min((leaf.kind for leaf in self.flat), key=LAYOUT_KINDS.index, default=REPLICATED)
 
     @cached_property
-    def _flat(self) -> list[LeafLayout]:
+    def flat(self) -> list[LeafLayout]:
+        """The leaves, in the order of `jax.tree.leaves`."""
         return jax.tree.leaves(self.leaves, is_leaf=is_layout)
 
     def _map(self, function: Callable[..., Any], *trees: Tree) -> Tree:
@@ -159,7 +160,7 @@ class Layout:
     @property
     def is_canonical(self) -> bool:
         """Whether the global arrays equal the canonical arrays."""
-        return not any(leaf.leading or leaf.splits for leaf in self._flat)
+        return not any(leaf.leading or leaf.splits for leaf in self.flat)
 
     def moved_to_host(self) -> "Layout":
         """Return the same layout for arrays that are in host memory between steps."""
@@ -213,7 +214,7 @@ class Layout:
     def nbytes_by_device(self) -> list[int]:
         """Bytes on each device, in mesh order."""
         held: Counter[Holders | None] = Counter()
-        for leaf in self._flat:
+        for leaf in self.flat:
             held[leaf.holders] += leaf.local_nbytes(self.axes)
         total = np.full(tuple(self.axes.values()), held[None])
         for holders, nbytes in held.items():
@@ -225,11 +226,11 @@ class Layout:
     @property
     def on_host(self) -> bool:
         """Whether the arrays are in host memory between steps."""
-        return any(leaf.on_host for leaf in self._flat)
+        return any(leaf.on_host for leaf in self.flat)
 
     def owner_of(self, leaf: int) -> int:
         """Return the index of the device that owns a leaf on the axis of its holders; 0 if all devices hold it."""
-        holders = self._flat[leaf].holders
+        holders = self.flat[leaf].holders
         return holders.numbers[0] if holders else 0
 
 

@@ -4,25 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxpar.layout import Tree
-from jaxpar.models.model import Activations, Batch, Layer, LayerParams, Model, Params
-
-MOVES = (  # primitives that only gather, move, cast or decompress data
-    *("all_gather", "bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "decompress"),
-    *("dynamic_slice", "pad", "reshape", "slice", "split", "squeeze", "transpose"),
-)
-
-
-def is_computed(primitive: Any, *inputs: Any, new_dtype: Any = None, **_: Any) -> bool:
-    """Policy for `jax.checkpoint` that saves computed values, but not the results of MOVES.
-
-    It also saves activations that are cast to a narrower dtype, instead of the wider ones. Parameters are cast as
-    vectors, and are not saved.
-    """
-    is_narrowed = new_dtype is not None and jnp.dtype(new_dtype).itemsize < inputs[0].dtype.itemsize
-    return (is_narrowed and inputs[0].ndim > 1) or primitive.name not in MOVES
+from jaxpar.models.model import Activations, Batch, Layer, LayerParams, Model, Params, is_computed
 
 
 def _as_stored(_shapes: Tree, stored: Tree) -> Tree:

@@ -124,8 +124,9 @@ def _zero(
     num_bytes = bucket_bytes or (25 * MIB if (group or axis.size) <= NODE else LAYER_BYTES)
     coded = min_max_uint8(block)
     codes = Codes(coded if quantized_weights else None, coded if quantized_gradients else None)
-    options = {"offload": offload, "codes": codes, "group": group}
-    return zero(axis, stage, rule.optimizer, rule.params, num_bytes, norm=rule.norm, **options)
+    return zero(
+        axis, stage, rule.optimizer, rule.params, num_bytes, offload=offload, codes=codes, group=group, norm=rule.norm
+    )
 
 
 # Elements that share a scale (1 bit), or a range (8 bits). The gradient of most rows of an embedding is zero, so the

@@ -19,8 +19,8 @@ class TensorSplit(NamedTuple):
     counts: Mapping[str, int]  # numbers that the size of the group must divide, by their key in config.model
 
 
-# A product splits the columns of its kernel, and the next one its rows (Shoeybi et al., "Megatron-LM", 2019, section 3).
-# Embedding and head split the vocabulary.
+# A product splits the columns of its kernel, and the next one its rows, and embedding and head the vocabulary (Shoeybi
+# et al., "Megatron-LM", 2019, section 3).
 TRANSFORMER_DIMS: dict[tuple[str, ...], int] = {
     **{(name, "kernel"): 1 for name in ("query", "key", "value", "up", "gate")},
     **{(name, "bias"): 0 for name in ("query", "key", "value", "up", "gate")},

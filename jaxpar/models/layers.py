@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from ml_collections import ConfigDict
 
 from jaxpar.models.attention import attend, attend_earlier
@@ -44,7 +45,7 @@ def dropout(x: jax.Array, rate: float, context: Context, site: int) -> jax.Array
     def keep(key: jax.Array) -> jax.Array:
         shape = x.shape[1:] if group is None else (x.shape[1] * group.size, *x.shape[2:])
         kept = jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, shape)
-        return kept if group is None else group.own(kept, 0)
+        return kept if group is None else checkpoint_name(group.own(kept, 0), "own")  # saves only this part
 
     return jnp.where(jax.vmap(keep)(context.keys_B), x / (1 - rate), jnp.zeros_like(x))
 

@@ -35,6 +35,21 @@ REMAT_POLICIES: dict[str, Any] = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 
+MOVES = (  # primitives that only gather, move, cast or decompress data
+    *("all_gather", "bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "decompress"),
+    *("dynamic_slice", "pad", "reshape", "slice", "split", "squeeze", "transpose"),
+)
+
+
+def is_computed(primitive: Any, *inputs: Any, new_dtype: Any = None, **_: Any) -> bool:
+    """Policy for `jax.checkpoint` that saves computed values, but not the results of MOVES.
+
+    It also saves activations that are cast to a narrower dtype, instead of the wider ones. Parameters are cast as
+    vectors, and are not saved.
+    """
+    is_narrowed = new_dtype is not None and jnp.dtype(new_dtype).itemsize < inputs[0].dtype.itemsize
+    return (is_narrowed and inputs[0].ndim > 1) or primitive.name not in MOVES
+
 
 class Context(NamedTuple):
     """Values that a layer can read besides its input."""
@@ -105,7 +120,7 @@ class Model:
           remat: none, full or dots: which values the backward pass recomputes in each layer.
           tensor: how a group of devices divides the arrays; None: the layers compute on one device only.
         """
-        self._makers, self._scan, self._remat, self.tensor = dict(makers), scan, remat, tensor
+        self._makers, self._scan, self.remat, self.tensor = dict(makers), scan, remat, tensor
         self._group: Group | None = None
         self.ties = ties
         different = {id(make): make for make in self._makers.values()}
@@ -125,7 +140,7 @@ class Model:
     def with_remat(self, remat: str) -> "Model":
         """Return the same model with another kind of rematerialization: none, full or dots."""
         model = copy.copy(self)
-        model._remat = remat
+        model.remat = remat
         return model
 
     def in_group(self, group: Group, shapes: Params) -> "Model":
@@ -313,8 +328,13 @@ class Model:
         return weights
 
     def policy(self, layer: Layer) -> Any:
-        """Return which values of a layer are saved for its backward pass, as `jax.checkpoint` takes it; None: all."""
-        return REMAT_POLICIES[self._remat] if self._remat != "none" and layer.num_applications == 1 else None
+        """Return which values of a layer are saved for its backward pass, as `jax.checkpoint` takes it; None: all.
+
+        In a group, the backward pass gathers positions again (Korthikanti et al., 2022, section 4.2.2).
+        """
+        if self.remat != "none" and layer.num_applications == 1:
+            return REMAT_POLICIES[self.remat]
+        return is_computed if self._group is not None else None
 
     def _repeat(
         self, layer: Layer, weights: LayerParams, x: Activations, context: Context, *, scan: bool
@@ -324,8 +344,8 @@ class Model:
         def apply(x: Activations, number: Index) -> tuple[Activations, None]:
             return layer.apply(weights, x, context.at(number)), None
 
-        if self._remat != "none":
-            apply = jax.checkpoint(apply, policy=REMAT_POLICIES[self._remat])
+        if self.remat != "none":
+            apply = jax.checkpoint(apply, policy=REMAT_POLICIES[self.remat])
         if scan:
             return jax.lax.scan(apply, x, jnp.arange(layer.num_applications))[0]
         for number in range(layer.num_applications):

@@ -84,5 +84,5 @@ class ImageHead(nnx.Module):
         self.classifier = classifier(spec, num_classes, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        x_BTD = all_positions(normalize(self.norm, x_BTD).astype(jnp.float32), self.spec, context)
+        x_BTD = all_positions(normalize(self.norm, x_BTD), self.spec, context).astype(jnp.float32)
         return self.classifier(x_BTD[:, 0] if self.pooling == "cls" else x_BTD.mean(axis=1))

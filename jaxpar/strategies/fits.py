@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.cluster import Cluster
+from jaxpar.core.mesh import TENSOR
 from jaxpar.core.plan import ACTIVATION_PARTS, ON_HOST, Plan
 from jaxpar.core.state import nbytes
 from jaxpar.core.step import Problem, abstract_share, dropout_key, example_keys
@@ -69,9 +70,10 @@ def in_flight_bytes(plan: Plan[Any], shapes: Problem) -> dict[str, int]:
 
     Gradients have the size of the parameters on the device; ZeRO, which accumulates shards of them, needs less.
     Activations are the values that the forward pass of a microbatch saves, without the parameters, according to the
-    traced model; a microbatch is the smallest part of a batch that the batch divisor allows, of one worker or all
-    stages of a swarm. The stashes of a pipeline are part of plan.memory instead, and so are its gradients if it never
-    drains. XLA may store less, or temporarily more, so these estimates never cause a plan to be refused.
+    traced model, divided between the devices of a tensor axis; a microbatch is the smallest part of a batch that the
+    batch divisor allows, of one worker or all stages of a swarm. The stashes of a pipeline are part of plan.memory
+    instead, and so are its gradients if it never drains. XLA may store less, or temporarily more, so these estimates
+    never cause a plan to be refused.
     """
     memory = plan.memory[0]
     if any(part in memory for part in ACTIVATION_PARTS):
@@ -81,6 +83,10 @@ def in_flight_bytes(plan: Plan[Any], shapes: Problem) -> dict[str, int]:
         keys_B = example_keys(dropout_key(state_key, jnp.zeros((), jnp.int32)), shard)
         return jax.vjp(lambda p: shapes.task.sums(shapes.model.outputs(p, shard, keys_B), shard).loss, params)[1]
 
+    params = plan.layouts["params"]
+    of_tensor = [
+        one._replace(splits=tuple(split for split in one.splits if split.axis == TENSOR)) for one in params.flat
+    ]
     state_key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     share = abstract_share(shapes.batch, plan.decision.batch_divisor)
     traced, saved_shapes = jax.make_jaxpr(saved, return_shape=True)(state_key, shapes.model.shapes, share)
@@ -88,4 +94,7 @@ def in_flight_bytes(plan: Plan[Any], shapes: Problem) -> dict[str, int]:
     # A dict, because some arrays are saved twice.
     arrays = dict(zip(map(id, traced.jaxpr.outvars), jax.tree.leaves(saved_shapes), strict=True))
     activations = nbytes([x for variable, x in arrays.items() if variable not in inputs])
-    return {"gradients": nbytes(shapes.model.shapes), "activations": activations}
+    return {
+        "gradients": sum(leaf.local_nbytes(plan.axes) for leaf in of_tensor),
+        "activations": activations // plan.axes.get(TENSOR, 1),
+    }

@@ -27,7 +27,9 @@ ZEROS = (np.float32(0), np.float32(0))
 class Devices(Protocol):
     """A group of devices, each of which has some words of the vocabulary, in order."""
 
-    size: int
+    @property
+    def size(self) -> int:
+        """Number of devices."""
 
     def index(self) -> jax.Array:
         """Return the index of this device in the group."""
@@ -149,16 +151,17 @@ def _sums_and_gradient(
         if logits.words is None:
             of_label = jax.nn.one_hot(labels_Bt, len(logits.tokens))
             dlogits_BtV = (jax.nn.softmax(logits_BtV) - of_label) * weights_Bt[..., None]
+            more = weighted_sums(logits_BtV, labels_Bt, weights_Bt)
         else:
-            loss = lambda own: weighted_sums(own, labels_Bt, weights_Bt, logits.words)[0]
-            dlogits_BtV = jax.grad(loss)(logits_BtV)
+            sums_of = functools.partial(weighted_sums, labels=labels_Bt, weights=weights_Bt, words=logits.words)
+            more, dlogits_BtV = jax.value_and_grad(sums_of, has_aux=True)(logits_BtV)
         dlogits_NV = dlogits_BtV.reshape(-1, len(logits.tokens)).astype(x_BtD.dtype)
         x_ND = x_BtD.reshape(len(dlogits_NV), -1)
         dtokens_VD = jnp.einsum("nv,nd->vd", dlogits_NV, x_ND, preferred_element_type=jnp.float32)
         dbias_V = None if logits.bias is None else gradient.bias + dlogits_BtV.sum((0, 1))
         dx_ND = jnp.einsum("nv,vd->nd", dlogits_NV, logits.tokens, preferred_element_type=jnp.float32)
         total = gradient._replace(tokens=gradient.tokens + dtokens_VD, bias=dbias_V)
-        sums = jax.tree.map(jnp.add, sums, weighted_sums(logits_BtV, labels_Bt, weights_Bt, logits.words))
+        sums = jax.tree.map(jnp.add, sums, more)
         return (sums, total), dx_ND.astype(x_BtD.dtype)
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), logits._replace(x=jnp.zeros(())))

@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxpar.cluster import named_cluster
 from jaxpar.models import attention, gpt, layers
+from jaxpar.models.model import Context
 from jaxpar.models.options import AttentionKernel, decide_computation
 from jaxpar.tasks.token_logits import TokenLogits
 from tests.models.small import TEXT, fast_jit, small_config
@@ -88,7 +89,7 @@ def test_products_of_all_tokens(norm: str) -> None:
     arguments = params, draw(B, T, spec.hidden_size, seed=0), draw(11, spec.hidden_size, seed=1)
 
     def ours(params: Any, x_BTD: Any, tokens_VD: Any) -> Any:
-        return TokenLogits(nnx.merge(graphdef, params)(x_BTD), tokens_VD).whole()
+        return TokenLogits(nnx.merge(graphdef, params)(x_BTD, Context({}, None)), tokens_VD).whole()
 
     def usual(params: Any, x_BTD: Any, tokens_VD: Any) -> Any:
         module = nnx.merge(graphdef, params)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxpar import layout
 from jaxpar.core import mesh as meshes
 from jaxpar.core import state as states
 from jaxpar.core.step import Problem
@@ -68,7 +69,8 @@ def traced_step(problem: Problem, exchange: Exchange) -> Any:
     """Return the jaxpr of a training step of N replicas, before XLA."""
     axes, like = {"data": N, "stage": 1}, states.abstract_state(problem.model, problem.optimizer)
     mesh = meshes.make_mesh(axes, jax.devices())
-    placed = ReplicaState(problem, mesh, exchange, make_layouts(exchange, axes, like))
+    base = {part: layout.replicated(axes, tree) for part, tree in like._asdict().items()}
+    placed = ReplicaState(problem, mesh, exchange, make_layouts(exchange, base))
     step = train_step(problem, exchange, placed.layout, N)
     in_specs, out_specs = (placed.layout.specs, PartitionSpec("data")), (placed.layout.specs, PartitionSpec())
     mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -67,7 +67,7 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
     tensor = tensor_parallel(config, shapes, axes) if TENSOR in axes else None
     if tensor is None:
         exchange = exchanges.configured_exchange(config, shapes, decision.num_replicas)
-        base = State(*(layout.replicated(axes, part) for part in like))
+        base = {part: layout.replicated(axes, tree) for part, tree in like._asdict().items()}
     else:
         exchange = exchanges.configured_exchange(config, tensor.problem, decision.num_replicas, tensor.norm)
         base = tensor.layouts(like)
@@ -75,7 +75,11 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
     layouts = make_layouts(exchange, base)
     # With `fetch`, a layer receives all arrays that it uses, including those that it shares with another layer.
     sent = shapes.model.read_shapes(shapes.batch) if exchange.fetch else shapes.model.shapes
-    traffic = (*exchange.traffic(sent, shapes.accumulation_steps), *(tensor.traffic() if tensor else ()))
+    traffic = exchange.traffic(sent, shapes.accumulation_steps)
+    if tensor is not None:
+        is_shard = exchange.fetch or exchange.scatter
+        grads = tensor.params.sharded(DATA, exchange.copies) if is_shard else tensor.params
+        traffic = [*traffic, *tensor.traffic(decision.num_replicas, grads, on_cpu=on_cpu)]
     summary = f"{exchanges.name(config)}: batch sharded, parameters {layouts['params'].kind}, "
     summary += f"optimizer {layouts['optimizer'].kind}" + (", in the host's memory" if exchange.offload else "")
     summary += f"; layers split over {axes[TENSOR]} devices" if tensor else ""
@@ -89,7 +93,7 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
         # On CPUs, nothing orders collectives inside a loop relative to those outside of it, so devices could deadlock.
         ReplicaDetails(exchange, tensor, unrolled=bool(exchange.fetch) and on_cpu),
         state_memory(layouts),
-        traffic,
+        tuple(traffic),
         exchanges.name(config),
         private_key if private_parts(layouts) else {},
         exchanges.differs(config, decision.num_replicas),
@@ -166,7 +170,7 @@ def fetching(problem: Problem, exchange: Exchange) -> Problem:
 
 
 def train_step(
-    problem: Problem, exchange: Exchange, layout: Layout, num_replicas: int, tensor: TensorParallel | None
+    problem: Problem, exchange: Exchange, layout: Layout, num_replicas: int, tensor: TensorParallel | None = None
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """Return the function that runs one training step on a device. layout: layout of the global state."""
     problem = fetching(problem, exchange)
@@ -222,10 +226,10 @@ def tensor_parallel(config: ConfigDict, shapes: Problem, axes: Mapping[str, int]
     return TensorParallel(shapes, axes)
 
 
-def make_layouts(exchange: Exchange, base: State) -> dict[str, Layout]:
+def make_layouts(exchange: Exchange, base: Mapping[str, Layout]) -> dict[str, Layout]:
     """Return the layouts of the parts of the state with an exchange. base: those without one."""
-    params: Layout = layout.by_kind(exchange.params, base.params, DATA, exchange.copies)  # type: ignore[arg-type]
-    optimizer = layout.by_kind(exchange.optimizer, base.optimizer, DATA, exchange.copies)
+    params = layout.by_kind(exchange.params, base["params"], DATA, exchange.copies)
+    optimizer = layout.by_kind(exchange.optimizer, base["optimizer"], DATA, exchange.copies)
     others = [axis for axis in params.axes if axis == TENSOR]
 
     def private() -> Any:
@@ -233,8 +237,8 @@ def make_layouts(exchange: Exchange, base: State) -> dict[str, Layout]:
         return exchange.init(held).private
 
     return {
-        "step": base.step,
-        "key": base.key,
+        "step": base["step"],
+        "key": base["key"],
         "params": params,
         "optimizer": optimizer.moved_to_host() if exchange.offload else optimizer,
         "private": layout.made_by_replicas(params.axes, private, DATA, *others),
