@@ -30,7 +30,7 @@ TRANSFORMER_DIMS: dict[tuple[str, ...], int] = {
 }
 
 
-class Group(Devices, Protocol):
+class DeviceGroup(Devices, Protocol):
     """A group of devices. Between products, a device has 1/size of the positions (Korthikanti et al., 2022, section 4).
 
     The last positions of a device can be padding.

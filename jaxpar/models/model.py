@@ -20,7 +20,7 @@ from flax import nnx
 
 from jaxpar.layout import Tree
 from jaxpar.models.attention import KeyValueCache
-from jaxpar.models.group import Group, TensorSplit
+from jaxpar.models.group import DeviceGroup, TensorSplit
 from jaxpar.tasks.token_logits import TokenLogits, whole
 
 LayerParams = dict[str, Any]  # parameters of one layer: nested dict of arrays, or of their shapes
@@ -57,7 +57,7 @@ class Context(NamedTuple):
     batch: Batch  # every pipeline stage has it, so masks are not sent between stages
     keys_B: jax.Array | None  # dropout keys of this layer and step, one per example; None in evaluation
     cache: KeyValueCache | None = None  # the earlier positions of the texts, if the input continues them
-    group: Group | None = None  # the devices that compute the layer together; None: this one alone
+    group: DeviceGroup | None = None  # the devices that compute the layer together; None: this one alone
 
     def at(self, index: Index) -> "Context":
         """Return the context with the dropout keys of the layer, or the application of a layer, at this index."""
@@ -121,7 +121,7 @@ class Model:
           tensor: how a group of devices divides the arrays; None: the layers compute on one device only.
         """
         self._makers, self._scan, self.remat, self.tensor = dict(makers), scan, remat, tensor
-        self._group: Group | None = None
+        self._group: DeviceGroup | None = None
         self.ties = ties
         different = {id(make): make for make in self._makers.values()}
         abstract = {key: _abstract(make) for key, make in different.items()}
@@ -143,7 +143,7 @@ class Model:
         model.remat = remat
         return model
 
-    def in_group(self, group: Group, shapes: Params) -> "Model":
+    def in_group(self, group: DeviceGroup, shapes: Params) -> "Model":
         """Return the same model, computed by a group of devices. shapes: of the arrays that a device has."""
         model = copy.copy(self)
         shapes = {layer.name: {**layer.shapes, **shapes[layer.name]} for layer in self.layers}

@@ -73,8 +73,8 @@ def test_bfloat16(num_chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     objective = lambda logits: cross_entropy.sums(logits, batch).loss / 7  # noqa: E731
     got, gradient = jax.value_and_grad(objective)(logits)
     np.testing.assert_allclose(got, loss / 7, rtol=1e-6)
-    assert [leaf.dtype for leaf in gradient] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
-    for leaf, wanted in zip(gradient, expected, strict=True):
+    assert [leaf.dtype for leaf in jax.tree.leaves(gradient)] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
+    for leaf, wanted in zip(jax.tree.leaves(gradient), expected, strict=True):
         assert np.linalg.norm(np.asarray(leaf, np.float64) - wanted) < 0.005 * np.linalg.norm(wanted)
     text = str(jax.make_jaxpr(jax.grad(objective))(logits))
     products = [line for line in text.splitlines() if "dot_general" in line]
