@@ -24,6 +24,8 @@ def get_config() -> ConfigDict:
     mesh.stage = 1  # size of the stage axis: devices in a pipeline; more than 1 only with strategy pipeline
     # Size of the tensor axis: neighbouring devices, each with a part of the arrays of every layer (docs/tensor.md)
     mesh.tensor = 1
+    # Size of the context axis: devices that each have a part of the positions of every text (docs/tensor.md)
+    mesh.context = 1
     mesh.virtual_cpu_devices = 0  # split the CPU into this many devices; 0: the number in XLA_FLAGS, otherwise 1
 
     config.data_parallel = ConfigDict()  # strategy data_parallel

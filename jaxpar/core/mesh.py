@@ -21,6 +21,7 @@ from jaxpar.errors import UserError
 DATA = "data"  # replicas: each one trains on a shard of the batch
 MAX_VIRTUAL_DEVICES = 1024  # each one takes memory and a thread, whether it is used or not
 STAGE = "stage"  # pipeline stages: each device holds some of the layers
+CONTEXT = "context"  # devices that have different positions of each text. Only in meshes with some
 TENSOR = "tensor"  # devices that compute each layer together: each holds a part of its arrays. Only in meshes with some
 
 # malloc.h: M_TRIM_THRESHOLD and M_MMAP_MAX keep freed memory in the process; M_ARENA_MAX shares it between threads.
@@ -114,14 +115,15 @@ def settled(x: Any) -> Any:
 
 def sizes(config: ConfigDict, cluster: Cluster) -> dict[str, int]:
     """Return the size of each axis, slowest-varying first. Checks nothing; see `check_sizes`."""
-    num_data, num_stages, num_tensor = config.mesh.data, config.mesh.stage, config.mesh.tensor
-    replicas = max(cluster.num_devices // (num_stages * num_tensor), 1) if num_data == -1 else num_data
-    return {DATA: replicas, STAGE: num_stages} | ({TENSOR: num_tensor} if num_tensor > 1 else {})
+    inner = {axis: config.mesh[axis] for axis in (CONTEXT, TENSOR) if config.mesh[axis] > 1}
+    num_data, num_others = config.mesh.data, config.mesh.stage * math.prod(inner.values())
+    replicas = max(cluster.num_devices // num_others, 1) if num_data == -1 else num_data
+    return {DATA: replicas, STAGE: config.mesh.stage, **inner}
 
 
 def check_sizes(config: ConfigDict, cluster: Cluster) -> None:
     """Raise UserError for a mesh that does not fit the cluster."""
-    for axis in (STAGE, TENSOR):
+    for axis in (STAGE, CONTEXT, TENSOR):
         if config.mesh[axis] < 1:
             raise UserError(f"config.mesh.{axis} is {config.mesh[axis]}; it must be at least 1")
     if config.mesh.data < 1 and config.mesh.data != -1:
@@ -129,7 +131,8 @@ def check_sizes(config: ConfigDict, cluster: Cluster) -> None:
     axes = sizes(config, cluster)
     used, available = math.prod(axes.values()), cluster.num_devices
     if used > available:
-        large = [f"config.mesh.{axis} is {axes[axis]}" for axis in (STAGE, TENSOR, DATA) if axes.get(axis, 1) > 1]
+        names = (STAGE, CONTEXT, TENSOR, DATA)
+        large = [f"config.mesh.{axis} is {axes[axis]}" for axis in names if axes.get(axis, 1) > 1]
         subject = "their product" if len(large) > 1 else "it"
         hint = " (--config.mesh.virtual_cpu_devices=N splits the CPU into N devices)" * (cluster.platform == "cpu")
         raise UserError(
@@ -147,10 +150,11 @@ def _listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-def check_no_tensor_axis(config: ConfigDict, what: str) -> None:
-    """Raise UserError for a tensor axis. what: the setting that has none: `config.exchange='dp'`."""
-    if config.mesh.tensor != 1:
-        raise UserError(f"config.mesh.tensor is {config.mesh.tensor}; it must be 1 with {what}")
+def check_no_groups(config: ConfigDict, what: str) -> None:
+    """Raise UserError for a tensor or context axis. what: the setting that has none: `config.strategy='swarm'`."""
+    for axis in (TENSOR, CONTEXT):
+        if config.mesh[axis] != 1:
+            raise UserError(f"config.mesh.{axis} is {config.mesh[axis]}; it must be 1 with {what}")
 
 
 def check_stages(config: ConfigDict) -> None:

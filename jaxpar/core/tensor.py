@@ -1,18 +1,21 @@
-"""The tensor axis: groups of neighbouring devices that compute each layer together (Shoeybi et al., 2019, Megatron-LM).
+"""The tensor and context axes: neighbouring devices that compute each layer together.
 
-A device has some columns of the kernels of the first products of a block and some rows of those of the second ones, as
-jaxpar/models/group.py lists, and 1/t of the positions in between (Korthikanti et al., 2022, section 4.2): positions are
-gathered before the first product, and scattered with the sum over the group after the second one.
+A device of a tensor axis has some columns of the kernels of the first products of a block and some rows of those of the
+second ones, as jaxpar/models/group.py lists (Shoeybi et al., "Megatron-LM", 2019), and 1/t of the positions in between
+(Korthikanti et al., 2022, section 4.2): positions are gathered before the first product, and scattered with the sum
+over the group after the second one.
 
 All devices of a group compute the same loss, and each differentiates 1/t of it. JAX's derivatives of the collectives
 are those of the sum of what the devices differentiate, which is the loss. So the gradient of an array that is split is
 complete, and that of an array that all have is the sum of those of the devices.
+
+The devices of a context axis have different positions of each text, and all arrays of the model (context.py).
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +23,8 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
-from jaxpar.core.mesh import TENSOR
+from jaxpar.core.context import attend_in_context, own_positions, padded_length, whole_texts
+from jaxpar.core.mesh import CONTEXT, DATA, TENSOR
 from jaxpar.core.plan import Traffic, ring_traffic
 from jaxpar.core.ring import RING_PASSES
 from jaxpar.core.state import State
@@ -31,66 +35,121 @@ from jaxpar.models.model import Layer, Model
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class TensorGroup:
-    """The devices of a tensor axis, as `jaxpar.models.group.DeviceGroup`. Its functions are called inside `shard_map`."""
+class MeshGroup:
+    """The devices of a tensor and a context axis, as `jaxpar.models.group.DeviceGroup`.
 
-    size: int
+    Its functions are called inside `shard_map`.
+    """
+
+    size: int  # of the tensor axis
+    context: int = 1
 
     def index(self) -> jax.Array:
-        """Return the index of this device in the group."""
-        return jax.lax.axis_index(TENSOR)
+        """Return the index of this device on the tensor axis."""
+        return jax.lax.axis_index(TENSOR) if self.size > 1 else jnp.zeros((), jnp.int32)
 
     def total(self, x: jax.Array) -> jax.Array:
-        """Return the sum over the group."""
-        return jax.lax.psum(x, TENSOR)
+        """Return the sum over the tensor axis."""
+        return jax.lax.psum(x, TENSOR) if self.size > 1 else x
 
     def maximum(self, x: jax.Array) -> jax.Array:
-        """Return the maximum over the group, as a constant of the gradient."""
-        return jax.lax.pmax(jax.lax.stop_gradient(x), TENSOR)
+        """Return the maximum over the tensor axis, as a constant of the gradient."""
+        x = jax.lax.stop_gradient(x)
+        return jax.lax.pmax(x, TENSOR) if self.size > 1 else x
 
     def columns(self, x: jax.Array) -> jax.Array:
-        """Return the columns of all devices, along the last dim."""
-        return jax.lax.all_gather(x, TENSOR, axis=x.ndim - 1, tiled=True)
+        """Return the columns of all devices of the tensor axis, along the last dim."""
+        return jax.lax.all_gather(x, TENSOR, axis=x.ndim - 1, tiled=True) if self.size > 1 else x
 
     def whole(self, x_BTD: jax.Array, number: int) -> jax.Array:
-        """Return all positions of an array of which each device has its own."""
-        return jax.lax.all_gather(x_BTD, TENSOR, axis=1, tiled=True)[:, :number]
+        """Return all positions of an array of which each device of the tensor axis has its own."""
+        return jax.lax.all_gather(x_BTD, TENSOR, axis=1, tiled=True)[:, :number] if self.size > 1 else x_BTD
 
     def own(self, x: jax.Array, dim: int) -> jax.Array:
-        """Return this device's positions of an array with all positions."""
+        """Return this device's positions of an array with all positions of the tensor axis."""
+        if self.size == 1:
+            return x
         padded = pad(x, self.size, dim=dim)
         share = padded.shape[dim] // self.size
         return jax.lax.dynamic_slice_in_dim(padded, self.index() * share, share, dim)
 
     def summed(self, x_BTD: jax.Array) -> jax.Array:
-        """Return this device's positions of the sum over the group."""
+        """Return this device's positions of the sum over the tensor axis."""
+        if self.size == 1:
+            return x_BTD
         return jax.lax.psum_scatter(pad(x_BTD, self.size, dim=1), TENSOR, scatter_dimension=1, tiled=True)
 
     def rows(self, table_VD: jax.Array, indices_BT: jax.Array) -> jax.Array:
         """Return this device's positions of the rows of a table of which each device has some."""
+        if self.size == 1:
+            return table_VD[indices_BT]
         places_BT = indices_BT - self.index() * len(table_VD)
         is_own_BT = (places_BT >= 0) & (places_BT < len(table_VD))
         rows_BTD = table_VD[jnp.where(is_own_BT, places_BT, 0)]
         return self.summed(jnp.where(is_own_BT[..., None], rows_BTD, 0))
 
+    def positions(self, number: int) -> jax.Array:
+        """Return the positions in the text of the elements that this device has."""
+        return own_positions(number, self.context) if self.context > 1 else jnp.arange(number)
+
+    def texts(self, x: jax.Array) -> jax.Array:
+        """Return whole texts, of which each device of the context axis has some positions."""
+        return whole_texts(x, self.context) if self.context > 1 else x
+
+    def attend(
+        self, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, *, is_causal: bool, lengths_B: jax.Array | None
+    ) -> jax.Array:
+        """Return the attention of this device's positions to all positions of the texts."""
+        return attend_in_context(q_BTHK, k_BTGK, v_BTGK, self.context, is_causal=is_causal, lengths_B=lengths_B)
+
 
 class TensorParallel:
-    """What a strategy needs of the tensor axis: the problem of a device, and sums over the group."""
+    """What a strategy needs of the tensor and context axes: the problem of a device, and sums over the group."""
 
     def __init__(self, problem: Problem, axes: Mapping[str, int]):
-        """problem: of the whole model. axes: with a tensor axis."""
-        self.group, self._axes = TensorGroup(axes[TENSOR]), axes
+        """problem: of the whole model. axes: with a tensor or context axis."""
+        self.group, self._axes = MeshGroup(axes.get(TENSOR, 1), axes.get(CONTEXT, 1)), axes
         self.params = split_layout(axes, problem.model.shapes, problem.model)
         model = problem.model.in_group(self.group, self.params.local_shapes)
         self.problem = problem._replace(model=model)  # of the arrays that a device has
         self._is_split = jax.tree.map(lambda leaf: bool(leaf.splits), self.params.leaves, is_leaf=is_layout)
+        # Whether examples have weights by position, so that each device of the context axis counts others. Otherwise
+        # all of them count whole examples.
+        self._counts_positions = problem.batch["weights"].ndim > 1
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the group."""
+        return tuple(axis for axis in (CONTEXT, TENSOR) if axis in self._axes)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes over which the sums of a task are summed."""
+        return (DATA, CONTEXT) if self.group.context > 1 and self._counts_positions else (DATA,)
+
+    @property
+    def times_counted(self) -> int:
+        """How often a sum over `batch_axes` counts what the devices of a replica have in common."""
+        return self.group.context if self.group.context > 1 and self._counts_positions else 1
+
+    def divisor(self, weight: jax.Array) -> jax.Array:
+        """Return what a device divides its loss by, for the weight of its part of the batch."""
+        if self.group.context == 1:
+            return weight * self.group.size
+        total = jax.lax.psum(weight, CONTEXT) if self._counts_positions else weight * self.group.context
+        return total * self.group.size
 
     def layouts(self, like: State) -> dict[str, Layout]:
         """Return the layouts of the parts of a canonical state of these shapes."""
         return {part: split_layout(self._axes, tree, self.problem.model) for part, tree in like._asdict().items()}
 
     def reduced(self, grads: Tree) -> Tree:
-        """Return the gradients after summing those of arrays that all devices of the group have."""
+        """Return the gradients after summing those of arrays that several devices of the group have."""
+        if self.group.context > 1:
+            vector, unravel = ravel_pytree(grads)
+            grads = unravel(jax.lax.psum(vector, CONTEXT))
+        if self.group.size == 1:
+            return grads
         leaves, structure = jax.tree.flatten(grads)
         is_split = jax.tree.leaves(self._is_split)
         vector, unravel = ravel_pytree([x for x, split in zip(leaves, is_split, strict=True) if not split])
@@ -99,52 +158,72 @@ class TensorParallel:
 
     def norm(self, tree: Tree) -> jax.Array:
         """Return the norm of a tree like the parameters, of whose split arrays each device has a part."""
+        if self.group.size == 1:
+            norm: jax.Array = optax.tree.norm(tree)
+            return norm
         share = 1 / math.sqrt(self.group.size)
         mine = jax.tree.map(lambda x, split: x if split else x * share, tree, self._is_split)
         return jnp.sqrt(jax.lax.psum(optax.tree.norm(mine) ** 2, TENSOR))
 
     def traffic(self, num_replicas: int, grads: Layout, *, on_cpu: bool) -> list[Traffic]:
-        """Return what a device sends on the tensor axis in a step.
+        """Return what a device sends on the tensor and context axes in a step.
+
+        grads: the layout of the gradients. on_cpu: whether XLA widens what is sent.
+        """
+        group, x = self.group, self.problem.model.inputs(self.problem.batch)[1]
+        size, positions, features = x.shape
+        examples = size // num_replicas
+        dtype, rows = np.dtype(np.float32 if on_cpu else x.dtype), list[SentArrays]()
+        shapes = jax.tree.leaves(grads.local_shapes)
+        if group.context > 1:
+            positions = padded_length(positions, group.context) // group.context
+            rows += self._sent_on_context(examples * positions, features, dtype)
+            rows += [SentArrays("all-reduce", CONTEXT, np.float32, sum(one.size for one in shapes), 1, 1)]
+        if group.size > 1:
+            rows += self._sent_on_tensor(examples, positions, features, dtype)
+            is_split = jax.tree.leaves(self._is_split)
+            others = sum(one.size for one, split in zip(shapes, is_split, strict=True) if not split)
+            rows += [SentArrays("all-reduce", TENSOR, np.float32, others, 1, 1)]
+        return [one.traffic(self._axes[one.axis]) for one in rows if one.number]
+
+    def _sent_on_tensor(self, examples: int, positions: int, features: int, dtype: Any) -> "list[SentArrays]":
+        """Return the arrays of the layers and of the loss.
 
         For each pair of products, the positions are gathered before it and scattered after it, and in the backward pass
         the other way round. The head gathers them, too. The backward pass first gathers them again, unless XLA merges
         both; with rematerialization, it also scatters them again, but at the end of a layer only before a norm.
-
-        grads: the layout of the gradients. on_cpu: whether XLA widens what is sent.
         """
         model, size = self.problem.model, self.group.size
-        x, [first, *_, last] = model.inputs(self.problem.batch)[1], model.layers
-        examples, remat = x.shape[0] // num_replicas, model.remat != "none"
-        dtype = np.float32 if on_cpu else x.dtype
-        values = examples * -(-x.shape[1] // size) * size * x.shape[2]
+        [first, *_, last], remat = model.layers, model.remat != "none"
+        values = examples * -(-positions // size) * size * features
         pairs = [layer.num_applications * self._num_pairs(layer) for layer in model.layers]
         number, layers = sum(pairs), sum(map(bool, pairs))
-        # (kind, dtype, elements of an array, number of arrays, those of them that are sent in any case)
-        most, least = 3 * number + 1 + ("tokens" not in last.shapes), 2 * number + 1  # tokens: the loss keeps its input
-        rows = [("all-gather", dtype, values, most, least)]
-        most, least = 2 * number + 1 + remat * number, 2 * number + 1 + remat * (number - layers)
-        rows += [("reduce-scatter", dtype, values, most, least)]
+        gathers = 3 * number + 1 + ("tokens" not in last.shapes)  # with tokens, the loss keeps the input of the head
+        scatters, least = 2 * number + 1 + remat * number, 2 * number + 1 + remat * (number - layers)
+        rows = [SentArrays("all-gather", TENSOR, dtype, values, gathers, 2 * number + 1)]
+        rows += [SentArrays("reduce-scatter", TENSOR, dtype, values, scatters, least)]
         if "tokens" in first.shapes:  # the rows of the embedding
             of_gradient = np.float32 if "norm" in first.shapes else dtype
-            rows += [("reduce-scatter", np.float32, values, 1 + remat, 1), ("all-gather", of_gradient, values, 1, 1)]
+            rows += [SentArrays("reduce-scatter", TENSOR, np.float32, values, 1 + remat, 1)]
+            rows += [SentArrays("all-gather", TENSOR, of_gradient, values, 1, 1)]
         if "tokens" in last.shapes:  # maxima and sums of the loss, and its derivative; the most likely words
-            tokens = examples * x.shape[1]
-            rows += [("all-reduce", np.float32, tokens, 5, 3), ("all-reduce", np.int32, tokens, 1, 1)]
-        shapes, is_split = jax.tree.leaves(grads.local_shapes), jax.tree.leaves(self._is_split)
-        both = [one for one, split in zip(shapes, is_split, strict=True) if not split]
-        rows += [("all-reduce", np.float32, sum(one.size for one in both), 1, 1)]
-        return [
-            ring_traffic(
-                kind,
-                RING_PASSES[kind],
-                TENSOR,
-                size,
-                sent * length * np.dtype(dtype).itemsize,
-                np.dtype(dtype).name,
-                num_vectors=sent,
-            )._replace(required=least / sent)
-            for kind, dtype, length, sent, least in rows
-        ]
+            rows += [SentArrays("all-reduce", TENSOR, np.float32, examples * positions, 5, 3)]
+            rows += [SentArrays("all-reduce", TENSOR, np.int32, examples * positions, 1, 1)]
+        return rows
+
+    def _sent_on_context(self, tokens: int, features: int, dtype: Any) -> "list[SentArrays]":
+        """Return the keys and values, and what heads of whole texts read. The backward pass gathers them again.
+
+        That is, unless XLA merges both. Masks are gathered by each layer, or by some of them.
+        """
+        model, tokens = self.problem.model, tokens * self.group.context
+        widths = [layer.num_applications * _num_columns(layer, "key") for layer in model.layers]
+        keys, head = 2 * sum(widths), 0 if self._counts_positions else features
+        rows = [SentArrays("all-gather", CONTEXT, dtype, tokens, 2 * (keys + head), keys + head)]
+        rows += [SentArrays("reduce-scatter", CONTEXT, dtype, tokens, keys + head, keys + head)]
+        if "mask" in self.problem.batch:
+            rows += [SentArrays("all-gather", CONTEXT, np.bool_, tokens, 2 * sum(map(bool, widths)) + 2, 0)]
+        return rows
 
     def _num_pairs(self, layer: Layer) -> int:
         """Return how many pairs of products a layer has: the second one splits the rows of its kernel."""
@@ -153,10 +232,34 @@ class TensorParallel:
         return dims.count([0])
 
 
+class SentArrays(NamedTuple):
+    """Arrays that the devices of an axis send in a collective."""
+
+    kind: str
+    axis: str
+    dtype: Any
+    size: int  # elements of an array, before it is divided between the devices
+    number: int  # of arrays
+    least: int  # arrays that are sent even if XLA can merge some of them
+
+    def traffic(self, num_devices: int) -> Traffic:
+        """Return what a device sends."""
+        dtype = np.dtype(self.dtype)
+        nbytes, passes = self.number * self.size * dtype.itemsize, RING_PASSES[self.kind]
+        sent = ring_traffic(self.kind, passes, self.axis, num_devices, nbytes, dtype.name, num_vectors=self.number)
+        return sent._replace(required=self.least / self.number)
+
+
+def _num_columns(layer: Layer, name: str) -> int:
+    """Return how many columns the kernels called `name` of a layer have on a device."""
+    leaves = jax.tree_util.tree_leaves_with_path(layer.shapes)
+    return sum(leaf.shape[1] for path, leaf in leaves if jax.tree_util.keystr(path[-2:]) == f"['{name}']['kernel']")
+
+
 def split_layout(axes: Mapping[str, int], like: Tree, model: Model) -> Layout:
     """Return the layout of the parameters of a model, or of an optimizer state for them, over the tensor axis."""
     assert model.tensor is not None
-    dims, layers = model.tensor.dims, {layer.name for layer in model.layers}
+    dims, layers = model.tensor.dims if TENSOR in axes else {}, {layer.name for layer in model.layers}
 
     def leaf_layout(path: Sequence[Any], leaf: LeafLayout) -> LeafLayout:
         names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]

@@ -58,6 +58,103 @@ def attend(
     return y_BGRTK.transpose(0, 3, 1, 2, 4).reshape(B, T, H, K)
 
 
+def attend_chunks(
+    q_NBCHK: jax.Array,
+    k_MBCGK: jax.Array,
+    v_MBCGK: jax.Array,
+    pairs: tuple[jax.Array, jax.Array],
+    starts: tuple[jax.Array, jax.Array],
+    *,
+    is_causal: bool,
+    lengths_B: jax.Array,
+) -> jax.Array:
+    """Compute the attention of N chunks of positions to M chunks, without an array of all scores: [N, B, C, H, K].
+
+    The softmax is computed as the chunks are read (Dao et al., "FlashAttention", 2022, section 3.1). The backward pass
+    computes the scores again.
+
+    Args:
+      q_NBCHK: queries of N chunks of C positions.
+      k_MBCGK: keys of M chunks of any number of positions.
+      v_MBCGK: values.
+      pairs: indices [P] of the chunks of queries and of keys in each pair that attends.
+      starts: position in the text of the first element of each chunk, of queries [N] and of keys [M].
+      is_causal: whether positions attend only to themselves and earlier positions.
+      lengths_B: number of positions of each example that can be attended to.
+    """
+    return _attend_chunks(is_causal, q_NBCHK, k_MBCGK, v_MBCGK, pairs, starts, lengths_B)[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_chunks(is_causal: bool, q: Any, k: Any, v: Any, pairs: Any, starts: Any, lengths_B: Any) -> Any:
+    """Return the attention, and the logarithm of the sums of the softmax, [N, B, H, C]."""
+    (N, B, C, H, K), G = q.shape, k.shape[3]
+    empty = (
+        jnp.zeros((N, B, G, H // G, C, K), jnp.float32),
+        jnp.full((N, B, G, H // G, C), jnp.finfo(jnp.float32).min),
+        jnp.zeros((N, B, G, H // G, C), jnp.float32),
+    )
+
+    def add(carry: Any, pair: Any) -> tuple[Any, None]:
+        i, j = pair
+        total, most, weight = (x[i] for x in carry)
+        scores, _ = _scores(is_causal, q, k, pair, starts, lengths_B)
+        higher = jnp.maximum(most, scores.max(-1))
+        unnormalized = jnp.exp(scores - higher[..., None])
+        scale = jnp.exp(most - higher)
+        part = float32_einsum("bgrts,bsgk->bgrtk", unnormalized.astype(v.dtype), v[j])
+        now = total * scale[..., None] + part, higher, weight * scale + unnormalized.sum(-1)
+        return tuple(x.at[i].set(new) for x, new in zip(carry, now, strict=True)), None
+
+    total, most, weight = jax.lax.scan(add, empty, pairs)[0]
+    y = jnp.moveaxis(total / weight[..., None], 4, 2).reshape(q.shape).astype(q.dtype)
+    return y, most + jnp.log(weight)
+
+
+def _scores(is_causal: bool, q: Any, k: Any, pair: Any, starts: Any, lengths_B: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the scores of a pair of chunks [B, G, R, C, S], and the queries [B, C, G, R, K]."""
+    (i, j), (_, B, C, H, K), (_, _, S, G, _) = pair, q.shape, k.shape
+    q_BCGRK = q[i].reshape(B, C, G, H // G, K)
+    scores = float32_einsum("btgrk,bsgk->bgrts", q_BCGRK, k[j]) / math.sqrt(K)
+    keys_S = starts[1][j] + jnp.arange(S)
+    is_seen = (keys_S[None, :] < lengths_B[:, None])[:, None, None, None, :]
+    if is_causal:
+        is_seen &= (keys_S[None, :] <= (starts[0][i] + jnp.arange(C))[:, None])[None, None, None]
+    return jnp.where(is_seen, scores, 0.5 * jnp.finfo(jnp.float32).min), q_BCGRK
+
+
+def _attend_chunks_forward(is_causal: bool, q: Any, k: Any, v: Any, pairs: Any, starts: Any, lengths_B: Any) -> Any:
+    y, logs = _attend_chunks(is_causal, q, k, v, pairs, starts, lengths_B)
+    return (y, logs), (q, k, v, pairs, starts, lengths_B, y, logs)
+
+
+def _attend_chunks_backward(is_causal: bool, saved: Any, gradients: Any) -> Any:
+    q, k, v, pairs, starts, lengths_B, y, logs = saved
+    dy, G = gradients[0], k.shape[3]
+    parts = (*q.shape[:3], G, -1, q.shape[-1])
+    dy_NBCGRK = dy.reshape(parts)
+    inner = (dy_NBCGRK.astype(jnp.float32) * y.reshape(parts).astype(jnp.float32)).sum(-1)  # [N, B, C, G, R]
+    inner = jnp.moveaxis(inner, 2, -1)
+
+    def add(carry: Any, pair: Any) -> tuple[Any, None]:
+        (dq, dk, dv), (i, j) = carry, pair
+        scores, q_BCGRK = _scores(is_causal, q, k, pair, starts, lengths_B)
+        probabilities = jnp.exp(scores - logs[i][..., None])
+        dprobabilities = float32_einsum("btgrk,bsgk->bgrts", dy_NBCGRK[i], v[j])
+        dscores = probabilities * (dprobabilities - inner[i][..., None]) / math.sqrt(q.shape[-1])
+        narrow, scores_dtype = probabilities.astype(v.dtype), dscores.astype(q.dtype)
+        dv = dv.at[j].add(float32_einsum("bgrts,btgrk->bsgk", narrow, dy_NBCGRK[i]))
+        dq = dq.at[i].add(float32_einsum("bgrts,bsgk->btgrk", scores_dtype, k[j]))
+        return (dq, dk.at[j].add(float32_einsum("bgrts,btgrk->bsgk", scores_dtype, q_BCGRK)), dv), None
+
+    zeros = jnp.zeros(dy_NBCGRK.shape), jnp.zeros(k.shape), jnp.zeros(v.shape)
+    dq, dk, dv = jax.lax.scan(add, zeros, pairs)[0]
+    return dq.reshape(q.shape).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None, None
+
+
+_attend_chunks.defvjp(_attend_chunks_forward, _attend_chunks_backward)
+
+
 def attend_earlier(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, positions_BT: jax.Array) -> jax.Array:
     """Compute the attention of new positions of a text to all positions up to their own: [B, T, H, K].
 

@@ -69,11 +69,11 @@ class PoolingHead(nnx.Module):
         self.classifier = layers.classifier(spec, num_classes, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        x_BTD = layers.all_positions(x_BTD, self.spec, context)
+        x_BTD = layers.whole_texts(layers.all_positions(x_BTD, self.spec, context), context)
         if self.pooling == "cls":
             x_BD = jnp.tanh(self.pooler(x_BTD[:, 0]))
         else:
-            weights_BT = context.batch["mask"].astype(jnp.float32)
+            weights_BT = layers.whole_texts(context.batch["mask"], context).astype(jnp.float32)
             total_BD = jnp.einsum("btd,bt->bd", x_BTD.astype(jnp.float32), weights_BT)
             number_B1 = jnp.maximum(weights_BT.sum(axis=1, keepdims=True), 1)  # 1 for padding examples
             x_BD = (total_BD / number_B1).astype(x_BTD.dtype)

@@ -85,9 +85,9 @@ class LastTokenHead(nnx.Module):
         self.classifier = layers.classifier(spec, num_classes, rngs, bias=False)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        x_BTD = layers.all_positions(x_BTD, self.spec, context)
+        x_BTD = layers.whole_texts(layers.all_positions(x_BTD, self.spec, context), context)
         if "mask" in context.batch:
-            last_B = layers.real_lengths(context.batch["mask"]) - 1
+            last_B = layers.real_lengths(layers.whole_texts(context.batch["mask"], context)) - 1
             x_BD = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)[:, 0]
         else:
             x_BD = x_BTD[:, -1]

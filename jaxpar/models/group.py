@@ -31,19 +31,35 @@ TRANSFORMER_DIMS: dict[tuple[str, ...], int] = {
 
 
 class DeviceGroup(Devices, Protocol):
-    """A group of devices. Between products, a device has 1/size of the positions (Korthikanti et al., 2022, section 4).
+    """The devices that compute a layer together: `size` on the tensor axis, times `context` on the context axis.
 
-    The last positions of a device can be padding.
+    A device of the context axis has some positions of each text: T of them. Between products, a device of the tensor
+    axis has T / size of these (Korthikanti et al., 2022, section 4), of which the last ones can be padding.
     """
+
+    @property
+    def context(self) -> int:
+        """Number of devices that have different positions of a text."""
 
     def whole(self, x_BTD: jax.Array, number: int) -> jax.Array:
         """Return all `number` positions of an array of which each device has its own: [B, T / size, D] -> [B, T, D]."""
 
     def own(self, x: jax.Array, dim: int) -> jax.Array:
-        """Return this device's positions of an array with all positions along `dim`."""
+        """Return this device's positions of an array with all T positions along `dim`."""
 
     def summed(self, x_BTD: jax.Array) -> jax.Array:
-        """Return this device's positions of the sum over the group: [B, T, D] -> [B, T / size, D]."""
+        """Return this device's positions of the sum over the tensor axis: [B, T, D] -> [B, T / size, D]."""
 
     def rows(self, table_VD: jax.Array, indices_BT: jax.Array) -> jax.Array:
         """Return this device's positions of the rows of a table of which each device has some: [B, T / size, D]."""
+
+    def positions(self, number: int) -> jax.Array:
+        """Return the positions in the text of the T = `number` positions that this device has, [T]."""
+
+    def texts(self, x: jax.Array) -> jax.Array:
+        """Return whole texts, in order, of which each device has some positions: [B, T, ..] -> [B, T x context, ..]."""
+
+    def attend(
+        self, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, *, is_causal: bool, lengths_B: jax.Array | None
+    ) -> jax.Array:
+        """Return the attention of this device's positions to all positions of the texts: [B, T, H, K]."""

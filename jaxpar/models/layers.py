@@ -43,9 +43,12 @@ def dropout(x: jax.Array, rate: float, context: Context, site: int) -> jax.Array
     group = context.group if x.ndim == 3 else None  # of a group, each device has some of the positions
 
     def keep(key: jax.Array) -> jax.Array:
-        shape = x.shape[1:] if group is None else (x.shape[1] * group.size, *x.shape[2:])
+        if group is None:
+            return jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, x.shape[1:])
+        number = x.shape[1] * group.size
+        shape = number * group.context, *x.shape[2:]
         kept = jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, shape)
-        return kept if group is None else checkpoint_name(group.own(kept, 0), "own")  # saves only this part
+        return checkpoint_name(group.own(kept[group.positions(number)], 0), "own")  # saves only this part
 
     return jnp.where(jax.vmap(keep)(context.keys_B), x / (1 - rate), jnp.zeros_like(x))
 
@@ -132,8 +135,10 @@ class Embed(nnx.Module):
         x_BTD = rows[tokens_BT] if group is None else group.rows(rows, tokens_BT)
         if spec.positions == "learned":
             rows = self.positions[...]
-            rows_BTD = rows[None, :number] if context.cache is None else rows[context.cache.positions(number)]
-            x_BTD += rows_BTD if group is None else group.own(rows_BTD, 1)
+            if group is not None:
+                x_BTD += group.own(rows[group.positions(number)][None], 1)
+            else:
+                x_BTD += rows[None, :number] if context.cache is None else rows[context.cache.positions(number)]
         if spec.token_types:
             segments_BT = context.batch["segments"] if "segments" in context.batch else jnp.zeros_like(tokens_BT)
             x_BTD += self.token_types[...][segments_BT if group is None else group.own(segments_BT, 1)]
@@ -156,6 +161,11 @@ def all_positions(x_BTD: jax.Array, spec: Spec, context: Context) -> jax.Array:
         return x_BTD
     inputs = context.batch["inputs"]
     return context.group.whole(x_BTD, inputs.shape[1] if inputs.ndim == 2 else spec.max_length)
+
+
+def whole_texts(x: jax.Array, context: Context) -> jax.Array:
+    """Return an array with all positions of the texts, in order, of which a device of a group has some."""
+    return x if context.group is None else context.group.texts(x)
 
 
 def product_of_rows(linear: nnx.Linear, x: jax.Array, number: int, context: Context) -> jax.Array:
@@ -201,16 +211,21 @@ class Attention(nnx.Module):
         q_BTHK = self.query(x).reshape(B, T, -1, spec.head_dim)
         k_BTGK = self.key(x).reshape(B, T, -1, spec.head_dim)
         v_BTGK = self.value(x).reshape(B, T, -1, spec.head_dim)
+        group = context.group
         if spec.positions == "rotary":
             positions_BT = None if context.cache is None else context.cache.positions(T)
+            positions_BT = positions_BT if group is None else group.positions(T)[None]
             q_BTHK, k_BTGK = (rotate(x, spec.rope, positions_BT) for x in (q_BTHK, k_BTGK))
         if context.cache is not None:
             y_BTHK = attend_earlier(q_BTHK, *context.cache.extend(k_BTGK, v_BTGK), context.cache.positions(T))
         else:
             # Padding is on the right, so with causal attention no real position attends to it.
             is_masked = "mask" in context.batch and not spec.causal
-            lengths_B = real_lengths(context.batch["mask"]) if is_masked else None
-            y_BTHK = attend(q_BTHK, k_BTGK, v_BTGK, spec.attention, is_causal=spec.causal, lengths_B=lengths_B)
+            lengths_B = real_lengths(whole_texts(context.batch["mask"], context)) if is_masked else None
+            if group is not None and group.context > 1:
+                y_BTHK = group.attend(q_BTHK, k_BTGK, v_BTGK, is_causal=spec.causal, lengths_B=lengths_B)
+            else:
+                y_BTHK = attend(q_BTHK, k_BTGK, v_BTGK, spec.attention, is_causal=spec.causal, lengths_B=lengths_B)
         return product_of_rows(self.out, y_BTHK.reshape(*x.shape[:-1], -1), T, context)
 
 

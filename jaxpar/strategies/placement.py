@@ -5,11 +5,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxpar import layout
 from jaxpar.core import state as states
-from jaxpar.core.mesh import DATA
+from jaxpar.core.context import arranged, has_positions, padded_length
+from jaxpar.core.mesh import CONTEXT, DATA
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Problem
 from jaxpar.launch import processes
@@ -30,24 +31,53 @@ def by_replica(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(DATA))
 
 
-def batch_placer(mesh: Mesh) -> Callable[[Mapping[str, np.ndarray]], dict[str, jax.Array]]:
+class BatchPlacement:
+    """Where the arrays of a batch are: examples are split between replicas, and positions over the context axis."""
+
+    def __init__(self, mesh: Mesh, batch: Mapping[str, Any]):
+        """batch: the abstract global batch."""
+        self._context = mesh.shape.get(CONTEXT, 1)
+        self._shardings = {name: by_replica(mesh) for name in batch}
+        shapes = {name: x.shape for name, x in batch.items()}
+        if self._context > 1:
+            split, number = NamedSharding(mesh, PartitionSpec(DATA, CONTEXT)), batch["inputs"].shape[1]
+            for name, x in batch.items():
+                if has_positions(x, number):
+                    self._shardings[name] = split
+                    shapes[name] = (len(x), padded_length(number, self._context))
+        self.specs = {name: sharding.spec for name, sharding in self._shardings.items()}
+        self.abstract = {
+            name: jax.ShapeDtypeStruct(shapes[name], x.dtype, sharding=self._shardings[name])
+            for name, x in batch.items()
+        }
+        self._place = batch_placer(mesh, self._shardings)
+
+    def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Return the batch on devices, from the examples of this process."""
+        return self._place(arranged(batch, self._context) if self._context > 1 else batch)
+
+
+def batch_placer(
+    mesh: Mesh, shardings: Mapping[str, Sharding] = {}
+) -> Callable[[Mapping[str, np.ndarray]], dict[str, jax.Array]]:
     """Return a function that builds a batch on devices from the examples of this process's `processes.local_shard`.
 
-    If a replica spans processes, the shards of processes overlap.
+    If a replica spans processes, the shards of processes overlap. shardings: of arrays that are not split by replica.
     """
     sharding, num_replicas = by_replica(mesh), mesh.shape[DATA]
     local = processes.local_shard(tuple(mesh.devices.flat), num_replicas, num_replicas)  # the process's replicas
 
-    def on_devices(x: np.ndarray) -> jax.Array:
+    def on_devices(name: str, x: np.ndarray) -> jax.Array:
         share = len(x) // (local.stop - local.start)
 
         def rows(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(num_replicas * share)
-            return x[start - local.start * share : stop - local.start * share]
+            return x[(slice(start - local.start * share, stop - local.start * share), *index[1:])]
 
-        return jax.make_array_from_callback((num_replicas * share, *x.shape[1:]), sharding, rows)
+        shape = num_replicas * share, *x.shape[1:]
+        return jax.make_array_from_callback(shape, shardings.get(name, sharding), rows)
 
-    return lambda batch: {name: on_devices(x) for name, x in batch.items()}
+    return lambda batch: {name: on_devices(name, x) for name, x in batch.items()}
 
 
 class PlacedState:

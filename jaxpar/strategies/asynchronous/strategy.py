@@ -58,7 +58,7 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Dec
     """Decide on the devices of the workers, and read the files of config.asynchronous. Raises UserError."""
     meshes.check_processes("config.strategy='async_data_parallel'", cluster)
     meshes.check_stages(config)
-    meshes.check_no_tensor_axis(config, "config.strategy='async_data_parallel'")
+    meshes.check_no_groups(config, "config.strategy='async_data_parallel'")
     exchanges.check_no_exchange(config, "whose exchange is set by config.asynchronous")
     source = options.decide_updates(config)
     workers, microbatches = config.asynchronous.num_workers, config.optimizer.accumulation_steps

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 from jaxpar.cluster import Cluster
 from jaxpar.core import mesh as meshes
-from jaxpar.core.mesh import DATA
+from jaxpar.core.mesh import CONTEXT, DATA, TENSOR
 from jaxpar.core.plan import Decision, Plan
 from jaxpar.core.state import State
 from jaxpar.core.step import Problem
@@ -49,8 +49,9 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Dec
     meshes.check_sizes(config, cluster)
     axes = meshes.sizes(config, cluster)
     exchanges.check_exchange(config, axes[DATA], cluster)
-    if config.mesh.tensor > 1:
-        check_tensor_axis(config)
+    for axis in (TENSOR, CONTEXT):
+        if config.mesh[axis] > 1:
+            check_group(config, axis)
     if config.data_parallel.implementation in ("sharding", "pmap") and not exchanges.is_plain(config):
         raise UserError(
             f"config.data_parallel.implementation is {config.data_parallel.implementation!r}, with which XLA sums the "
@@ -65,19 +66,19 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Dec
     return Decision(axes, *batch_divisor(config, axes[DATA]), num_replicas=axes[DATA], source=None)
 
 
-def check_tensor_axis(config: ConfigDict) -> None:
-    """Raise UserError for an exchange or implementation that the replicas of a tensor axis cannot have."""
+def check_group(config: ConfigDict, axis: str) -> None:
+    """Raise UserError for an exchange or implementation that replicas of several devices on `axis` cannot have."""
     row, implementation = EXCHANGES[config.exchange], config.data_parallel.implementation
     if not row.averages and not row.shards:
         names = ", ".join(name for name, one in EXCHANGES.items() if one.averages or one.shards)
         raise UserError(
             f"config.exchange is {config.exchange!r}, which needs whole arrays; it must be one of {names} with "
-            f"config.mesh.tensor={config.mesh.tensor}"
+            f"config.mesh.{axis}={config.mesh[axis]}"
         )
     if implementation in ("sharding", "pmap"):
         raise UserError(
             f"config.data_parallel.implementation is {implementation!r}; it must be 'auto' or 'shard_map' with "
-            f"config.mesh.tensor={config.mesh.tensor}"
+            f"config.mesh.{axis}={config.mesh[axis]}"
         )
 
 
@@ -91,7 +92,7 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
     if config.exchange == "dp":
         return master.plan(shapes, decision)
     num_replicas, implementation = decision.num_replicas, config.data_parallel.implementation
-    if config.mesh.tensor > 1:
+    if TENSOR in decision.axes or CONTEXT in decision.axes:
         implementation = "shard_map"
     if implementation == "auto":
         sums_once = shapes.accumulation_steps == 1 and not shapes.model.ties

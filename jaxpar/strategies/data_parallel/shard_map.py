@@ -21,11 +21,11 @@ from jaxpar import layout
 from jaxpar.core import mesh as meshes
 from jaxpar.core import state as states
 from jaxpar.core import step as steps
-from jaxpar.core.mesh import DATA, TENSOR
+from jaxpar.core.mesh import CONTEXT, DATA, TENSOR
 from jaxpar.core.optimizer import OPTIMIZERS, at_step
 from jaxpar.core.plan import Decision, Plan, state_memory
 from jaxpar.core.state import Canonical, State
-from jaxpar.core.step import Metrics, Problem, with_shardings
+from jaxpar.core.step import Metrics, Problem
 from jaxpar.core.tensor import TensorParallel
 from jaxpar.errors import UserError
 from jaxpar.exchange.exchange import EVERY, DistributedState, Exchange
@@ -34,7 +34,7 @@ from jaxpar.exchange.reduce import psum_small
 from jaxpar.layout import PER_REPLICA, Layout
 from jaxpar.models.model import Batch
 from jaxpar.strategies import exchanges
-from jaxpar.strategies.placement import IN_PLACE, PlacedState, batch_placer, by_replica, on_all
+from jaxpar.strategies.placement import IN_PLACE, BatchPlacement, PlacedState, on_all
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
@@ -64,7 +64,7 @@ class ReplicaDetails:
 def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cpu: bool) -> Plan[ReplicaDetails]:
     """Plan data-parallel replicas with config.exchange. Raises UserError if it does not support these shapes."""
     axes, like = dict(decision.axes), states.abstract_state(shapes.model, shapes.optimizer)
-    tensor = tensor_parallel(config, shapes, axes) if TENSOR in axes else None
+    tensor = tensor_parallel(config, shapes, axes) if TENSOR in axes or CONTEXT in axes else None
     if tensor is None:
         exchange = exchanges.configured_exchange(config, shapes, decision.num_replicas)
         base = {part: layout.replicated(axes, tree) for part, tree in like._asdict().items()}
@@ -82,9 +82,10 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
         traffic = [*traffic, *tensor.traffic(decision.num_replicas, grads, on_cpu=on_cpu)]
     summary = f"{exchanges.name(config)}: batch sharded, parameters {layouts['params'].kind}, "
     summary += f"optimizer {layouts['optimizer'].kind}" + (", in the host's memory" if exchange.offload else "")
-    summary += f"; layers split over {axes[TENSOR]} devices" if tensor else ""
+    summary += f"; layers split over {axes[TENSOR]} devices" if TENSOR in axes else ""
+    summary += f"; texts split over {axes[CONTEXT]} devices" if CONTEXT in axes else ""
     private_key = exchanges.private_key(config, decision.num_replicas, like.params)
-    private_key |= {"tensor": axes[TENSOR]} if tensor else {}
+    private_key |= {axis: axes[axis] for axis in tensor.axes} if tensor else {}
     return Plan(
         "data_parallel",
         decision,
@@ -109,10 +110,10 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
         problem = tensor.problem
     if plan.details.unrolled:
         problem = problem._replace(model=problem.model.unrolled())
-    in_shard_map = partial(jax.shard_map, mesh=mesh, check_vma=False)
+    in_shard_map, of_batch = partial(jax.shard_map, mesh=mesh, check_vma=False), BatchPlacement(mesh, problem.batch)
     replica_step = in_shard_map(
         train_step(problem, exchange, placed.layout, plan.num_replicas, tensor),
-        in_specs=(placed.layout.specs, PartitionSpec(DATA)),
+        in_specs=(placed.layout.specs, of_batch.specs),
         out_specs=(placed.layout.specs, PartitionSpec()),
     )
 
@@ -120,10 +121,11 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
         return replica_step(jax.device_put(state, placed.shardings) if exchange.offload else state, batch)
 
     @jax.jit
-    @partial(in_shard_map, in_specs=(placed.params.specs, PartitionSpec(DATA)), out_specs=PartitionSpec())
+    @partial(in_shard_map, in_specs=(placed.params.specs, of_batch.specs), out_specs=PartitionSpec())
     def evaluate(params: Any, batch: Batch) -> Sums:
         whole = jax.lax.pmean(placed.params.local(params), DATA) if placed.params.kind == PER_REPLICA else params
-        return jax.lax.psum(steps.evaluate(fetching(problem, exchange), whole, batch), DATA)
+        counted_on = DATA if tensor is None else tensor.batch_axes
+        return jax.lax.psum(steps.evaluate(fetching(problem, exchange), whole, batch), counted_on)
 
     def num_in_flight(state: State) -> int:
         """Return the number of passes that wait for an update, which all replicas count."""
@@ -132,8 +134,7 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
         return int(state.optimizer.private["passes"].addressable_shards[0].data.item())
 
     def programs() -> list[CompiledProgram]:
-        lowered = compiled_step.lower(placed.abstract, with_shardings(problem.batch, by_replica(mesh)))
-        return [CompiledProgram(lowered.compile(), exchange.branches)]
+        return [CompiledProgram(compiled_step.lower(placed.abstract, of_batch.abstract).compile(), exchange.branches)]
 
     shardings = jax.tree.map(lambda x: x.sharding, placed.abstract), on_all(mesh)
     options = IN_PLACE | OVERLAP | (gather_ahead() | ALTERNATE if exchange.fetch else {})
@@ -143,7 +144,7 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
         plan,
         tuple(mesh.devices.flat),
         init=placed.init,
-        place=batch_placer(mesh),
+        place=of_batch.place,
         step=meshes.one_at_a_time(compiled_step, mesh),
         evaluate=lambda state, batch: waiting_evaluate(state.params, batch),
         to_canonical=placed.to_canonical,
@@ -174,17 +175,20 @@ def train_step(
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """Return the function that runs one training step on a device. layout: layout of the global state."""
     problem = fetching(problem, exchange)
-    axes, norm = (DATA, optax.tree.norm) if tensor is None else ((DATA, TENSOR), tensor.norm)
+    axes: tuple[str, ...] = (DATA,)
+    counted_on, norm = axes, optax.tree.norm
+    if tensor is not None:
+        axes, counted_on, norm = (DATA, *tensor.axes), tensor.batch_axes, tensor.norm
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         state = layout.local(state)
-        weight = jax.lax.pmean(steps.batch_weight(batch), DATA)  # so that the gradient is the mean over replicas
-        if tensor is not None:
-            weight *= tensor.group.size  # each device differentiates its share of the loss
+        weight = steps.batch_weight(batch) if tensor is None else tensor.divisor(steps.batch_weight(batch))
+        weight = jax.lax.pmean(weight, DATA)  # so that the gradient is the mean over replicas
         grads, local_sums = steps.gradients(problem, state, batch, weight, scatter=exchange.scatter)
         if tensor is not None:
             grads = tensor.reduced(grads)
-        sums, squares = psum_small((local_sums, norm(grads) ** 2), DATA)
+        square = norm(grads) ** 2 / (1 if tensor is None else tensor.times_counted)
+        sums, squares = psum_small((local_sums, square), counted_on)
         grad_norm = jnp.sqrt(squares / num_replicas)
         finite = steps.is_finite(grad_norm, sums)  # before the exchange, as a compressor may hide infinities and NaNs
         distributed = state.optimizer._replace(optimizer=at_step(state.optimizer.optimizer, state.step))
@@ -208,16 +212,22 @@ def train_step(
 
 def tensor_parallel(config: ConfigDict, shapes: Problem, axes: Mapping[str, int]) -> TensorParallel:
     """Return the groups of devices of config.mesh.tensor. Raises UserError if the model or optimizer has no parts."""
-    size, split = axes[TENSOR], shapes.model.tensor
+    split, size = shapes.model.tensor, axes.get(TENSOR, 1)
     if split is None:
+        axis = TENSOR if size > 1 else CONTEXT
         raise UserError(
-            f"config.mesh.tensor is {size}; it must be 1 with config.model.name={config.model.name!r}, whose layers "
-            "compute on one device only"
+            f"config.mesh.{axis} is {axes[axis]}; it must be 1 with config.model.name={config.model.name!r}, whose "
+            "layers compute on one device only"
+        )
+    if CONTEXT in axes and shapes.batch["inputs"].ndim != 2:
+        raise UserError(
+            f"config.mesh.context is {axes[CONTEXT]}; it must be 1 with config.model.name={config.model.name!r}, whose "
+            "inputs are not texts"
         )
     for key, number in split.counts.items():
         if number % size:
             raise UserError(f"config.mesh.tensor is {size}; it must divide config.model.{key}, {number}")
-    if not OPTIMIZERS[config.optimizer.name].elementwise:
+    if size > 1 and not OPTIMIZERS[config.optimizer.name].elementwise:
         names = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.elementwise)
         raise UserError(
             f"config.optimizer.name is {config.optimizer.name!r}, which needs whole arrays; it must be one of {names} "
@@ -230,7 +240,7 @@ def make_layouts(exchange: Exchange, base: Mapping[str, Layout]) -> dict[str, La
     """Return the layouts of the parts of the state with an exchange. base: those without one."""
     params = layout.by_kind(exchange.params, base["params"], DATA, exchange.copies)
     optimizer = layout.by_kind(exchange.optimizer, base["optimizer"], DATA, exchange.copies)
-    others = [axis for axis in params.axes if axis == TENSOR]
+    others = [axis for axis in params.axes if axis in (CONTEXT, TENSOR)]
 
     def private() -> Any:
         held = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params.local_shapes)

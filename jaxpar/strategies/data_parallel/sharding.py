@@ -48,8 +48,8 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Dec
 def plan(
     config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[None], /
 ) -> Plan[str] | Plan[shard_map.ReplicaDetails]:
-    """Plan the whole state and every batch of `single` on one device, or on the devices of a tensor axis."""
-    if config.mesh.tensor > 1:
+    """Plan the whole state and every batch of `single` on one device, or on those of a tensor or context axis."""
+    if config.mesh.tensor > 1 or config.mesh.context > 1:
         return replace(shard_map.plan(config, shapes, decision, on_cpu=cluster.platform == "cpu"), strategy="single")
     return plan_replicated("single", shapes, decision, "one device")
 

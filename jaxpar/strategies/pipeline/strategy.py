@@ -61,7 +61,7 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Deci
         )
     if config.pipeline.trace:
         meshes.check_processes(f"config.pipeline.trace={config.pipeline.trace}", cluster)
-    meshes.check_no_tensor_axis(config, "config.strategy='pipeline'")
+    meshes.check_no_groups(config, "config.strategy='pipeline'")
     meshes.check_sizes(config, cluster)
     axes = meshes.sizes(config, cluster)
     has_ring = axes[DATA] == 1 or config.pipeline.schedule not in CONTINUOUS

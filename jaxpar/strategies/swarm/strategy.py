@@ -60,7 +60,7 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Deci
             f"config.mesh.stage is {config.mesh.stage}; it must be 1 with config.strategy='swarm', whose stages are "
             "set by config.swarm.stages"
         )
-    meshes.check_no_tensor_axis(config, "config.strategy='swarm'")
+    meshes.check_no_groups(config, "config.strategy='swarm'")
     if config.exchange != "ddp" or exchanges.given(config):
         raise UserError(
             f"config.exchange is {exchanges.name(config)!r}; it must be 'ddp' without options with "

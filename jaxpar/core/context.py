@@ -1,0 +1,88 @@
+"""The context axis: devices that have different positions of each text, whose attention reads the keys of all.
+
+A text is cut into 2c chunks for c devices, of which device r has number r and 2c - 1 - r. With causal attention, each
+device then has the same work: its first chunk attends to r + 1 chunks, and its second one to 2c - r. Keys and values
+are gathered, as in Llama 3 (Grattafiori et al., 2024, section 3.3.2).
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.core.mesh import CONTEXT
+from jaxpar.models.attention import attend_chunks
+
+MOST_KEYS = 1024  # of a chunk of keys, so that scores need little memory
+
+
+def order(number: int, context: int) -> np.ndarray:
+    """Return the positions of a text of `number` positions in the order of the devices; a multiple of 2 x context."""
+    chunks = np.arange(number).reshape(2 * context, -1)
+    return np.concatenate([chunks[chunk] for r in range(context) for chunk in (r, 2 * context - 1 - r)])
+
+
+def arranged(batch: Mapping[str, np.ndarray], context: int) -> dict[str, np.ndarray]:
+    """Return texts that are padded with zeros to a multiple of 2 x context positions, in the order of the devices."""
+    number = batch["inputs"].shape[1]
+    padded = padded_length(number, context)
+    columns = order(padded, context)
+
+    def arrange(x: np.ndarray) -> np.ndarray:
+        return np.pad(x, ((0, 0), (0, padded - number)))[:, columns]
+
+    return {name: arrange(x) if has_positions(x, number) else x for name, x in batch.items()}
+
+
+def padded_length(number: int, context: int) -> int:
+    """Return the number of positions of a text after padding."""
+    return -(-number // (2 * context)) * 2 * context
+
+
+def has_positions(x: np.ndarray | jax.ShapeDtypeStruct, number: int) -> bool:
+    """Return whether an array of a batch has the positions of the texts as its dim 1."""
+    return x.ndim == 2 and x.shape[1] == number
+
+
+def own_positions(number: int, context: int) -> jax.Array:
+    """Return the positions of the `number` elements that this device has of a text, [T]."""
+    r, half = jax.lax.axis_index(CONTEXT), number // 2
+    starts = jnp.stack([r, 2 * context - 1 - r]) * half
+    return (starts[:, None] + jnp.arange(half)[None, :]).reshape(-1)
+
+
+def whole_texts(x: jax.Array, context: int) -> jax.Array:
+    """Return all positions in order, [B, T, ..] -> [B, T x context, ..]."""
+    gathered, half = jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True), x.shape[1] // 2
+    places = [2 * r for r in range(context)] + [2 * r + 1 for r in reversed(range(context))]
+    return jnp.concatenate([gathered[:, place * half : (place + 1) * half] for place in places], axis=1)
+
+
+def attend_in_context(
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    context: int,
+    *,
+    is_causal: bool,
+    lengths_B: jax.Array | None,
+) -> jax.Array:
+    """Return the attention of the positions of this device to all positions of the texts: [B, T, H, K]."""
+    (B, T, H, K), r = q_BTHK.shape, jax.lax.axis_index(CONTEXT)
+    half, number = T // 2, T * context
+    lengths_B = jnp.full(B, number) if lengths_B is None else lengths_B
+    size = next(n for n in range(min(half, MOST_KEYS), 0, -1) if half % n == 0)
+    parts = half // size  # of a chunk of keys
+    q_NBCHK = q_BTHK.reshape(B, 2, half, H, K).swapaxes(0, 1)
+    k, v = (whole_texts(x, context).reshape(B, -1, size, *x.shape[2:]).swapaxes(0, 1) for x in (k_BTGK, v_BTGK))
+    if is_causal:  # chunk r attends to chunks 0 to r, and chunk 2c - 1 - r to the others up to itself
+        steps = jnp.arange(2 * context + 1)
+        queries, keys = (steps > r).astype(jnp.int32), jnp.where(steps > r, steps - r - 1, steps)
+    else:
+        queries, keys = (x.reshape(-1) for x in jnp.meshgrid(jnp.arange(2), jnp.arange(2 * context), indexing="ij"))
+    each = keys[:, None] * parts + jnp.arange(parts)[None, :]
+    pairs = jnp.repeat(queries, parts), each.reshape(-1)
+    starts = jnp.stack([r, 2 * context - 1 - r]) * half, jnp.arange(len(k)) * size
+    y = attend_chunks(q_NBCHK, k, v, pairs, starts, is_causal=is_causal, lengths_B=lengths_B)
+    return y.swapaxes(0, 1).reshape(B, T, H, K)
