@@ -146,8 +146,7 @@ class TensorParallel:
     def reduced(self, grads: Tree) -> Tree:
         """Return the gradients after summing those of arrays that several devices of the group have."""
         if self.group.context > 1:
-            vector, unravel = ravel_pytree(grads)
-            grads = unravel(jax.lax.psum(vector, CONTEXT))
+            grads = jax.lax.psum(grads, CONTEXT)
         if self.group.size == 1:
             return grads
         leaves, structure = jax.tree.flatten(grads)
