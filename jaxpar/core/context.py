@@ -52,7 +52,7 @@ def own_positions(number: int, context: int) -> jax.Array:
     return (starts[:, None] + jnp.arange(half)[None, :]).reshape(-1)
 
 
-def whole_texts(x: jax.Array, context: int) -> jax.Array:
+def gathered_texts(x: jax.Array, context: int) -> jax.Array:
     """Return all positions in order, [B, T, ..] -> [B, T x context, ..]."""
     gathered, half = jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True), x.shape[1] // 2
     places = [2 * r for r in range(context)] + [2 * r + 1 for r in reversed(range(context))]
@@ -75,7 +75,7 @@ def attend_in_context(
     size = next(n for n in range(min(half, MOST_KEYS), 0, -1) if half % n == 0)
     parts = half // size  # of a chunk of keys
     q_NBCHK = q_BTHK.reshape(B, 2, half, H, K).swapaxes(0, 1)
-    k, v = (whole_texts(x, context).reshape(B, -1, size, *x.shape[2:]).swapaxes(0, 1) for x in (k_BTGK, v_BTGK))
+    k, v = (gathered_texts(x, context).reshape(B, -1, size, *x.shape[2:]).swapaxes(0, 1) for x in (k_BTGK, v_BTGK))
     if is_causal:  # chunk r attends to chunks 0 to r, and chunk 2c - 1 - r to the others up to itself
         steps = jnp.arange(2 * context + 1)
         queries, keys = (steps > r).astype(jnp.int32), jnp.where(steps > r, steps - r - 1, steps)

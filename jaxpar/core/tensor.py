@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
-from jaxpar.core.context import attend_in_context, own_positions, padded_length, whole_texts
+from jaxpar.core.context import attend_in_context, gathered_texts, own_positions, padded_length
 from jaxpar.core.mesh import CONTEXT, DATA, TENSOR
 from jaxpar.core.plan import Traffic, ring_traffic
 from jaxpar.core.ring import RING_PASSES
@@ -94,7 +94,7 @@ class MeshGroup:
 
     def texts(self, x: jax.Array) -> jax.Array:
         """Return whole texts, of which each device of the context axis has some positions."""
-        return whole_texts(x, self.context) if self.context > 1 else x
+        return gathered_texts(x, self.context) if self.context > 1 else x
 
     def attend(
         self, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, *, is_causal: bool, lengths_B: jax.Array | None

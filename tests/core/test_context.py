@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.core import context
-from jaxpar.core.context import arranged, attend_in_context, order, own_positions, whole_texts
+from jaxpar.core.context import arranged, attend_in_context, gathered_texts, order, own_positions
 from jaxpar.core.mesh import CONTEXT
 from jaxpar.measure.operations import PRODUCT, operations
 from jaxpar.models.attention import attend
@@ -51,7 +51,7 @@ def test_devices_know_their_positions_and_gather_texts_in_order() -> None:
     x = np.arange(2 * T * 3.0).reshape(2, T, 3)
 
     def on_device(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return own_positions(x.shape[1], C), whole_texts(x, C)[None]
+        return own_positions(x.shape[1], C), gathered_texts(x, C)[None]
 
     specs = {"in_specs": (SPLIT,), "out_specs": (PartitionSpec(CONTEXT), PartitionSpec(CONTEXT))}
     positions, whole = jax.jit(in_shard_map(on_device, **specs))(x[:, order(T, C)])
