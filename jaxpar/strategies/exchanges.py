@@ -20,6 +20,10 @@ from jaxpar.exchange.powersgd import largest_rank
 from jaxpar.exchange.reduce import Axis
 from jaxpar.models.model import Params
 
+# The exchanges of pipelines that average gradients, and those whose collectives are outside of all actions.
+AVERAGING = [name for name, row in EXCHANGES.items() if row.averages]
+IN_LOCKSTEP = [*AVERAGING, "zero1"]
+
 
 def given(config: ConfigDict) -> dict[str, Any]:
     """Return the exchange options that the config sets."""
@@ -121,13 +125,7 @@ def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int)
             raise UserError(f"config.exchange_options.{key} is {options[key]}; it must {must}")
 
     check(num_steps % options.get(PASSES, 1) == 0, PASSES, f"divide the number of steps, {num_steps}")
-    if EXCHANGES[config.exchange].shards:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
-            if not leaf.size:
-                raise UserError(
-                    f"config.exchange is {config.exchange!r}, which cannot shard {jax.tree_util.keystr(path)} of shape "
-                    f"{leaf.shape}; parameters must not be empty"
-                )
+    check_not_empty(config, shapes)
     rank = largest_rank(shapes)
     check(options.get("rank", 0) <= rank, "rank", f"be at most {rank}, or no array of this model is compressed")
     never = f"be at most {num_steps}, the number of steps, or the replicas never exchange anything"
@@ -141,6 +139,16 @@ def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int)
     return named.make_exchange(config.exchange, Axis(DATA, num_replicas), rule, **options)
 
 
+def check_not_empty(config: ConfigDict, shapes: Params) -> None:
+    """Raise UserError for an empty array that the exchange would shard."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        if EXCHANGES[config.exchange].shards and not leaf.size:
+            raise UserError(
+                f"config.exchange is {config.exchange!r}, which cannot shard {jax.tree_util.keystr(path)} of shape "
+                f"{leaf.shape}; parameters must not be empty"
+            )
+
+
 def check_compressed(config: ConfigDict, arrays: Any) -> None:
     """Raise UserError for a compressor to which all of these arrays are too small."""
     smallest = chosen(config).get("min_compress_bytes", 0)
@@ -152,24 +160,46 @@ def check_compressed(config: ConfigDict, arrays: Any) -> None:
         )
 
 
-def check_gradient_exchange(config: ConfigDict, num_replicas: int, cluster: Cluster, *, has_ring: bool = True) -> None:
-    """Raise UserError for an invalid exchange of a pipeline. has_ring: whether it supports a ring all-reduce."""
+def runs_in_lockstep(config: ConfigDict) -> bool:
+    """Return whether the exchange runs in lockstep: collectives are outside of all actions there."""
+    return config.exchange in IN_LOCKSTEP
+
+
+def check_gradient_exchange(config: ConfigDict, num_replicas: int, cluster: Cluster, *, has_flush: bool) -> None:
+    """Raise UserError for an invalid exchange of a pipeline. has_flush: whether its schedule has a flush."""
     for key in given(config).keys() & {PASSES, AVERAGE}:
         raise UserError(
             f"config.exchange_options.{key} is {given(config)[key]}; it must be None with "
             "config.strategy='pipeline', which accumulates gradients over config.pipeline.num_microbatches"
         )
-    if config.exchange in EXCHANGES and not EXCHANGES[config.exchange].averages:
-        reason = "wraps the optimizer of the whole model, but each stage has only a part of it"
-        if config.exchange == "dp":
-            reason = "holds the whole model on one device"
-        averaging = {name: row.options for name, row in EXCHANGES.items() if row.averages}
-        names = [name for name, options in averaging.items() if has_ring or options.get("algorithm") != "ring"]
-        raise UserError(
-            f"config.exchange is {config.exchange!r}, which {reason}; it must be one of {', '.join(names)} with "
-            "config.strategy='pipeline'"
-        )
+    if config.exchange in EXCHANGES:
+        check_in_pipeline(config, num_replicas, has_flush=has_flush)
     check_exchange(config, num_replicas, cluster)
+
+
+def check_in_pipeline(config: ConfigDict, num_replicas: int, *, has_flush: bool) -> None:
+    """Raise UserError for an exchange or option that pipelines, their executor or their schedule do not support."""
+    row, names = EXCHANGES[config.exchange], [name for name, row in EXCHANGES.items() if row.in_pipelines]
+    reason, where = "wraps the optimizer of the whole model, but each stage has only a part of it", "strategy"
+    if config.exchange == "dp":
+        reason = "holds the whole model on one device"
+    if not has_flush:
+        has_ring = num_replicas == 1
+        names = [n for n in names if n in AVERAGING and (has_ring or EXCHANGES[n].options.get("algorithm") != "ring")]
+    if row.shards and not has_flush:
+        reason, where = "shards the state that a flush updates", "pipeline.schedule"
+    elif row.shards and config.pipeline.executor == "lockstep" and not runs_in_lockstep(config):
+        reason, where = "has collectives in each action", "pipeline.executor"
+        names = [name for name in names if name in IN_LOCKSTEP]
+    elif row.in_pipelines:
+        if given(config).get("offload"):
+            raise UserError("config.exchange_options.offload is True; it must be False with config.strategy='pipeline'")
+        return
+    value = config.pipeline[where.removeprefix("pipeline.")] if "." in where else config.strategy
+    raise UserError(
+        f"config.exchange is {config.exchange!r}, which {reason}; it must be one of {', '.join(names)} with "
+        f"config.{where}={value!r}"
+    )
 
 
 def on_gradients(config: ConfigDict, num_replicas: int) -> AllReduce:

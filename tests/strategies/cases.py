@@ -67,6 +67,14 @@ EXACT = {
     "dispatched 1f1b, 2,1 devices": f"{STAGES} mesh.stage=3 mesh.data=2 pipeline.schedule=1f1b pipeline.replicas=2,1"
     f" {DISPATCH}",
     "dispatched 1f1b, 1,3 devices": f"{FOUR} pipeline.schedule=1f1b pipeline.replicas=1,3 {DISPATCH}",
+    "1f1b, zero1": f"{FOUR} mesh.data=2 pipeline.schedule=1f1b exchange=zero1",
+    "zb_v, zero1": f"{TWO} mesh.data=2 pipeline.schedule=zb_v exchange=zero1",
+    "dispatched 1f1b, zero1": f"{STAGES} mesh.stage=3 mesh.data=2 pipeline.schedule=1f1b pipeline.replicas=2,1"
+    f" exchange=zero1 {DISPATCH}",
+    "dispatched 1f1b, zero2": f"{TWO} mesh.data=3 pipeline.schedule=1f1b exchange=zero2 {DISPATCH}",
+    "dispatched zb_v, zero3": f"{TWO} mesh.data=2 pipeline.schedule=zb_v exchange=zero3 {DISPATCH}",
+    "dispatched 1f1b, hsdp": f"{TWO} mesh.data=4 pipeline.num_microbatches=3 pipeline.schedule=1f1b"
+    f" pipeline.remat=full exchange=hsdp exchange_options.group=2 {DISPATCH}",
     "async of 1": f"{ASYNC} mesh.data=1 asynchronous.policy=async asynchronous.num_workers=1",
     "sync": f"{ASYNC} asynchronous.policy=sync asynchronous.num_workers=4",
     "swarm": "strategy=swarm mesh.data=2 swarm.peers=5 swarm.num_microbatches=4",

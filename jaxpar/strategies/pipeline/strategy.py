@@ -63,8 +63,8 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Deci
         meshes.check_processes(f"config.pipeline.trace={config.pipeline.trace}", cluster)
     meshes.check_sizes(config, cluster)
     axes = meshes.sizes(config, cluster)
-    has_ring = axes[DATA] == 1 or config.pipeline.schedule not in CONTINUOUS
-    exchanges.check_gradient_exchange(config, axes[DATA], cluster, has_ring=has_ring)
+    has_flush = config.pipeline.schedule not in CONTINUOUS
+    exchanges.check_gradient_exchange(config, axes[DATA], cluster, has_flush=has_flush)
     replicas_of_stages = configured_replicas(config)
     table = configured_table(config, replicas_of_stages)
     if model is not None:
@@ -93,6 +93,7 @@ def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decis
             "of the run"
         )
     c, table, num_data = config.pipeline, decision.source, decision.num_replicas
+    exchanges.check_not_empty(config, shapes.model.shapes)
     inputs = shapes.model.inputs(shapes.batch)
     bounds = partition.stage_bounds(shapes.model, shapes.batch, inputs, c.partition, table.num_stages)
     stages = Stages(shapes.model, bounds, table.stages, inputs, shapes.task)

@@ -309,11 +309,15 @@ def pipeline_step(
         if staged.all_reduce.clip_norm:
             # The gradients of a tied array on different stages count separately, because they are sent separately.
             replica_norm = jnp.sqrt(jax.lax.psum(update.counted(optax.tree.norm(local_grads) ** 2), STAGE))
-        grads, residuals = staged.exchanged(local_grads, state.private, replica_norm)
+        axes: Any = STAGE
+        if staged.all_reduce.shards:
+            grads, residuals, axes = update.scattered(local_grads), state.private, (DATA, STAGE)
+        else:
+            grads, residuals = staged.exchanged(local_grads, state.private, replica_norm)
         # 9. The gradient of an array that several devices use is the sum of their gradients.
         for tie in staged.stages.copied:
             grads = update.replace(tie, grads, jax.lax.psum(update.part(tie, grads), STAGE))
-        grad_norm = jnp.sqrt(jax.lax.psum(update.squares(grads), STAGE))
+        grad_norm = jnp.sqrt(jax.lax.psum(update.squares(grads), axes))
         # 10. With a gradient norm of NaN the update keeps the old parameters.
         after, metrics = update(state, grads, sums, jnp.where(nonfinite_count == 0, grad_norm, jnp.nan))
         private = kept_if(metrics.finite, residuals, state.private)
