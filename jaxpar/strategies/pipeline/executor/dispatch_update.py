@@ -221,11 +221,11 @@ class FlushedSteps:
 
         return program_on(self._columns.of_group[owner], on_device, (spec,), (spec, ON_ALL), ("gradients",))
 
-    def _square_of(self, means: Sequence[jax.Array]) -> jax.Array:
+    def _square_of(self, means: Tree) -> jax.Array:
         """Return the sum of squares of mean gradients, of which a replica may have shards. For `shard_map`."""
         if self._shards:
             return self._shards.square(means)
-        return sum((jnp.sum(jnp.square(x)) for x in means), jnp.zeros(()))
+        return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(means)), jnp.zeros(()))
 
     def _make_reduce(self, group: int) -> Program:
         apart = {array for array, holders in self._ties.items() if group in holders}
