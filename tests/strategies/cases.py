@@ -98,6 +98,8 @@ LOSSY = {
     "powersgd": f"{DATA} exchange=powersgd exchange_options.rank=1 exchange_options.warmup=0.2",
     "1f1b, byteps_onebit": f"{TWO} mesh.data=2 pipeline.schedule=1f1b {ONEBIT}",
     "zb_v, byteps_onebit": f"{TWO} mesh.data=2 pipeline.schedule=zb_v {ONEBIT}",
+    "dispatched 1f1b, quantized zero3": f"{TWO} mesh.data=2 pipeline.schedule=1f1b exchange=zero3"
+    f" exchange_options.quantized_weights=True exchange_options.quantized_gradients=True {DISPATCH}",
     "dispatched 1f1b, byteps_onebit": f"{TWO} mesh.data=2 pipeline.schedule=1f1b {ONEBIT} {DISPATCH}",
 }
 # Gradients of earlier weights, or weights that are averaged now and then. What is in flight is private.
