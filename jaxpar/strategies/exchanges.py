@@ -20,9 +20,9 @@ from jaxpar.exchange.powersgd import largest_rank
 from jaxpar.exchange.reduce import Axis
 from jaxpar.models.model import Params
 
-# The exchanges of pipelines that average gradients, and those whose collectives are outside of all actions.
-AVERAGING = [name for name, row in EXCHANGES.items() if row.averages]
-IN_LOCKSTEP = [*AVERAGING, "zero1"]
+# The exchanges that average gradients, and those of pipelines whose collectives are outside of all actions.
+OF_GRADIENTS = [name for name, row in EXCHANGES.items() if row.averages]
+IN_LOCKSTEP = [*OF_GRADIENTS, "zero1"]
 
 
 def given(config: ConfigDict) -> dict[str, Any]:
@@ -185,7 +185,9 @@ def check_in_pipeline(config: ConfigDict, num_replicas: int, *, has_flush: bool)
         reason = "holds the whole model on one device"
     if not has_flush:
         has_ring = num_replicas == 1
-        names = [n for n in names if n in AVERAGING and (has_ring or EXCHANGES[n].options.get("algorithm") != "ring")]
+        names = [
+            n for n in names if n in OF_GRADIENTS and (has_ring or EXCHANGES[n].options.get("algorithm") != "ring")
+        ]
     if row.shards and not has_flush:
         reason, where = "shards the state that a flush updates", "pipeline.schedule"
     elif row.shards and config.pipeline.executor == "lockstep" and not runs_in_lockstep(config):

@@ -31,10 +31,10 @@ One training step then runs on every device as follows. Comments in the code cit
     After the last clock:
 
      8. Sum the metrics over all devices, and average the gradients over the replicas with the configured exchange. If
-        it has error feedback, each replica clips its gradient first.
+        it has error feedback, each replica clips its gradient first. With zero1, a replica gets shards of the mean.
      9. Sum the gradients of tied arrays over the stages that use them, and compute the global gradient norm.
-    10. Take the optimizer step on the parameters of this device. If the loss or a gradient is not finite, all devices
-        keep their parameters and optimizer state.
+    10. Take the optimizer step on the parameters of this device, with zero1 on shards, which are then gathered. If the
+        loss or a gradient is not finite, all devices keep their parameters and optimizer state.
 
 Evaluation runs steps 1 to 7 on a table that has only F actions. A pipeline that never drains replaces steps 8 to 10 by
 an action of its table, U, which runs at the end of a clock (continuous.py).

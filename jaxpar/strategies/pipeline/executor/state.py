@@ -1,7 +1,8 @@
 """The state of a pipeline, distributed over its devices, and the optimizer step on each device.
 
 A device holds the parameters of its layers, their optimizer state, and copies of arrays on other devices that are tied
-to its layers, all packed into arrays of the same shapes on every device. `step` and `key` are replicated.
+to its layers, all packed into arrays of the same shapes on every device. `step` and `key` are replicated. If replicas
+shard arrays (zero1), a device packs its shards of the optimizer state and of the mean gradient.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +61,7 @@ class StagedTree:
         held = [stages.select(shapes, device) for device in stages.examples]
         self.trees = [jax.eval_shape(function, params) for params in held]  # whole arrays, by kind of device
         # by kind of device, the layout of its part of the tree over the replicas
-        self.of_kinds = [over_replicas(layout.replicated(axes, tree), copies) for tree in self.trees]
+        self.of_kinds = [in_shards(layout.replicated(axes, tree), copies) for tree in self.trees]
         # packing of what each device holds of its part of the tree, by kind of device
         self.packing = Packing([part.local_shapes for part in self.of_kinds])
         of_replicas = (DATA,) if copies else ()
@@ -91,7 +92,7 @@ class StagedTree:
         like, self._structure = jax.tree.flatten(jax.eval_shape(function, shapes))
         leaves = [LeafLayout(leaf.shape, leaf.dtype, holders=of) for leaf, of in zip(like, holders, strict=True)]
         # layout of the canonical tree: the devices that hold each leaf
-        self.layout = over_replicas(Layout(axes, jax.tree.unflatten(self._structure, leaves)), copies)
+        self.layout = in_shards(Layout(axes, jax.tree.unflatten(self._structure, leaves)), copies)
 
     def is_owner(self, device: int) -> list[bool]:
         """Return, for each leaf on a device, whether the device owns it. The other leaves are copies."""
@@ -141,8 +142,8 @@ class StagedTree:
         return self.assemble(held)
 
 
-def over_replicas(tree: Layout, copies: int) -> Layout:
-    """Return a layout in which groups of replicas, `copies` in all, shard each array; 0: they do not."""
+def in_shards(tree: Layout, copies: int) -> Layout:
+    """Return a layout in which `copies` groups of replicas each hold all shards of its arrays; 0: whole arrays."""
     return tree.sharded(DATA, copies) if copies else tree
 
 
@@ -159,7 +160,7 @@ class StagedState:
         self.params = StagedTree(axes, lambda params: params, stages, copies if shards and shards.stage == 3 else 0)
         self.optimizer = StagedTree(axes, problem.optimizer.init, stages, copies)
         # by kind of device, the layout of its gradient after the exchange, and the packing of what a device has of it
-        self.means = [over_replicas(layout.replicated(axes, tree), copies) for tree in self.params.trees]
+        self.means = [in_shards(layout.replicated(axes, tree), copies) for tree in self.params.trees]
         self.mean_packing = Packing([part.local_shapes for part in self.means])
         self.private = layout.made_by_replicas(axes, self._init_private, DATA, STAGE)
         like = states.abstract_state(problem.model, problem.optimizer)
