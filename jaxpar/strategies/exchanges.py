@@ -179,28 +179,30 @@ def check_gradient_exchange(config: ConfigDict, num_replicas: int, cluster: Clus
 
 def check_in_pipeline(config: ConfigDict, num_replicas: int, *, has_flush: bool) -> None:
     """Raise UserError for an exchange or option that pipelines, their executor or their schedule do not support."""
-    row, names = EXCHANGES[config.exchange], [name for name, row in EXCHANGES.items() if row.in_pipelines]
-    reason, where = "wraps the optimizer of the whole model, but each stage has only a part of it", "strategy"
-    if config.exchange == "dp":
-        reason = "holds the whole model on one device"
+    row, pipeline = EXCHANGES[config.exchange], config.pipeline
+    names = [name for name, row in EXCHANGES.items() if row.in_pipelines]
     if not has_flush:
         has_ring = num_replicas == 1
-        names = [
-            n for n in names if n in OF_GRADIENTS and (has_ring or EXCHANGES[n].options.get("algorithm") != "ring")
-        ]
-    if row.shards and not has_flush:
-        reason, where = "shards the state that a flush updates", "pipeline.schedule"
-    elif row.shards and config.pipeline.executor == "lockstep" and not runs_in_lockstep(config):
-        reason, where = "has collectives in each action", "pipeline.executor"
-        names = [name for name in names if name in IN_LOCKSTEP]
-    elif row.in_pipelines:
-        if given(config).get("offload"):
-            raise UserError("config.exchange_options.offload is True; it must be False with config.strategy='pipeline'")
+        names = [name for name in OF_GRADIENTS if has_ring or EXCHANGES[name].options.get("algorithm") != "ring"]
+    if not row.in_pipelines:
+        reason, where = (
+            "wraps the optimizer of the whole model, but each stage has only a part of it",
+            "strategy='pipeline'",
+        )
+        if config.exchange == "dp":
+            reason = "holds the whole model on one device"
+    elif row.shards and not has_flush:
+        reason, where = "shards the state that a flush updates", f"pipeline.schedule={pipeline.schedule!r}"
+    elif pipeline.executor == "lockstep" and not runs_in_lockstep(config):
+        reason, where = "has collectives in each action", f"pipeline.executor={pipeline.executor!r}"
+        names = IN_LOCKSTEP
+    elif given(config).get("offload"):
+        raise UserError("config.exchange_options.offload is True; it must be False with config.strategy='pipeline'")
+    else:
         return
-    value = config.pipeline[where.removeprefix("pipeline.")] if "." in where else config.strategy
     raise UserError(
         f"config.exchange is {config.exchange!r}, which {reason}; it must be one of {', '.join(names)} with "
-        f"config.{where}={value!r}"
+        f"config.{where}"
     )
 
 
