@@ -41,7 +41,8 @@ def get_config() -> ConfigDict:
     # byteps_randomk, byteps_dithering, bagua_bytegrad, bagua_qadam, bagua_decentralized,
     # bagua_low_precision_decentralized, bagua_model_average, zero1, zero2, zero3, hsdp, onebit_adam,
     # powersgd.
-    # Pipelines support the exchanges of gradients: ddp, horovod, byteps with its compressors, bagua_bytegrad.
+    # Pipelines support the exchanges of gradients (ddp, horovod, byteps with its compressors, bagua_bytegrad) and
+    # zero1, with pipeline.executor=dispatch also zero2, zero3 and hsdp.
     config.exchange = "ddp"
     # Options of the exchange. None: the default of the exchange. docs/exchanges.md lists the options of each.
     config.exchange_options = exchange = ConfigDict()

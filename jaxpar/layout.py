@@ -194,6 +194,24 @@ class Layout:
 
         return self._map(canonical, tree)
 
+    def shards(self, tree: Tree, axis: str, numpy: Any = np) -> list[Tree]:
+        """Return the parts of a global tree that the devices along an axis hold."""
+        size = self.axes[axis]
+
+        def parts(leaf: LeafLayout, x: Any) -> Any:
+            return numpy.split(x, size, leaf.splits[0].dim) if leaf.splits else [x] * size
+
+        leaves, structure = jax.tree.flatten(tree)
+        by_leaf = [parts(*pair) for pair in zip(self.flat, leaves, strict=True)]
+        return [jax.tree.unflatten(structure, [of_leaf[i] for of_leaf in by_leaf]) for i in range(size)]
+
+    def joined(self, shards: Sequence[Tree], numpy: Any = np) -> Tree:
+        """Return the canonical tree of the parts that the devices along an axis hold."""
+        joined = self._map(
+            lambda leaf, *of: numpy.concatenate(of, leaf.splits[0].dim) if leaf.splits else of[0], *shards
+        )
+        return self.to_canonical(joined)
+
     def per_replica(self, axis: str) -> "Layout":
         """Return the layout in which each device along `axis` has arrays of its own."""
         return Layout(self.axes, self._map(lambda leaf: leaf._replace(leading=(*leaf.leading, axis))))

@@ -53,6 +53,11 @@ SYNCHRONOUS = {
     "1f1b 2 x 2": [PIPELINE, "mesh.data=2", "mesh.stage=2", "pipeline.schedule=1f1b"],
     "interleaved 2": [PIPELINE, "mesh.data=1", "mesh.stage=2", "pipeline.schedule=interleaved_1f1b"],
     "zb_v 2 x 2": [PIPELINE, "mesh.data=2", "mesh.stage=2", "pipeline.schedule=zb_v"],
+    "zero1 in 1f1b 2 x 2": [PIPELINE, "mesh.data=2", "mesh.stage=2", "pipeline.schedule=1f1b", "exchange=zero1"],
+    "hsdp in 1f1b 4 x 2": [
+        *(PIPELINE, "mesh.data=4", "mesh.stage=2", "pipeline.schedule=1f1b", "pipeline.executor=dispatch"),
+        *("exchange=hsdp", "exchange_options.group=2"),
+    ],
     "sync of 4": [ASYNCHRONOUS, "mesh.data=2", "asynchronous.policy=sync"],
     "swarm of 4": [SWARM, "mesh.data=2"],
 }

@@ -42,6 +42,7 @@ from jaxpar.core.state import nbytes
 from jaxpar.core.step import Problem
 from jaxpar.errors import UserError, format_count
 from jaxpar.models.model import Model
+from jaxpar.strategies.exchanges import runs_in_lockstep
 from jaxpar.strategies.pipeline.executor.partition import AUTO, layer_flops
 from jaxpar.strategies.pipeline.schedules import DISPATCH, LOCKSTEP
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, WITH_REPLICAS, make_table, replicated_table
@@ -78,7 +79,7 @@ def until_chosen(config: ConfigDict, cluster: Cluster, model: Model | None = Non
         first = next(divisions(config, cluster, len(model.layers) if model else UNKNOWN_LAYERS, ()))
         stand_in |= {"pipeline.partition": "uniform", "pipeline.replicas": replicas_text(first.replicas)}
     stand_in |= {"pipeline.schedule": UNTIL_CHOSEN} if "pipeline.schedule" in keys else {}
-    stand_in |= {"pipeline.executor": LOCKSTEP} if "pipeline.executor" in keys else {}
+    stand_in |= {"pipeline.executor": _simplest_executor(config)} if "pipeline.executor" in keys else {}
     return with_values(config, stand_in)
 
 
@@ -164,9 +165,13 @@ def _stages(config: ConfigDict, problem: Problem, cluster: Cluster, layers: Laye
 
 def _plan_in_lockstep(config: ConfigDict, problem: Problem, cluster: Cluster) -> Plan[Any]:
     """Return the plan of a config in lockstep, whatever its memory: a schedule that fits is yet to be found."""
-    return strategies.plan(
-        with_values(config, {"pipeline.executor": LOCKSTEP}), problem, replace(cluster, memory_bytes=None)
-    )
+    executor = {"pipeline.executor": _simplest_executor(config)}
+    return strategies.plan(with_values(config, executor), problem, replace(cluster, memory_bytes=None))
+
+
+def _simplest_executor(config: ConfigDict) -> str:
+    """Return lockstep, or dispatch if the exchange does not run in lockstep."""
+    return LOCKSTEP if runs_in_lockstep(config) else DISPATCH
 
 
 def _choose_schedule(
@@ -285,6 +290,8 @@ def _check_chunks(config: ConfigDict) -> None:
 
 def _choose_executor(config: ConfigDict, problem: Problem, cluster: Cluster, layers: Layers) -> tuple[str, str]:
     """Return the executor whose step is shorter, and why."""
+    if not runs_in_lockstep(config):
+        return DISPATCH, f"exchange {config.exchange} does not run in lockstep"
     if cluster.platform == "cpu":
         plan, inputs = _plan_in_lockstep(config, problem, cluster), problem.model.inputs(problem.batch)
         forward = np.add.reduceat(layer_flops(problem.model, problem.batch, inputs), plan.details.stages.bounds[:-1])

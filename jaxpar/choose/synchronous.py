@@ -271,7 +271,10 @@ def _balanced_bounds(layers: Sequence[LayerProfile], num_stages: int) -> tuple[i
 def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:
     """Return the candidate of the plan of a pipeline."""
     details, table, staged = plan.details, plan.details.table, plan.details.staged
-    states = [StateBytes(parts["parameters"], parts.get("optimizer", 0), parts["parameters"]) for parts in plan.memory]
+    states = [
+        StateBytes(parts["parameters"], parts.get("optimizer", 0), parts.get("gradients", parts["parameters"]))
+        for parts in plan.memory
+    ]
     size = config.batch_size // plan.decision.batch_divisor
     costs = pipeline_costs(
         space.layers.work(size, details.remat, is_split=splits_backward(table)),

@@ -17,14 +17,31 @@ from jaxpar.layout import REPLICATED, Tree
 EVERY = "every_so_many_passes"  # name of the conditional in compiled programs
 
 
+class ShardSteps(NamedTuple):
+    """The steps of an exchange that shards arrays (zero.py), for any tree. Pipelines take them at different times."""
+
+    stage: int  # 1: the optimizer state is sharded; 2: so are accumulated gradients; 3: so are parameters
+    copies: int  # number of groups of replicas that each hold all shards
+    local: Callable[[Tree], Tree]  # arrays -> the shards of this replica
+    gather: Callable[[Tree, Tree], Tree]  # (shapes of arrays; shards of this replica) -> the arrays
+    scatter: Callable[[Tree], Tree]  # gradients -> this replica's shards of their sum over its group
+    mean: Callable[[Tree], Tree]  # results of `scatter` -> shards of the mean over all replicas
+    square: Callable[[Tree], jax.Array]  # shards -> the sum of the squares of all elements of the arrays
+    gather_traffic: Callable[[Tree], Traffic]  # shapes of arrays -> the traffic that a device sends in `gather`
+    scatter_traffic: Callable[[Tree], Traffic]  # the same for `scatter`
+    mean_traffic: Callable[[Tree], list[Traffic]]  # the same for `mean`
+
+
 class AllReduce(NamedTuple):
     """An algorithm that averages a tree over replicas."""
 
     init: Callable[[Tree], Tree]  # tree of arrays, or of their shapes -> state of this replica
     mean: Callable[[Tree, Tree], tuple[Tree, Tree]]  # (tree, state) -> (exact or approximate mean over replicas; state)
-    traffic: Callable[[Tree], list[Traffic]]  # tree -> the traffic that a device sends
+    traffic: Callable[[Tree], list[Traffic]]  # tree -> the traffic that a device sends once in a step
     # the norm to which callers clip a replica's gradient before `mean` (see clip.py); 0: they do not
     clip_norm: float = 0.0
+    # how replicas shard arrays: `mean` then returns shards, and from stage 2 on, it takes those that were accumulated
+    shards: ShardSteps | None = None
 
 
 class AdamW(NamedTuple):
@@ -85,7 +102,12 @@ class Exchange(NamedTuple):
     # {name of a conditional in the compiled program: the share of steps in which each branch is taken}
     branches: Mapping[str, tuple[float, ...]] = {}
     offload: bool = False  # whether the optimizer state is kept in host memory between steps
-    copies: int = 1  # number of groups of replicas that each hold all shards, if `params` or `optimizer` are sharded
+    shards: ShardSteps | None = None  # the steps of `update`, if `params` or `optimizer` are sharded
+
+    @property
+    def copies(self) -> int:
+        """Number of groups of replicas that each hold all shards."""
+        return self.shards.copies if self.shards else 1
 
 
 def every(num_passes: int, exchange: Exchange, *, average: bool) -> Exchange:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import optax
+
 from jaxpar.errors import UserError
 from jaxpar.exchange.adam import momentum_exchange
 from jaxpar.exchange.adasum import adasum
@@ -18,7 +20,7 @@ from jaxpar.exchange.gossip import decentralized, low_precision_decentralized, m
 from jaxpar.exchange.gradients import byteps, compressed_byteps, ddp, horovod, lossy
 from jaxpar.exchange.powersgd import powersgd
 from jaxpar.exchange.reduce import Axis, psum
-from jaxpar.exchange.zero import Codes, zero
+from jaxpar.exchange.zero import Codes, reduced_to_shards, zero
 
 MIB = 2**20
 NODE = 8  # GPUs of most nodes
@@ -77,7 +79,7 @@ class NamedExchange(NamedTuple):
     # an optimizer; None if it has programs of its own
     make: Callable[..., Any] | None
     options: Mapping[str, Any]  # its options, with their defaults
-    averages: bool = False  # whether it only averages gradients, so that pipelines can use it, too
+    averages: bool = False  # whether it only averages gradients
     differs: str = ""  # how training differs from a single device, whatever the options are; empty: only by rounding
     # whether it has error feedback: its private state is divided into buckets, as what it sends is
     residuals: bool = False
@@ -89,6 +91,11 @@ class NamedExchange(NamedTuple):
     adamw: bool = False
     noisy: bool = False  # whether most of what it sends is noise, which error feedback cancels only later
     replicas: str = ""  # what the number of replicas must be: a key of REPLICA_NUMBERS
+
+    @property
+    def in_pipelines(self) -> bool:
+        """Whether the replicas of a pipeline can use it."""
+        return self.averages or self.shards
 
     def call(self, *arguments: Any, **settings: Any) -> Any:
         """Call `make` with the options, whose defaults these settings replace, except those of accumulation."""
@@ -300,7 +307,11 @@ def check_options(name: str, num_replicas: int, settings: Mapping[str, Any]) -> 
 
 
 def make_all_reduce(name: str, axis: Axis, clip_norm: float, **settings: Any) -> AllReduce:
-    """Return the named exchange of gradients with these options. clip_norm: as in `Rule`."""
+    """Return the named exchange of gradients, to their mean or shards of it. clip_norm: as in `Rule`."""
+    if EXCHANGES[name].shards:
+        exchange: Exchange = EXCHANGES[name].call(axis, Rule(optax.identity(), ()), **settings)
+        assert exchange.shards
+        return reduced_to_shards(exchange.shards)
     all_reduce: AllReduce = EXCHANGES[name].call(axis, **settings)
     return all_reduce._replace(clip_norm=clip_norm) if EXCHANGES[name].residuals else all_reduce
 

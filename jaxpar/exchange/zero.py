@@ -28,7 +28,7 @@ import optax
 
 from jaxpar.core.plan import Traffic
 from jaxpar.exchange.compress import Compressor
-from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
+from jaxpar.exchange.exchange import AllReduce, DistributedState, Exchange, ExchangeUpdate, ShardSteps
 from jaxpar.exchange.fetch import Fetch
 from jaxpar.exchange.fuse import buckets
 from jaxpar.exchange.reduce import Axis, added_up
@@ -105,10 +105,6 @@ class Shards:
         nbytes = self._axis.size * sum(compressor.nbytes(self._lengths[number]) for number in self._numbers)
         return self._axis.traffic(kind, times, nbytes, "uint8", len(self._buckets))
 
-    def traffic_between(self, between: Axis) -> Traffic:
-        """Return the traffic of a device in `add_up_shards`."""
-        return between.traffic("all-reduce", 2, 4 * self.size / self._axis.size, "float32", len(self._buckets))
-
     def local(self, tree: Tree) -> Tree:
         """Return this replica's shards of full arrays."""
         replica = self._axis.position()
@@ -118,37 +114,17 @@ class Shards:
             leaves[number] = self._shaped(shard, number)
         return jax.tree.unflatten(self._structure, leaves)
 
-    def add_up_whole(self, tree: Tree) -> Tree:
-        """Sum unsharded arrays over all replicas, and leave shards unchanged."""
-        return jax.tree.map(lambda x: x if x.ndim else jax.lax.psum(x, self._axis.name), tree)
-
-    def add_up_shards(self, tree: Tree, between: Axis) -> Tree:
-        """Sum shards over the replicas of `between`, which hold the same shards, and leave other arrays unchanged."""
+    def scatter(self, tree: Tree) -> Tree:
+        """Return this replica's shards of the sum of full arrays over replicas, and its own unsharded arrays."""
         leaves = jax.tree.leaves(tree)
         for bucket in self._buckets:
-            vector = jnp.concatenate([leaves[number].reshape(-1) for number in bucket])
-            total = jax.lax.psum(vector, between.name, axis_index_groups=between.groups)
-            for number, part in zip(bucket, self._split(total, bucket), strict=True):
-                leaves[number] = part.reshape(self._shapes[number])
-        return jax.tree.unflatten(self._structure, leaves)
-
-    def norm(self, tree: Tree, norm: Callable[[Tree], jax.Array]) -> jax.Array:
-        """Return the norm of the full arrays, given each replica's shards. norm: of those of one replica."""
-        local = jax.tree.map(lambda x: x if x.ndim else x / math.sqrt(self._axis.size), tree)
-        square = norm(local) ** 2
-        return jnp.sqrt(jax.lax.psum(square, self._axis.name, axis_index_groups=self._axis.groups))
-
-    def scatter(self, tree: Tree) -> Tree:
-        """Return this replica's shards of the sum of full arrays over replicas."""
-        leaves = jax.tree.leaves(self.add_up_whole(tree))
-        for bucket in self._buckets:
-            vectors = jnp.concatenate([self._flat_shards(leaves[number]) for number in bucket], axis=1)
-            for number, shard in zip(bucket, self._split(self._scatter(vectors), bucket), strict=True):
+            vector = self._scatter([self._flat_shards(leaves[number]) for number in bucket])
+            for number, shard in zip(bucket, self._split(vector, bucket), strict=True):
                 leaves[number] = self._shaped(shard, number)
         return jax.tree.unflatten(self._structure, leaves)
 
     def gather(self, tree: Tree) -> Tree:
-        """Return full arrays from all replicas' shards. `jax.grad` turns it into `scatter` without `add_up_whole`."""
+        """Return full arrays from all replicas' shards. `jax.grad` turns it into `scatter`."""
         return self.gather_packed(self.pack(tree))
 
     def pack(self, tree: Tree) -> PackedShards:
@@ -169,16 +145,19 @@ class Shards:
                 leaves[number] = unpad(self._shaped(shards, number, self._axis.size), self._leaves[number].shape)
         return jax.tree.unflatten(self._structure, leaves)
 
-    def _scatter(self, vectors: jax.Array) -> jax.Array:
-        """Return the sum over replicas of this replica's row [L] of vectors [n, L]."""
-        return jax.lax.psum_scatter(vectors, self._axis.name, axis_index_groups=self._axis.groups)
+    def _scatter(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """Return the sum over replicas of this replica's rows [L] of arrays [n, L], concatenated."""
+        if self._codes.grads:
+            return jnp.concatenate(reduce_scatter_coded(self._axis, self._codes.grads, arrays))
+        rows = jnp.concatenate(arrays, axis=1)
+        return jax.lax.psum_scatter(rows, self._axis.name, axis_index_groups=self._axis.groups)
 
     def _gather(self, vector: jax.Array, bucket: Sequence[int]) -> list[jax.Array]:
         """Return the flat shards of all replicas, [n, L] for each array of a bucket, from their vectors of the bucket.
 
         The gradient of the result is the gradient of the vector, as if casts and compression did not change it.
         """
-        axis, (params, grads) = self._axis, self._codes
+        axis, params = self._axis, self._codes.params
         dtypes = [self._leaves[number].dtype for number in bucket]
 
         def forward(vector: jax.Array) -> list[jax.Array]:
@@ -192,10 +171,7 @@ class Shards:
             return [x.view(dtype) for x, dtype in zip(jnp.split(gathered, ends, axis=-1), dtypes, strict=True)]
 
         def backward(_: None, slopes: Sequence[jax.Array]) -> tuple[jax.Array]:
-            slopes = [slope.astype(vector.dtype) for slope in slopes]
-            if grads:
-                return (jnp.concatenate(reduce_scatter_coded(axis, grads, slopes)),)
-            return (self._scatter(jnp.concatenate(slopes, axis=1)),)
+            return (self._scatter([slope.astype(vector.dtype) for slope in slopes]),)
 
         gather = jax.custom_vjp(forward)
         gather.defvjp(lambda vector: (forward(vector), None), backward)
@@ -213,6 +189,84 @@ class Shards:
     def _split(self, x: jax.Array, bucket: Sequence[int]) -> list[jax.Array]:
         """Split a bucket of flat shards, along the last dim."""
         return jnp.split(x, np.cumsum([self._lengths[number] for number in bucket])[:-1], axis=-1)
+
+
+def shard_steps(
+    axis: Axis,
+    stage: int,
+    num_bytes: int,
+    codes: Codes = UNCODED,
+    group: int = 0,
+    norm: Callable[[Tree], jax.Array] = optax.tree.norm,
+) -> ShardSteps:
+    """Return the steps of a stage of ZeRO. For the arguments, see `zero`."""
+    group = group or axis.size
+    is_grouped, within, between = group < axis.size, axis, axis
+    if is_grouped:
+        within, between = axis.within(group), axis.between(group)
+
+    def of(tree: Tree) -> Shards:
+        return Shards(within, tree, num_bytes, codes)
+
+    def mean(shards: Tree) -> Tree:
+        whole = jax.tree.map(lambda x: x if x.ndim else jax.lax.psum(x, axis.name), shards)
+        return jax.tree.map(lambda x: x / axis.size, _add_up(whole) if is_grouped else whole)
+
+    def vectors(shards: Tree) -> list[list[int]]:
+        """Return the numbers of the sharded arrays that are sent between groups as one vector each."""
+        plan = buckets(jax.tree.leaves(shards), max(num_bytes // group, 1), cut=False, backwards=True)
+        sharded = [[piece.leaf for piece in bucket if jax.tree.leaves(shards)[piece.leaf].ndim] for bucket in plan]
+        return [numbers for numbers in sharded if numbers]
+
+    def _add_up(shards: Tree) -> Tree:
+        leaves, structure = jax.tree.flatten(shards)
+        for numbers in vectors(shards):
+            vector = jnp.concatenate([leaves[number].reshape(-1) for number in numbers])
+            total = jax.lax.psum(vector, between.name, axis_index_groups=between.groups)
+            ends = np.cumsum([leaves[number].size for number in numbers])[:-1]
+            for number, part in zip(numbers, jnp.split(total, ends), strict=True):
+                leaves[number] = part.reshape(leaves[number].shape)
+        return jax.tree.unflatten(structure, leaves)
+
+    def mean_traffic(tree: Tree) -> list[Traffic]:
+        shards = jax.tree.map(lambda x: jax.ShapeDtypeStruct(shard_shape(x.shape, group), FLOAT), tree)
+        num_vectors = len(vectors(shards)) if is_grouped else 0
+        size = sum(x.size for x in jax.tree.leaves(shards) if x.ndim)
+        return [between.traffic("all-reduce", 2, 4 * size, "float32", num_vectors)] if is_grouped else []
+
+    def square(shards: Tree) -> jax.Array:
+        local = jax.tree.map(lambda x: x if x.ndim else x / math.sqrt(group), shards)
+        return jax.lax.psum(norm(local) ** 2, within.name, axis_index_groups=within.groups)
+
+    return ShardSteps(
+        stage,
+        axis.size // group,
+        local=lambda tree: of(tree).local(tree),
+        gather=lambda shapes, shards: of(shapes).gather(shards),
+        scatter=lambda tree: of(tree).scatter(tree),
+        mean=mean,
+        square=square,
+        gather_traffic=lambda shapes: of(shapes).gather_traffic(1),
+        scatter_traffic=lambda shapes: of(shapes).scatter_traffic(1),
+        mean_traffic=mean_traffic,
+    )
+
+
+def reduced_to_shards(steps: ShardSteps) -> AllReduce:
+    """Return the exchange of gradients whose `mean` returns shards, for pipelines.
+
+    What it sends once in a step includes the parameters that are gathered after the optimizer step, before stage 3.
+    """
+
+    def traffic(tree: Tree) -> list[Traffic]:
+        scatter = [steps.scatter_traffic(tree)] if steps.stage == 1 else []
+        gather = [steps.gather_traffic(tree)] if steps.stage < 3 else []
+        return [*scatter, *steps.mean_traffic(tree), *gather]
+
+    def mean(tree: Tree, state: Tree) -> tuple[Tree, Tree]:
+        return steps.mean(steps.scatter(tree) if steps.stage == 1 else tree), state
+
+    return AllReduce(lambda _tree: (), mean, traffic, shards=steps)
 
 
 def zero(
@@ -243,26 +297,20 @@ def zero(
       norm: as in `Rule`.
     """
     optimizer = optax.with_extra_args_support(optimizer)
-    group = group or axis.size
-    is_grouped, within, between = group < axis.size, axis, axis
-    if is_grouped:
-        within, between = axis.within(group), axis.between(group)
-    shards = Shards(within, tree, num_bytes)
+    steps = shard_steps(axis, stage, num_bytes, codes, group, norm)
+    within = axis.within(group) if 0 < group < axis.size else axis
     coded_shards = functools.partial(Shards, within, num_bytes=num_bytes, codes=codes)
 
     def init(params: Tree) -> DistributedState:
-        return DistributedState(optimizer.init(params if stage == 3 else shards.local(params)), ())
+        return DistributedState(optimizer.init(params if stage == 3 else steps.local(params)), ())
 
     def update(grads: Tree, state: DistributedState, params: Tree, **extra: Any) -> ExchangeUpdate:
-        if stage != 2:  # stage 2's gradients are scattered already
-            grads = shards.scatter(grads) if stage == 1 else shards.add_up_whole(grads)
-        if is_grouped:
-            grads = shards.add_up_shards(grads, between)
-        grads = jax.tree.map(lambda g: g / axis.size, grads)
-        grad_norm = shards.norm(grads, norm)
-        local = params if stage == 3 else shards.local(params)
+        # From stage 2 on, gradients are scattered already.
+        grads = steps.mean(steps.scatter(grads) if stage == 1 else grads)
+        grad_norm = jnp.sqrt(steps.square(grads))
+        local = params if stage == 3 else steps.local(params)
         updates, inner = optimizer.update(grads, state.optimizer, local, **{"grad_norm": grad_norm, **extra})
-        updates = updates if stage == 3 else shards.gather(updates)
+        updates = updates if stage == 3 else steps.gather(params, updates)
         return ExchangeUpdate(updates, DistributedState(inner, ()), grad_norm)
 
     def traffic(params: Tree, num_microbatches: int = 1) -> list[Traffic]:
@@ -272,10 +320,10 @@ def zero(
         gather = added_up(one.gather_traffic(2 * num_microbatches if stage == 3 else 1) for one in each)
         # XLA may add up the gradients of an array that two layers share before it scatters them. On CPUs it drops the
         # barriers between a layer's gathers for forward and backward, and may merge them, over all microbatches too.
-        shared = shards.size / sum(one.size for one in each)
+        shared = Shards(within, tree, num_bytes).size / sum(one.size for one in each)
         sent = [one._replace(required=shared) for one in scatter]
         sent += [one._replace(required=shared / (2 * num_microbatches) if stage == 3 else 1.0) for one in gather]
-        return [*sent, shards.traffic_between(between)] if is_grouped else sent
+        return sent + steps.mean_traffic(tree)
 
     fetch = Fetch(
         unpack=lambda shapes, packed: coded_shards(shapes).gather_packed(packed),
@@ -287,8 +335,8 @@ def zero(
         traffic,
         params=SHARDED if stage == 3 else REPLICATED,
         optimizer=SHARDED,
-        scatter=shards.scatter if stage == 2 else None,
+        scatter=steps.scatter if stage == 2 else None,
         fetch=fetch if stage == 3 else None,
         offload=offload,
-        copies=axis.size // group,
+        shards=steps,
     )

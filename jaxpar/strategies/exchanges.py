@@ -22,6 +22,10 @@ from jaxpar.exchange.powersgd import largest_rank
 from jaxpar.exchange.reduce import Axis
 from jaxpar.models.model import Params
 
+# The exchanges that average gradients, and those of pipelines whose collectives are outside of all actions.
+OF_GRADIENTS = [name for name, row in EXCHANGES.items() if row.averages]
+IN_LOCKSTEP = [*OF_GRADIENTS, "zero1"]
+
 
 def given(config: ConfigDict) -> dict[str, Any]:
     """Return the exchange options that the config sets."""
@@ -131,13 +135,7 @@ def configured_exchange(
             raise UserError(f"config.exchange_options.{key} is {options[key]}; it must {must}")
 
     check(num_steps % options.get(PASSES, 1) == 0, PASSES, f"divide the number of steps, {num_steps}")
-    if EXCHANGES[config.exchange].shards:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
-            if not leaf.size:
-                raise UserError(
-                    f"config.exchange is {config.exchange!r}, which cannot shard {jax.tree_util.keystr(path)} of shape "
-                    f"{leaf.shape}; parameters must not be empty"
-                )
+    check_not_empty(config, shapes)
     rank = largest_rank(shapes)
     check(options.get("rank", 0) <= rank, "rank", f"be at most {rank}, or no array of this model is compressed")
     never = f"be at most {num_steps}, the number of steps, or the replicas never exchange anything"
@@ -151,6 +149,16 @@ def configured_exchange(
     return named.make_exchange(config.exchange, Axis(DATA, num_replicas), rule, **options)
 
 
+def check_not_empty(config: ConfigDict, shapes: Params) -> None:
+    """Raise UserError for an empty array that the exchange would shard."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        if EXCHANGES[config.exchange].shards and not leaf.size:
+            raise UserError(
+                f"config.exchange is {config.exchange!r}, which cannot shard {jax.tree_util.keystr(path)} of shape "
+                f"{leaf.shape}; parameters must not be empty"
+            )
+
+
 def check_compressed(config: ConfigDict, arrays: Any) -> None:
     """Raise UserError for a compressor to which all of these arrays are too small."""
     smallest = chosen(config).get("min_compress_bytes", 0)
@@ -162,24 +170,50 @@ def check_compressed(config: ConfigDict, arrays: Any) -> None:
         )
 
 
-def check_gradient_exchange(config: ConfigDict, num_replicas: int, cluster: Cluster, *, has_ring: bool = True) -> None:
-    """Raise UserError for an invalid exchange of a pipeline. has_ring: whether it supports a ring all-reduce."""
+def runs_in_lockstep(config: ConfigDict) -> bool:
+    """Return whether the exchange runs in lockstep: collectives are outside of all actions there."""
+    return config.exchange in IN_LOCKSTEP
+
+
+def check_gradient_exchange(config: ConfigDict, num_replicas: int, cluster: Cluster, *, has_flush: bool) -> None:
+    """Raise UserError for an invalid exchange of a pipeline. has_flush: whether its schedule has a flush."""
     for key in given(config).keys() & {PASSES, AVERAGE}:
         raise UserError(
             f"config.exchange_options.{key} is {given(config)[key]}; it must be None with "
             "config.strategy='pipeline', which accumulates gradients over config.pipeline.num_microbatches"
         )
-    if config.exchange in EXCHANGES and not EXCHANGES[config.exchange].averages:
-        reason = "wraps the optimizer of the whole model, but each stage has only a part of it"
+    if config.exchange in EXCHANGES:
+        check_in_pipeline(config, num_replicas, has_flush=has_flush)
+    check_exchange(config, num_replicas, cluster)
+
+
+def check_in_pipeline(config: ConfigDict, num_replicas: int, *, has_flush: bool) -> None:
+    """Raise UserError for an exchange or option that pipelines, their executor or their schedule do not support."""
+    row, pipeline = EXCHANGES[config.exchange], config.pipeline
+    names = [name for name, row in EXCHANGES.items() if row.in_pipelines]
+    if not has_flush:
+        has_ring = num_replicas == 1
+        names = [name for name in OF_GRADIENTS if has_ring or EXCHANGES[name].options.get("algorithm") != "ring"]
+    if not row.in_pipelines:
+        reason, where = (
+            "wraps the optimizer of the whole model, but each stage has only a part of it",
+            "strategy='pipeline'",
+        )
         if config.exchange == "dp":
             reason = "holds the whole model on one device"
-        averaging = {name: row.options for name, row in EXCHANGES.items() if row.averages}
-        names = [name for name, options in averaging.items() if has_ring or options.get("algorithm") != "ring"]
-        raise UserError(
-            f"config.exchange is {config.exchange!r}, which {reason}; it must be one of {', '.join(names)} with "
-            "config.strategy='pipeline'"
-        )
-    check_exchange(config, num_replicas, cluster)
+    elif row.shards and not has_flush:
+        reason, where = "shards the state that a flush updates", f"pipeline.schedule={pipeline.schedule!r}"
+    elif pipeline.executor == "lockstep" and not runs_in_lockstep(config):
+        reason, where = "has collectives in each action", f"pipeline.executor={pipeline.executor!r}"
+        names = IN_LOCKSTEP
+    elif given(config).get("offload"):
+        raise UserError("config.exchange_options.offload is True; it must be False with config.strategy='pipeline'")
+    else:
+        return
+    raise UserError(
+        f"config.exchange is {config.exchange!r}, which {reason}; it must be one of {', '.join(names)} with "
+        f"config.{where}"
+    )
 
 
 def on_gradients(config: ConfigDict, num_replicas: int) -> AllReduce:

@@ -19,6 +19,11 @@ from jaxpar.layout import Layout
 # Lets XLA on CPUs write moments in place. Otherwise it copies them when the step begins, because the new parameters and
 # the new moments are computed from them by different instructions.
 IN_PLACE: dict[str, Any] = {"xla_cpu_copy_insertion_use_region_analysis": True}
+# Let XLA overlap the exchange with the backward pass on GPUs: do not combine the buckets again, as the combined
+# collective would wait for the whole backward pass, and schedule collectives to hide their latency.
+OVERLAP: dict[str, Any] = {
+    f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_reduce", "all_gather", "reduce_scatter")
+} | {"xla_gpu_enable_latency_hiding_scheduler": True}
 
 
 def on_all(mesh: Mesh) -> NamedSharding:

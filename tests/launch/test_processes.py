@@ -205,6 +205,14 @@ PIPELINE = ("--config.strategy=pipeline", "--config.pipeline.num_microbatches=4"
 RUNS: dict[str, tuple[str, ...]] = {
     "data_parallel": ("--config.mesh.data=4",),
     "zero3": ("--config.mesh.data=4", "--config.exchange=zero3"),
+    "zero1 in a pipeline": (*PIPELINE, "--config.mesh.stage=2", "--config.mesh.data=2", "--config.exchange=zero1"),
+    "zero3 in dispatched stages": (
+        *PIPELINE,
+        "--config.mesh.stage=2",
+        "--config.mesh.data=2",
+        "--config.pipeline.executor=dispatch",
+        "--config.exchange=zero3",
+    ),
     "a pipeline across both": (*PIPELINE, "--config.mesh.stage=4", "--config.mesh.data=1"),
     "dispatched stages across both": (
         *PIPELINE,
@@ -311,11 +319,7 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     [
         "a pipeline across both",
         "dispatched stages across both",
-        *(
-            slow(name)
-            for name in RUNS
-            if name.startswith(("texts", "zero3", "dispatched stages w")) or "one of" in name
-        ),
+        *(slow(name) for name in RUNS if name.startswith(("texts", "zero", "dispatched stages w")) or "one of" in name),
     ],
 )
 def test_two_processes_compute_what_one_does(

@@ -77,6 +77,14 @@ EXACT = {
     "dispatched 1f1b, 2,1 devices": f"{STAGES} mesh.stage=3 mesh.data=2 pipeline.schedule=1f1b pipeline.replicas=2,1"
     f" {DISPATCH}",
     "dispatched 1f1b, 1,3 devices": f"{FOUR} pipeline.schedule=1f1b pipeline.replicas=1,3 {DISPATCH}",
+    "1f1b, zero1": f"{FOUR} mesh.data=2 pipeline.schedule=1f1b exchange=zero1",
+    "zb_v, zero1": f"{TWO} mesh.data=2 pipeline.schedule=zb_v exchange=zero1",
+    "dispatched 1f1b, zero1": f"{STAGES} mesh.stage=3 mesh.data=2 pipeline.schedule=1f1b pipeline.replicas=2,1"
+    f" exchange=zero1 {DISPATCH}",
+    "dispatched 1f1b, zero2": f"{TWO} mesh.data=3 pipeline.schedule=1f1b exchange=zero2 {DISPATCH}",
+    "dispatched zb_v, zero3": f"{TWO} mesh.data=2 pipeline.schedule=zb_v exchange=zero3 {DISPATCH}",
+    "dispatched 1f1b, hsdp": f"{TWO} mesh.data=4 pipeline.num_microbatches=3 pipeline.schedule=1f1b"
+    f" pipeline.remat=full exchange=hsdp exchange_options.group=2 {DISPATCH}",
     "async of 1": f"{ASYNC} mesh.data=1 asynchronous.policy=async asynchronous.num_workers=1",
     "sync": f"{ASYNC} asynchronous.policy=sync asynchronous.num_workers=4",
     "swarm": "strategy=swarm mesh.data=2 swarm.peers=5 swarm.num_microbatches=4",
@@ -100,6 +108,8 @@ LOSSY = {
     "powersgd": f"{DATA} exchange=powersgd exchange_options.rank=1 exchange_options.warmup=0.2",
     "1f1b, byteps_onebit": f"{TWO} mesh.data=2 pipeline.schedule=1f1b {ONEBIT}",
     "zb_v, byteps_onebit": f"{TWO} mesh.data=2 pipeline.schedule=zb_v {ONEBIT}",
+    "dispatched 1f1b, quantized zero3": f"{TWO} mesh.data=2 pipeline.schedule=1f1b exchange=zero3"
+    f" exchange_options.quantized_weights=True exchange_options.quantized_gradients=True {DISPATCH}",
     "dispatched 1f1b, byteps_onebit": f"{TWO} mesh.data=2 pipeline.schedule=1f1b {ONEBIT} {DISPATCH}",
 }
 # Gradients of earlier weights, or weights that are averaged now and then. What is in flight is private.

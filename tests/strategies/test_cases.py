@@ -13,7 +13,7 @@ import pytest
 from jaxpar.exchange import EXCHANGES
 from jaxpar.inspect import audit
 from jaxpar.inspect.certificate import TOLERANCES
-from jaxpar.layout import HELD, PER_REPLICA, REPLICATED, SHARDED
+from jaxpar.layout import HELD, PER_REPLICA, REPLICATED, SHARDED, LeafLayout
 from jaxpar.strategies import STRATEGIES
 from jaxpar.strategies.data_parallel import IMPLEMENTATIONS
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES
@@ -41,6 +41,7 @@ DIFFERS = {
     "byteps_dithering": "byteps_dithering compresses gradients lossily",
     "bagua_bytegrad": "bagua_bytegrad compresses gradients lossily",
     "horovod_adasum": "horovod_adasum combines updates with Adasum instead of averaging gradients",
+    "dispatched 1f1b, quantized zero3": "zero3 sends weights and gradients with 8 bits per element",
     "horovod, 2 passes": "horovod takes one optimizer step for every 2 training steps",
     "bagua_qadam": "bagua_qadam compresses momentum lossily after its warm-up",
     "onebit_adam": "onebit_adam compresses momentum lossily after its warm-up",
@@ -53,13 +54,14 @@ DIFFERS = {
     **{name: f"{name} {LOCAL}" for name in ("local_sgd", "diloco", "model_average")},
     DELAYED: "delayed updates use weights one step older",
 }
-PRIVATE = LOSSY.keys() - {"bagua_bytegrad"} | STALE.keys()
+PRIVATE = LOSSY.keys() - {"bagua_bytegrad", "dispatched 1f1b, quantized zero3"} | STALE.keys()
 LAYERS = ("embed", "mix_0", "mix_1", "mix_2", "mix_3", "head")
 REPLICAS = ("single", "data_parallel")
 # One case of every way to create a state on devices, and to evaluate it. A further exchange or schedule adds none.
 INITIAL = {
     *("single", "single, scan, remat", "sharding", "pmap", "dp", "zero2, offload", "zero3", "zero3, scan", "hsdp"),
     *("one stage", "1f1b", "zb_v, remat", "1f1b, 1,2,1 devices", "dispatched zb_v", "dispatched 1f1b, 1,3 devices"),
+    *("1f1b, zero1", "dispatched 1f1b, zero1", "dispatched zb_v, zero3", "dispatched 1f1b, hsdp"),
     *("byteps_onebit", "onebit_adam", "horovod_adasum", "bagua_decentralized", "powersgd"),
     *("zb_v, byteps_onebit", "dispatched 1f1b, byteps_onebit", "sync", "softsync", "swarm", "swarm, delayed"),
 }
@@ -155,6 +157,11 @@ def test_arrays_are_where_the_plan_says(name: str, trained: Trained) -> None:
     initial = [strategy.init(jax.random.key(5))] if name in INITIAL else []
     for state in (*initial, strategy.from_canonical(cases.start()), trained.state):
         assert_state_is_where_plan_says(strategy, state)
+    if strategy.plan.strategy == "pipeline":
+        expected = KINDS.get(name.rpartition(" ")[2], (REPLICATED, REPLICATED))  # of the exchange, for replicas
+        for part, kind in zip(("params", "optimizer"), expected, strict=True):
+            leaves = jax.tree.leaves(layouts[part].leaves, is_leaf=lambda node: isinstance(node, LeafLayout))
+            assert {bool(leaf.splits) for leaf in leaves if leaf.shape} == {kind == SHARDED}
     if strategy.plan.strategy in REPLICAS:
         expected = KINDS.get(name, (REPLICATED, REPLICATED))
         assert (layouts["params"].kind, layouts["optimizer"].kind) == expected
@@ -170,7 +177,8 @@ def test_arrays_of_live_workers_are_where_the_plan_says() -> None:
 COMPILED = {
     *("single", "sharding", "sharding, 2 microbatches", "pmap", "dp", "zero3, scan", "hsdp", "byteps_onebit"),
     *("1f1b, 1,2,1 devices", "zb_v, byteps_onebit", "dispatched 1f1b, 2,1 devices", "dispatched 1f1b, 1,3 devices"),
-    *("sync", "diloco", "swarm"),
+    *("1f1b, zero1", "dispatched 1f1b, zero1", "dispatched 1f1b, zero2", "dispatched zb_v, zero3"),
+    *("dispatched 1f1b, hsdp", "sync", "diloco", "swarm"),
 }
 
 

@@ -1,5 +1,6 @@
 """Pipelines whose stages are dispatched as programs of their own train like one device, and like lock step."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxpar.core.state import nbytes
 from jaxpar.errors import UserError
 from jaxpar.exchange.exchange import AllReduce
 from jaxpar.inspect import audit
+from jaxpar.layout import LeafLayout
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.pipeline.executor.dispatch import dispatch_order
 from jaxpar.strategies.pipeline.executor.dispatch_costs import activation_memory
@@ -186,6 +188,50 @@ def test_refused() -> None:
         plan_of(BERT, *pipeline("1f1b", 2), "--config.pipeline.executor=dispatched")
 
 
+# ---- shards -----------------------------------------------------------------------------------------
+
+
+def sharded(exchange: str, *overrides: str, schedule: str = "1f1b") -> tuple[str, ...]:
+    return (*pipeline(schedule, 2, *overrides, replicas=2), f"--config.exchange={exchange}", DISPATCH)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "divided"),
+    [
+        ("ddp", ()),
+        ("zero1", ("optimizer",)),
+        ("zero2", ("optimizer", "gradients")),
+        ("zero3", ("optimizer", "gradients", "parameters")),
+    ],
+)
+def test_replicas_divide_the_state_of_a_stage(exchange: str, divided: tuple[str, ...]) -> None:
+    """The bytes are those of the plan and of the compiled programs. With SGD, the optimizer state is a momentum."""
+    strategy = shared(MLP, *sharded(exchange))
+    measured = audit.memory(strategy.compile(), strategy)
+    layouts = strategy.plan.layouts["params"].leaves
+    for device, parts in enumerate(measured):
+        stage = device % 2
+        held = [x for x in jax.tree.leaves(layouts, is_leaf=_is_leaf) if stage in x.holders.numbers]
+        for kind in ("parameters", "gradients", "optimizer"):
+            n = 2 if kind in divided else 1
+            sizes = [4 * math.prod(x.shape) // max(x.shape) * -(-max(x.shape) // n) for x in held]
+            counter = 4 * (kind == "optimizer")  # of the schedule of the learning rate
+            assert parts[kind].nbytes == parts[kind].theory == sum(sizes) + counter, kind
+
+
+def _is_leaf(node: Any) -> bool:
+    return isinstance(node, LeafLayout)
+
+
+def test_zero3_of_a_bfloat16_model_trains_like_ddp() -> None:
+    """Matrices are gathered in bfloat16, and their gradients are added up in float32."""
+    task = MLP._replace(dtype="bfloat16")
+    got, exact = (outcome(task, *sharded(exchange, schedule="zb_h1")) for exchange in ("zero3", "ddp"))
+    assert_equal(got, exact)
+    gathered = [one for one in shared(task, *sharded("zero3", schedule="zb_h1")).plan.traffic if "gather" in one.kind]
+    assert {one.dtype for one in gathered} == {"uint16", "float32"}  # the head is computed in float32
+
+
 # ---- executor=auto ----------------------------------------------------------------------------------
 
 
@@ -214,6 +260,15 @@ def test_auto_takes_the_shorter_simulated_step() -> None:
         scaled = Times(*([factor * host / longest * x for x in of_phase] for of_phase in (*times,)))  # type: ignore
         assert chosen(h100s, *two, times=scaled) == expected
     assert chosen(h100s, *continuous_settings("pipedream", 2, 1), times=scaled, task=MLP) == "lockstep"
+
+
+def test_auto_takes_the_executor_that_supports_the_exchange() -> None:
+    two = pipeline("1f1b", 2, "--config.exchange=zero3", replicas=2)
+    for there in (named_cluster("h100", 4), named_cluster("cpu", 4)):
+        assert chosen(there, *two, times=Times([1e-9] * 2, [1e-9] * 2, [0.0] * 2)) == "dispatch"
+    config = make_config(BERT, *pipeline("auto", 2, "--config.exchange=zero3", replicas=2), DISPATCH)
+    choice = stages.choose_stages(config, make_problem(config, BERT), named_cluster("h100", 4), Path())
+    assert set(choice.settings) == {"pipeline.schedule"}
 
 
 def test_auto_on_cpu_devices_depends_on_the_size_of_actions(monkeypatch: pytest.MonkeyPatch) -> None:

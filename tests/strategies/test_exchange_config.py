@@ -172,17 +172,24 @@ MISTAKES = {
         ["group=2", "data_parallel.implementation=pmap"],
         ["config.data_parallel.implementation is 'pmap'", "it must be 'auto' or 'shard_map' with", "'ddp group=2'"],
     ),
-    "zero1 of pipelines": (
-        [*PIPELINE, "exchange=zero1"],
+    "zero3 in lockstep": (
+        [*PIPELINE, "exchange=zero3"],
         [
-            "config.exchange is 'zero1', which wraps the optimizer of the whole model",
-            "it must be one of ddp, horovod, byteps, byteps_onebit",
-            "with config.strategy='pipeline'",
+            "config.exchange is 'zero3', which has collectives in each action; it must be one of ddp, horovod, byteps",
+            "bagua_bytegrad, zero1 with config.pipeline.executor='lockstep'",
         ],
     ),
     "zero2 of pipelines without a flush, whose replicas cannot use horovod's ring": (
-        [*PIPELINE, "pipeline.schedule=pipedream", "exchange=zero2"],
-        ["config.exchange is 'zero2', which wraps the optimizer", "it must be one of ddp, byteps, byteps_onebit"],
+        [*PIPELINE, "pipeline.schedule=pipedream", "exchange=zero2", "pipeline.executor=dispatch"],
+        [
+            "config.exchange is 'zero2', which shards the state that a flush updates",
+            "it must be one of ddp, byteps, byteps_onebit",
+            "with config.pipeline.schedule='pipedream'",
+        ],
+    ),
+    "offload in pipelines": (
+        [*PIPELINE, "exchange=zero1", "offload=True"],
+        ["options.offload is True; it must be False with config.strategy='pipeline'"],
     ),
     "averaged passes of pipelines": (
         [*PIPELINE, "exchange=horovod", "average_aggregated_gradients=True"],

@@ -34,15 +34,10 @@ from jaxpar.exchange.reduce import psum_small
 from jaxpar.layout import PER_REPLICA, Layout
 from jaxpar.models.model import Batch
 from jaxpar.strategies import exchanges
-from jaxpar.strategies.placement import IN_PLACE, BatchPlacement, PlacedState, on_all
+from jaxpar.strategies.placement import IN_PLACE, OVERLAP, BatchPlacement, PlacedState, on_all
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
-# Let XLA overlap the exchange with the backward pass on GPUs: do not combine the buckets again, as the combined
-# collective would wait for the whole backward pass, and schedule collectives to hide their latency.
-OVERLAP: dict[str, Any] = {
-    f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_reduce", "all_gather", "reduce_scatter")
-} | {"xla_gpu_enable_latency_hiding_scheduler": True}
 # Let XLA gather the arrays of a layer while the layer before it is computed. Later versions have only the first name.
 AHEAD: tuple[dict[str, Any], ...] = (
     {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"},

@@ -77,10 +77,12 @@ def resources(details: PipelineDetails) -> ExecutorResources:
     activations, held = activation_memory(dispatch_order(whole), programs), []
     for device, parts in enumerate(state):
         column = device % table.num_devices
-        params = nbytes(staged.params.packing.tree(details.stages.kinds[column]))
+        kind, shards = details.stages.kinds[column], staged.all_reduce.shards
+        params = nbytes(staged.params.trees[kind])
+        grads = nbytes(staged.means[kind].local_shapes) if shards and shards.stage > 1 else params
         more = {"earlier versions": (num_versions[column] - 1) * params} if table.period else {}
-        held.append({**parts, **more, "gradients": params, **activations[column]})
-    return layouts, tuple(held), dispatch_traffic(order, programs, staged.all_reduce)
+        held.append({**parts, **more, "gradients": grads, **activations[column]})
+    return layouts, tuple(held), dispatch_traffic(order, programs, staged)
 
 
 def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[DispatchedState]:
@@ -91,7 +93,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     columns = MeshColumns(mesh, stages.groups)
     state_of = StateOnGroups(staged, columns)
     num_phases = details.lowered.shape.num_phases
-    training = StageDispatcher(stages, table, columns, num_phases=num_phases, remat=details.remat)
+    training = StageDispatcher(staged, table, columns, num_phases=num_phases, remat=details.remat)
     begin = begin_program(mesh, table.num_microbatches)
     each_step = FlushedSteps(staged, columns, training)
     if table.period:
@@ -106,7 +108,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         # as many of the training microbatches as divide a replica's examples
         number = math.gcd(num_examples, table.num_microbatches)
         forward = forward_only(table.num_devices, number, table.stages)
-        return split_program(mesh, number), StageDispatcher(stages, forward, columns, num_phases=1, remat="none")
+        return split_program(mesh, number), StageDispatcher(staged, forward, columns, num_phases=1, remat="none")
 
     def train(state: DispatchedState, batch: Batch) -> tuple[DispatchedState, Metrics]:
         if not timeline.next_step():
@@ -211,9 +213,8 @@ class StateOnGroups:
 
     def __init__(self, staged: StagedState, columns: MeshColumns):
         self._staged, self._columns = staged, columns
-        # by group: its first column, and the sharding of its arrays
-        meshes_of = zip(columns.groups, columns.of_group, strict=True)
-        self._groups = [(group[0], NamedSharding(mesh, ON_ALL)) for group, mesh in meshes_of]
+        # by group: its first column, and its mesh
+        self._groups = [(group[0], mesh) for group, mesh in zip(columns.groups, columns.of_group, strict=True)]
         self._on_all = NamedSharding(columns.mesh, ON_ALL)
 
     def init(self, key: jax.Array) -> DispatchedState:
@@ -221,14 +222,15 @@ class StateOnGroups:
         init_key, run_key = states.split(key)
         data, made = np.asarray(jax.random.key_data(init_key)), []
         stages, optimizer = self._staged.stages, self._staged.problem.optimizer
-        for column, sharding in self._groups:
+        for column, mesh in self._groups:
+            layouts = self._layouts(column)
 
-            def of_group(data: jax.Array, column: int = column) -> tuple[Any, Any]:
+            def of_group(data: jax.Array, column: int = column, layouts: Any = layouts) -> tuple[Any, Any]:
                 shifts = jnp.asarray(stages.shifts[column])
                 params = stages.init(jax.random.wrap_key_data(data), stages.kinds[column], shifts)
-                return params, optimizer.init(params)
+                return layouts[0].to_global(params), layouts[1].to_global(optimizer.init(params))
 
-            made.append(jax.jit(of_group, out_shardings=sharding)(data))
+            made.append(jax.jit(of_group, out_shardings=tuple(of.shardings(mesh) for of in layouts))(data))
         params, moments = zip(*made, strict=True)
         step, key = jax.device_put((np.zeros((), np.int32), np.asarray(run_key)), self._on_all)
         return DispatchedState(step, key, params, moments, ())
@@ -238,26 +240,33 @@ class StateOnGroups:
         problem = self._staged.problem
         state = states.from_canonical(tree, states.abstract_state(problem.model, problem.optimizer))
         step, key = jax.device_put((state.step, state.key), self._on_all)
-        parts = self._staged.params.split(state.params), self._staged.optimizer.split(state.optimizer)
-        params, optimizer = (
-            tuple(processes.put_on_devices(of[column], on) for column, on in self._groups) for of in parts
-        )
+        parts, made = (self._staged.params.split(state.params), self._staged.optimizer.split(state.optimizer)), []
+        for column, mesh in self._groups:
+            for of, of_part in zip(parts, self._layouts(column), strict=True):
+                whole = of_part.to_global(of[column], np)
+                made.append(jax.tree.map(processes.put_on_devices, whole, of_part.shardings(mesh)))
+        params, optimizer = tuple(made[::2]), tuple(made[1::2])
         return DispatchedState(step, key, params, optimizer, ())
 
     def to_canonical(self, state: DispatchedState) -> Canonical:
         """Return the canonical state, as NumPy arrays."""
         step, key, params, optimizer = processes.fetch_from_owners(state[:4])
-        groups = [self._columns.group_of[column] for column in range(len(self._columns.of_column))]
-        held = self._staged.params.assemble([params[group] for group in groups])
-        moments = self._staged.optimizer.assemble([optimizer[group] for group in groups])
-        return states.to_canonical(State(step, key, held, moments))
+        columns, parts = range(len(self._columns.of_column)), []
+        for staged, of_groups in zip((self._staged.params, self._staged.optimizer), (params, optimizer), strict=True):
+            of_kinds = [staged.of_kinds[kind] for kind in self._staged.stages.kinds]
+            held = [of_kinds[column].to_canonical(of_groups[self._columns.group_of[column]]) for column in columns]
+            parts.append(staged.assemble(held))
+        return states.to_canonical(State(step, key, *parts))
 
     def abstract(self) -> DispatchedState:
         """Return the shapes of the state, with shardings."""
-        kinds, parts = self._staged.stages.kinds, (self._staged.params.packing, self._staged.optimizer.packing)
         like = states.abstract_state(self._staged.problem.model, self._staged.problem.optimizer)
         step, key = with_shardings((like.step, like.key), self._on_all)
-        params, optimizer = (
-            tuple(with_shardings(of.tree(kinds[column]), on) for column, on in self._groups) for of in parts
-        )
+        made = [tuple(of.abstract(mesh) for of in self._layouts(column)) for column, mesh in self._groups]
+        params, optimizer = zip(*made, strict=True)
         return DispatchedState(step, key, params, optimizer, ())
+
+    def _layouts(self, column: int) -> tuple[Layout, Layout]:
+        """Return the layouts of the parameters and the optimizer state of a column over the replicas."""
+        kind = self._staged.stages.kinds[column]
+        return self._staged.params.of_kinds[kind], self._staged.optimizer.of_kinds[kind]

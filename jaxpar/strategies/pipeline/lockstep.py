@@ -57,10 +57,14 @@ def resources(details: PipelineDetails) -> ExecutorResources:
     ]
     params = details.staged.params.packing
     gradients = details.staged.all_reduce.traffic(params.shapes)
+    if details.staged.all_reduce.shards:
+        mean, n = details.staged.mean_packing, details.staged.packed.axes[DATA]
+        shards = partial(ring_traffic, axis=DATA, size=n, nbytes=n * mean.nbytes, dtype="float32")
+        gradients = [shards(kind, 1, num_vectors=len(mean.shapes)) for kind in ("reduce-scatter", "all-gather")]
     # The sums of the gradients of the replicas of a stage, and of tied arrays.
     most, copied = max(map(len, stages.groups)), stages.copied
     within = ring_traffic("all-reduce", 2, STAGE, most, params.nbytes, "float32", num_vectors=len(params.shapes))
-    copied_bytes = nbytes([stages.model.shapes[layer][name] for layer, name in copied])
+    copied_bytes = nbytes([details.staged.mean_of(*array) for array in copied])
     tied = ring_traffic("all-reduce", 2, STAGE, table.num_devices, copied_bytes, "float32", num_vectors=len(copied))
     return state.layouts._asdict(), tuple(held), (*transfers, *gradients, within, tied)
 

@@ -64,8 +64,8 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Deci
     meshes.check_no_groups(config, "config.strategy='pipeline'")
     meshes.check_sizes(config, cluster)
     axes = meshes.sizes(config, cluster)
-    has_ring = axes[DATA] == 1 or config.pipeline.schedule not in CONTINUOUS
-    exchanges.check_gradient_exchange(config, axes[DATA], cluster, has_ring=has_ring)
+    has_flush = config.pipeline.schedule not in CONTINUOUS
+    exchanges.check_gradient_exchange(config, axes[DATA], cluster, has_flush=has_flush)
     replicas_of_stages = configured_replicas(config)
     table = configured_table(config, replicas_of_stages)
     if model is not None:
@@ -94,6 +94,7 @@ def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decis
             "of the run"
         )
     c, table, num_data = config.pipeline, decision.source, decision.num_replicas
+    exchanges.check_not_empty(config, shapes.model.shapes)
     inputs = shapes.model.inputs(shapes.batch)
     bounds = partition.stage_bounds(shapes.model, shapes.batch, inputs, c.partition, table.num_stages)
     stages = Stages(shapes.model, bounds, table.stages, inputs, shapes.task)

@@ -11,7 +11,7 @@ it reads, and no array is as large as the largest stage needs. The numbers are t
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxpar.core import mesh as meshes
 from jaxpar.core import step as steps
+from jaxpar.exchange.exchange import ShardSteps
 from jaxpar.models.model import Batch, Params
 from jaxpar.strategies.pipeline.executor.enqueue import (
     DEVICES,
@@ -37,8 +39,9 @@ from jaxpar.strategies.pipeline.executor.enqueue import (
 )
 from jaxpar.strategies.pipeline.executor.packing import at_index
 from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs, StagePrograms
-from jaxpar.strategies.pipeline.executor.stages import Stages
+from jaxpar.strategies.pipeline.executor.state import StagedState
 from jaxpar.strategies.pipeline.tables.table import ACTION_KINDS, StageDevices, Table, U, receiver
+from jaxpar.strategies.placement import OVERLAP
 from jaxpar.tasks import Sums
 
 
@@ -90,12 +93,32 @@ def dispatch_order(table: Table) -> list[DispatchedAction]:
     return order
 
 
+def gathered(part: Params, reads: Mapping[str, Mapping[int, jax.ShapeDtypeStruct]], shards: ShardSteps) -> Params:
+    """Return the parameters of a chunk, layer by layer from the shards of all replicas. For `shard_map`.
+
+    reads: the arrays that an action reads, in the dtypes in which they are sent (`StagePrograms.reads`). The others
+    remain shards.
+    """
+    whole = {}
+    for layer, arrays in part.items():
+        leaves, structure = jax.tree.flatten(arrays)
+        shapes = reads.get(layer, {})
+        for number, x in shards.gather(shapes, {number: leaves[number] for number in shapes}).items():
+            leaves[number] = x.astype(leaves[number].dtype)
+        whole[layer] = jax.tree.unflatten(structure, leaves)
+    return whole
+
+
 class StageDispatcher:
     """Enqueues the actions of a table on the columns of a mesh."""
 
-    def __init__(self, stages: Stages, table: Table, columns: MeshColumns, *, num_phases: int, remat: str):
+    def __init__(self, staged: StagedState, table: Table, columns: MeshColumns, *, num_phases: int, remat: str):
         """num_phases and remat: as in `StagePrograms`."""
-        self._stages, self._columns, self._num_phases, self._remat = stages, columns, num_phases, remat
+        stages, self._num_phases, self._remat = staged.stages, num_phases, remat
+        self._stages, self._columns, self._layouts = stages, columns, staged.params.of_kinds
+        # how actions shard what they add up, and gather what they read
+        shards = staged.all_reduce.shards
+        self._shards = shards if shards and shards.stage > 1 else None
         self.order, self.num_microbatches = dispatch_order(table), table.num_microbatches
         self._numbers = stages.program_numbers
         self._program = functools.cache(self._make_program)
@@ -128,16 +151,20 @@ class StageDispatcher:
             if column not in work.grads:
                 work.grads[column] = host.call(self._zeros(column), parts)
             accumulated = work.grads[column][chunk]
-        result, sums, grads, made, _ = host.call(
-            self._program(column, chunk, phase),
-            parts[chunk],
-            inputs,
-            self._on_column(host, column, microbatch % self.num_microbatches),
-            self._on_column(host, column, int(self._stages.shifts[column, chunk])),
-            work.arrived.pop((phase, stage, microbatch), None),
-            saved,
-            accumulated,
+        # On virtual CPU devices, programs with collectives must not run at the same time (mesh.one_at_a_time).
+        settled = meshes.settled if self._shards else lambda x: x
+        arguments = settled(
+            (
+                parts[chunk],
+                inputs,
+                self._on_column(host, column, microbatch % self.num_microbatches),
+                self._on_column(host, column, int(self._stages.shifts[column, chunk])),
+                work.arrived.pop((phase, stage, microbatch), None),
+                saved,
+                accumulated,
+            )
         )
+        result, sums, grads, made, _ = settled(host.call(self._program(column, chunk, phase), *arguments))
         kept = {key: values for key, values in stash.items() if key[1] > phase} | made
         if kept:
             work.stashes[stage, microbatch] = kept
@@ -169,12 +196,24 @@ class StageDispatcher:
 
     def _make_zeros(self, column: int) -> Program:
         def on_device(parts: list[Params]) -> list[Params]:
+            if self._shards and self._shards.stage == 2:
+                parts = [self._shards.local(part) for part in parts]
             return with_leading(jax.tree.map(jnp.zeros_like, parts))
 
-        return program_on(self._columns.of_column[column], on_device, (ON_ALL,), LOCAL, ("parameters",))
+        specs = [self._specs(column, chunk) for chunk in range(self._numbers.shape[1])]
+        return program_on(self._columns.of_column[column], on_device, (specs,), LOCAL, ("parameters",))
+
+    def _specs(self, column: int, chunk: int) -> Any:
+        """Return the partition specs of the parameters of a chunk."""
+        kind = self._stages.kinds[column]
+        return self._stages.part(self._layouts[kind].specs, self._stages.examples[kind], chunk)
 
     def _make_program(self, column: int, chunk: int, phase: int) -> Program:
-        number, is_first = int(self._numbers[column, chunk]), self._stages.placement[column, chunk] == 0
+        shards, number, is_first = (
+            self._shards,
+            int(self._numbers[column, chunk]),
+            self._stages.placement[column, chunk] == 0,
+        )
 
         def on_device(
             part: Params, inputs: StepInputs, index: jax.Array, shift: jax.Array, arrived: Any, saved: Any, grads: Any
@@ -186,14 +225,20 @@ class StageDispatcher:
             of_stage = StageInputs(part, microbatch, key, shift, inputs.weight, x, dy)
             like, phases = steps.abstract((microbatch, key)), self._num_phases
             programs = StagePrograms(self._stages, *like, num_phases=phases, remat=self._remat)
+            if shards and shards.stage == 3:
+                whole = gathered(part, programs.reads(number, phase), shards)
+                of_stage = of_stage._replace(params=whole)
             outputs, made = programs.run(number, phase, of_stage, saved)
-            if outputs.dparams is not None:
-                grads = jax.tree.map(jnp.add, grads, outputs.dparams)
+            if (dparams := outputs.dparams) is not None:
+                if shards:  # layer by layer
+                    dparams = {layer: shards.scatter(arrays) for layer, arrays in dparams.items()}
+                grads = jax.tree.map(jnp.add, grads, dparams)
             result = outputs.y if phase == 0 else None if is_first else outputs.dx
             # The last one is ready when the program has run, and no later program donates it (timeline.py).
             return with_leading((result, outputs.sums, grads, made, jnp.zeros(())))
 
-        specs = (ON_ALL, SHARED_SPECS, ON_ALL, ON_ALL, LOCAL, LOCAL, LOCAL)
+        specs = (self._specs(column, chunk), SHARED_SPECS, ON_ALL, ON_ALL, LOCAL, LOCAL, LOCAL)
         kinds = ("parameters", "inputs", "inputs", "inputs", "transfers", "stashes", "gradients")
-        program = program_on(self._columns.of_column[column], on_device, specs, LOCAL, kinds, donate_argnums=6)
+        options = {"donate_argnums": 6, "compiler_options": OVERLAP if shards else None}
+        program = program_on(self._columns.of_column[column], on_device, specs, LOCAL, kinds, **options)
         return program._replace(is_action=True)

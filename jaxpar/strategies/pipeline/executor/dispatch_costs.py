@@ -14,7 +14,7 @@ from jaxpar import layout
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import Traffic, ring_traffic
 from jaxpar.core.state import nbytes
-from jaxpar.exchange.exchange import AllReduce
+from jaxpar.exchange.reduce import added_up
 from jaxpar.layout import Holders, Layout, LeafLayout, Tree
 from jaxpar.strategies.pipeline.executor.dispatch import DispatchedAction
 from jaxpar.strategies.pipeline.executor.dispatch_update import DispatchedState, private_layout
@@ -52,7 +52,7 @@ def activation_memory(order: Sequence[DispatchedAction], programs: StagePrograms
 
 
 def dispatch_traffic(
-    order: Sequence[DispatchedAction], programs: StagePrograms, all_reduce: AllReduce
+    order: Sequence[DispatchedAction], programs: StagePrograms, staged: StagedState
 ) -> tuple[Traffic, ...]:
     """Return the traffic of the column that sends most: activations and their gradients, gradients of the weights."""
     stages = programs.stages
@@ -70,28 +70,52 @@ def dispatch_traffic(
     for columns in stages.groups:  # gradients of tied arrays, to all columns of the owner, and back
         for tie in stages.copies(columns[0]):
             owners = next(other for other in stages.groups if tie.source in stages.layer_names(other[0]))
-            for x in jax.tree.leaves(stages.model.shapes[tie.source][tie.source_name]):
-                for senders, receivers in ((columns, owners), (owners, columns)):
-                    for place in range(len(receivers)):
-                        send(senders[place % len(senders)], x)
+            x = staged.mean_of(tie.source, tie.source_name)
+            for senders, receivers in ((columns, owners), (owners, columns)):
+                for place in range(len(receivers)):
+                    send(senders[place % len(senders)], x)
     sent = [
         Traffic("copy", dtype, STAGE, *max((copies[key], messages[key]) for key in copies if key[0] == dtype))
         for dtype in sorted({dtype for dtype, _ in copies})
     ]
     held = [stages.select(stages.model.shapes, columns[0]) for columns in stages.groups]
-    within = []  # the sums of the gradients of the replicas of a stage
+    shards, within = staged.all_reduce.shards, []  # within: the sums of the gradients of the replicas of a stage
     for columns, tree in zip(stages.groups, held, strict=True):
-        size, num_arrays = nbytes(tree), len(jax.tree.leaves(tree))
+        added = staged.means[stages.kinds[columns[0]]].local_shapes if shards and shards.stage > 1 else tree
+        size, num_arrays = nbytes(added), len(jax.tree.leaves(tree))
         within.append(ring_traffic("all-reduce", 2, STAGE, len(columns), size, "float32", num_vectors=num_arrays))
     largest = max(within, key=lambda one: one.nbytes)
-    return (*sent, *all_reduce.traffic(max(held, key=nbytes)), largest)
+    if shards:
+        return (*sent, *shard_traffic(order, programs, staged), largest)
+    return (*sent, *staged.all_reduce.traffic(max(held, key=nbytes)), largest)
+
+
+def shard_traffic(order: Sequence[DispatchedAction], programs: StagePrograms, staged: StagedState) -> list[Traffic]:
+    """Return, of each kind, what the column that sends most sends to the other replicas, if they shard arrays."""
+    shards, stages, sent = staged.all_reduce.shards, programs.stages, {}
+    assert shards
+    for group in stages.groups:  # once in a step
+        for column in group:
+            sent[column] = staged.all_reduce.traffic(stages.select(stages.model.shapes, column))
+    for column, chunk, phase, *_ in order:
+        number = int(programs.numbers[column, chunk])
+        if shards.stage == 3:
+            sent[column] += [shards.gather_traffic(arrays) for arrays in programs.reads(number, phase).values()]
+        if shards.stage > 1 and phase == programs.num_phases - 1:
+            params = programs.programs[number].inputs.params
+            sent[column] += [shards.scatter_traffic(arrays) for arrays in params.values()]
+    most: dict[Any, Traffic] = {}
+    for one in [total for of_column in sent.values() for total in added_up(of_column)]:
+        key = one.kind, one.dtype, one.members
+        most[key] = max(one, most.get(key, one), key=lambda one: one.nbytes)
+    return list(most.values())
 
 
 def dispatched_layouts(staged: StagedState, axes: Mapping[str, int]) -> DispatchedState:
     """Return the layouts of the state: who holds each canonical leaf, and the private state of every group."""
     held = []
     for columns in staged.stages.groups:
-        params = staged.params.packing.tree(staged.stages.kinds[columns[0]])
+        params = staged.params.trees[staged.stages.kinds[columns[0]]]
         of_group = private_layout({**axes, STAGE: len(columns)}, staged.all_reduce, params).local_shapes
         held.append(_local(of_group, columns))
     return DispatchedState(*staged.layouts[:4], Layout(axes, tuple(held)))
@@ -110,7 +134,7 @@ def in_flight_layouts(
         own = [action for action in order if action.column in columns]
         newest = min(action.microbatch // m for action in own if action.is_update)
         num_earlier = newest - min(action.microbatch // m + action.version for action in own if not action.is_update)
-        params = layout.on_some(axes, staged.params.packing.tree(stages.kinds[columns[0]]), STAGE, columns).leaves
+        params = layout.on_some(axes, staged.params.trees[stages.kinds[columns[0]]], STAGE, columns).leaves
         versions.append([params] * num_earlier)
     like = programs.programs[0].inputs
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((m, *x.shape), x.dtype), like.microbatch)
@@ -128,7 +152,7 @@ def in_flight_layouts(
                 work.pop(("grads", action.column))
                 continue
             if action.phase == programs.num_phases - 1:
-                held = staged.params.packing.tree(stages.kinds[action.column])
+                held = staged.params.trees[stages.kinds[action.column]]
                 work["grads", action.column] = _local(programs.params(number, held), column)
             work.pop((action.phase, *of_stage), None)
             for key, values in programs.programs[number].cut.saved.items():

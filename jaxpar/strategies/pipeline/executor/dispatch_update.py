@@ -73,18 +73,21 @@ class FlushedSteps:
 
     def __init__(self, staged: StagedState, columns: MeshColumns, dispatcher: StageDispatcher):
         self._staged, self._columns, self._dispatcher = staged, columns, dispatcher
+        self._shards = staged.all_reduce.shards
+        # by group, the partition specs of its mean gradient
+        self._specs = [staged.means[staged.stages.kinds[group[0]]].specs for group in columns.groups]
         stages, groups, on_group = staged.stages, range(len(columns.groups)), columns.of_group
         self._ties = {array: self._holders(*array) for array in stages.copied}
         # On virtual CPU devices, programs with collectives must not run at the same time (mesh.one_at_a_time).
         self._has_collectives = columns.mesh.shape[DATA] > 1 or stages.has_replicas
         self._last = columns.group_of[StageDevices(stages.placement).of(stages.num_stages - 1)[0]]  # of the last stage
-        one, scalars = ("gradients",), ("inputs",)
+        scalars = ("inputs",)
         own = [g for g in groups if any(x.process_index == jax.process_index() for x in on_group[g].devices.flat)]
         self._own = self._last if self._last in own or not own else own[0]  # a group with devices of this process
         self._square = [self._make_square(g) for g in groups]
         self._reduce = [self._make_reduce(g) for g in groups]
         self._update = [self._make_update(g) for g in groups]
-        self._sum = [program_on(mesh, _sum_and_square, (ON_ALL,), ON_ALL, one) for mesh in on_group]
+        self._sum = {array: self._make_sum(array) for array in self._ties}
         self._add = [program_on(mesh, self._added, (LOCAL,), LOCAL, scalars) for mesh in columns.of_column]
         self._root = program_on(on_group[0], _root_of_sum, (BY_REPLICA,), BY_REPLICA, scalars)
         self._total = program_on(on_group[self._last], over_replicas, (LOCAL,), ON_ALL, scalars)
@@ -137,17 +140,18 @@ class FlushedSteps:
         means, residuals, of_groups, nonfinite = zip(*reduced, strict=True)
         squares = list(of_groups)
         for (layer, name), holders in self._ties.items():
-            parts = [self._to(host, holders[0], means[g][layer][name]) for g in holders]
-            total, square = host.call(self._sum[holders[0]], parts)
+            spec = self._specs[holders[0]][layer][name]
+            parts = [self._to(host, holders[0], means[g][layer][name], spec) for g in holders]
+            total, square = self._alone(host, self._sum[layer, name], parts)
             squares.append(square)
             for g in holders:
-                means[g][layer][name] = self._to(host, g, total)
+                means[g][layer][name] = self._to(host, g, total, spec)
         agreed = self._agree_on(work, squares, nonfinite, host)
         updated = []
         for g in groups:
             step, before = restricted(state.step, columns.of_group[g]), (state.params[g], state.optimizer[g])
             arguments = (step, *before, state.private[g], means[g], residuals[g], *self._to(host, g, agreed))
-            updated.append(host.call(self._update[g], *arguments))
+            updated.append(self._alone(host, self._update[g], *arguments))
         params, optimizer, private, metrics = zip(*updated, strict=True)
         return state._replace(params=params, optimizer=optimizer, private=private), metrics[self._own]
 
@@ -206,6 +210,23 @@ class FlushedSteps:
 
         return program_on(self._columns.of_group[group], on_device, (LOCAL,), BY_REPLICA, ("gradients",))
 
+    def _make_sum(self, array: tuple[str, str]) -> Program:
+        """Return the program that sums the gradients of a tied array on the group of its owner."""
+        owner, (layer, name) = self._ties[array][0], array
+        spec = self._specs[owner][layer][name]
+
+        def on_device(parts: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+            total = sum(parts[1:], parts[0])
+            return total, self._square_of([total])
+
+        return program_on(self._columns.of_group[owner], on_device, (spec,), (spec, ON_ALL), ("gradients",))
+
+    def _square_of(self, means: Tree) -> jax.Array:
+        """Return the sum of squares of mean gradients, of which a replica may have shards. For `shard_map`."""
+        if self._shards:
+            return self._shards.square(means)
+        return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(means)), jnp.zeros(()))
+
     def _make_reduce(self, group: int) -> Program:
         apart = {array for array, holders in self._ties.items() if group in holders}
 
@@ -216,11 +237,13 @@ class FlushedSteps:
             grads = self._merged(group, of_chunks)
             grads, residuals = self._staged.exchanged(grads, private, None if norm is None else norm[0])
             whole = [x for layer, arrays in grads.items() for name, x in arrays.items() if (layer, name) not in apart]
-            return grads, with_leading(residuals), _square_of(whole), nonfinite
+            return grads, with_leading(residuals), self._square_of(whole), nonfinite
 
-        results = ON_ALL, LOCAL, ON_ALL, ON_ALL
-        # Chunks that share a tied array have more arrays than their sum, so that JAX could not use all of them.
-        donated = 0 if self._staged.stages.placement.shape[1] == 1 else ()
+        results = self._specs[group], LOCAL, ON_ALL, ON_ALL
+        # Chunks that share a tied array have more arrays than their sum, so that JAX could not use all of them. Nor
+        # could it use whole arrays for shards.
+        is_scattered = self._shards and self._shards.stage == 1
+        donated = 0 if self._staged.stages.placement.shape[1] == 1 and not is_scattered else ()
         specs, kinds = (LOCAL, LOCAL, BY_REPLICA), ("gradients", "private", "inputs")
         return program_on(self._columns.of_group[group], on_device, specs, results, kinds, donate_argnums=donated)
 
@@ -235,14 +258,22 @@ class FlushedSteps:
             sums: Sums,
             norm: jax.Array,
         ) -> tuple[Params, Any, Tree, Metrics]:
-            before = State(step, jnp.zeros(()), params, optimizer)
+            held = shards.local(params) if shards else params
+            before = State(step, jnp.zeros(()), held, optimizer)
             after, metrics = steps.update(self._staged.problem, before, grads, sums, norm)
-            return after.params, after.optimizer, kept_if(metrics.finite, residuals, private), metrics
+            held = shards.gather(params, after.params) if shards else after.params
+            return held, after.optimizer, kept_if(metrics.finite, residuals, private), metrics
 
-        state = ("inputs", ON_ALL), ("parameters", ON_ALL), ("optimizer", ON_ALL), ("private", LOCAL)
-        others = ("gradients", ON_ALL), ("residuals", LOCAL), ("inputs", ON_ALL), ("inputs", ON_ALL)
+        # if each replica has whole parameters, but updates shards of them
+        shards = self._shards if self._shards and self._shards.stage < 3 else None
+        of_params, of_optimizer = (
+            part.of_kinds[self._staged.stages.kinds[self._columns.groups[group][0]]].specs
+            for part in (self._staged.params, self._staged.optimizer)
+        )
+        state = ("inputs", ON_ALL), ("parameters", of_params), ("optimizer", of_optimizer), ("private", LOCAL)
+        others = ("gradients", self._specs[group]), ("residuals", LOCAL), ("inputs", ON_ALL), ("inputs", ON_ALL)
         kinds, specs = zip(*state, *others, strict=True)  # of the arguments of `on_device`
-        mesh, donated, results = self._columns.of_group[group], (1, 2, 3), (ON_ALL, ON_ALL, LOCAL, ON_ALL)
+        mesh, donated, results = self._columns.of_group[group], (1, 2, 3), (of_params, of_optimizer, LOCAL, ON_ALL)
         return program_on(mesh, on_device, specs, results, kinds, compiler_options=IN_PLACE, donate_argnums=donated)
 
 
@@ -250,15 +281,6 @@ def over_replicas(sums: Sums) -> Sums:
     """Return the sum of metric sums of all columns of a group. For `shard_map`."""
     total: Sums = jax.lax.psum(without_leading(sums), (DATA, STAGE))
     return total
-
-
-def _square_of(tree: Tree) -> jax.Array:
-    return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree)), jnp.zeros(()))
-
-
-def _sum_and_square(parts: list[Tree]) -> tuple[Tree, jax.Array]:
-    total = reduce(partial(jax.tree.map, jnp.add), parts)
-    return total, _square_of(total)
 
 
 def _root_of_sum(squares: list[jax.Array]) -> jax.Array:

@@ -31,10 +31,10 @@ One training step then runs on every device as follows. Comments in the code cit
     After the last clock:
 
      8. Sum the metrics over all devices, and average the gradients over the replicas with the configured exchange. If
-        it has error feedback, each replica clips its gradient first.
+        it has error feedback, each replica clips its gradient first. With zero1, a replica gets shards of the mean.
      9. Sum the gradients of tied arrays over the stages that use them, and compute the global gradient norm.
-    10. Take the optimizer step on the parameters of this device. If the loss or a gradient is not finite, all devices
-        keep their parameters and optimizer state.
+    10. Take the optimizer step on the parameters of this device, with zero1 on shards, which are then gathered. If the
+        loss or a gradient is not finite, all devices keep their parameters and optimizer state.
 
 Evaluation runs steps 1 to 7 on a table that has only F actions. A pipeline that never drains replaces steps 8 to 10 by
 an action of its table, U, which runs at the end of a clock (continuous.py).
@@ -309,11 +309,15 @@ def pipeline_step(
         if staged.all_reduce.clip_norm:
             # The gradients of a tied array on different stages count separately, because they are sent separately.
             replica_norm = jnp.sqrt(jax.lax.psum(update.counted(optax.tree.norm(local_grads) ** 2), STAGE))
-        grads, residuals = staged.exchanged(local_grads, state.private, replica_norm)
+        axes: Any = STAGE
+        if staged.all_reduce.shards:
+            grads, residuals, axes = update.scattered(local_grads), state.private, (DATA, STAGE)
+        else:
+            grads, residuals = staged.exchanged(local_grads, state.private, replica_norm)
         # 9. The gradient of an array that several devices use is the sum of their gradients.
         for tie in staged.stages.copied:
             grads = update.replace(tie, grads, jax.lax.psum(update.part(tie, grads), STAGE))
-        grad_norm = jnp.sqrt(jax.lax.psum(update.squares(grads), STAGE))
+        grad_norm = jnp.sqrt(jax.lax.psum(update.squares(grads), axes))
         # 10. With a gradient norm of NaN the update keeps the old parameters.
         after, metrics = update(state, grads, sums, jnp.where(nonfinite_count == 0, grad_norm, jnp.nan))
         private = kept_if(metrics.finite, residuals, state.private)

@@ -49,6 +49,8 @@ class Cut(NamedTuple):
     # shapes of the saved values, by (phase that computes them, last phase that uses them). Phase k may read all (i, j)
     # with i < k <= j.
     saved: dict[tuple[int, int], list[jax.ShapeDtypeStruct]]
+    # by phase, the dtype of each input that it reads, by number: a narrower one if it casts the input first
+    reads: tuple[dict[int, Any], ...]
 
 
 def cut_phases(closed: core.ClosedJaxpr, num_outputs: Sequence[int], sources: Sequence[Origin]) -> Cut:
@@ -66,7 +68,9 @@ def cut_phases(closed: core.ClosedJaxpr, num_outputs: Sequence[int], sources: Se
     equations, saved = _assign(jaxpr, outputs, sources, is_cheap | _elementwise(jaxpr, sources, is_cheap, saved))
     runs = tuple(_runner(closed, equations[phase], outputs[phase], saved, phase) for phase in range(len(outputs)))
     avals = {key: [var.aval for var in variables] for key, variables in saved.items()}
-    return Cut(runs, {key: [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in of_key] for key, of_key in avals.items()})
+    kept = {key: [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in of_key] for key, of_key in avals.items()}
+    reads = [_reads(jaxpr, equations[phase], outputs[phase]) for phase in range(len(outputs))]
+    return Cut(runs, kept, tuple(reads))
 
 
 def _assign(
@@ -164,6 +168,22 @@ def _runner(
         return results[: len(outputs)], {key: [next(rest) for _ in saved[key]] for key in writes}
 
     return run
+
+
+def _reads(jaxpr: Any, equations: Sequence[Any], outputs: Sequence[Any]) -> dict[int, Any]:
+    """Return the dtype in which these equations read each input of the jaxpr, by number."""
+    dtypes: dict[Any, set[Any]] = {var: {var.aval.dtype} for var in _variables(outputs)}
+    for equation in equations:
+        is_cast = equation.primitive.name == "convert_element_type"
+        for var in _variables(equation.invars):
+            dtypes.setdefault(var, set()).add(equation.outvars[0].aval.dtype if is_cast else var.aval.dtype)
+    reads = {}
+    for number, var in enumerate(jaxpr.invars):
+        if var in dtypes:
+            [first, *others] = dtypes[var]
+            own = var.aval.dtype
+            reads[number] = first if not others and first != own and first.itemsize < own.itemsize else own
+    return reads
 
 
 def flatten(closed: core.ClosedJaxpr, *, remat: bool) -> core.ClosedJaxpr:

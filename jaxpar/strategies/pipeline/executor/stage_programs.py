@@ -128,6 +128,20 @@ class StagePrograms:
         """Return the subset of a device's parameters that a program uses, named as on the representative device."""
         return self.stages.part(held, self.stages.examples[self.kind(number)], self.chunk(number))
 
+    def reads(self, number: int, phase: int) -> dict[str, dict[int, jax.ShapeDtypeStruct]]:
+        """Return, by layer, the parameters that a phase of a program reads, in the dtype to which it casts them.
+
+        They are keyed by their number among the arrays of the layer.
+        """
+        program, first = self.programs[number], 0
+        read, by_layer = program.cut.reads[phase], dict[str, dict[int, jax.ShapeDtypeStruct]]()
+        for layer, arrays in sorted(program.inputs.params.items()):
+            leaves = dict(enumerate(jax.tree.leaves(arrays)))
+            used = {i: jax.ShapeDtypeStruct(x.shape, read[first + i]) for i, x in leaves.items() if first + i in read}
+            by_layer |= {layer: used} if used else {}
+            first += len(leaves)
+        return by_layer
+
     def run(self, number: int, phase: int, inputs: StageInputs, saved: Saved) -> tuple[StageOutputs, Saved]:
         """Run one phase of a program, a pure function: return the outputs, and the values saved for later phases.
 

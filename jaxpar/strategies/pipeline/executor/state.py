@@ -1,7 +1,8 @@
 """The state of a pipeline, distributed over its devices, and the optimizer step on each device.
 
 A device holds the parameters of its layers, their optimizer state, and copies of arrays on other devices that are tied
-to its layers, all packed into arrays of the same shapes on every device. `step` and `key` are replicated.
+to its layers, all packed into arrays of the same shapes on every device. `step` and `key` are replicated. If replicas
+shard arrays (zero1), a device packs its shards of the optimizer state and of the mean gradient.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,13 +49,23 @@ class PackedState(NamedTuple):
 class StagedTree:
     """A tree with one or several arrays per parameter, distributed over the devices of a pipeline."""
 
-    def __init__(self, axes: Mapping[str, int], function: Callable[[Any], Any], stages: Stages):
-        """function: parameters -> tree. Each array of a layer must depend on the parameters of that layer alone."""
-        shapes = stages.model.shapes
+    def __init__(self, axes: Mapping[str, int], function: Callable[[Any], Any], stages: Stages, copies: int = 0):
+        """Distribute the arrays of a tree.
+
+        Args:
+          function: parameters -> tree. Each array of a layer must depend on the parameters of that layer alone.
+          copies: if the arrays are sharded over the replicas, the number of groups that each hold all shards; 0: each
+            replica holds whole arrays.
+        """
+        shapes, self._copies = stages.model.shapes, copies
         held = [stages.select(shapes, device) for device in stages.examples]
-        # packing of each device's part of the tree, by kind of device
-        self.packing = Packing([jax.eval_shape(function, params) for params in held])
-        self.packed = layout.per_replica(axes, tuple(self.packing.shapes), STAGE)  # layout of the packed arrays
+        self.trees = [jax.eval_shape(function, params) for params in held]  # whole arrays, by kind of device
+        # by kind of device, the layout of its part of the tree over the replicas
+        self.of_kinds = [in_shards(layout.replicated(axes, tree), copies) for tree in self.trees]
+        # packing of what each device holds of its part of the tree, by kind of device
+        self.packing = Packing([part.local_shapes for part in self.of_kinds])
+        of_replicas = (DATA,) if copies else ()
+        self.packed = layout.per_replica(axes, tuple(self.packing.shapes), *of_replicas, STAGE)  # of packed arrays
         number = {leaf: i for i, leaf in enumerate(leaf_paths(function, shapes))}
         self._kinds, self._num_leaves = stages.kinds, len(number)
         # By device: the numbers of the canonical leaves that it holds, in the order of the local tree. The paths of
@@ -81,7 +92,7 @@ class StagedTree:
         like, self._structure = jax.tree.flatten(jax.eval_shape(function, shapes))
         leaves = [LeafLayout(leaf.shape, leaf.dtype, holders=of) for leaf, of in zip(like, holders, strict=True)]
         # layout of the canonical tree: the devices that hold each leaf
-        self.layout = Layout(axes, jax.tree.unflatten(self._structure, leaves))
+        self.layout = in_shards(Layout(axes, jax.tree.unflatten(self._structure, leaves)), copies)
 
     def is_owner(self, device: int) -> list[bool]:
         """Return, for each leaf on a device, whether the device owns it. The other leaves are copies."""
@@ -90,7 +101,7 @@ class StagedTree:
     def split(self, tree: Any) -> list[Any]:
         """Return each device's part of a canonical tree, as NumPy arrays, named as on the example of its kind."""
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-        structures = [jax.tree.structure(self.packing.tree(kind)) for kind in self._kinds]
+        structures = [jax.tree.structure(self.trees[kind]) for kind in self._kinds]
         parts = zip(structures, self._numbers, strict=True)
         return [jax.tree.unflatten(structure, [leaves[i] for i in numbers]) for structure, numbers in parts]
 
@@ -105,20 +116,35 @@ class StagedTree:
 
     def distribute(self, tree: Any, mesh: Mesh) -> Packed:
         """Return the packed arrays of a canonical tree, distributed over the mesh."""
-        parts = [self.packing.pack(kind, held, np) for kind, held in zip(self._kinds, self.split(tree), strict=True)]
+        parts: list[list[Packed]] = []  # by replica, or one for all of them, and by device
+        for kind, held in zip(self._kinds, self.split(tree), strict=True):
+            shards = self.of_kinds[kind].shards(self.of_kinds[kind].to_global(held, np), DATA)
+            parts.append([self.packing.pack(kind, shard, np) for shard in (shards if self._copies else shards[:1])])
 
-        def stacked(like: jax.ShapeDtypeStruct, by_device: Sequence[np.ndarray]) -> jax.Array:
+        def stacked(like: jax.ShapeDtypeStruct, number: int) -> jax.Array:
             def of_devices(index: Any) -> np.ndarray:
-                return np.stack(by_device[index[0]])
+                *of_replicas, devices = index[: 1 + bool(self._copies)]
+                replicas = range(len(parts[0]))[of_replicas[0] if of_replicas else slice(None)]
+                stacks = [np.stack([of_device[r][number] for of_device in parts[devices]]) for r in replicas]
+                return np.stack(stacks) if of_replicas else stacks[0]
 
             return jax.make_array_from_callback(like.shape, like.sharding, of_devices)
 
-        return tuple(map(stacked, self.packed.abstract(mesh), zip(*parts, strict=True)))
+        return tuple(stacked(like, number) for number, like in enumerate(self.packed.abstract(mesh)))
 
     def collect(self, packed: Sequence[np.ndarray]) -> Any:
         """Return the canonical tree of packed global arrays."""
-        kinds = enumerate(self._kinds)
-        return self.assemble([self.packing.unpack(kind, [array[device] for array in packed]) for device, kind in kinds])
+        of_replicas = list(zip(*packed, strict=True)) if self._copies else [packed]
+        held = []
+        for device, kind in enumerate(self._kinds):
+            shards = [self.packing.unpack(kind, [array[device] for array in arrays]) for arrays in of_replicas]
+            held.append(self.of_kinds[kind].joined(shards))
+        return self.assemble(held)
+
+
+def in_shards(tree: Layout, copies: int) -> Layout:
+    """Return a layout in which `copies` groups of replicas each hold all shards of its arrays; 0: whole arrays."""
+    return tree.sharded(DATA, copies) if copies else tree
 
 
 class StagedState:
@@ -129,8 +155,13 @@ class StagedState:
         if all_reduce.clip_norm:
             problem = problem._replace(optimizer=already_clipped(problem.optimizer))
         self.problem, self.stages, self.all_reduce = problem, stages, all_reduce
-        self.params = StagedTree(axes, lambda params: params, stages)
-        self.optimizer = StagedTree(axes, problem.optimizer.init, stages)
+        shards = all_reduce.shards
+        copies = shards.copies if shards else 0
+        self.params = StagedTree(axes, lambda params: params, stages, copies if shards and shards.stage == 3 else 0)
+        self.optimizer = StagedTree(axes, problem.optimizer.init, stages, copies)
+        # by kind of device, the layout of its gradient after the exchange, and the packing of what a device has of it
+        self.means = [in_shards(layout.replicated(axes, tree), copies) for tree in self.params.trees]
+        self.mean_packing = Packing([part.local_shapes for part in self.means])
         self.private = layout.made_by_replicas(axes, self._init_private, DATA, STAGE)
         like = states.abstract_state(problem.model, problem.optimizer)
         step, key = layout.replicated(axes, like.step), layout.replicated(axes, like.key)
@@ -150,8 +181,8 @@ class StagedState:
             shifts = jnp.asarray(self.stages.shifts)[device]
 
             def of_kind(kind: int) -> tuple[Packed, Packed]:
-                params = self.stages.init(init_key, kind, shifts)
-                moments = self.problem.optimizer.init(params)
+                params, shards = self.stages.init(init_key, kind, shifts), self.all_reduce.shards
+                moments = self.problem.optimizer.init(shards.local(params) if shards else params)
                 return self.params.packing.pack(kind, params), self.optimizer.packing.pack(kind, moments)
 
             kinds = [partial(of_kind, kind) for kind in range(len(self.stages.examples))]
@@ -191,6 +222,12 @@ class StagedState:
         step, key, params, optimizer = processes.fetch(state[:4])
         return State(step, key, self.params.collect(params), self.optimizer.collect(optimizer))
 
+    def mean_of(self, layer: str, name: str) -> jax.ShapeDtypeStruct:
+        """Return the shape of what a device has of the gradient of an array after the exchange."""
+        trees = (part.local_shapes for part in self.means)
+        shape: jax.ShapeDtypeStruct = next(tree[layer][name] for tree in trees if name in tree.get(layer, ()))
+        return shape
+
     def exchanged(self, grads: Any, residuals: Any, norm: jax.Array | None) -> tuple[Any, Any]:
         """Return the mean gradient of the replicas, and the residuals after it. For `shard_map`.
 
@@ -218,8 +255,9 @@ class StageUpdate:
 
     def __init__(self, staged: StagedState, device: jax.Array):
         """device: index of this device on the stage axis."""
-        self._problem, self._stages = staged.problem, staged.stages
+        self._staged, self._problem, self._stages = staged, staged.problem, staged.stages
         self._params, self._optimizer = staged.params.packing, staged.optimizer.packing
+        self._mean, self._means, self._shards = staged.mean_packing, staged.means, staged.all_reduce.shards
         self._is_owner = [staged.params.is_owner(example) for example in self._stages.examples]
         self._kind = jnp.asarray(self._stages.kinds)[device]
         # Replicas of a stage hold the same gradient, of which one counts.
@@ -235,10 +273,10 @@ class StageUpdate:
     def part(self, array: tuple[str, str], grads: Packed) -> jax.Array:
         """Return this device's contribution to the gradient of an array; zeros if the device does not hold it."""
         layer, name = array
-        shape = self._problem.model.shapes[layer][name]
+        shape = self._staged.mean_of(layer, name)
 
         def of_kind(kind: int, grads: Packed) -> jax.Array:
-            held = self._params.unpack(kind, grads)
+            held = self._mean.unpack(kind, grads)
             return held[layer][name] if name in held.get(layer, ()) else jnp.zeros_like(shape)
 
         return self.counted(self._switch(of_kind, grads))
@@ -248,21 +286,47 @@ class StageUpdate:
         layer, name = array
 
         def of_kind(kind: int, grads: Packed, total: jax.Array) -> Packed:
-            held = self._params.unpack(kind, grads)
+            held = self._mean.unpack(kind, grads)
             if name not in held.get(layer, ()):
                 return grads
-            return self._params.pack(kind, {**held, layer: {**held[layer], name: total}})
+            return self._mean.pack(kind, {**held, layer: {**held[layer], name: total}})
 
         return self._switch(of_kind, grads, total)
 
     def squares(self, grads: Packed) -> jax.Array:
-        """Return the sum of squared gradients, without copies, so that the sum over devices counts each array once."""
+        """Return the sum of squared gradients, without copies, so that the sum over devices counts each array once.
+
+        If replicas have shards of the gradients, the sum over devices is also one over replicas.
+        """
+        size = jax.lax.axis_size(DATA) if self._shards else 1
 
         def of_kind(kind: int, grads: Packed) -> jax.Array:
-            leaves = zip(jax.tree.leaves(self._params.unpack(kind, grads)), self._is_owner[kind], strict=True)
-            return sum((jnp.sum(jnp.square(leaf)) for leaf, is_owner in leaves if is_owner), jnp.zeros(()))
+            leaves = zip(jax.tree.leaves(self._mean.unpack(kind, grads)), self._is_owner[kind], strict=True)
+            own = [leaf if leaf.ndim else leaf / np.sqrt(size) for leaf, is_owner in leaves if is_owner]
+            return sum((jnp.sum(jnp.square(leaf)) for leaf in own), jnp.zeros(()))
 
         return self.counted(self._switch(of_kind, grads))
+
+    def scattered(self, grads: Packed) -> Packed:
+        """Return this replica's shards of the mean gradient, whose collectives are outside of all branches."""
+
+        def of_kind(kind: int, grads: Packed) -> Packed:
+            whole = self._means[kind].to_global(self._params.unpack(kind, grads))
+            shards = [self._mean.pack(kind, shard) for shard in self._means[kind].shards(whole, DATA, jnp)]
+            return tuple(jnp.stack(of_replicas) for of_replicas in zip(*shards, strict=True))
+
+        rows = self._switch(of_kind, grads)
+        return tuple(jax.lax.psum_scatter(array, DATA) / len(array) for array in rows)
+
+    def _gathered(self, params: Packed) -> Packed:
+        """Return the parameters of this device from the shards of all replicas. The inverse of `scattered`."""
+
+        def of_kind(kind: int, *of_replicas: Packed) -> Packed:
+            shards = [self._mean.unpack(kind, packed) for packed in of_replicas]
+            return self._params.pack(kind, self._means[kind].joined(shards, jnp))
+
+        gathered = [jax.lax.all_gather(array, DATA) for array in params]
+        return self._switch(of_kind, *zip(*gathered, strict=True))
 
     def counted(self, x: jax.Array) -> jax.Array:
         """Return a value of the first replica of each stage, and zeros on the others, so that a sum counts it once."""
@@ -275,13 +339,15 @@ class StageUpdate:
         params, optimizer = self._params, self._optimizer
 
         def of_kind(kind: int, state: PackedState, grads: Packed) -> tuple[PackedState, Metrics]:
-            held = params.unpack(kind, state.params), optimizer.unpack(kind, state.optimizer)
-            before = State(state.step, state.key, *held)
-            after, metrics = steps.update(self._problem, before, params.unpack(kind, grads), sums, grad_norm)
-            packed = params.pack(kind, after.params), optimizer.pack(kind, after.optimizer)
+            held = params.unpack(kind, state.params)
+            held = self._shards.local(held) if self._shards else held
+            before = State(state.step, state.key, held, optimizer.unpack(kind, state.optimizer))
+            after, metrics = steps.update(self._problem, before, self._mean.unpack(kind, grads), sums, grad_norm)
+            packed = self._mean.pack(kind, after.params), optimizer.pack(kind, after.optimizer)
             return PackedState(after.step, after.key, *packed), metrics
 
-        return self._switch(of_kind, state, grads)
+        after, metrics = self._switch(of_kind, state, grads)
+        return after._replace(params=self._gathered(after.params)) if self._shards else after, metrics
 
     def _switch(self, of_kind: Callable[..., Any], *operands: Any) -> Any:
         with jax.named_scope(OF_KIND):
