@@ -83,7 +83,7 @@ class TensorParallel:
         self.params = split_layout(axes, problem.model.shapes, problem.model)
         model = problem.model.in_group(self.group, self.params.local_shapes)
         self.problem = problem._replace(model=model)  # of the arrays that a device has
-        self._is_split = jax.tree.map(lambda leaf: bool(leaf.splits), self.params.leaves, is_leaf=is_layout)
+        self.is_split = jax.tree.map(lambda leaf: bool(leaf.splits), self.params.leaves, is_leaf=is_layout)
 
     def layouts(self, like: State) -> dict[str, Layout]:
         """Return the layouts of the parts of a canonical state of these shapes."""
@@ -92,7 +92,7 @@ class TensorParallel:
     def reduced(self, grads: Tree) -> Tree:
         """Return the gradients after summing those of arrays that all devices of the group have."""
         leaves, structure = jax.tree.flatten(grads)
-        is_split = jax.tree.leaves(self._is_split)
+        is_split = jax.tree.leaves(self.is_split)
         vector, unravel = ravel_pytree([x for x, split in zip(leaves, is_split, strict=True) if not split])
         others = iter(unravel(jax.lax.psum(vector, TENSOR)))
         return jax.tree.unflatten(structure, [x if s else next(others) for x, s in zip(leaves, is_split, strict=True)])
@@ -100,7 +100,7 @@ class TensorParallel:
     def norm(self, tree: Tree) -> jax.Array:
         """Return the norm of a tree like the parameters, of whose split arrays each device has a part."""
         share = 1 / math.sqrt(self.group.size)
-        mine = jax.tree.map(lambda x, split: x if split else x * share, tree, self._is_split)
+        mine = jax.tree.map(lambda x, split: x if split else x * share, tree, self.is_split)
         return jnp.sqrt(jax.lax.psum(optax.tree.norm(mine) ** 2, TENSOR))
 
     def traffic(self, num_replicas: int, grads: Layout, *, on_cpu: bool) -> list[Traffic]:
@@ -110,7 +110,7 @@ class TensorParallel:
         the other way round. The head gathers them, too. The backward pass first gathers them again, unless XLA merges
         both; with rematerialization, it also scatters them again, but at the end of a layer only before a norm.
 
-        grads: the layout of the gradients. on_cpu: whether XLA widens what is sent.
+        grads: the layout of the gradients. on_cpu: whether XLA for CPUs compiles the step, which widens what is sent.
         """
         model, size = self.problem.model, self.group.size
         x, [first, *_, last] = model.inputs(self.problem.batch)[1], model.layers
@@ -122,7 +122,8 @@ class TensorParallel:
         # (kind, dtype, elements of an array, number of arrays, those of them that are sent in any case)
         most, least = 3 * number + 1 + ("tokens" not in last.shapes), 2 * number + 1  # tokens: the loss keeps its input
         rows = [("all-gather", dtype, values, most, least)]
-        most, least = 2 * number + 1 + remat * number, 2 * number + 1 + remat * (number - layers)
+        again = 0 if on_cpu else remat * (number - layers)  # in layers without a scan, XLA for CPUs merges both passes
+        most, least = 2 * number + 1 + remat * number, 2 * number + 1 + again
         rows += [("reduce-scatter", dtype, values, most, least)]
         if "tokens" in first.shapes:  # the rows of the embedding
             of_gradient = np.float32 if "norm" in first.shapes else dtype
@@ -130,7 +131,7 @@ class TensorParallel:
         if "tokens" in last.shapes:  # maxima and sums of the loss, and its derivative; the most likely words
             tokens = examples * x.shape[1]
             rows += [("all-reduce", np.float32, tokens, 5, 3), ("all-reduce", np.int32, tokens, 1, 1)]
-        shapes, is_split = jax.tree.leaves(grads.local_shapes), jax.tree.leaves(self._is_split)
+        shapes, is_split = jax.tree.leaves(grads.local_shapes), jax.tree.leaves(self.is_split)
         both = [one for one, split in zip(shapes, is_split, strict=True) if not split]
         rows += [("all-reduce", np.float32, sum(one.size for one in both), 1, 1)]
         return [
