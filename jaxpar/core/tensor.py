@@ -32,7 +32,7 @@ from jaxpar.models.model import Layer, Model
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class TensorGroup:
-    """The devices of a tensor axis, as `jaxpar.models.group.DeviceGroup`. Its functions are called inside `shard_map`."""
+    """The devices of a tensor axis, as `jaxpar.models.group.DeviceGroup`, inside `shard_map`."""
 
     size: int
 

@@ -173,7 +173,8 @@ def apart(all_reduce: AllReduce, is_split: Tree) -> AllReduce:
     """
 
     def divide(tree: Tree) -> list[Tree]:
-        return [jax.tree.map(lambda x, split: x if split == own else None, tree, is_split) for own in (True, False)]
+        parts = jax.tree.map(lambda x, split: x if split else None, tree, is_split)
+        return [parts, jax.tree.map(lambda x, split: None if split else x, tree, is_split)]
 
     def mean(tree: Tree, state: Tree) -> tuple[Tree, Tree]:
         means, states = zip(*map(all_reduce.mean, divide(tree), state), strict=True)

@@ -6,6 +6,7 @@ So do groups that are the replicas of an exchange, with rematerialization, a sca
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -116,11 +117,11 @@ def test_trains_like_one_device(case: Case, trained: TensorTraining) -> None:
     for got, expected in zip(trained.metrics, single.metrics, strict=True):
         assert got.grad_norm > 0.2  # clipping is active
         assert_metrics_near(got, expected)
-    for tree, like in zip(trained.trees, single.trees, strict=True):
-        assert_near(case, tree, like)
+    for tree, of_single in zip(trained.trees, single.trees, strict=True):
+        assert_near(case, tree, of_single)
     both = [one.strategy for one in (trained, single)]
-    got, expected = (tensors.evaluate(case, one, one.from_canonical(single.trees[-1])) for one in both)
-    assert_metrics_near(got, expected)
+    evaluated, like = (tensors.evaluate(case, one, one.from_canonical(single.trees[-1])) for one in both)
+    assert_metrics_near(evaluated, like)
 
 
 def test_resumes_from_and_to_one_device(case: Case, trained: TensorTraining) -> None:
@@ -132,7 +133,7 @@ def test_resumes_from_and_to_one_device(case: Case, trained: TensorTraining) -> 
         assert_near(case, second.strategy.to_canonical(state), single.trees[1])
 
 
-def test_arrays_are_where_the_plan_says(case: Case, trained: TensorTraining) -> None:
+def test_arrays_are_where_the_plan_says(trained: TensorTraining) -> None:
     """A device has its part of each array of a layer that is split, and of its optimizer state."""
     strategy = trained.strategy
     assert_copies_are_equal((trained.state.params, trained.state.optimizer))
@@ -234,7 +235,7 @@ def named_arrays(tree: Any) -> list[tuple[str, jax.Array]]:
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_logits(model: str) -> None:
     """The logits of a language model are those of the same model on one device, for each device of the group."""
-    case, batch = Case(model, f"{SINGLE} mesh.tensor=4"), make_batch(model, 0)
+    case, batch = Case(model, f"{SINGLE} mesh.tensor=4"), jax.tree.map(jnp.asarray, make_batch(model, 0))
     tensor, params = tensors.tensor_parallel(case), tensors.start(model)["params"]
     mesh = meshes.make_mesh(tensor.params.axes, jax.devices())
 
@@ -258,7 +259,7 @@ def padded(path: Any, x: np.ndarray, like: Any) -> np.ndarray:
 def test_a_block_by_hand() -> None:
     """Each device has the heads and features of its columns, and its positions of the sum of all products of rows."""
     size, case = 4, Case("gpt", f"{SINGLE} mesh.tensor=4 model.dropout=0")
-    tensor, batch = tensors.tensor_parallel(case), make_batch("gpt", 0)
+    tensor, batch = tensors.tensor_parallel(case), jax.tree.map(jnp.asarray, make_batch("gpt", 0))
     weights = tensors.start("gpt")["params"]["block_1"]
     rng, (B, T, D) = np.random.default_rng(2), (tensors.SIZE, tensors.LENGTH, 16)
     x_BTD = rng.normal(size=(B, T, D)).astype(np.float32)
@@ -291,14 +292,14 @@ def block_by_hand(weights: Any, x_BTD: np.ndarray, size: int) -> np.ndarray:
         return y @ np.split(linear["kernel"], size)[device]
 
     T, attention, mlp = x_BTD.shape[1], weights["attention"], weights["mlp"]
-    normal_BTD, total = normal(x_BTD, weights["attention_norm"]), 0.0
+    normal_BTD, total = normal(x_BTD, weights["attention_norm"]), np.zeros_like(x_BTD)
     for device in range(size):  # each has one head
         q, k, v = (columns(normal_BTD, attention[name], device) for name in ("query", "key", "value"))
         scores_BTS = np.where(np.tri(T, dtype=bool), q @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1]), -np.inf)
         powers_BTS = np.exp(scores_BTS - scores_BTS.max(-1, keepdims=True))
         total = total + rows(powers_BTS / powers_BTS.sum(-1, keepdims=True) @ v, attention["out"], device)
     x_BTD = x_BTD + total + attention["out"]["bias"]
-    normal_BTD, total = normal(x_BTD, weights["mlp_norm"]), 0.0
+    normal_BTD, total = normal(x_BTD, weights["mlp_norm"]), np.zeros_like(x_BTD)
     for device in range(size):
         u = columns(normal_BTD, mlp["up"], device)
         gelu = u / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (u + 0.044715 * u**3)))

@@ -149,7 +149,8 @@ def test_split_words(num_chunks: int, bias: bool, monkeypatch: pytest.MonkeyPatc
         return found._replace(x=group.total(found.x)), sums, evaluated
 
     specs = (PartitionSpec(), rows, rows)
-    outs = (TokenLogits(PartitionSpec(), rows, rows if bias else None), PartitionSpec(), PartitionSpec())
+    of_logits: Any = TokenLogits(PartitionSpec(), rows, rows if bias else None)  # type: ignore[arg-type]
+    outs = (of_logits, PartitionSpec(), PartitionSpec())
     mapped = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=outs, check_vma=False))
     found, sums, evaluated = mapped(*split[:3])
     for one in (sums, evaluated):
@@ -163,16 +164,16 @@ def test_split_words(num_chunks: int, bias: bool, monkeypatch: pytest.MonkeyPatc
 
 
 def test_equally_likely_words_on_several_devices() -> None:
-    size, batch = 4, {"labels": np.array([[0, 3, 15]]), "weights": np.ones((1, 3), np.float32)}
+    size, labels, weights = 4, jnp.array([[0, 3, 15]]), jnp.ones((1, 3))
     words, mesh = SplitWords(TensorGroup(size), 16), jax.make_mesh((size,), (TENSOR,), axis_types=(AxisType.Auto,))
     scores = jnp.zeros((1, 3, 16)).at[0, 2, jnp.array([7, 15])].set(1.0)
 
     def sums(scores: jax.Array) -> Any:
-        return token_logits.weighted_sums(scores, batch["labels"], batch["weights"], words)
+        return token_logits.weighted_sums(scores, labels, weights, words)
 
     last = PartitionSpec(None, None, TENSOR)
     mapped = jax.shard_map(sums, mesh=mesh, in_specs=last, out_specs=PartitionSpec(), check_vma=False)
-    assert jax.jit(mapped)(scores)[1] == token_logits.weighted_sums(scores, batch["labels"], batch["weights"])[1] == 1
+    assert jax.jit(mapped)(scores)[1] == token_logits.weighted_sums(scores, labels, weights)[1] == 1
 
 
 STRATEGIES = {
