@@ -112,7 +112,7 @@ class TensorParallel:
         self.params = split_layout(axes, problem.model.shapes, problem.model)
         model = problem.model.in_group(self.group, self.params.local_shapes)
         self.problem = problem._replace(model=model)  # of the arrays that a device has
-        self._is_split = jax.tree.map(lambda leaf: bool(leaf.splits), self.params.leaves, is_leaf=is_layout)
+        self.is_split = jax.tree.map(lambda leaf: bool(leaf.splits), self.params.leaves, is_leaf=is_layout)
         # Whether examples have weights by position, so that each device of the context axis counts others. Otherwise
         # all of them count whole examples.
         self._counts_positions = problem.batch["weights"].ndim > 1
@@ -150,7 +150,7 @@ class TensorParallel:
         if self.group.size == 1:
             return grads
         leaves, structure = jax.tree.flatten(grads)
-        is_split = jax.tree.leaves(self._is_split)
+        is_split = jax.tree.leaves(self.is_split)
         vector, unravel = ravel_pytree([x for x, split in zip(leaves, is_split, strict=True) if not split])
         others = iter(unravel(jax.lax.psum(vector, TENSOR)))
         return jax.tree.unflatten(structure, [x if s else next(others) for x, s in zip(leaves, is_split, strict=True)])
@@ -161,7 +161,7 @@ class TensorParallel:
             norm: jax.Array = optax.tree.norm(tree)
             return norm
         share = 1 / math.sqrt(self.group.size)
-        mine = jax.tree.map(lambda x, split: x if split else x * share, tree, self._is_split)
+        mine = jax.tree.map(lambda x, split: x if split else x * share, tree, self.is_split)
         return jnp.sqrt(jax.lax.psum(optax.tree.norm(mine) ** 2, TENSOR))
 
     def traffic(self, num_replicas: int, grads: Layout, *, on_cpu: bool) -> list[Traffic]:
@@ -179,13 +179,15 @@ class TensorParallel:
             rows += self._sent_on_context(examples * positions, features, dtype)
             rows += [SentArrays("all-reduce", CONTEXT, np.float32, sum(one.size for one in shapes), 1, 1)]
         if group.size > 1:
-            rows += self._sent_on_tensor(examples, positions, features, dtype)
-            is_split = jax.tree.leaves(self._is_split)
+            rows += self._sent_on_tensor(examples, positions, features, dtype, on_cpu=on_cpu)
+            is_split = jax.tree.leaves(self.is_split)
             others = sum(one.size for one, split in zip(shapes, is_split, strict=True) if not split)
             rows += [SentArrays("all-reduce", TENSOR, np.float32, others, 1, 1)]
         return [one.traffic(self._axes[one.axis]) for one in rows if one.number]
 
-    def _sent_on_tensor(self, examples: int, positions: int, features: int, dtype: Any) -> "list[SentArrays]":
+    def _sent_on_tensor(
+        self, examples: int, positions: int, features: int, dtype: Any, *, on_cpu: bool
+    ) -> "list[SentArrays]":
         """Return the arrays of the layers and of the loss.
 
         For each pair of products, the positions are gathered before it and scattered after it, and in the backward pass
@@ -198,7 +200,8 @@ class TensorParallel:
         pairs = [layer.num_applications * self._num_pairs(layer) for layer in model.layers]
         number, layers = sum(pairs), sum(map(bool, pairs))
         gathers = 3 * number + 1 + ("tokens" not in last.shapes)  # with tokens, the loss keeps the input of the head
-        scatters, least = 2 * number + 1 + remat * number, 2 * number + 1 + remat * (number - layers)
+        again = 0 if on_cpu else remat * (number - layers)  # in layers without a scan, XLA for CPUs merges both passes
+        scatters, least = 2 * number + 1 + remat * number, 2 * number + 1 + again
         rows = [SentArrays("all-gather", TENSOR, dtype, values, gathers, 2 * number + 1)]
         rows += [SentArrays("reduce-scatter", TENSOR, dtype, values, scatters, least)]
         if "tokens" in first.shapes:  # the rows of the embedding

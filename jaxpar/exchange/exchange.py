@@ -67,6 +67,7 @@ class Rule(NamedTuple):
     clip_norm: float = 0.0
     num_steps: int = 1  # number of steps of the run, for exchanges with a warm-up
     norm: Callable[[Tree], jax.Array] = optax.tree.norm  # of a tree like the parameters, of which others may hold parts
+    is_split: Tree | None = None  # for each parameter, whether others hold parts of it; None: nobody does
 
 
 class DistributedState(NamedTuple):

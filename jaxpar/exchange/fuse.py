@@ -163,6 +163,30 @@ def in_layer_order(all_reduce: AllReduce, layers: Sequence[str]) -> AllReduce:
     )
 
 
+def apart(all_reduce: AllReduce, is_split: Tree) -> AllReduce:
+    """Return the same all-reduce with vectors of either split arrays or whole ones.
+
+    Devices that compute a layer together have different parts of an array that is split, but the same whole ones. In a
+    vector of both, a lossy compressor would change whole arrays differently on each device.
+
+    is_split: for each array, whether it is split.
+    """
+
+    def divide(tree: Tree) -> list[Tree]:
+        parts = jax.tree.map(lambda x, split: x if split else None, tree, is_split)
+        return [parts, jax.tree.map(lambda x, split: None if split else x, tree, is_split)]
+
+    def mean(tree: Tree, state: Tree) -> tuple[Tree, Tree]:
+        means, states = zip(*map(all_reduce.mean, divide(tree), state), strict=True)
+        return jax.tree.map(lambda a, b: b if a is None else a, *means, is_leaf=lambda x: x is None), states
+
+    return all_reduce._replace(
+        init=lambda tree: tuple(map(all_reduce.init, divide(tree))),
+        mean=mean,
+        traffic=lambda tree: [one for half in divide(tree) for one in all_reduce.traffic(half)],
+    )
+
+
 def buckets(
     leaves: Sequence[Leaf],
     num_bytes: int,

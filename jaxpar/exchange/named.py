@@ -15,7 +15,7 @@ from jaxpar.exchange.adam import momentum_exchange
 from jaxpar.exchange.adasum import adasum
 from jaxpar.exchange.compress import FLOAT8, dithering, error_feedback, min_max_uint8, onebit, randomk, topk
 from jaxpar.exchange.exchange import AllReduce, Exchange, Rule, every
-from jaxpar.exchange.fuse import averaged, fused, in_layer_order
+from jaxpar.exchange.fuse import apart, averaged, fused, in_layer_order
 from jaxpar.exchange.gossip import decentralized, low_precision_decentralized, model_average
 from jaxpar.exchange.gradients import byteps, compressed_byteps, ddp, horovod, lossy
 from jaxpar.exchange.powersgd import powersgd
@@ -320,7 +320,11 @@ def make_exchange(name: str, axis: Axis, rule: Rule, **settings: Any) -> Exchang
     """Return the named exchange with these options, around an optimizer. dp is not supported."""
     if EXCHANGES[name].averages:
         all_reduce = make_all_reduce(name, axis, rule.clip_norm, **settings)
-        exchange = averaged(in_layer_order(all_reduce, rule.layers), rule.optimizer, rule.norm)
+        all_reduce = in_layer_order(all_reduce, rule.layers)
+        is_lossy = EXCHANGES[name].differs or settings.get("wire_dtype") in FLOAT8
+        if is_lossy and rule.is_split is not None:
+            all_reduce = apart(all_reduce, rule.is_split)
+        exchange = averaged(all_reduce, rule.optimizer, rule.norm)
     else:
         exchange = EXCHANGES[name].call(axis, rule, **settings)
     passes = settings.get(PASSES, 1)

@@ -150,7 +150,8 @@ def _make_reference(run: Run, problem: Problem) -> Run:
 def make_single(config: ConfigDict, problem: Problem) -> Strategy[StrategyState]:
     """Build the reference strategy `single`, ignoring the devices and exchanges of the config."""
     config = config.copy_and_resolve_references()
-    config.strategy, config.exchange, config.mesh.data, config.mesh.stage = "single", "ddp", 1, 1
+    config.strategy, config.exchange = "single", "ddp"
+    config.mesh.data = config.mesh.stage = config.mesh.tensor = config.mesh.context = 1
     config.optimizer.accumulation_steps = problem.accumulation_steps
     for option in config.exchange_options:
         config.exchange_options[option] = None

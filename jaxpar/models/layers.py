@@ -279,7 +279,9 @@ def transformer(config: ConfigDict, spec: Spec, embed: Maker, head: Maker, ties:
     makers = {"embed": embed, **with_bottlenecks(config, blocks, spec.hidden_size), "head": head}
     applications = dict.fromkeys(blocks, spec.num_applications)
     scan, remat = config.model.scan_layers, config.model.remat
-    tensor = TensorSplit(TRANSFORMER_DIMS, {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads})
+    # A compressor would change the padding of an MLP, which then changes the outputs. That of a vocabulary is masked.
+    counts = {key: getattr(spec, key) for key in ("num_heads", "num_kv_heads", "mlp_size")}
+    tensor = TensorSplit(TRANSFORMER_DIMS, counts)
     return Model(makers, ties=ties, applications=applications, scan=scan, remat=remat, tensor=tensor)
 
 

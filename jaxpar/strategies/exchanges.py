@@ -20,6 +20,7 @@ from jaxpar.exchange.exchange import AdamW, AllReduce, Exchange, Rule
 from jaxpar.exchange.named import AVERAGE, BUCKET_BYTES, EXCHANGES, PASSES, OptionError, check_options
 from jaxpar.exchange.powersgd import largest_rank
 from jaxpar.exchange.reduce import Axis
+from jaxpar.layout import Tree
 from jaxpar.models.model import Params
 
 # The exchanges that average gradients, and those of pipelines whose collectives are outside of all actions.
@@ -123,10 +124,11 @@ def configured_exchange(
     problem: Problem,
     num_replicas: int,
     norm: Callable[[Params], jax.Array] = optax.tree.norm,
+    is_split: Tree | None = None,
 ) -> Exchange:
     """Return the exchange around the problem's optimizer. Raises UserError if it does not support this problem.
 
-    norm: as in `Rule`.
+    norm, is_split: as in `Rule`.
     """
     options, num_steps, shapes = chosen(config), problem.num_steps, problem.model.shapes
 
@@ -145,7 +147,7 @@ def configured_exchange(
     if OPTIMIZERS[o.name].is_adamw:
         learning_rate = optimizer.build_learning_rate(config, num_steps)
         adamw = AdamW(learning_rate, o.b1, o.b2, o.eps, o.weight_decay, optimizer.decayed)
-    rule = Rule(problem.optimizer, shapes, adamw, layers, o.clip_norm, num_steps, norm)
+    rule = Rule(problem.optimizer, shapes, adamw, layers, o.clip_norm, num_steps, norm, is_split)
     return named.make_exchange(config.exchange, Axis(DATA, num_replicas), rule, **options)
 
 

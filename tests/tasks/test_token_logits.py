@@ -1,16 +1,21 @@
 """The loss over a vocabulary, computed for some positions at a time, is that of whole logits, as is its gradient."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
+from jaxpar.core.mesh import TENSOR
+from jaxpar.core.tensor import MeshGroup
 from jaxpar.inspect import audit
 from jaxpar.measure.flops import forward_flops
 from jaxpar.tasks import TASKS, cross_entropy, token_logits
-from jaxpar.tasks.token_logits import TokenLogits
+from jaxpar.tasks.token_logits import SplitWords, TokenLogits
 from tests.selection import slow_except
 from tests.strategies.pipelines import Task, advance, make, pipeline, relative_error, shared, start
 
@@ -113,6 +118,62 @@ def test_number_of_chunks(positions: int, num_chunks: int) -> None:
     size = 4 * 32 * positions * 50304
     logits: Any = TokenLogits(x, tokens)  # type: ignore[arg-type]
     assert logits.num_chunks == (num_chunks if size > token_logits.CHUNK_BYTES else 1)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_chunks", [1, 4, 5])
+def test_split_words(num_chunks: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 4 devices has 13 words, the last one 2 of padding. Each differentiates 1/4 of the loss.
+
+    The devices have the same hidden states, so that the gradient of these is the sum of theirs. Of equally likely
+    words, the first one counts, also if they are on several devices.
+    """
+    size, logits, batch = 4, *make_logits(bias=bias)
+    monkeypatch.setattr(token_logits, "CHUNK_BYTES", 4 * B * T * 13 // num_chunks)
+    loss, correct, expected = by_hand(logits, batch)
+    group, mesh = MeshGroup(size), jax.make_mesh((size,), (TENSOR,), axis_types=(AxisType.Auto,))
+    pad = functools.partial(jnp.pad, constant_values=100)  # nothing may read it
+    split = logits._replace(
+        tokens=pad(logits.tokens, ((0, 2), (0, 0))),
+        bias=None if logits.bias is None else pad(logits.bias, (0, 2)),
+    )
+    words, rows = SplitWords(group, V), PartitionSpec(TENSOR)
+
+    def objective(logits: TokenLogits) -> tuple[jax.Array, Any]:
+        sums = cross_entropy.sums(logits._replace(words=words), batch)
+        return sums.loss / 7 / size, sums
+
+    def gradient(x: Any, tokens: Any, bias: Any) -> Any:
+        found, sums = jax.grad(objective, has_aux=True)(TokenLogits(x, tokens, bias))
+        evaluated = cross_entropy.sums(TokenLogits(x, tokens, bias, words), batch)
+        return found._replace(x=group.total(found.x)), sums, evaluated
+
+    specs = (PartitionSpec(), rows, rows)
+    of_logits: Any = TokenLogits(PartitionSpec(), rows, rows if bias else None)  # type: ignore[arg-type]
+    outs = (of_logits, PartitionSpec(), PartitionSpec())
+    mapped = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=outs, check_vma=False))
+    found, sums, evaluated = mapped(*split[:3])
+    for one in (sums, evaluated):
+        np.testing.assert_allclose((one.loss, one.terms["correct"]), (loss, correct), rtol=1e-6)
+    scores = logits.whole()
+    by_optax = optax.softmax_cross_entropy_with_integer_labels(scores, batch["labels"])
+    np.testing.assert_allclose(sums.loss, (by_optax * batch["weights"]).sum(), rtol=1e-6)
+    for got, wanted in zip(jax.tree.leaves(found), expected, strict=True):
+        np.testing.assert_allclose(got[: len(wanted)], wanted, rtol=1e-5, atol=1e-6)
+        assert not np.any(got[len(wanted) :])
+
+
+def test_equally_likely_words_on_several_devices() -> None:
+    size, labels, weights = 4, jnp.array([[0, 3, 15]]), jnp.ones((1, 3))
+    words, mesh = SplitWords(MeshGroup(size), 16), jax.make_mesh((size,), (TENSOR,), axis_types=(AxisType.Auto,))
+    scores = jnp.zeros((1, 3, 16)).at[0, 2, jnp.array([7, 15])].set(1.0)
+
+    def sums(scores: jax.Array) -> Any:
+        return token_logits.weighted_sums(scores, labels, weights, words)
+
+    last = PartitionSpec(None, None, TENSOR)
+    mapped = jax.shard_map(sums, mesh=mesh, in_specs=last, out_specs=PartitionSpec(), check_vma=False)
+    assert jax.jit(mapped)(scores)[1] == token_logits.weighted_sums(scores, labels, weights)[1] == 1
 
 
 STRATEGIES = {

@@ -27,7 +27,7 @@ from jaxpar.core.plan import Decision, Plan
 from jaxpar.core.state import State
 from jaxpar.core.step import Problem
 from jaxpar.errors import UserError, check_choice
-from jaxpar.exchange.named import EXCHANGES
+from jaxpar.exchange.named import EXCHANGES, QUANTIZED
 from jaxpar.models.model import Model
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.data_parallel import master, pmap, shard_map, sharding
@@ -75,6 +75,12 @@ def check_group(config: ConfigDict, axis: str) -> None:
             f"config.exchange is {config.exchange!r}, which needs whole arrays; it must be one of {names} with "
             f"config.mesh.{axis}={config.mesh[axis]}"
         )
+    # On the tensor axis, a block has elements of split and of whole arrays, which would then differ in a group.
+    for key in QUANTIZED if axis == TENSOR else ():
+        if exchanges.given(config).get(key):
+            raise UserError(
+                f"config.exchange_options.{key} is True; it must be False with config.mesh.tensor={config.mesh.tensor}"
+            )
     if implementation in ("sharding", "pmap"):
         raise UserError(
             f"config.data_parallel.implementation is {implementation!r}; it must be 'auto' or 'shard_map' with "

@@ -64,7 +64,8 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
         exchange = exchanges.configured_exchange(config, shapes, decision.num_replicas)
         base = {part: layout.replicated(axes, tree) for part, tree in like._asdict().items()}
     else:
-        exchange = exchanges.configured_exchange(config, tensor.problem, decision.num_replicas, tensor.norm)
+        is_split = tensor.is_split if TENSOR in axes else None
+        exchange = exchanges.configured_exchange(config, tensor.problem, decision.num_replicas, tensor.norm, is_split)
         base = tensor.layouts(like)
         shapes = tensor.problem
     layouts = make_layouts(exchange, base)
