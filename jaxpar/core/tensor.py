@@ -104,7 +104,7 @@ class MeshGroup:
 
 
 class TensorParallel:
-    """What a strategy needs of the tensor and context axes: the problem of a device, and sums over the group."""
+    """The problem of a device on the tensor and context axes, and sums over its group."""
 
     def __init__(self, problem: Problem, axes: Mapping[str, int]):
         """problem: of the whole model. axes: with a tensor or context axis."""
@@ -129,7 +129,7 @@ class TensorParallel:
 
     @property
     def times_counted(self) -> int:
-        """How often a sum over `batch_axes` counts what the devices of a replica have in common."""
+        """Number of times that a sum over `batch_axes` counts what the devices of a replica have in common."""
         return self.group.context if self.group.context > 1 and self._counts_positions else 1
 
     def divisor(self, weight: jax.Array) -> jax.Array:

@@ -37,7 +37,7 @@ def by_replica(mesh: Mesh) -> NamedSharding:
 
 
 class BatchPlacement:
-    """Where the arrays of a batch are: examples are split between replicas, and positions over the context axis."""
+    """The placement of a batch: examples are split between replicas, and positions over the context axis."""
 
     def __init__(self, mesh: Mesh, batch: Mapping[str, Any]):
         """batch: the abstract global batch."""

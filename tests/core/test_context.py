@@ -69,7 +69,7 @@ def draw(*shape: int, seed: int) -> np.ndarray:
 def test_attention_and_its_gradients(
     is_causal: bool, has_padding: bool, most_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They equal those of whole texts on one device."""
+    """Both equal those of whole texts on one device."""
     monkeypatch.setattr(context, "MOST_KEYS", most_keys)
     arrays = draw(B, T, H, K, seed=0), draw(B, T, G, K, seed=1), draw(B, T, G, K, seed=2)
     slopes, lengths_B = draw(B, T, H, K, seed=3), jnp.array([T, 17, 1]) if has_padding else None
