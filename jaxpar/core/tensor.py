@@ -75,7 +75,7 @@ class TensorGroup:
 
 
 class TensorParallel:
-    """What a strategy needs of the tensor axis: the problem of a device, and sums over the group."""
+    """The tensor axis of a strategy: the problem of a device, and sums over the group."""
 
     def __init__(self, problem: Problem, axes: Mapping[str, int]):
         """problem: of the whole model. axes: with a tensor axis."""

@@ -1,4 +1,4 @@
-"""What the layers of a model ask of the devices that compute them together, each with a part of the arrays.
+"""The interface of devices that compute the layers of a model together, each with a part of the arrays.
 
 Models have no mesh: without a group, a device has everything. jaxpar/core/tensor.py implements the group of a mesh.
 """
@@ -12,7 +12,7 @@ from jaxpar.tasks.token_logits import Devices
 
 
 class TensorSplit(NamedTuple):
-    """How a group divides the arrays of a model among its devices."""
+    """The division of the arrays of a model among the devices of a group."""
 
     # the dim along which an array is split, by the last two names of its path in a layer. All devices have the others
     dims: Mapping[tuple[str, ...], int]

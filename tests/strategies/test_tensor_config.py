@@ -32,7 +32,7 @@ MISTAKES: dict[str, tuple[str, str]] = {  # name -> (settings, part of the messa
     **{
         name: (
             f"data_parallel.implementation={name}",
-            f"config.data_parallel.implementation is '{name}'; it must be 'auto' or 'shard_map' with config.mesh.tensor",
+            f"config.data_parallel.implementation is '{name}'; it must be 'auto' or 'shard_map' with config.mesh",
         )
         for name in ("pmap", "sharding")
     },
