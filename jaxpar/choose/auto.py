@@ -104,6 +104,7 @@ def _with_strategy(config: ConfigDict, workdir: Path, cluster: Cluster, target: 
 
     A run that resumes on the same devices keeps its choice, which its config.json has.
     """
+    mesh.check_no_groups(config, f"config.strategy={AUTO_STRATEGY!r}")
     mesh.check_sizes(config, cluster)
     check_kept(kept_settings(config), cluster.num_devices)
     planned_for = f"{cluster.num_devices} x {cluster.device_kind}, {format_count(cluster.num_processes, 'process')}"
