@@ -6,6 +6,7 @@ are gathered, as in Llama 3 (Grattafiori et al., 2024, section 3.3.2).
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,8 @@ def arranged(batch: Mapping[str, np.ndarray], context: int) -> dict[str, np.ndar
     def arrange(x: np.ndarray) -> np.ndarray:
         return np.pad(x, ((0, 0), (0, padded - number)))[:, columns]
 
-    return {name: arrange(x) if has_positions(x, number) else x for name, x in batch.items()}
+    of_positions = with_positions(batch)
+    return {name: arrange(x) if name in of_positions else x for name, x in batch.items()}
 
 
 def padded_length(number: int, context: int) -> int:
@@ -40,9 +42,10 @@ def padded_length(number: int, context: int) -> int:
     return -(-number // (2 * context)) * 2 * context
 
 
-def has_positions(x: np.ndarray | jax.ShapeDtypeStruct, number: int) -> bool:
-    """Return whether an array of a batch has the positions of the texts as its dim 1."""
-    return x.ndim == 2 and x.shape[1] == number
+def with_positions(batch: Mapping[str, Any]) -> set[str]:
+    """Return the names of the arrays of a batch whose dim 1 has the positions of the texts."""
+    by_position = {"labels", "weights"} if batch["weights"].ndim == 2 else set()
+    return {"inputs", "mask", "segments", *by_position} & batch.keys()
 
 
 def own_positions(number: int, context: int) -> jax.Array:

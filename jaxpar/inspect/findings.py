@@ -23,7 +23,7 @@ RECOMPUTED_SHARE = 0.1  # of the FLOPs of both passes: cuDNN attention computes 
 
 AT_THE_END = "gradients are exchanged after the backward pass"
 AFTER_WARMUP = "compression begins after the warm-up"
-BETWEEN_PRODUCTS = "products wait for the positions of the devices of config.mesh.tensor"
+BETWEEN_PRODUCTS = "layers wait for the positions of the other devices of a group"
 AT_BOTH_ENDS = "nothing is left to compute before the first parameters arrive, and after the last gradients"
 # Findings that are normal: strategy or exchange -> kind -> reason. An exchange precedes its strategy.
 EXPECTED: Mapping[str, Mapping[Kind, str]] = {
@@ -77,7 +77,7 @@ def find(
 def expectations(config: ConfigDict, cluster: Cluster) -> Mapping[Kind, str]:
     """Return the kinds of findings that are normal for the config of a run on a cluster, each with the reason."""
     expected = {**EXPECTED.get(config.strategy, {}), **EXPECTED.get(config.exchange, {})}
-    if config.mesh.tensor > 1:
+    if config.mesh.tensor > 1 or config.mesh.context > 1:
         expected |= {"exposed in a loop": BETWEEN_PRODUCTS, "exposed": expected.get("exposed", BETWEEN_PRODUCTS)}
     section = "pipeline" if config.strategy == "pipeline" else "model"
     if config[section].remat != "none":

@@ -45,7 +45,8 @@ def dropout(x: jax.Array, rate: float, context: Context, site: int) -> jax.Array
     def keep(key: jax.Array) -> jax.Array:
         if group is None:
             return jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, x.shape[1:])
-        number = x.shape[1] * group.size
+        inputs = context.batch["inputs"]
+        number = inputs.shape[1] if inputs.ndim == 2 else x.shape[1] * group.size  # without padding of the tensor axis
         shape = number * group.context, *x.shape[2:]
         kept = jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, shape)
         return checkpoint_name(group.own(kept[group.positions(number)], 0), "own")  # saves only this part

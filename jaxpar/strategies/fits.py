@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.cluster import Cluster
-from jaxpar.core.mesh import TENSOR
+from jaxpar.core.mesh import CONTEXT, TENSOR
 from jaxpar.core.plan import ACTIVATION_PARTS, ON_HOST, Plan
 from jaxpar.core.state import nbytes
 from jaxpar.core.step import Problem, abstract_share, dropout_key, example_keys
@@ -70,7 +70,7 @@ def in_flight_bytes(plan: Plan[Any], shapes: Problem) -> dict[str, int]:
 
     Gradients have the size of the parameters on the device; ZeRO, which accumulates shards of them, needs less.
     Activations are the values that the forward pass of a microbatch saves, without the parameters, according to the
-    traced model, divided between the devices of a tensor axis; a microbatch is the smallest part of a batch that the
+    traced model, divided between the devices of a group; a microbatch is the smallest part of a batch that the
     batch divisor allows, of one worker or all stages of a swarm. The stashes of a pipeline are part of plan.memory
     instead, and so are its gradients if it never drains. XLA may store less, or temporarily more, so these estimates
     never cause a plan to be refused.
@@ -96,5 +96,5 @@ def in_flight_bytes(plan: Plan[Any], shapes: Problem) -> dict[str, int]:
     activations = nbytes([x for variable, x in arrays.items() if variable not in inputs])
     return {
         "gradients": sum(leaf.local_nbytes(plan.axes) for leaf in of_tensor),
-        "activations": activations // plan.axes.get(TENSOR, 1),
+        "activations": activations // (plan.axes.get(TENSOR, 1) * plan.axes.get(CONTEXT, 1)),
     }

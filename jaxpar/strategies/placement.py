@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxpar import layout
 from jaxpar.core import state as states
-from jaxpar.core.context import arranged, has_positions, padded_length
+from jaxpar.core.context import arranged, padded_length, with_positions
 from jaxpar.core.mesh import CONTEXT, DATA
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Problem
@@ -46,10 +46,9 @@ class BatchPlacement:
         shapes = {name: x.shape for name, x in batch.items()}
         if self._context > 1:
             split, number = NamedSharding(mesh, PartitionSpec(DATA, CONTEXT)), batch["inputs"].shape[1]
-            for name, x in batch.items():
-                if has_positions(x, number):
-                    self._shardings[name] = split
-                    shapes[name] = (len(x), padded_length(number, self._context))
+            for name in with_positions(batch):
+                self._shardings[name] = split
+                shapes[name] = (len(batch[name]), padded_length(number, self._context))
         self.specs = {name: sharding.spec for name, sharding in self._shardings.items()}
         self.abstract = {
             name: jax.ShapeDtypeStruct(shapes[name], x.dtype, sharding=self._shardings[name])

@@ -11,9 +11,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.core import context
 from jaxpar.core.context import arranged, attend_in_context, gathered_texts, order, own_positions
-from jaxpar.core.mesh import CONTEXT
+from jaxpar.core.mesh import CONTEXT, TENSOR
+from jaxpar.core.tensor import MeshGroup
 from jaxpar.measure.operations import PRODUCT, operations
 from jaxpar.models.attention import attend
+from jaxpar.models.layers import dropout
+from jaxpar.models.model import Context
 
 B, H, G, K = 3, 4, 2, 8
 C, T = 4, 48  # devices, positions
@@ -107,3 +110,22 @@ def test_products_in_bfloat16() -> None:
     text = str(jax.make_jaxpr(step)(*shapes))
     assert text.count("dot_general") == 7
     assert f"{T // C},{T}]" not in text
+
+
+@pytest.mark.parametrize(("length", "tensor"), [(10, 4), (16, 2)])  # a device has 6 positions, of which 2 are padding
+def test_dropout(length: int, tensor: int) -> None:
+    """The mask of a position is that on one device, on both axes, also if they do not divide the positions."""
+    padded = context.padded_length(length, 2)
+    mesh, group = (
+        Mesh(np.array(jax.devices()[: 2 * tensor]).reshape(2, tensor), (CONTEXT, TENSOR)),
+        MeshGroup(tensor, 2),
+    )
+    keys_B, tokens = jax.random.split(jax.random.key(0), B), np.zeros((B, padded), np.int32)
+    expected = dropout(jnp.ones((B, padded, 8)), 0.5, Context({}, keys_B), 0)
+
+    def on_device(tokens: jax.Array) -> jax.Array:
+        own = group.own(jnp.ones((B, tokens.shape[1], 8)), 1)
+        return group.whole(dropout(own, 0.5, Context({"inputs": tokens}, keys_B, group=group), 0), tokens.shape[1])
+
+    made = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT, check_vma=False))(tokens)
+    np.testing.assert_array_equal(made, np.asarray(expected)[:, order(padded, 2)])

@@ -60,7 +60,7 @@ CASES = [
     Case("vit", f"{TWO} exchange=hsdp exchange_options.group=2 {SCAN} model.remat=dots"),
     Case("vit, mean", f"{TWO} exchange=zero3 {TWICE} {ADAM}"),
     Case("bert, mean", f"{SINGLE} mesh.context=2 mesh.tensor=2 model.remat=full"),
-    Case("bert of tokens", f"mesh.data=4 mesh.context=2 {TWICE}"),
+    Case("masked bert", f"mesh.data=4 mesh.context=2 {TWICE}"),
     Case("masked bert", f"mesh.data=2 mesh.context=4 exchange=horovod {ADAM}"),
     Case("gpt of texts", f"{SINGLE} mesh.context=4 {SCAN}"),
     Case("llama", f"mesh.data=2 mesh.context=2 mesh.tensor=2 exchange=zero3 {SCAN} model.remat=full {ADAM}"),

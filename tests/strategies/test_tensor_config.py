@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.commands import certify
+from jaxpar.commands import certify, plan
 from jaxpar.errors import UserError
+from jaxpar.strategies.data_parallel.shard_map import tensor_parallel
 from tests.runs import refused, run_script, small_arguments
+from tests.strategies import tensors
 from tests.strategies.cases import TASK
 from tests.strategies.pipelines import Task, plan_of
+from tests.strategies.tensors import Case
 
 GPT = Task("gpt", "causal_lm")
 MISTAKES: dict[str, tuple[str, str]] = {  # name -> (settings, part of the message)
@@ -68,6 +71,41 @@ def test_models_of_one_device(task: Task) -> None:
     message = f"config.mesh.tensor is 2; it must be 1 with config.model.name='{task.model}', whose layers compute on"
     with pytest.raises(UserError, match=message):
         plan_of(task, "--config.mesh.tensor=2")
+
+
+@pytest.mark.parametrize(
+    ("task", "setting", "message"),
+    [
+        (Task("bert", "token_classification"), "", "which counts entities of whole texts"),
+        (TASK, "", "whose layers compute on one device only"),
+    ],
+)
+def test_context_axis(task: Task, setting: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan_of(task, "--config.mesh.context=2", *(f"--config.{one}" for one in filter(None, [setting])))
+
+
+def test_context_axis_of_other_models() -> None:
+    """Texts alone have positions, and cuDNN cannot continue a softmax."""
+    axes, images, texts = (
+        {"data": 1, "stage": 1, "context": 2},
+        Case("vit", "strategy=single"),
+        Case("gpt", "strategy=single"),
+    )
+    with pytest.raises(UserError, match="whose inputs are not texts"):
+        tensor_parallel(tensors.make_config(images), tensors.make_problem(images), axes)
+    config = tensors.make_config(texts)
+    config.model.attention = "cudnn"
+    with pytest.raises(UserError, match=r"config.model.attention is 'cudnn'; it must be 'auto' or 'xla' with"):
+        tensor_parallel(config, tensors.make_problem(texts), axes)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "data_parallel"])
+def test_planner(strategy: str, tmp_path: Path) -> None:
+    for axis in ("tensor", "context"):
+        arguments = ["--config=configs/default.py", *small_arguments(tmp_path), f"--config.strategy={strategy}"]
+        with pytest.raises(UserError, match=f"config.mesh.{axis} is 2; it must be 1 with jaxpar plan"):
+            plan.main([*arguments, f"--config.mesh.{axis}=2", "--cluster=h100:4"])
 
 
 def test_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,6 +220,16 @@ def tensor_parallel(config: ConfigDict, shapes: Problem, axes: Mapping[str, int]
             f"config.mesh.context is {axes[CONTEXT]}; it must be 1 with config.model.name={config.model.name!r}, whose "
             "inputs are not texts"
         )
+    if CONTEXT in axes and shapes.task.head == "token":
+        raise UserError(
+            f"config.mesh.context is {axes[CONTEXT]}; it must be 1 with config.task={config.task!r}, which counts "
+            "entities of whole texts"
+        )
+    if CONTEXT in axes and config.model.attention == "cudnn":
+        raise UserError(
+            f"config.model.attention is 'cudnn'; it must be 'auto' or 'xla' with config.mesh.context={axes[CONTEXT]}, "
+            "because cuDNN cannot continue the softmax of another chunk"
+        )
     for key, number in split.counts.items():
         if number % size:
             raise UserError(f"config.mesh.tensor is {size}; it must divide config.model.{key}, {number}")
