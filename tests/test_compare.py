@@ -242,7 +242,7 @@ def test_an_outcome_of_a_run(tmp_path: Path) -> None:
     assert runs.run_seconds(tmp_path / "run") == 60
 
 
-def test_the_state_and_what_is_in_flight_are_apart_in_pipelines_too(tmp_path: Path) -> None:
+def test_the_state_and_what_is_in_flight_are_apart_on_gradients_too(tmp_path: Path) -> None:
     """As for replicas, whose activations are no part of the plan."""
     loaded = problem_of(tmp_path)
     write_run(tmp_path / "run")

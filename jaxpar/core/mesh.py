@@ -23,6 +23,7 @@ MAX_VIRTUAL_DEVICES = 1024  # each one takes memory and a thread, whether it is 
 STAGE = "stage"  # pipeline stages: each device holds some of the layers
 CONTEXT = "context"  # devices that have different positions of each text. Only in meshes with some
 TENSOR = "tensor"  # devices that compute each layer together: each holds a part of its arrays. Only in meshes with some
+GROUP_AXES = (CONTEXT, TENSOR)  # of the devices of a replica, besides stages
 
 # malloc.h: M_TRIM_THRESHOLD and M_MMAP_MAX keep freed memory in the process; M_ARENA_MAX shares it between threads.
 GLIBC_MALLOC = {-1: 2**31 - 1, -4: 0, -8: 1}
@@ -115,7 +116,7 @@ def settled(x: Any) -> Any:
 
 def sizes(config: ConfigDict, cluster: Cluster) -> dict[str, int]:
     """Return the size of each axis, slowest-varying first. Checks nothing; see `check_sizes`."""
-    inner = {axis: config.mesh[axis] for axis in (CONTEXT, TENSOR) if config.mesh[axis] > 1}
+    inner = {axis: config.mesh[axis] for axis in GROUP_AXES if config.mesh[axis] > 1}
     num_data, num_others = config.mesh.data, config.mesh.stage * math.prod(inner.values())
     replicas = max(cluster.num_devices // num_others, 1) if num_data == -1 else num_data
     return {DATA: replicas, STAGE: config.mesh.stage, **inner}
@@ -123,7 +124,7 @@ def sizes(config: ConfigDict, cluster: Cluster) -> dict[str, int]:
 
 def check_sizes(config: ConfigDict, cluster: Cluster) -> None:
     """Raise UserError for a mesh that does not fit the cluster."""
-    for axis in (STAGE, CONTEXT, TENSOR):
+    for axis in (STAGE, *GROUP_AXES):
         if config.mesh[axis] < 1:
             raise UserError(f"config.mesh.{axis} is {config.mesh[axis]}; it must be at least 1")
     if config.mesh.data < 1 and config.mesh.data != -1:
@@ -131,7 +132,7 @@ def check_sizes(config: ConfigDict, cluster: Cluster) -> None:
     axes = sizes(config, cluster)
     used, available = math.prod(axes.values()), cluster.num_devices
     if used > available:
-        names = (STAGE, CONTEXT, TENSOR, DATA)
+        names = (STAGE, *GROUP_AXES, DATA)
         large = [f"config.mesh.{axis} is {axes[axis]}" for axis in names if axes.get(axis, 1) > 1]
         subject = "their product" if len(large) > 1 else "it"
         hint = " (--config.mesh.virtual_cpu_devices=N splits the CPU into N devices)" * (cluster.platform == "cpu")
@@ -152,7 +153,7 @@ def _listed(words: Sequence[str]) -> str:
 
 def check_no_groups(config: ConfigDict, what: str) -> None:
     """Raise UserError for a tensor or context axis. what: the setting that has none: `config.strategy='swarm'`."""
-    for axis in (TENSOR, CONTEXT):
+    for axis in GROUP_AXES:
         if config.mesh[axis] != 1:
             raise UserError(f"config.mesh.{axis} is {config.mesh[axis]}; it must be 1 with {what}")
 

@@ -93,8 +93,8 @@ class NamedExchange(NamedTuple):
     replicas: str = ""  # what the number of replicas must be: a key of REPLICA_NUMBERS
 
     @property
-    def in_pipelines(self) -> bool:
-        """Whether the replicas of a pipeline can use it."""
+    def on_gradients(self) -> bool:
+        """Whether it needs no more than gradients, so that stages and devices with a part of the model can use it."""
         return self.averages or self.shards
 
     def call(self, *arguments: Any, **settings: Any) -> Any:

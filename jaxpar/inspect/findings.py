@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from jaxpar.choose.costs.rates import memory_seconds
 from jaxpar.cluster import Cluster
+from jaxpar.core.mesh import GROUP_AXES
 from jaxpar.errors import format_bytes
 from jaxpar.inspect.programs import OverlappedCollective, ProgramSummary
 from jaxpar.inspect.step_time import StepTime
@@ -77,7 +78,7 @@ def find(
 def expectations(config: ConfigDict, cluster: Cluster) -> Mapping[Kind, str]:
     """Return the kinds of findings that are normal for the config of a run on a cluster, each with the reason."""
     expected = {**EXPECTED.get(config.strategy, {}), **EXPECTED.get(config.exchange, {})}
-    if config.mesh.tensor > 1 or config.mesh.context > 1:
+    if any(config.mesh[axis] > 1 for axis in GROUP_AXES):
         expected |= {"exposed in a loop": BETWEEN_PRODUCTS, "exposed": expected.get("exposed", BETWEEN_PRODUCTS)}
     section = "pipeline" if config.strategy == "pipeline" else "model"
     if config[section].remat != "none":

@@ -12,8 +12,9 @@ from ml_collections import ConfigDict
 from jaxpar.cluster import Cluster
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError, check_choice, format_count, nearest
-from jaxpar.models.model import REMAT_POLICIES, Batch, Context, LayerRun, Model, Params, Tie
+from jaxpar.models.model import Batch, Context, LayerRun, Model, Params, Tie
 from jaxpar.models.options import OVERRIDES, check_attention, decide_computation
+from jaxpar.models.remat import REMAT_POLICIES
 
 __all__ = ["MODELS", "Batch", "Context", "LayerRun", "Model", "Params", "Tie", "build", "check_model", "describe_model"]
 

@@ -1,6 +1,6 @@
 """Contracts between the layers of a model and the devices that compute them together, each with a part of the arrays.
 
-Models have no mesh: without a group, a device has everything. jaxpar/core/tensor.py implements the group of a mesh.
+Models have no mesh: without a group, a device has everything. jaxpar/core/groups.py implements the group of a mesh.
 """
 
 from collections.abc import Mapping

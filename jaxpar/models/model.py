@@ -21,6 +21,7 @@ from flax import nnx
 from jaxpar.layout import Tree
 from jaxpar.models.attention import KeyValueCache
 from jaxpar.models.group import DeviceGroup, TensorSplit
+from jaxpar.models.remat import REMAT_POLICIES, is_computed
 from jaxpar.tasks.token_logits import TokenLogits, whole
 
 LayerParams = dict[str, Any]  # parameters of one layer: nested dict of arrays, or of their shapes
@@ -29,26 +30,6 @@ Index = int | jax.Array  # index of a layer
 GraphDef = nnx.GraphDef[nnx.Module]
 Activations = Tree  # the values between layers: an array or any pytree of arrays
 Batch = Mapping[str, jax.Array]  # see jaxpar.data for the keys
-# Policies for `jax.checkpoint`: which values the forward pass saves for the backward pass.
-REMAT_POLICIES: dict[str, Any] = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
-
-MOVES = (  # primitives that only gather, move, cast or decompress data
-    *("all_gather", "bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "decompress"),
-    *("dynamic_slice", "pad", "reshape", "slice", "split", "squeeze", "transpose"),
-)
-
-
-def is_computed(primitive: Any, *inputs: Any, new_dtype: Any = None, **_: Any) -> bool:
-    """Policy for `jax.checkpoint` that saves computed values, but not the results of MOVES.
-
-    It also saves activations that are cast to a narrower dtype, instead of the wider ones. Parameters are cast as
-    vectors, and are not saved.
-    """
-    is_narrowed = new_dtype is not None and jnp.dtype(new_dtype).itemsize < inputs[0].dtype.itemsize
-    return (is_narrowed and inputs[0].ndim > 1) or primitive.name not in MOVES
 
 
 class Context(NamedTuple):

@@ -192,11 +192,11 @@ def check_gradient_exchange(config: ConfigDict, num_replicas: int, cluster: Clus
 def check_in_pipeline(config: ConfigDict, num_replicas: int, *, has_flush: bool) -> None:
     """Raise UserError for an exchange or option that pipelines, their executor or their schedule do not support."""
     row, pipeline = EXCHANGES[config.exchange], config.pipeline
-    names = [name for name, row in EXCHANGES.items() if row.in_pipelines]
+    names = [name for name, row in EXCHANGES.items() if row.on_gradients]
     if not has_flush:
         has_ring = num_replicas == 1
         names = [name for name in OF_GRADIENTS if has_ring or EXCHANGES[name].options.get("algorithm") != "ring"]
-    if not row.in_pipelines:
+    if not row.on_gradients:
         reason, where = (
             "wraps the optimizer of the whole model, but each stage has only a part of it",
             "strategy='pipeline'",

@@ -1,5 +1,6 @@
 """Whether a plan fits the memory of its devices, what would help, and what a step needs besides the plan's arrays."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.cluster import Cluster
-from jaxpar.core.mesh import CONTEXT, TENSOR
+from jaxpar.core.mesh import GROUP_AXES, TENSOR
 from jaxpar.core.plan import ACTIVATION_PARTS, ON_HOST, Plan
 from jaxpar.core.state import nbytes
 from jaxpar.core.step import Problem, abstract_share, dropout_key, example_keys
@@ -96,5 +97,5 @@ def in_flight_bytes(plan: Plan[Any], shapes: Problem) -> dict[str, int]:
     activations = nbytes([x for variable, x in arrays.items() if variable not in inputs])
     return {
         "gradients": sum(leaf.local_nbytes(plan.axes) for leaf in of_tensor),
-        "activations": activations // (plan.axes.get(TENSOR, 1) * plan.axes.get(CONTEXT, 1)),
+        "activations": activations // math.prod(plan.axes.get(axis, 1) for axis in GROUP_AXES),
     }

@@ -11,8 +11,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.core import context
 from jaxpar.core.context import arranged, attend_in_context, gathered_texts, order, own_positions
+from jaxpar.core.groups import MeshGroup
 from jaxpar.core.mesh import CONTEXT, TENSOR
-from jaxpar.core.tensor import MeshGroup
 from jaxpar.measure.operations import PRODUCT, operations
 from jaxpar.models.attention import attend
 from jaxpar.models.layers import dropout

@@ -37,8 +37,8 @@ def test_docs_list_the_exchanges_and_what_they_need() -> None:
     documented = table("`config.exchange`")
     assert documented.keys() == EXCHANGES.keys()
     for name, row in EXCHANGES.items():
-        *_, same, of_optimizers, in_pipelines = documented[name]
-        assert (same == "yes", in_pipelines == "yes") == (not row.differs, row.in_pipelines), name
+        *_, same, of_optimizers, on_gradients = documented[name]
+        assert (same == "yes", on_gradients == "yes") == (not row.differs, row.on_gradients), name
         assert quoted(of_optimizers) == optimizers(row), name
         assert optimizers(row) or of_optimizers == "all", name
 

@@ -20,10 +20,10 @@ from jaxpar import cluster, strategies, tasks
 from jaxpar.config import default_config, override
 from jaxpar.core import optimizer
 from jaxpar.core import state as states
+from jaxpar.core.groups import ReplicaGroup
 from jaxpar.core.mesh import TENSOR
 from jaxpar.core.state import Canonical
 from jaxpar.core.step import Metrics, Problem, abstract
-from jaxpar.core.tensor import TensorParallel
 from jaxpar.data import DataInfo
 from jaxpar.strategies import Strategy
 from jaxpar.tasks import Sums, token_logits
@@ -124,10 +124,10 @@ def build(case: Case) -> Strategy[Any]:
     return strategies.build(strategies.plan(make_config(case), problem, there), problem, cluster.devices())
 
 
-def tensor_parallel(case: Case) -> TensorParallel:
+def replica_group(case: Case) -> ReplicaGroup:
     """Return the tensor axis of a case, with one replica."""
     size = make_config(case).mesh.tensor
-    return TensorParallel(make_problem(case), {"data": 1, "stage": 1, TENSOR: size})
+    return ReplicaGroup(make_problem(case), {"data": 1, "stage": 1, TENSOR: size})
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxpar import layout
 from jaxpar.core import mesh as meshes
 from jaxpar.core import state as states
+from jaxpar.core.groups import ReplicaGroup
 from jaxpar.core.step import Problem
 from jaxpar.exchange.exchange import Exchange, Rule
 from jaxpar.exchange.named import EXCHANGES, make_exchange
@@ -71,7 +72,7 @@ def traced_step(problem: Problem, exchange: Exchange) -> Any:
     mesh = meshes.make_mesh(axes, jax.devices())
     base = {part: layout.replicated(axes, tree) for part, tree in like._asdict().items()}
     placed = ReplicaState(problem, mesh, exchange, make_layouts(exchange, base))
-    step = train_step(problem, exchange, placed.layout, N)
+    step = train_step(problem, exchange, placed.layout, N, ReplicaGroup(problem, axes))
     in_specs, out_specs = (placed.layout.specs, PartitionSpec("data")), (placed.layout.specs, PartitionSpec())
     mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return jax.make_jaxpr(mapped)(placed.abstract, problem.batch)

@@ -246,7 +246,7 @@ def named_arrays(tree: Any) -> list[tuple[str, jax.Array]]:
 def test_logits(model: str) -> None:
     """The logits of a language model are those of the same model on one device, for each device of the group."""
     case, batch = Case(model, f"{SINGLE} mesh.tensor=4"), jax.tree.map(jnp.asarray, make_batch(model, 0))
-    tensor, params = tensors.tensor_parallel(case), tensors.start(model)["params"]
+    tensor, params = tensors.replica_group(case), tensors.start(model)["params"]
     mesh = meshes.make_mesh(tensor.params.axes, jax.devices())
 
     def logits(params: Any) -> Any:
@@ -269,7 +269,7 @@ def padded(path: Any, x: np.ndarray, like: Any) -> np.ndarray:
 def test_a_block_by_hand() -> None:
     """Each device has the heads and features of its columns, and its positions of the sum of all products of rows."""
     size, case = 4, Case("gpt", f"{SINGLE} mesh.tensor=4 model.dropout=0")
-    tensor, batch = tensors.tensor_parallel(case), jax.tree.map(jnp.asarray, make_batch("gpt", 0))
+    tensor, batch = tensors.replica_group(case), jax.tree.map(jnp.asarray, make_batch("gpt", 0))
     weights = tensors.start("gpt")["params"]["block_1"]
     rng, (B, T, D) = np.random.default_rng(2), (tensors.SIZE, tensors.LENGTH, 16)
     x_BTD = rng.normal(size=(B, T, D)).astype(np.float32)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxpar.commands import certify, plan
 from jaxpar.errors import UserError
-from jaxpar.strategies.data_parallel.shard_map import tensor_parallel
+from jaxpar.strategies.groups import replica_group
 from tests.runs import refused, run_script, small_arguments
 from tests.strategies import tensors
 from tests.strategies.cases import TASK
@@ -93,11 +93,11 @@ def test_context_axis_of_other_models() -> None:
         Case("gpt", "strategy=single"),
     )
     with pytest.raises(UserError, match="whose inputs are not texts"):
-        tensor_parallel(tensors.make_config(images), tensors.make_problem(images), axes)
+        replica_group(tensors.make_config(images), tensors.make_problem(images), axes)
     config = tensors.make_config(texts)
     config.model.attention = "cudnn"
     with pytest.raises(UserError, match=r"config.model.attention is 'cudnn'; it must be 'auto' or 'xla' with"):
-        tensor_parallel(config, tensors.make_problem(texts), axes)
+        replica_group(config, tensors.make_problem(texts), axes)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "data_parallel"])

@@ -10,8 +10,8 @@ import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from jaxpar.core.groups import MeshGroup
 from jaxpar.core.mesh import TENSOR
-from jaxpar.core.tensor import MeshGroup
 from jaxpar.inspect import audit
 from jaxpar.measure.flops import forward_flops
 from jaxpar.tasks import TASKS, cross_entropy, token_logits

@@ -22,14 +22,13 @@ from ml_collections import ConfigDict
 
 from jaxpar.cluster import Cluster
 from jaxpar.core import mesh as meshes
-from jaxpar.core.mesh import CONTEXT, DATA, TENSOR
+from jaxpar.core.mesh import DATA, GROUP_AXES
 from jaxpar.core.plan import Decision, Plan
 from jaxpar.core.state import State
 from jaxpar.core.step import Problem
 from jaxpar.errors import UserError, check_choice
-from jaxpar.exchange.named import EXCHANGES, QUANTIZED
 from jaxpar.models.model import Model
-from jaxpar.strategies import exchanges
+from jaxpar.strategies import exchanges, groups
 from jaxpar.strategies.data_parallel import master, pmap, shard_map, sharding
 from jaxpar.strategies.data_parallel.sharding import batch_divisor
 from jaxpar.strategies.strategy import Strategy
@@ -49,9 +48,9 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Dec
     meshes.check_sizes(config, cluster)
     axes = meshes.sizes(config, cluster)
     exchanges.check_exchange(config, axes[DATA], cluster)
-    for axis in (TENSOR, CONTEXT):
-        if config.mesh[axis] > 1:
-            check_group(config, axis)
+    for axis in GROUP_AXES:
+        if axis in axes:
+            groups.check_group(config, axis)
     if config.data_parallel.implementation in ("sharding", "pmap") and not exchanges.is_plain(config):
         raise UserError(
             f"config.data_parallel.implementation is {config.data_parallel.implementation!r}, with which XLA sums the "
@@ -66,28 +65,6 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Dec
     return Decision(axes, *batch_divisor(config, axes[DATA]), num_replicas=axes[DATA], source=None)
 
 
-def check_group(config: ConfigDict, axis: str) -> None:
-    """Raise UserError for an exchange or implementation that replicas of several devices on `axis` cannot have."""
-    row, implementation = EXCHANGES[config.exchange], config.data_parallel.implementation
-    if not row.averages and not row.shards:
-        names = ", ".join(name for name, one in EXCHANGES.items() if one.averages or one.shards)
-        raise UserError(
-            f"config.exchange is {config.exchange!r}, which needs whole arrays; it must be one of {names} with "
-            f"config.mesh.{axis}={config.mesh[axis]}"
-        )
-    # On the tensor axis, a block has elements of split and of whole arrays, which would then differ in a group.
-    for key in QUANTIZED if axis == TENSOR else ():
-        if exchanges.given(config).get(key):
-            raise UserError(
-                f"config.exchange_options.{key} is True; it must be False with config.mesh.tensor={config.mesh.tensor}"
-            )
-    if implementation in ("sharding", "pmap"):
-        raise UserError(
-            f"config.data_parallel.implementation is {implementation!r}; it must be 'auto' or 'shard_map' with "
-            f"config.mesh.{axis}={config.mesh[axis]}"
-        )
-
-
 def sums_are_float32(config: ConfigDict, num_replicas: int) -> bool:
     """Return whether XLA's partitioner would sum gradients in float32. It sums in the dtype of the model."""
     return num_replicas == 1 or config.model.dtype == "float32"
@@ -98,7 +75,7 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
     if config.exchange == "dp":
         return master.plan(shapes, decision)
     num_replicas, implementation = decision.num_replicas, config.data_parallel.implementation
-    if TENSOR in decision.axes or CONTEXT in decision.axes:
+    if decision.axes.keys() & GROUP_AXES:
         implementation = "shard_map"
     if implementation == "auto":
         sums_once = shapes.accumulation_steps == 1 and not shapes.model.ties

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import serialization
 from jax.sharding import Mesh, PartitionSpec
 from ml_collections import ConfigDict
@@ -21,19 +20,18 @@ from jaxpar import layout
 from jaxpar.core import mesh as meshes
 from jaxpar.core import state as states
 from jaxpar.core import step as steps
-from jaxpar.core.mesh import CONTEXT, DATA, TENSOR
-from jaxpar.core.optimizer import OPTIMIZERS, at_step
+from jaxpar.core.groups import ReplicaGroup
+from jaxpar.core.mesh import CONTEXT, DATA, GROUP_AXES, TENSOR
+from jaxpar.core.optimizer import at_step
 from jaxpar.core.plan import Decision, Plan, state_memory
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem
-from jaxpar.core.tensor import TensorParallel
-from jaxpar.errors import UserError
 from jaxpar.exchange.exchange import EVERY, DistributedState, Exchange
 from jaxpar.exchange.fetch import fetched
 from jaxpar.exchange.reduce import psum_small
 from jaxpar.layout import PER_REPLICA, Layout
 from jaxpar.models.model import Batch
-from jaxpar.strategies import exchanges
+from jaxpar.strategies import exchanges, groups
 from jaxpar.strategies.placement import IN_PLACE, OVERLAP, BatchPlacement, PlacedState, on_all
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
@@ -52,43 +50,36 @@ class ReplicaDetails:
     """The details of a plan that `build` needs."""
 
     exchange: Exchange  # the exchange around the optimizer
-    tensor: TensorParallel | None  # the groups of devices that are one replica; None: a replica is one device
+    group: ReplicaGroup  # the devices of a replica
     unrolled: bool  # whether to compute the model without a scan over layers
 
 
 def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cpu: bool) -> Plan[ReplicaDetails]:
     """Plan data-parallel replicas with config.exchange. Raises UserError if it does not support these shapes."""
     axes, like = dict(decision.axes), states.abstract_state(shapes.model, shapes.optimizer)
-    tensor = tensor_parallel(config, shapes, axes) if TENSOR in axes or CONTEXT in axes else None
-    if tensor is None:
-        exchange = exchanges.configured_exchange(config, shapes, decision.num_replicas)
-        base = {part: layout.replicated(axes, tree) for part, tree in like._asdict().items()}
-    else:
-        is_split = tensor.is_split if TENSOR in axes else None
-        exchange = exchanges.configured_exchange(config, tensor.problem, decision.num_replicas, tensor.norm, is_split)
-        base = tensor.layouts(like)
-        shapes = tensor.problem
-    layouts = make_layouts(exchange, base)
+    group = groups.replica_group(config, shapes, axes)
+    is_split = group.is_split if TENSOR in axes else None
+    exchange = exchanges.configured_exchange(config, group.problem, decision.num_replicas, group.norm, is_split)
+    layouts = make_layouts(exchange, group.layouts(like))
     # With `fetch`, a layer receives all arrays that it uses, including those that it shares with another layer.
-    sent = shapes.model.read_shapes(shapes.batch) if exchange.fetch else shapes.model.shapes
+    model = group.problem.model
+    sent = model.read_shapes(shapes.batch) if exchange.fetch else model.shapes
+    grads = group.params.sharded(DATA, exchange.copies) if exchange.fetch or exchange.scatter else group.params
     traffic = exchange.traffic(sent, shapes.accumulation_steps)
-    if tensor is not None:
-        is_shard = exchange.fetch or exchange.scatter
-        grads = tensor.params.sharded(DATA, exchange.copies) if is_shard else tensor.params
-        traffic = [*traffic, *tensor.traffic(decision.num_replicas, grads, on_cpu=on_cpu)]
+    traffic = [*traffic, *group.traffic(decision.num_replicas, grads, on_cpu=on_cpu)]
     summary = f"{exchanges.name(config)}: batch sharded, parameters {layouts['params'].kind}, "
     summary += f"optimizer {layouts['optimizer'].kind}" + (", in the host's memory" if exchange.offload else "")
     summary += f"; layers split over {axes[TENSOR]} devices" if TENSOR in axes else ""
     summary += f"; texts split over {axes[CONTEXT]} devices" if CONTEXT in axes else ""
     private_key = exchanges.private_key(config, decision.num_replicas, like.params)
-    private_key |= {axis: axes[axis] for axis in tensor.axes} if tensor else {}
+    private_key |= {axis: axes[axis] for axis in group.axes}
     return Plan(
         "data_parallel",
         decision,
         summary,
         layouts,
         # On CPUs, nothing orders collectives inside a loop relative to those outside of it, so devices could deadlock.
-        ReplicaDetails(exchange, tensor, unrolled=bool(exchange.fetch) and on_cpu),
+        ReplicaDetails(exchange, group, unrolled=bool(exchange.fetch) and on_cpu),
         state_memory(layouts),
         tuple(traffic),
         exchanges.name(config),
@@ -100,15 +91,15 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
 
 def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:
     """Build the strategy of a planned exchange."""
-    mesh, exchange, tensor = meshes.make_mesh(plan.axes, devices), plan.details.exchange, plan.details.tensor
+    mesh, exchange, group = meshes.make_mesh(plan.axes, devices), plan.details.exchange, plan.details.group
     placed = ReplicaState(problem, mesh, exchange, plan.layouts)
-    if tensor is not None:
-        problem = tensor.problem
+    if group.axes:
+        problem = group.problem
     if plan.details.unrolled:
         problem = problem._replace(model=problem.model.unrolled())
     in_shard_map, of_batch = partial(jax.shard_map, mesh=mesh, check_vma=False), BatchPlacement(mesh, problem.batch)
     replica_step = in_shard_map(
-        train_step(problem, exchange, placed.layout, plan.num_replicas, tensor),
+        train_step(problem, exchange, placed.layout, plan.num_replicas, group),
         in_specs=(placed.layout.specs, of_batch.specs),
         out_specs=(placed.layout.specs, PartitionSpec()),
     )
@@ -120,8 +111,7 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
     @partial(in_shard_map, in_specs=(placed.params.specs, of_batch.specs), out_specs=PartitionSpec())
     def evaluate(params: Any, batch: Batch) -> Sums:
         whole = jax.lax.pmean(placed.params.local(params), DATA) if placed.params.kind == PER_REPLICA else params
-        counted_on = DATA if tensor is None else tensor.batch_axes
-        return jax.lax.psum(steps.evaluate(fetching(problem, exchange), whole, batch), counted_on)
+        return jax.lax.psum(steps.evaluate(fetching(problem, exchange), whole, batch), group.batch_axes)
 
     def num_in_flight(state: State) -> int:
         """Return the number of passes that wait for an update, which all replicas count."""
@@ -167,24 +157,18 @@ def fetching(problem: Problem, exchange: Exchange) -> Problem:
 
 
 def train_step(
-    problem: Problem, exchange: Exchange, layout: Layout, num_replicas: int, tensor: TensorParallel | None = None
+    problem: Problem, exchange: Exchange, layout: Layout, num_replicas: int, group: ReplicaGroup
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """Return the function that runs one training step on a device. layout: layout of the global state."""
     problem = fetching(problem, exchange)
-    axes: tuple[str, ...] = (DATA,)
-    counted_on, norm = axes, optax.tree.norm
-    if tensor is not None:
-        axes, counted_on, norm = (DATA, *tensor.axes), tensor.batch_axes, tensor.norm
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         state = layout.local(state)
-        weight = steps.batch_weight(batch) if tensor is None else tensor.divisor(steps.batch_weight(batch))
-        weight = jax.lax.pmean(weight, DATA)  # so that the gradient is the mean over replicas
+        # The mean, so that the gradient is the mean over replicas.
+        weight = jax.lax.pmean(group.divisor(steps.batch_weight(batch)), DATA)
         grads, local_sums = steps.gradients(problem, state, batch, weight, scatter=exchange.scatter)
-        if tensor is not None:
-            grads = tensor.reduced(grads)
-        square = norm(grads) ** 2 / (1 if tensor is None else tensor.times_counted)
-        sums, squares = psum_small((local_sums, square), counted_on)
+        grads = group.reduced(grads)
+        sums, squares = psum_small((local_sums, group.norm(grads) ** 2 / group.times_counted), group.batch_axes)
         grad_norm = jnp.sqrt(squares / num_replicas)
         finite = steps.is_finite(grad_norm, sums)  # before the exchange, as a compressor may hide infinities and NaNs
         distributed = state.optimizer._replace(optimizer=at_step(state.optimizer.optimizer, state.step))
@@ -199,54 +183,18 @@ def train_step(
         if made.grad_norm is not None:
             grad_norm, finite = made.grad_norm, finite & jnp.isfinite(made.grad_norm)
         else:  # values sent in a narrow dtype may overflow
-            finite &= jax.lax.psum(steps.nonfinite_count(made.updates), axes) == 0
+            finite &= jax.lax.psum(steps.nonfinite_count(made.updates), (DATA, *group.axes)) == 0
         state, metrics = steps.apply(state, made.updates, made.state, Metrics(sums, grad_norm, finite))
         return layout.out(state), metrics
 
     return step
 
 
-def tensor_parallel(config: ConfigDict, shapes: Problem, axes: Mapping[str, int]) -> TensorParallel:
-    """Return the groups of devices of config.mesh.tensor. Raises UserError if the model or optimizer has no parts."""
-    split, size = shapes.model.tensor, axes.get(TENSOR, 1)
-    if split is None:
-        axis = TENSOR if size > 1 else CONTEXT
-        raise UserError(
-            f"config.mesh.{axis} is {axes[axis]}; it must be 1 with config.model.name={config.model.name!r}, whose "
-            "layers compute on one device only"
-        )
-    if CONTEXT in axes and shapes.batch["inputs"].ndim != 2:
-        raise UserError(
-            f"config.mesh.context is {axes[CONTEXT]}; it must be 1 with config.model.name={config.model.name!r}, whose "
-            "inputs are not texts"
-        )
-    if CONTEXT in axes and shapes.task.head == "token":
-        raise UserError(
-            f"config.mesh.context is {axes[CONTEXT]}; it must be 1 with config.task={config.task!r}, which counts "
-            "entities of whole texts"
-        )
-    if CONTEXT in axes and config.model.attention == "cudnn":
-        raise UserError(
-            f"config.model.attention is 'cudnn'; it must be 'auto' or 'xla' with config.mesh.context={axes[CONTEXT]}, "
-            "because cuDNN cannot continue the softmax of another chunk"
-        )
-    for key, number in split.counts.items():
-        if number % size:
-            raise UserError(f"config.mesh.tensor is {size}; it must divide config.model.{key}, {number}")
-    if size > 1 and not OPTIMIZERS[config.optimizer.name].elementwise:
-        names = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.elementwise)
-        raise UserError(
-            f"config.optimizer.name is {config.optimizer.name!r}, which needs whole arrays; it must be one of {names} "
-            f"with config.mesh.tensor={size}"
-        )
-    return TensorParallel(shapes, axes)
-
-
 def make_layouts(exchange: Exchange, base: Mapping[str, Layout]) -> dict[str, Layout]:
     """Return the layouts of the parts of the state with an exchange. base: those without one."""
     params = layout.by_kind(exchange.params, base["params"], DATA, exchange.copies)
     optimizer = layout.by_kind(exchange.optimizer, base["optimizer"], DATA, exchange.copies)
-    others = [axis for axis in params.axes if axis in (CONTEXT, TENSOR)]
+    others = [axis for axis in GROUP_AXES if axis in params.axes]
 
     def private() -> Any:
         held = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params.local_shapes)

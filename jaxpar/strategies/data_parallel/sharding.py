@@ -15,7 +15,7 @@ from jaxpar.cluster import Cluster
 from jaxpar.core import mesh as meshes
 from jaxpar.core import state as states
 from jaxpar.core import step as steps
-from jaxpar.core.mesh import DATA
+from jaxpar.core.mesh import DATA, GROUP_AXES
 from jaxpar.core.plan import Decision, Plan, ring_traffic, state_memory
 from jaxpar.core.state import State, nbytes
 from jaxpar.core.step import Metrics, Problem, with_shardings
@@ -49,7 +49,7 @@ def plan(
     config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[None], /
 ) -> Plan[str] | Plan[shard_map.ReplicaDetails]:
     """Plan the whole state and every batch of `single` on one device, or on those of a tensor or context axis."""
-    if config.mesh.tensor > 1 or config.mesh.context > 1:
+    if decision.axes.keys() & GROUP_AXES:
         return replace(shard_map.plan(config, shapes, decision, on_cpu=cluster.platform == "cpu"), strategy="single")
     return plan_replicated("single", shapes, decision, "one device")
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.core.step import example_keys
-from jaxpar.models.model import REMAT_POLICIES, Activations, Batch, Model, Params
+from jaxpar.models.model import Activations, Batch, Model, Params
+from jaxpar.models.remat import REMAT_POLICIES
 from jaxpar.strategies.pipeline.executor.split_backward import Cut, Origin, Saved, cut_phases, flatten
 from jaxpar.strategies.pipeline.executor.stages import Stages
 from jaxpar.tasks import Sums, Task, mean_loss

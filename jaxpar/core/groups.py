@@ -24,7 +24,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from jaxpar.core.context import attend_in_context, gathered_texts, own_positions, padded_length
-from jaxpar.core.mesh import CONTEXT, DATA, TENSOR
+from jaxpar.core.mesh import CONTEXT, DATA, GROUP_AXES, TENSOR
 from jaxpar.core.plan import Traffic, ring_traffic
 from jaxpar.core.ring import RING_PASSES
 from jaxpar.core.state import State
@@ -103,41 +103,39 @@ class MeshGroup:
         return attend_in_context(q_BTHK, k_BTGK, v_BTGK, self.context, is_causal=is_causal, lengths_B=lengths_B)
 
 
-class TensorParallel:
-    """The problem of a device on the tensor and context axes, and sums over its group."""
+class ReplicaGroup:
+    """The devices that compute a replica together, which may be one: the problem of a device, and sums over all."""
 
     def __init__(self, problem: Problem, axes: Mapping[str, int]):
-        """problem: of the whole model. axes: with a tensor or context axis."""
+        """problem: of the whole model. axes: those of the mesh."""
         self.group, self._axes = MeshGroup(axes.get(TENSOR, 1), axes.get(CONTEXT, 1)), axes
+        self.axes = tuple(axis for axis in GROUP_AXES if axis in axes)
         self.params = split_layout(axes, problem.model.shapes, problem.model)
-        model = problem.model.in_group(self.group, self.params.local_shapes)
-        self.problem = problem._replace(model=model)  # of the arrays that a device has
+        if self.axes:
+            problem = problem._replace(model=problem.model.in_group(self.group, self.params.local_shapes))
+        self.problem = problem  # of the arrays that a device has
         self.is_split = jax.tree.map(lambda leaf: bool(leaf.splits), self.params.leaves, is_leaf=is_layout)
         # Whether examples have weights by position, so that each device of the context axis counts others. Otherwise
         # all of them count whole examples.
         self._counts_positions = problem.batch["weights"].ndim > 1
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes of the group."""
-        return tuple(axis for axis in (CONTEXT, TENSOR) if axis in self._axes)
-
-    @property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes over which the sums of a task are summed."""
-        return (DATA, CONTEXT) if self.group.context > 1 and self._counts_positions else (DATA,)
+        return (DATA, CONTEXT) if self.times_counted > 1 else (DATA,)
 
     @property
     def times_counted(self) -> int:
         """Number of times that a sum over `batch_axes` counts what the devices of a replica have in common."""
-        return self.group.context if self.group.context > 1 and self._counts_positions else 1
+        return self.group.context if self._counts_positions else 1
 
     def divisor(self, weight: jax.Array) -> jax.Array:
         """Return what a device divides its loss by, for the weight of its part of the batch."""
-        if self.group.context == 1:
-            return weight * self.group.size
-        total = jax.lax.psum(weight, CONTEXT) if self._counts_positions else weight * self.group.context
-        return total * self.group.size
+        if not self.axes:
+            return weight
+        if self.times_counted > 1:
+            return jax.lax.psum(weight, CONTEXT) * self.group.size
+        return weight * (self.group.size * self.group.context)
 
     def layouts(self, like: State) -> dict[str, Layout]:
         """Return the layouts of the parts of a canonical state of these shapes."""
@@ -169,6 +167,8 @@ class TensorParallel:
 
         grads: the layout of the gradients. on_cpu: whether XLA widens what is sent.
         """
+        if not self.axes:
+            return []
         group, x = self.group, self.problem.model.inputs(self.problem.batch)[1]
         size, positions, features = x.shape
         examples = size // num_replicas
@@ -260,8 +260,8 @@ def _num_columns(layer: Layer, name: str) -> int:
 
 def split_layout(axes: Mapping[str, int], like: Tree, model: Model) -> Layout:
     """Return the layout of the parameters of a model, or of an optimizer state for them, over the tensor axis."""
-    assert model.tensor is not None
-    dims, layers = model.tensor.dims if TENSOR in axes else {}, {layer.name for layer in model.layers}
+    dims = model.tensor.dims if model.tensor and TENSOR in axes else {}
+    layers = {layer.name for layer in model.layers}
 
     def leaf_layout(path: Sequence[Any], leaf: LeafLayout) -> LeafLayout:
         names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]

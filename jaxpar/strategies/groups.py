@@ -1,0 +1,72 @@
+"""Checks of config.mesh.tensor and config.mesh.context, whose devices compute a replica together (core/groups.py)."""
+
+from collections.abc import Mapping
+
+from ml_collections import ConfigDict
+
+from jaxpar.core.groups import ReplicaGroup
+from jaxpar.core.mesh import CONTEXT, GROUP_AXES, TENSOR
+from jaxpar.core.optimizer import OPTIMIZERS
+from jaxpar.core.step import Problem
+from jaxpar.errors import UserError
+from jaxpar.exchange.named import EXCHANGES, QUANTIZED
+from jaxpar.strategies import exchanges
+
+
+def check_group(config: ConfigDict, axis: str) -> None:
+    """Raise UserError for an exchange or implementation that replicas of several devices on `axis` cannot have."""
+    implementation = config.data_parallel.implementation
+    if not EXCHANGES[config.exchange].on_gradients:
+        names = ", ".join(name for name, one in EXCHANGES.items() if one.on_gradients)
+        raise UserError(
+            f"config.exchange is {config.exchange!r}, which needs whole arrays; it must be one of {names} with "
+            f"config.mesh.{axis}={config.mesh[axis]}"
+        )
+    # On the tensor axis, a block has elements of split and of whole arrays, which would then differ in a group.
+    for key in QUANTIZED if axis == TENSOR else ():
+        if exchanges.given(config).get(key):
+            raise UserError(
+                f"config.exchange_options.{key} is True; it must be False with config.mesh.tensor={config.mesh.tensor}"
+            )
+    if implementation in ("sharding", "pmap"):
+        raise UserError(
+            f"config.data_parallel.implementation is {implementation!r}; it must be 'auto' or 'shard_map' with "
+            f"config.mesh.{axis}={config.mesh[axis]}"
+        )
+
+
+def replica_group(config: ConfigDict, shapes: Problem, axes: Mapping[str, int]) -> ReplicaGroup:
+    """Return the devices of a replica. Raises UserError if they cannot divide the model, the task or the optimizer."""
+    split, size = shapes.model.tensor, axes.get(TENSOR, 1)
+    present = [axis for axis in GROUP_AXES if axis in axes]
+    if split is None and present:
+        axis = present[-1]
+        raise UserError(
+            f"config.mesh.{axis} is {axes[axis]}; it must be 1 with config.model.name={config.model.name!r}, whose "
+            "layers compute on one device only"
+        )
+    if CONTEXT in axes and shapes.batch["inputs"].ndim != 2:
+        raise UserError(
+            f"config.mesh.context is {axes[CONTEXT]}; it must be 1 with config.model.name={config.model.name!r}, whose "
+            "inputs are not texts"
+        )
+    if CONTEXT in axes and shapes.task.head == "token":
+        raise UserError(
+            f"config.mesh.context is {axes[CONTEXT]}; it must be 1 with config.task={config.task!r}, which counts "
+            "entities of whole texts"
+        )
+    if CONTEXT in axes and config.model.attention == "cudnn":
+        raise UserError(
+            f"config.model.attention is 'cudnn'; it must be 'auto' or 'xla' with config.mesh.context={axes[CONTEXT]}, "
+            "because cuDNN cannot continue the softmax of another chunk"
+        )
+    for key, number in split.counts.items() if split else ():
+        if number % size:
+            raise UserError(f"config.mesh.tensor is {size}; it must divide config.model.{key}, {number}")
+    if size > 1 and not OPTIMIZERS[config.optimizer.name].elementwise:
+        names = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.elementwise)
+        raise UserError(
+            f"config.optimizer.name is {config.optimizer.name!r}, which needs whole arrays; it must be one of {names} "
+            f"with config.mesh.tensor={size}"
+        )
+    return ReplicaGroup(shapes, axes)
