@@ -16,6 +16,7 @@ from jaxpar.core.mesh import CONTEXT
 from jaxpar.models.attention import attend_chunks
 
 MOST_KEYS = 1024  # of a chunk of keys, so that scores need little memory
+LEAST_KEYS = 128  # of those into which a longer chunk is divided, so that products are not small
 
 
 def order(number: int, context: int) -> np.ndarray:
@@ -39,7 +40,8 @@ def arranged(batch: Mapping[str, np.ndarray], context: int) -> dict[str, np.ndar
 
 def padded_length(number: int, context: int) -> int:
     """Return the number of positions of a text after padding."""
-    return -(-number // (2 * context)) * 2 * context
+    multiple = 2 * context * (LEAST_KEYS if number > 2 * context * MOST_KEYS else 1)
+    return -(-number // multiple) * multiple
 
 
 def with_positions(batch: Mapping[str, Any]) -> set[str]:

@@ -153,6 +153,7 @@ def _sums_and_gradient(
             dlogits_BtV = (jax.nn.softmax(logits_BtV) - of_label) * weights_Bt[..., None]
             more = weighted_sums(logits_BtV, labels_Bt, weights_Bt)
         else:
+            # The derivative of the sum of what all devices of the group return, each of which returns the same.
             sums_of = functools.partial(weighted_sums, labels=labels_Bt, weights=weights_Bt, words=logits.words)
             more, dlogits_BtV = jax.value_and_grad(sums_of, has_aux=True)(logits_BtV)
         dlogits_NV = dlogits_BtV.reshape(-1, len(logits.tokens)).astype(x_BtD.dtype)

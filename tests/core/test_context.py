@@ -10,7 +10,14 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.core import context
-from jaxpar.core.context import arranged, attend_in_context, gathered_texts, order, own_positions
+from jaxpar.core.context import (
+    arranged,
+    attend_in_context,
+    gathered_texts,
+    order,
+    own_positions,
+    padded_length,
+)
 from jaxpar.core.groups import MeshGroup
 from jaxpar.core.mesh import CONTEXT, TENSOR
 from jaxpar.measure.operations import PRODUCT, operations
@@ -48,6 +55,13 @@ def test_texts_are_padded_and_arranged_together() -> None:
     for name in ("inputs", "labels", "weights"):
         np.testing.assert_array_equal(made[name][:, np.argsort(order(16, 4))][:, :13], batch[name])
     assert made["weights"].sum() == 26  # padding counts nothing
+
+
+@pytest.mark.parametrize("number", [13, 4096, 8192, 8248, 131_072])
+def test_chunks_of_long_texts_have_parts(number: int) -> None:
+    half = padded_length(number, C) // (2 * C)
+    assert number <= 2 * C * half < number + 2 * C * context.LEAST_KEYS
+    assert half <= context.MOST_KEYS or half % context.LEAST_KEYS == 0
 
 
 def test_devices_know_their_positions_and_gather_texts_in_order() -> None:
@@ -115,7 +129,7 @@ def test_products_in_bfloat16() -> None:
 @pytest.mark.parametrize(("length", "tensor"), [(10, 4), (16, 2)])  # a device has 6 positions, of which 2 are padding
 def test_dropout(length: int, tensor: int) -> None:
     """The mask of a position is that on one device, on both axes, also if they do not divide the positions."""
-    padded = context.padded_length(length, 2)
+    padded = padded_length(length, 2)
     mesh, group = (
         Mesh(np.array(jax.devices()[: 2 * tensor]).reshape(2, tensor), (CONTEXT, TENSOR)),
         MeshGroup(tensor, 2),
