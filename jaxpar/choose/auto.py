@@ -149,10 +149,12 @@ def kept_settings(config: ConfigDict) -> Settings:
 def check_kept(kept: Settings, num_devices: int) -> None:
     """Raise a UserError if no candidate can have one of the values that are kept, whatever the model costs."""
     with_auto = f"with config.strategy={AUTO_STRATEGY!r}"
-    sizes = {key: kept[key] for key in ("mesh.data", "mesh.stage") if key in kept}
-    if num_devices % math.prod(sizes.values()) or (len(sizes) == 2 and math.prod(sizes.values()) != num_devices):
+    sizes = {key: kept[key] for key in ("mesh.data", "mesh.stage", "mesh.tensor") if key in kept}
+    is_whole = "mesh.data" in kept and len(sizes) > 1  # the sizes of all axes that a candidate can have
+    if num_devices % math.prod(sizes.values()) or (is_whole and math.prod(sizes.values()) != num_devices):
         given = " and ".join(f"config.{key} is {size}" for key, size in sizes.items())
-        what = "their product must be" if len(sizes) == 2 else "it must divide"
+        subject = "their product" if len(sizes) > 1 else "it"
+        what = f"{subject} must be" if is_whole else f"{subject} must divide"
         raise UserError(f"{given}; {what} {num_devices}, the number of devices, {with_auto}")
     for key in CHOSEN_FOR_STAGES:
         if key in kept:

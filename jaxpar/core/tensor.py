@@ -9,6 +9,7 @@ are those of the sum of what the devices differentiate, which is the loss. So th
 complete, and that of an array that all have is the sum of those of the devices.
 """
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from jaxpar.models.model import Layer, Model
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class TensorGroup:
-    """The devices of a tensor axis, as `jaxpar.models.group.DeviceGroup`. Its functions are called inside `shard_map`."""
+    """The devices of a tensor axis, as `jaxpar.models.group.DeviceGroup`. For use inside `shard_map`."""
 
     size: int
 
@@ -84,6 +85,12 @@ class TensorParallel:
         model = problem.model.in_group(self.group, self.params.local_shapes)
         self.problem = problem._replace(model=model)  # of the arrays that a device has
         self._is_split = jax.tree.map(lambda leaf: bool(leaf.splits), self.params.leaves, is_leaf=is_layout)
+
+    def with_remat(self, remat: str) -> "TensorParallel":
+        """Return the same for another kind of rematerialization."""
+        other = copy.copy(self)
+        other.problem = self.problem._replace(model=self.problem.model.with_remat(remat))
+        return other
 
     def layouts(self, like: State) -> dict[str, Layout]:
         """Return the layouts of the parts of a canonical state of these shapes."""

@@ -155,7 +155,7 @@ def describe_plans(
     if any(one.waits for one in each):
         lines.append(WAITING_LAST)
     size, n = space.config.batch_size, space.num_devices
-    if size % n:
+    if size % n and all(one.settings["strategy"] == "pipeline" for one in found):
         multiple = f"config.batch_size is {size}, which is not a multiple of {n}"
         lines += ["", f"No strategy without stages is possible: {multiple}."]
     lines += ["", *(report.explain(one, best, work) for one in each[:3])]

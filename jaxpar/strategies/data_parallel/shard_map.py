@@ -23,7 +23,7 @@ from jaxpar.core import state as states
 from jaxpar.core import step as steps
 from jaxpar.core.mesh import DATA, TENSOR
 from jaxpar.core.optimizer import OPTIMIZERS, at_step
-from jaxpar.core.plan import Decision, Plan, state_memory
+from jaxpar.core.plan import Decision, Plan, Traffic, state_memory
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem, with_shardings
 from jaxpar.core.tensor import TensorParallel
@@ -77,9 +77,7 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
     sent = shapes.model.read_shapes(shapes.batch) if exchange.fetch else shapes.model.shapes
     traffic = exchange.traffic(sent, shapes.accumulation_steps)
     if tensor is not None:
-        is_shard = exchange.fetch or exchange.scatter
-        grads = tensor.params.sharded(DATA, exchange.copies) if is_shard else tensor.params
-        traffic = [*traffic, *tensor.traffic(decision.num_replicas, grads, on_cpu=on_cpu)]
+        traffic = [*traffic, *tensor_traffic(tensor, exchange, decision.num_replicas, on_cpu=on_cpu)]
     summary = f"{exchanges.name(config)}: batch sharded, parameters {layouts['params'].kind}, "
     summary += f"optimizer {layouts['optimizer'].kind}" + (", in the host's memory" if exchange.offload else "")
     summary += f"; layers split over {axes[TENSOR]} devices" if tensor else ""
@@ -224,6 +222,13 @@ def tensor_parallel(config: ConfigDict, shapes: Problem, axes: Mapping[str, int]
             f"with config.mesh.tensor={size}"
         )
     return TensorParallel(shapes, axes)
+
+
+def tensor_traffic(tensor: TensorParallel, exchange: Exchange, num_replicas: int, *, on_cpu: bool) -> list[Traffic]:
+    """Return what a device of a replica sends on the tensor axis in a step. on_cpu: whether XLA widens what is sent."""
+    is_shard = exchange.fetch or exchange.scatter
+    grads = tensor.params.sharded(DATA, exchange.copies) if is_shard else tensor.params
+    return tensor.traffic(num_replicas, grads, on_cpu=on_cpu)
 
 
 def make_layouts(exchange: Exchange, base: Mapping[str, Layout]) -> dict[str, Layout]:
