@@ -125,7 +125,7 @@ def test_layers_that_are_measured(space: Space) -> None:
 
 
 def test_products_wait_for_three_of_five_collectives() -> None:
-    """What the backward pass hides is at most its time, and the exchange of gradients has the rest of it."""
+    """The backward pass hides at most its own time, and the exchange of gradients has the rest of it."""
     axes, machine = {DATA: 2, STAGE: 1, TENSOR: 4}, GpuMachine(clusters.named_cluster("h100", 8))
     sent = Traffic("all-gather", "float32", TENSOR, 0.05 * HOST, 3)
     between = machine.collective(sent, axes)
