@@ -104,7 +104,7 @@ def _with_strategy(config: ConfigDict, workdir: Path, cluster: Cluster, target: 
 
     A run that resumes on the same devices keeps its choice, which its config.json has.
     """
-    mesh.check_no_groups(config, f"config.strategy={AUTO_STRATEGY!r}")
+    mesh.check_no_groups(config, f"config.strategy={AUTO_STRATEGY!r}", [mesh.CONTEXT])
     mesh.check_sizes(config, cluster)
     check_kept(kept_settings(config), cluster.num_devices)
     planned_for = f"{cluster.num_devices} x {cluster.device_kind}, {format_count(cluster.num_processes, 'process')}"
@@ -150,10 +150,12 @@ def kept_settings(config: ConfigDict) -> Settings:
 def check_kept(kept: Settings, num_devices: int) -> None:
     """Raise a UserError if no candidate can have one of the values that are kept, whatever the model costs."""
     with_auto = f"with config.strategy={AUTO_STRATEGY!r}"
-    sizes = {key: kept[key] for key in ("mesh.data", "mesh.stage") if key in kept}
-    if num_devices % math.prod(sizes.values()) or (len(sizes) == 2 and math.prod(sizes.values()) != num_devices):
+    sizes = {key: kept[key] for key in ("mesh.data", "mesh.stage", "mesh.tensor") if key in kept}
+    is_whole = "mesh.data" in kept and len(sizes) > 1  # the sizes of all axes that a candidate can have
+    if num_devices % math.prod(sizes.values()) or (is_whole and math.prod(sizes.values()) != num_devices):
         given = " and ".join(f"config.{key} is {size}" for key, size in sizes.items())
-        what = "their product must be" if len(sizes) == 2 else "it must divide"
+        subject = "their product" if len(sizes) > 1 else "it"
+        what = f"{subject} must be" if is_whole else f"{subject} must divide"
         raise UserError(f"{given}; {what} {num_devices}, the number of devices, {with_auto}")
     for key in CHOSEN_FOR_STAGES:
         if key in kept:
@@ -170,7 +172,7 @@ def check_kept(kept: Settings, num_devices: int) -> None:
 
 def _settings_before(config: ConfigDict, workdir: Path, planned_for: str) -> Settings | None:
     """Return the settings of the run in the workdir, if they were chosen for these devices and these kept values."""
-    saved = configs.read_saved(workdir) or {}
+    saved = {**DEFAULTS_OF_CHOICES, **(configs.read_saved(workdir) or {})}  # earlier versions lack some keys
     kept = kept_settings(config)
     if saved.get("planned_for") != planned_for or any(saved[key] != value for key, value in kept.items()):
         return None

@@ -23,17 +23,18 @@ from jaxpar.choose.candidates import (
     state_ratios,
     with_settings,
 )
+from jaxpar.choose.costs.layers import Layers
 from jaxpar.choose.costs.memory import StateBytes, splits_backward
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.step import REPLICA_KEYS, UpdateBytes, pipeline_costs, replicas_costs
 from jaxpar.choose.costs.updates import exchange_bytes, update_bytes
-from jaxpar.core.mesh import DATA, STAGE
+from jaxpar.core.mesh import DATA, STAGE, TENSOR
 from jaxpar.core.plan import Plan, Traffic, ring_traffic
 from jaxpar.core.ring import sent_of_operand
 from jaxpar.core.step import Problem
 from jaxpar.exchange.named import EXCHANGES, exchange_differs
 from jaxpar.layout import SHARDED
-from jaxpar.strategies.data_parallel.shard_map import ReplicaDetails
+from jaxpar.strategies.data_parallel.shard_map import ReplicaDetails, group_traffic
 from jaxpar.strategies.exchanges import sums_along_a_ring
 from jaxpar.strategies.pipeline.executor.packing import Packing
 from jaxpar.strategies.pipeline.executor.partition import balanced
@@ -42,6 +43,7 @@ from jaxpar.strategies.pipeline.schedules import DISPATCH, EXECUTORS, LOCKSTEP
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle
 from jaxpar.strategies.pipeline.tables.table import Table
 
+TENSOR_SIZES = (1, 2, 4, 8)  # devices of a group that computes each layer together
 LARGEST_RING = 64  # replicas of a ring whose steps are written out in the program
 COMBINED_BYTES = 30 * 2**20  # XLA combines all-reduces on GPUs up to this size
 HSDP = "hsdp"  # with a group for each host; on one host, it is zero3
@@ -55,15 +57,41 @@ PackingOf = Callable[[tuple[int, ...], Table], Packing]
 
 
 def of_replicas(space: Space) -> Iterator[Candidate]:
-    """Yield, for each exchange, remat and form of the layers, the smallest accumulation that fits; else the largest."""
-    n, batch = space.num_devices, space.config.batch_size
+    """Yield those of each size of the tensor axis."""
+    for tensor in space.choices("mesh.tensor", tensor_sizes(space)):
+        if space.num_devices % tensor == 0:
+            yield from _of_groups(space, tensor)
+
+
+def tensor_sizes(space: Space) -> list[int]:
+    """Return the sizes of the tensor axis to compare: groups on one host, with a part of each array on each device.
+
+    Devices that share cores gain nothing from it.
+    """
+    cluster, split = space.machine.cluster, space.problem.model.tensor
+    if split is None or cluster.platform == "cpu":
+        return [1]
+    numbers = [cluster.num_devices // cluster.num_processes, *split.counts.values()]
+    return [size for size in TENSOR_SIZES if not any(number % size for number in numbers)]
+
+
+def _of_groups(space: Space, tensor: int) -> Iterator[Candidate]:
+    """Yield, for each exchange, remat and form of the layers, the smallest accumulation that fits; else the largest.
+
+    tensor: number of devices of a replica.
+    """
+    n, batch = space.num_devices // tensor, space.config.batch_size
+    of_tensor = {"mesh.tensor": tensor} if tensor > 1 else {}
     if n == 1:
-        of_single = {"strategy": "single", "mesh.data": 1, **options_of(space, "ddp", 1)}
+        of_single = {"strategy": "single", "mesh.data": 1, **of_tensor, **options_of(space, "ddp", 1)}
         exchanges: list[tuple[str, Settings]] = [("single", of_single)]
     else:
-        is_zero3 = space.machine.cluster.num_processes == 1 and GROUP not in space.kept  # hsdp in one group
-        equal = (name for name in EXCHANGES if not exchange_differs(name, {}, n) and not (is_zero3 and name == HSDP))
-        exchanges = [(name, _exchange_settings(name, space)) for name in equal]
+        cluster = space.machine.cluster
+        per_host = cluster.num_devices // cluster.num_processes
+        # one group of hsdp is zero3, and groups of one replica are ddp
+        no_hsdp = GROUP not in space.kept and (cluster.num_processes == 1 or per_host <= tensor > 1)
+        equal = (name for name in EXCHANGES if not exchange_differs(name, {}, n) and not (no_hsdp and name == HSDP))
+        exchanges = [(name, {**_exchange_settings(name, space, tensor), **of_tensor}) for name in equal]
     one_stage = {key: value for key, value in DEFAULTS_OF_CHOICES.items() if key.startswith(OF_STAGES)}
     for name, settings in exchanges:
         if not space.allows({**one_stage, **settings}):
@@ -88,14 +116,14 @@ def of_replicas(space: Space) -> Iterator[Candidate]:
                     yield best
 
 
-def _exchange_settings(name: str, space: Space) -> Settings:
-    settings: dict[str, Any] = {"strategy": "data_parallel", "mesh.data": space.num_devices, "exchange": name}
-    cluster = space.machine.cluster
+def _exchange_settings(name: str, space: Space, tensor: int) -> Settings:
+    cluster, replicas = space.machine.cluster, space.num_devices // tensor
+    settings: dict[str, Any] = {"strategy": "data_parallel", "mesh.data": replicas, "exchange": name}
     if name == HSDP:
-        settings[GROUP] = cluster.num_devices // cluster.num_processes
+        settings[GROUP] = cluster.num_devices // cluster.num_processes // tensor
     if IMPLEMENTATION in space.kept:
         settings[IMPLEMENTATION] = space.kept[IMPLEMENTATION]
-    return settings | options_of(space, name, space.num_devices)
+    return settings | options_of(space, name, replicas)
 
 
 def _gathers_layers(plan: Plan[Any]) -> bool:
@@ -105,13 +133,20 @@ def _gathers_layers(plan: Plan[Any]) -> bool:
 
 def update_of(space: Space, plan: Plan[Any]) -> UpdateBytes:
     """Return the bytes that an update of replicas moves on a device."""
-    whole = update_bytes(space.problem)
+    problem = _layers_of(space, plan).problem if TENSOR in plan.axes else space.problem
+    whole = update_bytes(problem)
     if not _has_exchange(plan):
         return UpdateBytes(0.0, whole)
-    both = exchange_bytes(space.problem, plan)
-    if plan.layouts["optimizer"].kind == SHARDED:
-        whole *= plan.details.exchange.copies / plan.num_replicas
+    both = exchange_bytes(problem, plan)
+    exchange = plan.details.exchange
+    if plan.layouts["optimizer"].kind == exchange.optimizer == SHARDED:  # not only over the tensor axis
+        whole *= exchange.copies / plan.num_replicas
     return UpdateBytes(max(both - whole, 0.0), min(whole, both))
+
+
+def _layers_of(space: Space, plan: Plan[Any]) -> Layers:
+    """Return the layers as a device of a plan computes them."""
+    return space.layers.in_group(plan.axes.get(TENSOR, 1))
 
 
 def combined(sent: Traffic, num_replicas: int) -> Traffic:
@@ -127,12 +162,17 @@ def _has_exchange(plan: Plan[Any]) -> bool:
 
 def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[Any], update: UpdateBytes) -> Candidate:
     """Return a candidate without stages. plan: that of its exchange, without accumulation; update: see `update_of`."""
-    accumulation = settings["optimizer.accumulation_steps"]
+    accumulation, remat = settings["optimizer.accumulation_steps"], settings["model.remat"]
+    layers = _layers_of(space, plan)
+    model = layers.problem.model if TENSOR in plan.axes else space.problem.model
     exchange = plan.details.exchange if _has_exchange(plan) else None
     traffic = plan.traffic
     if exchange:
-        read = space.problem.model.read_shapes(space.problem.batch) if exchange.fetch else space.problem.model.shapes
+        read = model.read_shapes(space.problem.batch) if exchange.fetch else model.shapes
         traffic = tuple(exchange.traffic(read, accumulation))
+        on_cpu, group = space.machine.cluster.platform == "cpu", plan.details.group.with_remat(remat)
+        sent = group_traffic(group, exchange, plan.num_replicas, on_cpu=on_cpu)
+        traffic += tuple(one._replace(messages=accumulation * one.messages) for one in sent)
     elif plan.details == "sharding" and space.machine.overlaps:
         traffic = tuple(combined(one, plan.num_replicas) for one in traffic)
     gathers_layers = _gathers_layers(plan)
@@ -141,8 +181,8 @@ def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[
     params, optimizer = memory["parameters"], sum(memory.values()) - memory["parameters"]
     gradients = params if gathers_layers or not shards else params / plan.num_replicas
     costs = replicas_costs(
-        space.layers,
-        space.problem.model,
+        layers,
+        model,
         space.machine,
         plan.axes,
         space.config.batch_size // (plan.num_replicas * accumulation),
@@ -152,7 +192,14 @@ def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[
         update,
         gathers_layers=gathers_layers,
     )
-    return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes)
+    return Candidate(_in_groups(name, plan), settings, costs, costs.nbytes <= space.usable_bytes)
+
+
+def _in_groups(name: str, plan: Plan[Any]) -> str:
+    """Return the name of a candidate with the size of its tensor axis: `ddp, tensor 4 x 2 replicas`."""
+    if TENSOR not in plan.axes:
+        return name
+    return f"{name}, tensor {plan.axes[TENSOR]}" + (f" x {plan.num_replicas} replicas" if plan.num_replicas > 1 else "")
 
 
 def candidate_of_replicas(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:

@@ -12,6 +12,7 @@ complete, and that of an array that all have is the sum of those of the devices.
 The devices of a context axis have different positions of each text, and all arrays of the model (context.py).
 """
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -118,6 +119,12 @@ class ReplicaGroup:
         # Whether examples have weights by position, so that each device of the context axis counts others. Otherwise
         # all of them count whole examples.
         self._counts_positions = problem.batch["weights"].ndim > 1
+
+    def with_remat(self, remat: str) -> "ReplicaGroup":
+        """Return the same group for another kind of rematerialization."""
+        other = copy.copy(self)
+        other.problem = self.problem._replace(model=self.problem.model.with_remat(remat))
+        return other
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

@@ -151,9 +151,9 @@ def _listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-def check_no_groups(config: ConfigDict, what: str) -> None:
-    """Raise UserError for a tensor or context axis. what: the setting that has none: `config.strategy='swarm'`."""
-    for axis in GROUP_AXES:
+def check_no_groups(config: ConfigDict, what: str, axes: Sequence[str] = GROUP_AXES) -> None:
+    """Raise UserError for one of these axes. what: the setting that has none: `config.strategy='swarm'`."""
+    for axis in axes:
         if config.mesh[axis] != 1:
             raise UserError(f"config.mesh.{axis} is {config.mesh[axis]}; it must be 1 with {what}")
 

@@ -90,7 +90,7 @@ def measured_space(config: ConfigDict, save: Path | None = None) -> Space:
 
 def _load(config: ConfigDict, cluster: Cluster) -> tuple[build.Parts, Settings]:
     """Return data and model of a config, and the settings that a run with strategy auto keeps in all candidates."""
-    mesh.check_no_groups(config, "jaxpar plan, which does not predict it")
+    mesh.check_no_groups(config, "jaxpar plan, which does not predict it", [mesh.CONTEXT])
     with tempfile.TemporaryDirectory() as folder:
         loaded = load_problem(config, cluster, Path(folder))
     settings = kept_settings(config) if config.strategy == AUTO_STRATEGY else {}
@@ -156,7 +156,7 @@ def describe_plans(
     if any(one.waits for one in each):
         lines.append(WAITING_LAST)
     size, n = space.config.batch_size, space.num_devices
-    if size % n:
+    if size % n and all(one.settings["strategy"] == "pipeline" for one in found):
         multiple = f"config.batch_size is {size}, which is not a multiple of {n}"
         lines += ["", f"No strategy without stages is possible: {multiple}."]
     lines += ["", *(report.explain(one, best, work) for one in each[:3])]

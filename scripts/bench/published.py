@@ -1,6 +1,6 @@
 """Compares times that the planner predicts with published rates of training, on GPUs that this machine does not have.
 
-    scripts/python scripts/bench/published.py
+    scripts/python scripts/bench/published.py [--only=TEXT]
 
 A row has the layers, GPUs, texts of a microbatch, microbatches and rematerialization of the run that it names. The
 programs differ, so what is compared is jaxpar's step with that of another program. Prints both rates and their ratio.
@@ -14,9 +14,14 @@ Nothing is compiled. The rates are in bfloat16, from
   TFLOP/s, with full attention counted. FSDP within hosts, data parallelism between them.
 - torchtitan with FSDP and torch.compile: pytorch/torchtitan at b5bcd76c66, benchmarks/llama3_h100_202412_torchtitan.md.
   Its H100s have slower memory (2.4 TB/s) and less power than those that are sold with 80 GB.
+- Megatron-LM with a tensor axis: huggingface/Megatron-LM, a fork that has the table of Narayanan et al., 2021, at
+  100b522bb8, images/cases_april2021.png and README.md: the rows whose model-parallel size is at most the 8 GPUs of a
+  host, 137, 138, 142 and 135 TFLOP/s with 2,048 tokens a text and 51,200 words. The FLOPs of a step are those of the
+  paper: 96 B T L D^2 (1 + T / 6D + V / 16LD), with all layers computed twice. Heads, microbatches and how model
+  parallelism is divided are not in the table: here heads of 96 or 128 features, 4 texts, and tensor parallelism alone.
 
-The rates of Megatron-LM and MaxText are their FLOP/s over the FLOPs of a token, 6 per parameter of a matrix and 12 per
-layer, feature and position. MaxText and torchtitan choose what to save operation by operation, here remat dots.
+The other rates of Megatron-LM and MaxText are their FLOP/s over the FLOPs of a token, 6 per parameter of a matrix and
+12 per layer, feature and position. MaxText and torchtitan choose what to save operation by operation, here remat dots.
 """
 
 import math
@@ -61,6 +66,10 @@ MODELS = {
     "30b": Model(7168, 56, 48),
     "70b": Model(8192, 64, 80),
     "gpt 1.7b": Model(2048, 16, 24, 4096, 131_072),
+    "gpt 1.7b a": Model(2304, 24, 24, words=51_200),
+    "gpt 3.6b": Model(3072, 32, 30, words=51_200),
+    "gpt 7.5b": Model(4096, 32, 36, words=51_200),
+    "gpt 18b": Model(6144, 48, 40, words=51_200),
     "llama2 7b": Model(4096, 32, 32, 4096, 32_000, LLAMA | {"model.mlp_size": 11_008}),
     "llama3 8b": Model(4096, 32, 32, 8192, 128_256, LLAMA | {"model.mlp_size": 14_336, "model.num_kv_heads": 8}),
 }
@@ -77,6 +86,17 @@ class Published(NamedTuple):
     rate: float
     program: str = "MPT"
     exchange: Mapping[str, Any] = {"exchange": "zero3"}
+
+
+def _megatron(model: str, hosts: int, tensor: int, batch: int, teraflops: float) -> "Published":
+    """Return a row with a tensor axis and microbatches of 4 texts, from the FLOP/s of a GPU."""
+    of, gpus = MODELS[model], 8 * hosts
+    width = 1 + of.tokens / (6 * of.features) + of.words / (16 * of.layers * of.features)
+    rate = teraflops * 1e12 / (96 * of.layers * of.features**2 * width)
+    exchange = {"exchange": "ddp", "mesh.tensor": tensor}
+    size = 4
+    number = batch * tensor // (gpus * size)
+    return Published(model, f"a100-80gb:{hosts}x8", size, number, "full", rate, f"Megatron, tensor {tensor}", exchange)
 
 
 HSDP: dict[str, Any] = {"exchange": "hsdp", "exchange_options.group": 8}
@@ -99,6 +119,10 @@ ROWS = (
     Published("70b", "h100:16x8", 8, 1, "full", 1_058),
     Published("70b", "h100:64x8", 8, 1, "full", 1_007),
     Published("gpt 1.7b", "h100:6x8", 4, 1, "none", 36_259, "Megatron", {"exchange": "zero1"}),
+    _megatron("gpt 1.7b a", 4, 1, 512, 137),
+    _megatron("gpt 3.6b", 8, 2, 512, 138),
+    _megatron("gpt 7.5b", 16, 4, 512, 142),
+    _megatron("gpt 18b", 32, 8, 1024, 135),
     Published("llama2 7b", "h100:8", 4, 1, "dots", 10_676, "MaxText"),
     Published("llama2 7b", "h100:2x8", 4, 1, "dots", 9_157, "MaxText", HSDP),
     Published("llama2 7b", "h100:4x8", 4, 1, "dots", 8_832, "MaxText", HSDP),
@@ -111,11 +135,13 @@ ROWS = (
 
 def main() -> None:
     """Print a row for each published rate, and the median error."""
-    Parser(__doc__).parse()
+    parser = Parser(__doc__)
+    parser.add_argument("--only", default="", help="print the rows whose program contains this text")
+    only = parser.parse().only
     rates = f"{'predicted':>10} {'published':>10} tokens/s of a GPU"
     print(f"{'model':10} {'GPUs':14} {'microbatch':>10} {'remat':6} {rates}  ratio  program")
     ratios = []
-    for row in ROWS:
+    for row in (row for row in ROWS if only in row.program):
         rate = predicted_rate(row)
         ratios.append(rate / row.rate)
         size = f"{row.accumulation} x {row.size}"
@@ -133,7 +159,7 @@ def predicted_rate(row: Published) -> float:
     """Return the predicted tokens/s of a GPU."""
     cluster = find_named(row.cluster, "cluster")[1]
     config: Any = configs.default_config()
-    model = MODELS[row.model]
+    model, replicas = MODELS[row.model], cluster.num_devices // row.exchange.get("mesh.tensor", 1)
     config.update_from_flattened_dict(
         {key: value for key, value in DEFAULTS.items() if key != "model.max_length"}
         | {
@@ -141,8 +167,8 @@ def predicted_rate(row: Published) -> float:
             "model.num_heads": model.heads,
             "model.num_layers": model.layers,
             "model.remat": row.remat,
-            "mesh.data": cluster.num_devices,
-            "batch_size": cluster.num_devices * row.size * row.accumulation,
+            "mesh.data": replicas,
+            "batch_size": replicas * row.size * row.accumulation,
             "optimizer.accumulation_steps": row.accumulation,
         }
         | dict(model.others or {"model.max_length": model.tokens})

@@ -160,9 +160,9 @@ class MeasuredLayers(Layers):
     def _measured(self, remat: str) -> list[np.ndarray]:
         """Return the seconds for each number of examples, [layer, forward or backward]."""
         parts = [{name: x[:number] for name, x in self._batch.items()} for number in self._numbers]
-        programs = [LayerPrograms(self._problem, part, remat=remat) for part in parts]
+        programs = [LayerPrograms(self.problem, part, remat=remat) for part in parts]
         of_sizes = [one.calls(part) for one, part in zip(programs, parts, strict=True)]
-        problem = self._problem._replace(model=self._problem.model.with_remat(remat), accumulation_steps=1)
+        problem = self.problem._replace(model=self.problem.model.with_remat(remat), accumulation_steps=1)
         state = jax.jit(partial(init, problem.model, optax.identity()))(jax.random.key(0))
         run = jax.jit(lambda state, batch: gradients(problem, state, batch, batch_weight(batch)))
         calls: dict[Hashable, Callable[[], Any]] = {"all": partial(run, state, jax.device_put(dict(parts[-1])))}

@@ -4,17 +4,20 @@ The sizes are those of the traced layers. The times have one of three sources: t
 the rates of a GPU (rates.py), measurements on this machine, or the file of a profile.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.choose.costs.layer_programs import BACKWARD, FORWARD, LayerPrograms, kept_bytes, loss_program
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.rates import launch_seconds, memory_seconds, product_seconds
 from jaxpar.cluster import Cluster
+from jaxpar.core.groups import ReplicaGroup
+from jaxpar.core.mesh import DATA, TENSOR
 from jaxpar.core.state import nbytes
 from jaxpar.core.step import Problem, abstract
 from jaxpar.exchange.fetch import AS_STORED, fetched
@@ -26,6 +29,9 @@ from jaxpar.tasks import Task
 KINDS_OF_REMAT = ("none", "dots", "full")
 SIZES = (4, 8)  # numbers of examples for which layers are traced
 PASS_KERNELS = 5  # kernels into which the passes of a layer are assumed to be fused
+
+
+T = TypeVar("T")
 
 
 class SplitStash(NamedTuple):
@@ -88,18 +94,27 @@ class Layers:
     # Methods whose results are kept, because tracing takes seconds.
     cached: tuple[str, ...] = (
         *("profile", "work"),
-        *("_programs", "_sizes", "_splits", "_loss_program", "_residual", "_inputs", "_narrowed"),
+        *("_programs", "_sizes", "_splits", "_loss_program", "_residual", "_inputs", "_narrowed", "_of_group"),
     )
 
-    def __init__(self, problem: Problem) -> None:
-        """Trace nothing yet."""
-        self._problem = problem
+    def __init__(self, problem: Problem, group: int = 1) -> None:
+        """Trace nothing yet. group: the number of devices that compute each layer together."""
+        self.group = group
+        self.problem = problem if group == 1 else ReplicaGroup(problem, {DATA: 1, TENSOR: group}).problem
         for name in self.cached:
             setattr(self, name, cache(getattr(self, name)))
 
+    def in_group(self, size: int) -> "Layers":
+        """Return the layers of a device of a group of this size, which computes them together (core/groups.py)."""
+        return self if size == 1 else self._of_group(size)
+
+    def _of_group(self, size: int) -> "Layers":
+        """Return the layers of a device that has a part of each. What it computes is assumed to be divided equally."""
+        return PartialLayers(self, size)
+
     def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
         """Return the seconds of the forward and backward pass of each layer."""
-        return [(0.0, 0.0)] * len(self._problem.model.layers)
+        return [(0.0, 0.0)] * len(self.problem.model.layers)
 
     def phase_seconds(self, size: int, remat: str, *, is_split: bool) -> list[PhaseSeconds]:
         """Return the seconds of F, B and W of each layer. Unless known, B and W take half of a backward pass each."""
@@ -121,7 +136,7 @@ class Layers:
 
     def residuals(self, size: int, remat: str) -> list[Residuals]:
         """Return what each layer of a replica holds for the backward pass."""
-        runs, last = self._problem.model.runs, len(self._problem.model.layers) - 1
+        runs, last = self.problem.model.runs, len(self.problem.model.layers) - 1
         numbers = [min(max(run.start, 1), run.stop - 1) for run in runs for _ in range(*run)]
         return [self._residual(size, remat, number) for number in (0, *numbers[1:last], last)]
 
@@ -132,8 +147,8 @@ class Layers:
         return LayerWork(self.profile(size, remat), memory, seconds, remat)
 
     def _programs(self, size: int, remat: str, num_phases: int) -> LayerPrograms:
-        batch = resized(self._problem.batch, size)
-        return LayerPrograms(self._problem, batch, remat=remat, num_phases=num_phases)
+        batch = resized(self.problem.batch, size)
+        return self._traced(LayerPrograms, self.problem, batch, remat=remat, num_phases=num_phases)
 
     def _sizes(self, size: int, remat: str) -> list[LayerProfile]:
         """Return the profile without times."""
@@ -161,23 +176,44 @@ class Layers:
 
     def _loss_program(self, size: int, remat: str, num_phases: int) -> StageProgram:
         inputs, batch, _ = self._inputs(size)
-        return loss_program(self._problem, inputs, batch, remat=remat, num_phases=num_phases)
+        return self._traced(loss_program, self.problem, inputs, batch, remat=remat, num_phases=num_phases)
 
     def _residual(self, size: int, remat: str, number: int) -> Residuals:
         """Return what a layer holds."""
-        model, (inputs, batch, keys_B) = self._problem.model.unrolled().with_remat(remat), self._inputs(size)
-        task = self._problem.task if number == len(model.layers) - 1 else None
+        model, (inputs, batch, keys_B) = self.problem.model.unrolled().with_remat(remat), self._inputs(size)
+        task = self.problem.task if number == len(model.layers) - 1 else None
         function = partial(_apply, model, task, number)
-        return residuals(function, model.layers[number].shapes, inputs[number], (batch, keys_B))
+        return self._traced(residuals, function, model.layers[number].shapes, inputs[number], (batch, keys_B))
 
     def _inputs(self, size: int) -> tuple[list[Any], Any, Any]:
         """Return the shapes of the inputs of all layers, of a batch and of its keys."""
-        batch = resized(self._problem.batch, size)
+        batch = resized(self.problem.batch, size)
         keys_B = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), size))
-        return self._problem.model.unrolled().inputs(abstract(batch)), batch, keys_B
+        first, *inputs = self.problem.model.unrolled().inputs(abstract(batch))
+        own = partial(jax.tree.map, partial(_own_positions, self.group))
+        return [first, *map(own, inputs)], batch, keys_B
 
     def _narrowed(self) -> list[float]:
-        return narrowed_bytes(self._problem)
+        return narrowed_bytes(self.problem)
+
+    def _traced(self, trace: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Return the result of a function that traces layers. The collectives of a group need the name of an axis."""
+        if self.group == 1:
+            return trace(*args, **kwargs)
+        found: list[T] = []
+
+        def on_axis(_: Any) -> None:
+            found.append(trace(*args, **kwargs))
+
+        jax.eval_shape(lambda: jax.vmap(on_axis, axis_name=TENSOR)(jnp.zeros(self.group)))
+        return found[0]
+
+
+def _own_positions(group: int, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Return the shape of the positions of a device, for an array with all of them [B, T, D]."""
+    if group == 1 or x.ndim != 3:
+        return x
+    return jax.ShapeDtypeStruct((x.shape[0], -(-x.shape[1] // group), x.shape[2]), x.dtype)
 
 
 def _at(size: int, few: Any, many: Any) -> Any:
@@ -208,10 +244,14 @@ class TracedLayers(Layers):
 
     cached = (*Layers.cached, "_kernels")
 
-    def __init__(self, problem: Problem, cluster: Cluster) -> None:
+    def __init__(self, problem: Problem, cluster: Cluster, group: int = 1) -> None:
         """Trace nothing yet. cluster: the GPUs."""
-        super().__init__(problem)
+        super().__init__(problem, group)
         self._cluster = cluster
+
+    def _of_group(self, size: int) -> "TracedLayers":
+        """Return the layers of a device of a group, as they are traced."""
+        return TracedLayers(self.problem, self._cluster, size)
 
     def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
         """Return the seconds of the forward and backward pass of each layer."""
@@ -245,7 +285,8 @@ class TracedLayers(Layers):
                     programs = self._programs(size, remat, num_phases).programs
                     program = programs.programs[number]
                     saved = {span: x for span, x in program.cut.saved.items() if span[0] < phase <= span[1]}
-                    of_sizes.append(operations(partial(programs.run, number, phase), program.inputs, saved))
+                    run = partial(programs.run, number, phase)
+                    of_sizes.append(self._traced(operations, run, program.inputs, saved))
                 phases.append(_Kernels(of_sizes))
         return found
 
@@ -286,3 +327,16 @@ class ProfiledLayers(Layers):
     def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
         """Return the seconds of the forward and backward pass of each layer."""
         return [(layer.forward_s, layer.backward_s) for layer in self._given]
+
+
+class PartialLayers(Layers):
+    """Layers that a group of devices computes together, each of which takes its part of the time of all of them."""
+
+    def __init__(self, whole: Layers, size: int) -> None:
+        """whole: the layers on one device; size: that of the group."""
+        super().__init__(whole.problem, size)
+        self._alone = whole
+
+    def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
+        """Return the seconds of the forward and backward pass of each layer."""
+        return [(forward / self.group, backward / self.group) for forward, backward in self._alone.seconds(size, remat)]

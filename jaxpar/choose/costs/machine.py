@@ -25,7 +25,7 @@ from jaxpar import cluster as clusters
 from jaxpar.choose.costs.rates import collective_seconds, hop_seconds, launch_seconds, memory_seconds, send_rate
 from jaxpar.cluster import Cluster
 from jaxpar.cluster.gpus import kind_of_device
-from jaxpar.core.mesh import DATA, STAGE
+from jaxpar.core.mesh import DATA, STAGE, TENSOR
 from jaxpar.core.plan import COPY, Traffic
 from jaxpar.core.ring import PERMUTE, RING_PASSES
 
@@ -40,14 +40,16 @@ def num_hops(kind: str, size: int) -> int:
 
 def num_collectives(sent: Traffic, size: int) -> float:
     """Return the number of collectives of a traffic over an axis of this size."""
-    return sent.messages / (RING_PASSES[sent.kind] * (size - 1)) if sent.kind in RING_PASSES else sent.messages
+    passes = RING_PASSES.get(sent.kind, 0) * (size - 1)  # of one of them; 0 if it is one message, or there are none
+    return sent.messages / passes if passes else sent.messages
 
 
 @cache
-def axis_groups(axis: str, num_data: int, num_stages: int) -> tuple[tuple[int, ...], ...]:
-    """Return the devices of each group of a mesh axis; the stages of a replica are adjacent."""
-    mesh = np.arange(num_data * num_stages).reshape(num_data, num_stages)
-    return tuple(map(tuple, (mesh.T if axis == DATA else mesh).tolist()))
+def axis_groups(axis: str, num_data: int, num_stages: int, num_tensor: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Return the devices of each group of a mesh axis; the devices of a tensor axis, or else stages, are adjacent."""
+    mesh = np.arange(num_data * num_stages * num_tensor).reshape(num_data, num_stages, num_tensor)
+    groups = np.moveaxis(mesh, (DATA, STAGE, TENSOR).index(axis), -1)
+    return tuple(map(tuple, groups.reshape(-1, groups.shape[-1]).tolist()))
 
 
 class GpuMachine(NamedTuple):
@@ -71,7 +73,7 @@ class GpuMachine(NamedTuple):
         if sent.kind == COPY:
             link = "host" if self.cluster.num_processes == 1 else "network"
             return sent.nbytes / send_rate(self.cluster, link) + sent.messages * hop_seconds(self.cluster, link)
-        within = axis_groups(sent.axis, axes[DATA], axes[STAGE])
+        within = axis_groups(sent.axis, axes[DATA], axes[STAGE], axes.get(TENSOR, 1))
         if sent.members:
             within = tuple(tuple(group[member] for member in sent.members) for group in within)
         size = len(within[0])

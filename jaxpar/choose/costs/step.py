@@ -16,7 +16,7 @@ import numpy as np
 from jaxpar.choose.costs.layers import Layers, LayerWork, PhaseSeconds
 from jaxpar.choose.costs.machine import Machine, num_collectives
 from jaxpar.choose.costs.memory import StateBytes, largest_transfer, pipeline_bytes, replica_bytes
-from jaxpar.core.mesh import DATA, STAGE
+from jaxpar.core.mesh import DATA, STAGE, TENSOR
 from jaxpar.core.plan import COPY, Traffic
 from jaxpar.core.ring import PERMUTE
 from jaxpar.models.model import Model
@@ -32,6 +32,10 @@ SCAN_OF_STASH, SCAN_OF_WEIGHTS = 6.5, 16.0
 # The same for the parameters that zero3 packs into vectors, which it sends, and unpacks: from compiled GPTs of 1 and 7
 # billion parameters. Its stacks are those of the shards.
 GATHER_PASSES = 4.0
+# The assumed part of the time of collectives between products (tensor axis) that is hidden: for each pair of products,
+# the backward pass gathers the positions again while it computes their gradient, and scatters that while it computes
+# those of the kernels. For the other three of five collectives, the next operation waits.
+HIDDEN_BETWEEN_PRODUCTS = 0.4
 # Settings on which the costs of replicas depend, besides those of their exchange.
 REPLICA_KEYS = ("optimizer.accumulation_steps", "model.remat", "model.scan_layers")
 
@@ -74,14 +78,15 @@ def replicas_costs(
     """Return the costs of data parallelism, or of a single device, with microbatches of `size` examples of a replica.
 
     traffic, state and moved are what a device sends in a step, holds, and moves in an update. settings: at least those
-    of REPLICA_KEYS; gathers_layers: whether the parameters are gathered layer by layer (zero3).
+    of REPLICA_KEYS; gathers_layers: whether the parameters are gathered layer by layer (zero3). On a tensor axis,
+    layers and model are those of a device of a group, which is a replica.
     """
     accumulation, remat, scan_layers = (settings[key] for key in REPLICA_KEYS)
     is_scanned, is_accumulated = scan_layers is not False and machine.overlaps, accumulation > 1
     flags = {"is_scanned": is_scanned, "is_accumulated": is_accumulated, "gathers_layers": gathers_layers}
     nbytes = replica_bytes(layers, model, state, size, remat, **flags)
     profile = layers.profile(size, remat)
-    n = axes[DATA]
+    n, devices = axes[DATA], axes[DATA] * axes.get(TENSOR, 1)
     forward, backward = (sum(values) for values in zip(*((x.forward_s, x.backward_s) for x in profile), strict=True))
     stash, weights = sum(layer.stash_bytes for layer in profile), sum(layer.weight_bytes for layer in profile)
     alone = forward + backward
@@ -92,7 +97,9 @@ def replicas_costs(
         alone += machine.moved(GATHER_PASSES * weights, 1) if machine.overlaps else 0.0
     if is_accumulated:
         alone += machine.moved(3 * state.gradients, 1)
-    compute = accumulation * float(machine.together(np.array([alone]), n))
+    compute = accumulation * float(machine.together(np.array([alone]), devices))
+    between = sum(machine.collective(one, axes) for one in traffic if one.axis == TENSOR)
+    traffic = [one for one in traffic if one.axis != TENSOR]
     gathered = [one for one in traffic if gathers_layers and one.kind == "all-gather"]
     gather = sum(machine.collective(one, axes) for one in gathered)
     copied = 2 * sum(machine.collective(one, axes) for one in traffic if one.kind == COPY)  # there and back
@@ -101,14 +108,16 @@ def replicas_costs(
         sum(machine.collective(one, axes) for one in reduced),
         sum(num_collectives(one, n) for one in reduced),
     )
-    exposed = gather + reduce + copied
+    exposed = gather + reduce + copied + between
     if machine.overlaps:
-        hidden = sum(layer.backward_s for layer in profile[:1]) if is_scanned else backward
+        beside = min(HIDDEN_BETWEEN_PRODUCTS * between, accumulation * backward)  # one collective runs at a time
+        hidden = sum(layer.backward_s for layer in profile[:1]) if is_scanned else backward - beside / accumulation
         # Nothing is left to compute when the gradients of the first layer, and the others in their message, are sent.
         last = max(profile[0].weight_bytes / max(weights, 1.0), 1 / number) if number else 1.0
-        exposed = max(gather - compute, 0.0) + max(reduce - hidden, reduce * min(last, 1.0)) + copied
-    update = machine.moved(moved.exchange + machine.update_repeats * moved.update, n)
-    seconds = machine.started(n) + compute + exposed + update
+        waiting = max(gather - (compute - beside), 0.0) + max(reduce - hidden, reduce * min(last, 1.0))
+        exposed = waiting + copied + (between - beside)
+    update = machine.moved(moved.exchange + machine.update_repeats * moved.update, devices)
+    seconds = machine.started(devices) + compute + exposed + update
     return StepCosts(seconds, compute, 0.0, exposed, update, nbytes)
 
 

@@ -23,7 +23,7 @@ from jaxpar.core import step as steps
 from jaxpar.core.groups import ReplicaGroup
 from jaxpar.core.mesh import CONTEXT, DATA, GROUP_AXES, TENSOR
 from jaxpar.core.optimizer import at_step
-from jaxpar.core.plan import Decision, Plan, state_memory
+from jaxpar.core.plan import Decision, Plan, Traffic, state_memory
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem
 from jaxpar.exchange.exchange import EVERY, DistributedState, Exchange
@@ -64,9 +64,8 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
     # With `fetch`, a layer receives all arrays that it uses, including those that it shares with another layer.
     model = group.problem.model
     sent = model.read_shapes(shapes.batch) if exchange.fetch else model.shapes
-    grads = group.params.sharded(DATA, exchange.copies) if exchange.fetch or exchange.scatter else group.params
     traffic = exchange.traffic(sent, shapes.accumulation_steps)
-    traffic = [*traffic, *group.traffic(decision.num_replicas, grads, on_cpu=on_cpu)]
+    traffic = [*traffic, *group_traffic(group, exchange, decision.num_replicas, on_cpu=on_cpu)]
     summary = f"{exchanges.name(config)}: batch sharded, parameters {layouts['params'].kind}, "
     summary += f"optimizer {layouts['optimizer'].kind}" + (", in the host's memory" if exchange.offload else "")
     summary += f"; layers split over {axes[TENSOR]} devices" if TENSOR in axes else ""
@@ -188,6 +187,13 @@ def train_step(
         return layout.out(state), metrics
 
     return step
+
+
+def group_traffic(group: ReplicaGroup, exchange: Exchange, num_replicas: int, *, on_cpu: bool) -> list[Traffic]:
+    """Return what a device sends to the others of its replica in a step. on_cpu: whether XLA widens what is sent."""
+    is_shard = exchange.fetch or exchange.scatter
+    grads = group.params.sharded(DATA, exchange.copies) if is_shard else group.params
+    return group.traffic(num_replicas, grads, on_cpu=on_cpu)
 
 
 def make_layouts(exchange: Exchange, base: Mapping[str, Layout]) -> dict[str, Layout]:
