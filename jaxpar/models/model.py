@@ -252,7 +252,9 @@ class Model:
         """Return `read_shapes` of one layer, for its input x."""
         if layer.num_applications > 1:  # its gradients are added up over the applications
             return layer.shapes
-        inputs = jax.eval_shape(lambda *values: values, x, Context(dict(batch), keys_B))  # the same in a group
+        if self._group is not None:  # the dtypes are those without one, for all positions
+            x = self.inputs(batch)[[one.name for one in self.layers].index(layer.name)]
+        inputs = jax.eval_shape(lambda *values: values, x, Context(dict(batch), keys_B))
         avals = jax.tree.leaves((inputs, layer.shapes))
         # Layers of one maker share the structure, which cannot always be hashed.
         key = (id(layer.graphdef), keys_B is None, *((leaf.shape, leaf.dtype) for leaf in avals))

@@ -44,7 +44,7 @@ CASES = [
     *FAST,
     Case("bert", f"{SINGLE} mesh.tensor=2 model.remat=full"),
     Case("bert", f"{TWO} exchange=zero3 {TWICE}"),
-    Case("bert, mean", f"{SINGLE} mesh.tensor=4"),
+    Case("bert, mean", f"{TWO} exchange=zero3"),
     Case("bert of tokens", f"{TWO} exchange=ddp {ADAM}"),
     Case("masked bert", f"{FOUR} exchange=zero1 {ADAM} {SCAN}"),
     Case("masked bert", f"{SINGLE} mesh.tensor=4 model.remat=dots chunks"),
