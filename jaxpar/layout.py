@@ -84,6 +84,10 @@ class LeafLayout(NamedTuple):
         """Return the bytes on one of the devices that hold the array."""
         return math.prod(self.local_shape(axes)) * np.dtype(self.dtype).itemsize
 
+    def dims_over(self, axis: str) -> list[int]:
+        """Return the dim that is split over an axis, in a list; empty if there is none."""
+        return [split.dim for split in self.splits if split.axis == axis]
+
     @property
     def kind(self) -> str:
         """Kind of the layout, one of LAYOUT_KINDS."""
@@ -195,22 +199,37 @@ class Layout:
         return self._map(canonical, tree)
 
     def shards(self, tree: Tree, axis: str, numpy: Any = np) -> list[Tree]:
-        """Return the parts of a global tree that the devices along an axis hold."""
+        """Return the parts of a global tree that the devices along an axis hold. Axes of other splits come first."""
         size = self.axes[axis]
 
         def parts(leaf: LeafLayout, x: Any) -> Any:
-            return numpy.split(x, size, leaf.splits[0].dim) if leaf.splits else [x] * size
+            dims = leaf.dims_over(axis)
+            return numpy.split(x, size, *dims) if dims else [x] * size
 
         leaves, structure = jax.tree.flatten(tree)
         by_leaf = [parts(*pair) for pair in zip(self.flat, leaves, strict=True)]
         return [jax.tree.unflatten(structure, [of_leaf[i] for of_leaf in by_leaf]) for i in range(size)]
 
-    def joined(self, shards: Sequence[Tree], numpy: Any = np) -> Tree:
-        """Return the canonical tree of the parts that the devices along an axis hold."""
-        joined = self._map(
-            lambda leaf, *of: numpy.concatenate(of, leaf.splits[0].dim) if leaf.splits else of[0], *shards
-        )
-        return self.to_canonical(joined)
+    def joined(self, shards: Sequence[Tree], axis: str, numpy: Any = np) -> Tree:
+        """Return the tree whose parts the devices along an axis hold. The inverse of `shards`."""
+
+        def join(leaf: LeafLayout, *of: Any) -> Any:
+            dims = leaf.dims_over(axis)
+            return numpy.concatenate(of, *dims) if dims else of[0]
+
+        return self._map(join, *shards)
+
+    def own(self, tree: Tree) -> Tree:
+        """Return the part of a canonical tree that this device holds, inside `shard_map`."""
+
+        def part(leaf: LeafLayout, x: jax.Array) -> jax.Array:
+            x = _divided(x, leaf.splits, self.axes)
+            for split in leaf.splits:
+                size = x.shape[split.dim] // self.axes[split.axis]
+                x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(split.axis) * size, size, split.dim)
+            return x
+
+        return self._map(part, tree)
 
     def per_replica(self, axis: str) -> "Layout":
         """Return the layout in which each device along `axis` has arrays of its own."""

@@ -38,6 +38,15 @@ def arranged(batch: Mapping[str, np.ndarray], context: int) -> dict[str, np.ndar
     return {name: arrange(x) if name in of_positions else x for name, x in batch.items()}
 
 
+def part_shapes(batch: Mapping[str, Any], context: int) -> dict[str, Any]:
+    """Return the shapes of a device's part of texts that `arranged` returns. batch: the shapes of whole texts."""
+    if context == 1:
+        return dict(batch)
+    number = padded_length(batch["inputs"].shape[1], context) // context
+    parts = {name: jax.ShapeDtypeStruct((len(batch[name]), number), batch[name].dtype) for name in with_positions(batch)}
+    return {**batch, **parts}
+
+
 def padded_length(number: int, context: int) -> int:
     """Return the number of positions of a text after padding."""
     multiple = 2 * context * (LEAST_KEYS if number > 2 * context * MOST_KEYS else 1)

@@ -109,13 +109,12 @@ class ReplicaGroup:
 
     def __init__(self, problem: Problem, axes: Mapping[str, int]):
         """problem: of the whole model. axes: those of the mesh."""
-        self.group, self._axes = MeshGroup(axes.get(TENSOR, 1), axes.get(CONTEXT, 1)), axes
+        self.group, self._axes, self._model = MeshGroup(axes.get(TENSOR, 1), axes.get(CONTEXT, 1)), axes, problem.model
         self.axes = tuple(axis for axis in GROUP_AXES if axis in axes)
-        self.params = split_layout(axes, problem.model.shapes, problem.model)
+        self.params = self.layout(problem.model.shapes)
         if self.axes:
             problem = problem._replace(model=problem.model.in_group(self.group, self.params.local_shapes))
         self.problem = problem  # of the arrays that a device has
-        self.is_split = jax.tree.map(lambda leaf: bool(leaf.splits), self.params.leaves, is_leaf=is_layout)
         # Whether examples have weights by position, so that each device of the context axis counts others. Otherwise
         # all of them count whole examples.
         self._counts_positions = problem.batch["weights"].ndim > 1
@@ -144,9 +143,27 @@ class ReplicaGroup:
             return jax.lax.psum(weight, CONTEXT) * self.group.size
         return weight * (self.group.size * self.group.context)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the axes of the group."""
+        return {axis: self._axes[axis] for axis in self.axes}
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """The axes over which arrays of the model are split."""
+        return tuple(axis for axis in self.axes if axis == TENSOR)
+
+    def layout(self, tree: Tree) -> Layout:
+        """Return the layout of parameters of some layers, or of an optimizer state for them, of canonical shapes."""
+        return split_layout(self._axes, tree, self._model)
+
+    def is_split(self, tree: Tree) -> Tree:
+        """Return, for each array of a tree like the parameters of some layers, whether each device has a part of it."""
+        return jax.tree.map(lambda leaf: bool(leaf.splits), self.layout(tree).leaves, is_leaf=is_layout)
+
     def layouts(self, like: State) -> dict[str, Layout]:
         """Return the layouts of the parts of a canonical state of these shapes."""
-        return {part: split_layout(self._axes, tree, self.problem.model) for part, tree in like._asdict().items()}
+        return {part: self.layout(tree) for part, tree in like._asdict().items()}
 
     def reduced(self, grads: Tree) -> Tree:
         """Return the gradients after summing those of arrays that several devices of the group have."""
@@ -155,19 +172,20 @@ class ReplicaGroup:
         if self.group.size == 1:
             return grads
         leaves, structure = jax.tree.flatten(grads)
-        is_split = jax.tree.leaves(self.is_split)
+        is_split = jax.tree.leaves(self.is_split(grads))
         vector, unravel = ravel_pytree([x for x, split in zip(leaves, is_split, strict=True) if not split])
         others = iter(unravel(jax.lax.psum(vector, TENSOR)))
         return jax.tree.unflatten(structure, [x if s else next(others) for x, s in zip(leaves, is_split, strict=True)])
 
     def norm(self, tree: Tree) -> jax.Array:
         """Return the norm of a tree like the parameters, of whose split arrays each device has a part."""
-        if self.group.size == 1:
-            norm: jax.Array = optax.tree.norm(tree)
-            return norm
+        norm: jax.Array = optax.tree.norm(self.counted(tree))
+        return norm if self.group.size == 1 else jnp.sqrt(jax.lax.psum(norm**2, TENSOR))
+
+    def counted(self, tree: Tree) -> Tree:
+        """Return a tree like the parameters whose squares, summed over `split_axes`, count each array once."""
         share = 1 / math.sqrt(self.group.size)
-        mine = jax.tree.map(lambda x, split: x if split else x * share, tree, self.is_split)
-        return jnp.sqrt(jax.lax.psum(optax.tree.norm(mine) ** 2, TENSOR))
+        return jax.tree.map(lambda x, split: x if split else x * share, tree, self.is_split(tree)) if share < 1 else tree
 
     def traffic(self, num_replicas: int, grads: Layout, *, on_cpu: bool) -> list[Traffic]:
         """Return what a device sends on the tensor and context axes in a step.
@@ -187,7 +205,7 @@ class ReplicaGroup:
             rows += [SentArrays("all-reduce", CONTEXT, np.float32, sum(one.size for one in shapes), 1, 1)]
         if group.size > 1:
             rows += self._sent_on_tensor(examples, positions, features, dtype, on_cpu=on_cpu)
-            is_split = jax.tree.leaves(self.is_split)
+            is_split = jax.tree.leaves(self.is_split(self._model.shapes))
             others = sum(one.size for one, split in zip(shapes, is_split, strict=True) if not split)
             rows += [SentArrays("all-reduce", TENSOR, np.float32, others, 1, 1)]
         return [one.traffic(self._axes[one.axis]) for one in rows if one.number]

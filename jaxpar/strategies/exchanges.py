@@ -172,6 +172,11 @@ def check_compressed(config: ConfigDict, arrays: Any) -> None:
         )
 
 
+def is_compressed(config: ConfigDict) -> bool:
+    """Return whether replicas compress their gradients lossily, which a cast does not count as."""
+    return bool(EXCHANGES[config.exchange].differs) or given(config).get("wire_dtype") in FLOAT8
+
+
 def runs_in_lockstep(config: ConfigDict) -> bool:
     """Return whether the exchange runs in lockstep: collectives are outside of all actions there."""
     return config.exchange in IN_LOCKSTEP

@@ -35,6 +35,24 @@ def check_group(config: ConfigDict, axis: str) -> None:
         )
 
 
+def check_group_of_stage(config: ConfigDict) -> None:
+    """Raise UserError for an exchange or option that a pipeline whose stages have several devices cannot have."""
+    for axis in (axis for axis in GROUP_AXES if config.mesh[axis] != 1):
+        check_group(config, axis)
+        size = config.mesh[axis]
+        if config.pipeline.trace:
+            raise UserError(
+                f"config.pipeline.trace is {config.pipeline.trace}; it must be 0 with config.mesh.{axis}={size}"
+            )
+        # Stages pack split and whole arrays into one vector, whose blocks would then differ in a group.
+        if axis == TENSOR and exchanges.is_compressed(config):
+            exact = ", ".join(name for name in exchanges.IN_LOCKSTEP if not EXCHANGES[name].differs)
+            raise UserError(
+                f"config.exchange is {exchanges.name(config)!r}, which compresses gradients; it must be one of {exact} "
+                f"without a float8 wire_dtype, with config.mesh.tensor={size} and config.strategy='pipeline'"
+            )
+
+
 def replica_group(config: ConfigDict, shapes: Problem, axes: Mapping[str, int]) -> ReplicaGroup:
     """Return the devices of a replica. Raises UserError if they cannot divide the model, the task or the optimizer."""
     split, size = shapes.model.tensor, axes.get(TENSOR, 1)

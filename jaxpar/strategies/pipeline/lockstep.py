@@ -19,7 +19,7 @@ from jaxpar.core import state as states
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import Plan, Traffic, ring_traffic, state_memory
 from jaxpar.core.state import nbytes
-from jaxpar.core.step import Metrics, Problem, with_shardings
+from jaxpar.core.step import Metrics, Problem
 from jaxpar.layout import Layout
 from jaxpar.models.model import Batch
 from jaxpar.strategies.pipeline.details import ExecutorResources, PipelineDetails, num_unapplied
@@ -36,7 +36,7 @@ from jaxpar.strategies.pipeline.executor.lowering import (
 from jaxpar.strategies.pipeline.executor.state import PackedState
 from jaxpar.strategies.pipeline.executor.timeline import Timeline
 from jaxpar.strategies.pipeline.tables.schedule import forward_only
-from jaxpar.strategies.placement import IN_PLACE, batch_placer, by_replica
+from jaxpar.strategies.placement import IN_PLACE, BatchPlacement
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
@@ -77,8 +77,9 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     mesh, timeline = meshes.make_mesh(plan.axes, devices), Timeline(details.measured_step, details.schedule, table)
     of_state = details.state
     like = states.abstract_state(problem.model, problem.optimizer)
-    step, timed_step = (jit_train_step(details, mesh, each) for each in (None, timeline))
-    forward = jit_on_mesh(pipeline_evaluation(staged), staged.params.packed, PartitionSpec(), mesh)
+    of_batch = BatchPlacement(mesh, problem.batch)
+    step, timed_step = (jit_train_step(details, mesh, of_batch, each) for each in (None, timeline))
+    forward = jit_on_mesh(pipeline_evaluation(staged), staged.params.packed, PartitionSpec(), mesh, of_batch)
     one_at_a_time = partial(meshes.one_at_a_time, mesh=mesh)
 
     def on_devices(lowered: LoweredTable) -> LoweredTable:
@@ -106,10 +107,8 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         timeline.steps_before(int(tree["step"]))
         return of_state.distribute(states.from_canonical(tree, like), private, mesh)
 
-    on_mesh = batch_placer(mesh)
-
     def place(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        return on_mesh(padded(batch, problem.batch) if table.period else batch)
+        return of_batch.place(padded(batch, problem.batch) if table.period else batch)
 
     def compile_programs() -> list[CompiledProgram]:
         trips = update_trips(details.lowered.shape, table.num_clocks)
@@ -138,12 +137,15 @@ def lower_step(plan: Plan[PipelineDetails], problem: Problem, mesh: Mesh) -> jax
     """Trace and lower a training step for the problem's batch, from shapes alone."""
     shape, arrays = plan.details.lowered
     state, tables = plan.details.state.packed.abstract(mesh), table_layout(plan.axes, arrays).abstract(mesh)
-    batch = with_shardings(problem.batch, by_replica(mesh))
-    lowered: jax.stages.Lowered = jit_train_step(plan.details, mesh).lower(shape, state, batch, tables)
+    of_batch = BatchPlacement(mesh, problem.batch)
+    step = jit_train_step(plan.details, mesh, of_batch)
+    lowered: jax.stages.Lowered = step.lower(shape, state, of_batch.abstract, tables)
     return lowered
 
 
-def jit_train_step(details: PipelineDetails, mesh: Mesh, timeline: Timeline | None = None) -> Any:
+def jit_train_step(
+    details: PipelineDetails, mesh: Mesh, of_batch: BatchPlacement, timeline: Timeline | None = None
+) -> Any:
     """Jit a training step: (table's shape, state, batch, table's arrays) -> (state, metrics). It donates the state.
 
     Tables of the same shape, with arrays of the same size, share a compiled program.
@@ -151,10 +153,12 @@ def jit_train_step(details: PipelineDetails, mesh: Mesh, timeline: Timeline | No
     state, packed = details.state, details.state.packed
     make: Any = continuous_step if isinstance(state, ContinuousState) else pipeline_step
     step = make(state, details.remat, timeline)
-    return jit_on_mesh(step, packed, (packed.specs, PartitionSpec()), mesh, donate_argnums=1)
+    return jit_on_mesh(step, packed, (packed.specs, PartitionSpec()), mesh, of_batch, donate_argnums=1)
 
 
-def jit_on_mesh(function: Callable[..., Any], of_state: Layout, out_specs: Any, mesh: Mesh, **options: Any) -> Any:
+def jit_on_mesh(
+    function: Callable[..., Any], of_state: Layout, out_specs: Any, mesh: Mesh, of_batch: BatchPlacement, **options: Any
+) -> Any:
     """Jit a function over the mesh: (table's shape, state, batch, table's arrays) -> results.
 
     Inside `shard_map`, `function` receives each device's parts of these arguments.
@@ -166,7 +170,7 @@ def jit_on_mesh(function: Callable[..., Any], of_state: Layout, out_specs: Any, 
         def on_device(state: Any, batch: Batch, arrays: TableArrays) -> Any:
             return function(shape, state, batch, tables.local(arrays))
 
-        in_specs = of_state.specs, PartitionSpec(DATA), tables.specs
+        in_specs = of_state.specs, of_batch.specs, tables.specs
         return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
             state, batch, arrays
         )

@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from jaxpar.cluster import Cluster
 from jaxpar.core import mesh as meshes
 from jaxpar.core import step as steps
+from jaxpar.core.context import part_shapes
 from jaxpar.core.mesh import DATA
 from jaxpar.core.plan import ARRAYS, Decision, DelayedUpdates, Plan
 from jaxpar.core.step import Problem
@@ -24,7 +25,7 @@ from jaxpar.data.cache import fingerprint
 from jaxpar.errors import UserError, format_count
 from jaxpar.layout import PER_REPLICA
 from jaxpar.models.model import Batch, Model, Tie
-from jaxpar.strategies import exchanges
+from jaxpar.strategies import exchanges, groups
 from jaxpar.strategies.pipeline import dispatched, lockstep
 from jaxpar.strategies.pipeline.details import PipelineDetails
 from jaxpar.strategies.pipeline.executor import partition
@@ -61,7 +62,7 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Deci
         )
     if config.pipeline.trace:
         meshes.check_processes(f"config.pipeline.trace={config.pipeline.trace}", cluster)
-    meshes.check_no_groups(config, "config.strategy='pipeline'")
+    groups.check_group_of_stage(config)
     meshes.check_sizes(config, cluster)
     axes = meshes.sizes(config, cluster)
     has_flush = config.pipeline.schedule not in CONTINUOUS
@@ -95,12 +96,12 @@ def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decis
         )
     c, table, num_data = config.pipeline, decision.source, decision.num_replicas
     exchanges.check_not_empty(config, shapes.model.shapes)
-    inputs = shapes.model.inputs(shapes.batch)
+    inputs, group = shapes.model.inputs(shapes.batch), groups.replica_group(config, shapes, decision.axes)
     bounds = partition.stage_bounds(shapes.model, shapes.batch, inputs, c.partition, table.num_stages)
-    stages = Stages(shapes.model, bounds, table.stages, inputs, shapes.task)
-    staged = StagedState(decision.axes, shapes, stages, exchanges.on_gradients(config, num_data))
+    stages = Stages(shapes.model, bounds, table.stages, inputs, shapes.task, group)
+    staged = StagedState(group, shapes, stages, exchanges.on_gradients(config, num_data))
     exchanges.check_compressed(config, staged.params.packing.shapes)
-    microbatches = abstract_microbatches(shapes, num_data, table.num_microbatches)
+    microbatches = abstract_microbatches(shapes, num_data, table.num_microbatches, group.group.context)
     key = jax.eval_shape(lambda: jax.random.key(0))
     lowered = lower_table(table)
     engine = PipelineEngine(staged, lowered.shape, microbatches, key, c.remat)
@@ -109,7 +110,7 @@ def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decis
     private_key: dict[str, Any] = {}
     if has_residuals := staged.private.kind == PER_REPLICA:
         private_key = exchanges.private_key(config, num_data, shapes.model.shapes)
-    private_key |= {"replicas": num_data, "bounds": list(bounds), "stages": table.stages.tolist()}
+    private_key |= group.sizes | {"replicas": num_data, "bounds": list(bounds), "stages": table.stages.tolist()}
     if table.period:
         check_ties(config, [tie for device in stages.examples for tie in stages.copies(device)])
         state = ContinuousState(staged, lowered, engine, microbatches)
@@ -140,9 +141,12 @@ def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decis
     )
 
 
-def abstract_microbatches(problem: Problem, num_data: int, num_microbatches: int) -> Batch:
-    """Return the shapes of the microbatches of a replica's shard of a batch, [m, B, ..]."""
-    shard = steps.abstract_share(problem.batch, num_data)
+def abstract_microbatches(problem: Problem, num_data: int, num_microbatches: int, context: int = 1) -> Batch:
+    """Return the shapes of the microbatches of a replica's shard of a batch, [m, B, ..].
+
+    context: number of devices that have different positions of each text.
+    """
+    shard = part_shapes(steps.abstract_share(problem.batch, num_data), context)
     microbatches: Batch = jax.eval_shape(partial(steps.microbatches, num=num_microbatches), shard)
     return microbatches
 

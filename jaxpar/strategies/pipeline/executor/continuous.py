@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import serialization
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar import layout
 from jaxpar.core import step as steps
-from jaxpar.core.mesh import DATA, STAGE
+from jaxpar.core.mesh import CONTEXT, DATA, STAGE
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics
 from jaxpar.exchange.reduce import psum_small
@@ -118,7 +117,7 @@ class ContinuousState:
     def __init__(self, staged: StagedState, lowered: LoweredTable, engine: PipelineEngine, microbatches: Batch):
         """microbatches: shapes of the microbatches of a replica's shard of one batch, [m, B, ..]."""
         self.staged = staged  # distribution of the newest weights and the optimizer state
-        self._shape, axes = lowered.shape, staged.packed.axes
+        self._shape, axes, group = lowered.shape, staged.packed.axes, staged.group
         # By device: the number of batches that have entered since the one whose gradient was applied last.
         self._age_of_update = np.asarray(lowered.arrays.updates).max(axis=1)
         num_earlier = (lowered.shape.num_batches - 1) * lowered.shape.num_microbatches
@@ -127,14 +126,14 @@ class ContinuousState:
         in_flight = WorkInFlight(
             layout.replicated(axes, jax.ShapeDtypeStruct((), jnp.int32)),
             staged.private,
-            layout.per_replica(axes, {name: getattr(carried, name) for name in BUFFERS}, STAGE, DATA),
-            layout.per_replica(axes, earlier if num_earlier else {}, DATA),
+            layout.per_replica(axes, {name: getattr(carried, name) for name in BUFFERS}, STAGE, *group.axes, DATA),
+            layout.per_replica(axes, earlier if num_earlier else {}, DATA, *([CONTEXT] if CONTEXT in axes else [])),
         )
         versions = [
             jax.ShapeDtypeStruct((max(lowered.shape.num_versions), *array.shape), array.dtype)
             for array in staged.params.packing.shapes
         ]
-        self.versions = layout.per_replica(axes, tuple(versions), STAGE)
+        self.versions = layout.per_replica(axes, tuple(versions), *group.split_axes, STAGE)
         joined = layout.join(in_flight)
         self.layouts = staged.layouts._replace(private=joined)
         self.packed_layouts = staged.packed_layouts._replace(params=self.versions, private=joined)
@@ -185,7 +184,8 @@ class ContinuousState:
 
         def begin(state: PackedState) -> PackedState:
             like = zip(state.params, self.versions.shapes, strict=True)
-            params = tuple(jnp.broadcast_to(x[:, None], of.shape) for x, of in like)
+            place = 1 + len(self.staged.group.split_axes)  # of the dim over versions
+            params = tuple(jnp.broadcast_to(jnp.expand_dims(x, place), of.shape) for x, of in like)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.packed_layouts.private.shapes)
             return state._replace(params=params, private=zeros._replace(residuals=state.private))
 
@@ -223,7 +223,7 @@ def continuous_step(
         microbatches = {name: jnp.concatenate([x, earlier[name]]) if earlier else x for name, x in entering.items()}
         keys = jax.vmap(lambda age: steps.dropout_key(state.key, state.step - age))(jnp.arange(shape.num_batches))
         weights = microbatches["weights"].reshape(shape.num_batches, -1).sum(axis=1)
-        batches = StepBatches(microbatches, keys, jax.lax.pmean(weights, DATA))
+        batches = StepBatches(microbatches, keys, jax.lax.pmean(staged.group.divisor(weights), DATA))
         key = steps.dropout_key(state.key, state.step)
         engine = PipelineEngine(staged, shape, entering, key, remat, timeline)
         # 2. to 7. Continue with what is in flight, and update each stage when its gradient is complete.
@@ -235,7 +235,7 @@ def continuous_step(
         update = update_of_clock(staged, shape, stage_update, state, timeline)
         end = engine.run(now, lambda held, slot: read_version(held.versions, slot), batches, start, update)
         held = end.weights
-        sums, nonfinite = psum_small((end.sums, held.nonfinite), (DATA, STAGE))
+        sums, nonfinite = psum_small((end.sums, held.nonfinite), (*staged.group.batch_axes, STAGE))
         grad_norm = jnp.sqrt(jax.lax.psum(stage_update.counted(held.squared_norm), STAGE))
         metrics = Metrics(sums, grad_norm, (nonfinite == 0) & jnp.isfinite(sums.loss))
         kept = {name: microbatches[name][: len(x)] for name, x in earlier.items()}
@@ -260,11 +260,11 @@ def update_of_clock(
         kept = jnp.asarray(shape.num_versions)[jax.lax.axis_index(STAGE)]
         version = before.private.num_entered - age
         # 1. Exchange the gradient. A compressor may hide infinities and NaNs, so count them before.
-        grads = update.over_replicas(accumulated)
-        nonfinite_count = jax.lax.psum(steps.nonfinite_count(grads), DATA)
-        grads, residuals = staged.exchanged(grads, weights.residuals, optax.tree.norm(grads))
+        grads = update.over_copies(accumulated)
+        nonfinite_count = jax.lax.psum(steps.nonfinite_count(grads), (DATA, *staged.group.split_axes))
+        grads, residuals = staged.exchanged(grads, weights.residuals, update.norm(grads))
         # 2. Take the optimizer step from the newest version. With a gradient norm of NaN it keeps that version.
-        norm = optax.tree.norm(grads)
+        norm = update.norm(grads)
         newest = read_version(weights.versions, version_slot(version, kept))
         state = PackedState(before.step - age, before.key, newest, weights.optimizer)  # learning rate of the batch
         checked_norm = jnp.where(nonfinite_count == 0, norm, jnp.nan)
@@ -289,7 +289,7 @@ def update_of_clock(
             trips = jnp.where(age != NONE, 1, 0)
             grads, weights = jax.lax.fori_loop(0, trips, apply, (carry.grads, carry.weights))
         carry = carry._replace(grads=grads, weights=weights)
-        if staged.packed.axes[DATA] == 1 and not staged.stages.has_replicas:
+        if staged.packed.axes[DATA] == 1 and not staged.stages.has_replicas and not staged.group.axes:
             return carry
         # On the CPU, nothing orders collectives inside a loop relative to those outside of it, so devices could
         # deadlock. So the transfers at the end of the clock must start after those of the update: they depend on

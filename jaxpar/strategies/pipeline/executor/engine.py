@@ -25,8 +25,9 @@ One training step then runs on every device as follows. Comments in the code cit
     At the end of the clock:
 
      7. Send y and dX along the routes of the table, one `ppermute` per route. The receiver writes each transfer to an
-        inbox slot, where it waits for the action that reads it. Collectives stay outside of all branches, because
-        every device must take part in them.
+        inbox slot, where it waits for the action that reads it. Collectives between stages stay outside of all
+        branches, because every stage must take part in them. Devices that compute a stage together take the same
+        branch, which has those of its layers.
 
     After the last clock:
 
@@ -48,7 +49,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jaxpar.core import step as steps
 from jaxpar.core.mesh import DATA, STAGE
@@ -290,34 +290,37 @@ def pipeline_step(
 
     Its arguments are the table's shape, and this device's shards of the state, the batch and the table's arrays.
     """
+    group = staged.group
 
     def step(shape: TableShape, state: PackedState, batch: Batch, arrays: TableArrays) -> tuple[PackedState, Metrics]:
         state = staged.packed.local(state)
         # 1. Split the batch.
         microbatches = steps.microbatches(batch, shape.num_microbatches)
         key = steps.dropout_key(state.key, state.step)
-        weight = jax.lax.pmean(steps.batch_weight(batch), DATA)  # so that the gradient is the mean over replicas
+        # so that the gradient is the mean over replicas
+        weight = jax.lax.pmean(group.divisor(steps.batch_weight(batch)), DATA)
         # 2. to 7. Run the clocks.
         engine = PipelineEngine(staged, shape, microbatches, key, remat, timeline)
         batches = StepBatches(microbatches, [key], [weight])
         end = engine.run(arrays, lambda _weights, _version: state.params, batches, engine.start())
         # 8. Check for infinities and NaNs before the exchange: a compressor may hide them.
         nonfinite_count = steps.nonfinite_count(end.grads)
-        sums, nonfinite_count = psum_small((end.sums, nonfinite_count), (DATA, STAGE))
+        sums, nonfinite_count = psum_small((end.sums, nonfinite_count), (*group.batch_axes, STAGE))
+        if group.axes:
+            nonfinite_count = jax.lax.psum(nonfinite_count, group.axes)
         update = StageUpdate(staged, jax.lax.axis_index(STAGE))
-        local_grads, replica_norm = update.over_replicas(end.grads), None
+        local_grads, replica_norm = update.over_copies(end.grads), None
         if staged.all_reduce.clip_norm:
             # The gradients of a tied array on different stages count separately, because they are sent separately.
-            replica_norm = jnp.sqrt(jax.lax.psum(update.counted(optax.tree.norm(local_grads) ** 2), STAGE))
-        axes: Any = STAGE
+            replica_norm = jnp.sqrt(jax.lax.psum(update.counted(update.norm(local_grads) ** 2), STAGE))
         if staged.all_reduce.shards:
-            grads, residuals, axes = update.scattered(local_grads), state.private, (DATA, STAGE)
+            grads, residuals = update.scattered(local_grads), state.private
         else:
             grads, residuals = staged.exchanged(local_grads, state.private, replica_norm)
         # 9. The gradient of an array that several devices use is the sum of their gradients.
         for tie in staged.stages.copied:
             grads = update.replace(tie, grads, jax.lax.psum(update.part(tie, grads), STAGE))
-        grad_norm = jnp.sqrt(jax.lax.psum(update.squares(grads), axes))
+        grad_norm = jnp.sqrt(jax.lax.psum(update.squares(grads), update.summed_over))
         # 10. With a gradient norm of NaN the update keeps the old parameters.
         after, metrics = update(state, grads, sums, jnp.where(nonfinite_count == 0, grad_norm, jnp.nan))
         private = kept_if(metrics.finite, residuals, state.private)
@@ -337,6 +340,6 @@ def pipeline_evaluation(staged: StagedState) -> Callable[..., Sums]:
         engine = PipelineEngine(staged, shape, microbatches, None, "none")
         batches = StepBatches(microbatches, None, [jnp.ones(())])
         end = engine.run(arrays, lambda _weights, _version: held, batches, engine.start())
-        return jax.lax.psum(end.sums, (DATA, STAGE))
+        return jax.lax.psum(end.sums, (*staged.group.batch_axes, STAGE))
 
     return evaluate

@@ -186,10 +186,10 @@ def _reads(jaxpr: Any, equations: Sequence[Any], outputs: Sequence[Any]) -> dict
     return reads
 
 
-def flatten(closed: core.ClosedJaxpr, *, remat: bool) -> core.ClosedJaxpr:
+def flatten(closed: core.ClosedJaxpr, *, remat: bool, axes: Sequence[tuple[str, int]] = ()) -> core.ClosedJaxpr:
     """Return an equivalent jaxpr in which calls of jitted functions are inlined, with `remat` also `jax.checkpoint`.
 
-    A call is one equation, so all of it would belong to one phase.
+    A call is one equation, so all of it would belong to one phase. axes: names and sizes of those of its collectives.
     """
     wrappers = CALLS | (REMAT_CALLS if remat else {})
 
@@ -217,7 +217,7 @@ def flatten(closed: core.ClosedJaxpr, *, remat: bool) -> core.ClosedJaxpr:
         return [read(var) for var in jaxpr.outvars]
 
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in closed.jaxpr.invars]
-    return jax.make_jaxpr(lambda *args: evaluate(closed.jaxpr, closed.consts, args))(*avals)
+    return jax.make_jaxpr(lambda *args: evaluate(closed.jaxpr, closed.consts, args), axis_env=axes)(*avals)
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:

@@ -87,7 +87,7 @@ class StagePrograms:
         for number in self._by_stage:
             if number not in traced:
                 device = stages.examples[self.kind(number)]
-                params = self.params(number, stages.select(stages.model.shapes, device))
+                params = self.params(number, stages.select(stages.computed.shapes, device))
                 inputs = StageInputs(params, microbatch, key, scalar(jnp.int32), scalar(jnp.float32), x)
                 stage = int(stages.placement[device, self.chunk(number)])
                 traced[number] = trace_stage(stages, stage, inputs, num_phases=num_phases, remat=remat)
@@ -167,7 +167,7 @@ def trace_stage(stages: Stages, stage: int, inputs: StageInputs, *, num_phases: 
     programs built from them. They are made without a mesh, so that those outside and inside `shard_map` are the same.
     """
     computation = _Stage(
-        stages.model,
+        stages.computed,
         stages.task,
         stages.bounds[stage : stage + 2],
         is_first=stage == 0,
@@ -180,21 +180,23 @@ def trace_stage(stages: Stages, stage: int, inputs: StageInputs, *, num_phases: 
     # second layer instead.
     is_bumped = num_phases == 3 and computation.is_first and stages.bounds[1] - stages.bounds[0] > 1
     key = (stage, *computation[1:], avals, structure, is_bumped, remat)
-    found = _TRACED.setdefault(stages.model, {})
+    found, group = _TRACED.setdefault(stages.computed, {}), list(stages.group_sizes.items())
+    trace = partial(jax.make_jaxpr, axis_env=group, return_shape=True)
     with jax.sharding.use_abstract_mesh(NO_MESH):
         if key not in found:
             if not computation.is_last:
-                y = jax.eval_shape(lambda inputs: computation.forward(inputs, inputs.params, inputs.x, None)[0], inputs)
+                y = trace(lambda inputs: computation.forward(inputs, inputs.params, inputs.x, None)[0])(inputs)[1]
             inputs = inputs._replace(dy=None if computation.is_last else y)
             phases = partial(computation.phases, is_bumped=is_bumped, remat=remat)
-            found[key] = inputs, *jax.make_jaxpr(phases, return_shape=True)(inputs)
+            found[key] = inputs, *trace(phases)(inputs)
         if (*key, num_phases) not in found:
             inputs, closed, outputs = found[key]
             if num_phases == 2:  # B and W are one phase
                 forward, backward, weight = outputs
                 outputs = forward, backward._replace(dparams=weight.dparams)
             num_outputs = [len(jax.tree.leaves(of_phase)) for of_phase in outputs]
-            pieces = cut_phases(flatten(closed, remat=num_phases == 3), num_outputs, input_origins(inputs))
+            flat = flatten(closed, remat=num_phases == 3, axes=group)
+            pieces = cut_phases(flat, num_outputs, input_origins(inputs))
             found[*key, num_phases] = StageProgram(stage, inputs, tuple(outputs), pieces)
     program: StageProgram = found[*key, num_phases]
     return program

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.core.groups import ReplicaGroup
 from jaxpar.models.model import Model, Params, Tie
 from jaxpar.strategies.pipeline.tables.table import StageDevices
 from jaxpar.tasks import Task
@@ -21,9 +22,23 @@ from jaxpar.tasks import Task
 class Stages:
     """The stages of a model, and the device and chunk of each stage."""
 
-    def __init__(self, model: Model, bounds: Sequence[int], placement: np.ndarray, inputs: Sequence[Any], task: Task):
-        """inputs: input shapes of every layer, from `Model.inputs`, for a batch of any size."""
+    def __init__(
+        self,
+        model: Model,
+        bounds: Sequence[int],
+        placement: np.ndarray,
+        inputs: Sequence[Any],
+        task: Task,
+        group: ReplicaGroup | None = None,
+    ):
+        """Assign the layers.
+
+        inputs: input shapes of every layer, from `Model.inputs`, for a batch of any size. group: the devices that
+        compute each layer together; None: one device does.
+        """
         self.model, self.task = model, task  # the task computes the loss from the output of the last stage
+        self.computed = group.problem.model if group else model  # the model as a device of the group computes it
+        self.group_sizes = group.sizes if group else {}  # sizes of the axes of the group
         self.bounds = tuple(bounds)  # stage j is model.layers[bounds[j]:bounds[j + 1]]
         self.placement = placement  # stage by [device, chunk]
         self._inputs = inputs

@@ -2,9 +2,11 @@
 
 A device holds the parameters of its layers, their optimizer state, and copies of arrays on other devices that are tied
 to its layers, all packed into arrays of the same shapes on every device. `step` and `key` are replicated. If replicas
-shard arrays (zero1), a device packs its shards of the optimizer state and of the mean gradient.
+shard arrays (zero1), a device packs its shards of the optimizer state and of the mean gradient. If several devices
+compute a stage together (core/groups.py), each packs its parts of the arrays.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,12 +14,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import serialization
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar import layout
 from jaxpar.core import state as states
 from jaxpar.core import step as steps
+from jaxpar.core.groups import ReplicaGroup
 from jaxpar.core.leaf_paths import leaf_paths
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.state import Canonical, State
@@ -25,7 +29,7 @@ from jaxpar.core.step import Metrics, Problem
 from jaxpar.exchange.clip import already_clipped, clipped
 from jaxpar.exchange.exchange import AllReduce
 from jaxpar.launch import processes
-from jaxpar.layout import Holders, Layout, LeafLayout
+from jaxpar.layout import Holders, Layout
 from jaxpar.strategies.pipeline.executor.lowering import OF_KIND
 from jaxpar.strategies.pipeline.executor.packing import Packed, Packing
 from jaxpar.strategies.pipeline.executor.stages import Stages
@@ -35,8 +39,8 @@ from jaxpar.tasks import Sums
 class PackedState(NamedTuple):
     """A State in packed form. Arrays of `params` and `optimizer` have a leading dim over the devices of the stage axis.
 
-    `private` is the private state of the gradient exchange on each replica; its arrays have leading dims over the
-    devices of the stage axis and over the replicas.
+    Before it are those over the axes that divide arrays. `private` is the private state of the gradient exchange on
+    each replica; its arrays have leading dims over the devices of the stage axis, of a group, and over the replicas.
     """
 
     step: Any
@@ -49,23 +53,25 @@ class PackedState(NamedTuple):
 class StagedTree:
     """A tree with one or several arrays per parameter, distributed over the devices of a pipeline."""
 
-    def __init__(self, axes: Mapping[str, int], function: Callable[[Any], Any], stages: Stages, copies: int = 0):
+    def __init__(self, group: ReplicaGroup, function: Callable[[Any], Any], stages: Stages, copies: int = 0):
         """Distribute the arrays of a tree.
 
         Args:
+          group: the devices that compute a stage together.
           function: parameters -> tree. Each array of a layer must depend on the parameters of that layer alone.
           copies: if the arrays are sharded over the replicas, the number of groups that each hold all shards; 0: each
             replica holds whole arrays.
         """
-        shapes, self._copies = stages.model.shapes, copies
+        shapes, axes = stages.model.shapes, group.params.axes
+        self._split_over = (*group.split_axes, *((DATA,) if copies else ()))
         held = [stages.select(shapes, device) for device in stages.examples]
-        self.trees = [jax.eval_shape(function, params) for params in held]  # whole arrays, by kind of device
-        # by kind of device, the layout of its part of the tree over the replicas
-        self.of_kinds = [in_shards(layout.replicated(axes, tree), copies) for tree in self.trees]
+        of_group = [group.layout(jax.eval_shape(function, params)) for params in held]
+        self.trees = [part.local_shapes for part in of_group]  # what a replica's device has of them, by kind of device
+        # by kind of device, the layout of its part of the tree over the group and the replicas
+        self.of_kinds = [in_shards(part, copies) for part in of_group]
         # packing of what each device holds of its part of the tree, by kind of device
         self.packing = Packing([part.local_shapes for part in self.of_kinds])
-        of_replicas = (DATA,) if copies else ()
-        self.packed = layout.per_replica(axes, tuple(self.packing.shapes), *of_replicas, STAGE)  # of packed arrays
+        self.packed = layout.per_replica(axes, tuple(self.packing.shapes), *self._split_over, STAGE)  # packed arrays
         number = {leaf: i for i, leaf in enumerate(leaf_paths(function, shapes))}
         self._kinds, self._num_leaves = stages.kinds, len(number)
         # By device: the numbers of the canonical leaves that it holds, in the order of the local tree. The paths of
@@ -89,8 +95,9 @@ class StagedTree:
             None if layer is None else Holders(STAGE, (*first, *rest))
             for layer, first, rest in zip(layers, owners, others, strict=True)
         ]
-        like, self._structure = jax.tree.flatten(jax.eval_shape(function, shapes))
-        leaves = [LeafLayout(leaf.shape, leaf.dtype, holders=of) for leaf, of in zip(like, holders, strict=True)]
+        canonical = group.layout(jax.eval_shape(function, shapes))
+        self._structure = jax.tree.structure(canonical.shapes)
+        leaves = [leaf._replace(holders=of) for leaf, of in zip(canonical.flat, holders, strict=True)]
         # layout of the canonical tree: the devices that hold each leaf
         self.layout = in_shards(Layout(axes, jax.tree.unflatten(self._structure, leaves)), copies)
 
@@ -116,17 +123,19 @@ class StagedTree:
 
     def distribute(self, tree: Any, mesh: Mesh) -> Packed:
         """Return the packed arrays of a canonical tree, distributed over the mesh."""
-        parts: list[list[Packed]] = []  # by replica, or one for all of them, and by device
-        for kind, held in zip(self._kinds, self.split(tree), strict=True):
-            shards = self.of_kinds[kind].shards(self.of_kinds[kind].to_global(held, np), DATA)
-            parts.append([self.packing.pack(kind, shard, np) for shard in (shards if self._copies else shards[:1])])
+        parts: dict[tuple[int, ...], Packed] = {}  # by the leading dims of the packed arrays
+        for device, (kind, held) in enumerate(zip(self._kinds, self.split(tree), strict=True)):
+            of_kind = self.of_kinds[kind]
+            shards = {(): of_kind.to_global(held, np)}
+            for axis in self._split_over:
+                shards = {(*i, j): x for i, of in shards.items() for j, x in enumerate(of_kind.shards(of, axis))}
+            parts |= {(*i, device): self.packing.pack(kind, shard, np) for i, shard in shards.items()}
 
         def stacked(like: jax.ShapeDtypeStruct, number: int) -> jax.Array:
             def of_devices(index: Any) -> np.ndarray:
-                *of_replicas, devices = index[: 1 + bool(self._copies)]
-                replicas = range(len(parts[0]))[of_replicas[0] if of_replicas else slice(None)]
-                stacks = [np.stack([of_device[r][number] for of_device in parts[devices]]) for r in replicas]
-                return np.stack(stacks) if of_replicas else stacks[0]
+                places = [range(size)[part] for size, part in zip(self._leading, index, strict=False)]
+                stack = np.stack([parts[place][number] for place in itertools.product(*places)])
+                return stack.reshape(*map(len, places), *stack.shape[1:])
 
             return jax.make_array_from_callback(like.shape, like.sharding, of_devices)
 
@@ -134,12 +143,23 @@ class StagedTree:
 
     def collect(self, packed: Sequence[np.ndarray]) -> Any:
         """Return the canonical tree of packed global arrays."""
-        of_replicas = list(zip(*packed, strict=True)) if self._copies else [packed]
         held = []
         for device, kind in enumerate(self._kinds):
-            shards = [self.packing.unpack(kind, [array[device] for array in arrays]) for arrays in of_replicas]
-            held.append(self.of_kinds[kind].joined(shards))
+
+            def part(*index: int, device: int = device, kind: int = kind) -> Any:
+                """Return what the devices at these indices of the axes hold together."""
+                if len(index) == len(self._split_over):
+                    return self.packing.unpack(kind, [array[*index, device] for array in packed])
+                shards = [part(*index, i) for i in range(self._leading[len(index)])]
+                return self.of_kinds[kind].joined(shards, self._split_over[len(index)])
+
+            held.append(self.of_kinds[kind].to_canonical(part()))
         return self.assemble(held)
+
+    @property
+    def _leading(self) -> tuple[int, ...]:
+        """The leading dims of the packed global arrays."""
+        return (*(self.packed.axes[axis] for axis in self._split_over), len(self._kinds))
 
 
 def in_shards(tree: Layout, copies: int) -> Layout:
@@ -150,19 +170,24 @@ def in_shards(tree: Layout, copies: int) -> Layout:
 class StagedState:
     """The distribution of a problem's state over the devices of a pipeline. It can be computed without devices."""
 
-    def __init__(self, axes: Mapping[str, int], problem: Problem, stages: Stages, all_reduce: AllReduce):
-        """all_reduce: the exchange of gradients between replicas. The optimizer clips nothing if it has a clip_norm."""
+    def __init__(self, group: ReplicaGroup, problem: Problem, stages: Stages, all_reduce: AllReduce):
+        """Distribute the state.
+
+        group: the devices that compute a stage together. all_reduce: the exchange of gradients between replicas. The
+        optimizer clips nothing if it has a clip_norm.
+        """
         if all_reduce.clip_norm:
             problem = problem._replace(optimizer=already_clipped(problem.optimizer))
-        self.problem, self.stages, self.all_reduce = problem, stages, all_reduce
+        self.problem, self.stages, self.all_reduce, self.group = problem, stages, all_reduce, group
+        axes = group.params.axes
         shards = all_reduce.shards
         copies = shards.copies if shards else 0
-        self.params = StagedTree(axes, lambda params: params, stages, copies if shards and shards.stage == 3 else 0)
-        self.optimizer = StagedTree(axes, problem.optimizer.init, stages, copies)
+        self.params = StagedTree(group, lambda params: params, stages, copies if shards and shards.stage == 3 else 0)
+        self.optimizer = StagedTree(group, problem.optimizer.init, stages, copies)
         # by kind of device, the layout of its gradient after the exchange, and the packing of what a device has of it
         self.means = [in_shards(layout.replicated(axes, tree), copies) for tree in self.params.trees]
         self.mean_packing = Packing([part.local_shapes for part in self.means])
-        self.private = layout.made_by_replicas(axes, self._init_private, DATA, STAGE)
+        self.private = layout.made_by_replicas(axes, self._init_private, DATA, STAGE, *group.axes)
         like = states.abstract_state(problem.model, problem.optimizer)
         step, key = layout.replicated(axes, like.step), layout.replicated(axes, like.key)
         # the devices that hold each leaf of the canonical state, and the layout of the private state
@@ -181,7 +206,8 @@ class StagedState:
             shifts = jnp.asarray(self.stages.shifts)[device]
 
             def of_kind(kind: int) -> tuple[Packed, Packed]:
-                params, shards = self.stages.init(init_key, kind, shifts), self.all_reduce.shards
+                params = self.params.of_kinds[kind].own(self.stages.init(init_key, kind, shifts))
+                shards = self.all_reduce.shards
                 moments = self.problem.optimizer.init(shards.local(params) if shards else params)
                 return self.params.packing.pack(kind, params), self.optimizer.packing.pack(kind, moments)
 
@@ -258,14 +284,24 @@ class StageUpdate:
         self._staged, self._problem, self._stages = staged, staged.problem, staged.stages
         self._params, self._optimizer = staged.params.packing, staged.optimizer.packing
         self._mean, self._means, self._shards = staged.mean_packing, staged.means, staged.all_reduce.shards
+        self._group = staged.group
         self._is_owner = [staged.params.is_owner(example) for example in self._stages.examples]
         self._kind = jnp.asarray(self._stages.kinds)[device]
         # Replicas of a stage hold the same gradient, of which one counts.
         firsts = [group[0] for group in self._stages.groups]
         self._counts = jnp.asarray([d in firsts for d in range(len(self._stages.kinds))])[device]
 
-    def over_replicas(self, grads: Packed) -> Packed:
-        """Return the sum of the gradients of the replicas of a stage, each of which has some of the microbatches."""
+    def over_copies(self, grads: Packed) -> Packed:
+        """Return the sum of the gradients of the devices that hold the same arrays of a replica of the pipeline.
+
+        They are devices that compute a stage together, and the replicas of a stage, which have different microbatches.
+        """
+        if self._group.axes:
+
+            def of_kind(kind: int, grads: Packed) -> Packed:
+                return self._params.pack(kind, self._group.reduced(self._params.unpack(kind, grads)))
+
+            grads = self._switch(of_kind, grads)
         if not self._stages.has_replicas:
             return grads
         return tuple(jax.lax.psum(array, STAGE, axis_index_groups=self._stages.groups) for array in grads)
@@ -296,16 +332,29 @@ class StageUpdate:
     def squares(self, grads: Packed) -> jax.Array:
         """Return the sum of squared gradients, without copies, so that the sum over devices counts each array once.
 
-        If replicas have shards of the gradients, the sum over devices is also one over replicas.
+        The sum over devices is one over `summed_over`.
         """
         size = jax.lax.axis_size(DATA) if self._shards else 1
 
         def of_kind(kind: int, grads: Packed) -> jax.Array:
-            leaves = zip(jax.tree.leaves(self._mean.unpack(kind, grads)), self._is_owner[kind], strict=True)
+            mine = self._group.counted(self._mean.unpack(kind, grads))
+            leaves = zip(jax.tree.leaves(mine), self._is_owner[kind], strict=True)
             own = [leaf if leaf.ndim else leaf / np.sqrt(size) for leaf, is_owner in leaves if is_owner]
             return sum((jnp.sum(jnp.square(leaf)) for leaf in own), jnp.zeros(()))
 
         return self.counted(self._switch(of_kind, grads))
+
+    @property
+    def summed_over(self) -> tuple[str, ...]:
+        """The axes over which devices have different parts of the mean gradient."""
+        return (STAGE, *self._group.split_axes, *((DATA,) if self._shards else ()))
+
+    def norm(self, grads: Packed) -> jax.Array:
+        """Return the norm of the gradient of this device's stage, with copies of arrays of other stages."""
+        if not self._group.split_axes:
+            norm: jax.Array = optax.tree.norm(grads)
+            return norm
+        return self._switch(lambda kind, grads: self._group.norm(self._params.unpack(kind, grads)), grads)
 
     def scattered(self, grads: Packed) -> Packed:
         """Return this replica's shards of the mean gradient, whose collectives are outside of all branches."""
@@ -323,7 +372,8 @@ class StageUpdate:
 
         def of_kind(kind: int, *of_replicas: Packed) -> Packed:
             shards = [self._mean.unpack(kind, packed) for packed in of_replicas]
-            return self._params.pack(kind, self._means[kind].joined(shards, jnp))
+            joined = self._means[kind].joined(shards, DATA, jnp)
+            return self._params.pack(kind, self._means[kind].to_canonical(joined))
 
         gathered = [jax.lax.all_gather(array, DATA) for array in params]
         return self._switch(of_kind, *zip(*gathered, strict=True))
