@@ -43,7 +43,9 @@ def part_shapes(batch: Mapping[str, Any], context: int) -> dict[str, Any]:
     if context == 1:
         return dict(batch)
     number = padded_length(batch["inputs"].shape[1], context) // context
-    parts = {name: jax.ShapeDtypeStruct((len(batch[name]), number), batch[name].dtype) for name in with_positions(batch)}
+    parts = {
+        name: jax.ShapeDtypeStruct((len(batch[name]), number), batch[name].dtype) for name in with_positions(batch)
+    }
     return {**batch, **parts}
 
 

@@ -31,7 +31,7 @@ from jaxpar.core.ring import RING_PASSES
 from jaxpar.core.state import State
 from jaxpar.core.step import Problem
 from jaxpar.layout import DimSplit, Layout, LeafLayout, Tree, is_layout, pad, replicated
-from jaxpar.models.model import Layer, Model
+from jaxpar.models.model import Layer, Model, Params
 
 
 @jax.tree_util.register_static
@@ -185,7 +185,9 @@ class ReplicaGroup:
     def counted(self, tree: Tree) -> Tree:
         """Return a tree like the parameters whose squares, summed over `split_axes`, count each array once."""
         share = 1 / math.sqrt(self.group.size)
-        return jax.tree.map(lambda x, split: x if split else x * share, tree, self.is_split(tree)) if share < 1 else tree
+        return (
+            jax.tree.map(lambda x, split: x if split else x * share, tree, self.is_split(tree)) if share < 1 else tree
+        )
 
     def traffic(self, num_replicas: int, grads: Layout, *, on_cpu: bool) -> list[Traffic]:
         """Return what a device sends on the tensor and context axes in a step.
@@ -198,17 +200,24 @@ class ReplicaGroup:
         size, positions, features = x.shape
         examples = size // num_replicas
         dtype, rows = np.dtype(np.float32 if on_cpu else x.dtype), list[SentArrays]()
-        shapes = jax.tree.leaves(grads.local_shapes)
         if group.context > 1:
             positions = padded_length(positions, group.context) // group.context
             rows += self._sent_on_context(examples * positions, features, dtype)
-            rows += [SentArrays("all-reduce", CONTEXT, np.float32, sum(one.size for one in shapes), 1, 1)]
         if group.size > 1:
             rows += self._sent_on_tensor(examples, positions, features, dtype, on_cpu=on_cpu)
-            is_split = jax.tree.leaves(self.is_split(self._model.shapes))
-            others = sum(one.size for one, split in zip(shapes, is_split, strict=True) if not split)
-            rows += [SentArrays("all-reduce", TENSOR, np.float32, others, 1, 1)]
+        rows += self.sums_of(grads.local_shapes)
         return [one.traffic(self._axes[one.axis]) for one in rows if one.number]
+
+    def sums_of(self, grads: Params) -> "list[SentArrays]":
+        """Return what `reduced` sends. grads: the shapes of what a device has of the gradients of some layers."""
+        rows, leaves = list[SentArrays](), jax.tree.leaves(grads)
+        if self.group.context > 1:
+            rows += [SentArrays("all-reduce", CONTEXT, np.float32, sum(one.size for one in leaves), 1, 1)]
+        if self.group.size > 1:
+            is_split = jax.tree.leaves(self.is_split(grads))
+            others = sum(one.size for one, split in zip(leaves, is_split, strict=True) if not split)
+            rows += [SentArrays("all-reduce", TENSOR, np.float32, others, 1, 1)]
+        return rows
 
     def _sent_on_tensor(
         self, examples: int, positions: int, features: int, dtype: Any, *, on_cpu: bool
@@ -268,6 +277,10 @@ class SentArrays(NamedTuple):
     size: int  # elements of an array, before it is divided between the devices
     number: int  # of arrays
     least: int  # arrays that are sent even if XLA can merge some of them
+
+    def widened(self) -> "SentArrays":
+        """Return what XLA for CPUs sends, which has no collectives of narrower floats than float32."""
+        return self._replace(dtype=np.float32) if jnp.issubdtype(self.dtype, jnp.floating) else self
 
     def traffic(self, num_devices: int) -> Traffic:
         """Return what a device sends."""

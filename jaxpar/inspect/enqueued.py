@@ -9,6 +9,8 @@ and their gradients go to different neighbours.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxpar.strategies.strategy import CompiledProgram
 
 STEPS_TO_FILL = 20  # steps until all devices of a pipeline that never drains are busy
@@ -84,9 +86,9 @@ def sender_of(made_by: CompiledProgram, program: CompiledProgram, place: int) ->
     """Return the id of the device of the same replica that sends a result to a place in the mesh of another program."""
     assert made_by.mesh is not None
     assert program.mesh is not None
-    replica, column = divmod(place, program.mesh.devices.shape[1])
+    replica, column, *rest = np.unravel_index(place, program.mesh.devices.shape)
     senders = made_by.mesh.devices[replica]
-    return int(senders[column % len(senders)].id)
+    return int(senders[column % len(senders), *rest].id)
 
 
 def simulated_step(programs: Sequence[CompiledProgram], costs: Costs) -> float:

@@ -7,17 +7,19 @@ optimizer step are those of lock step; what differs is that nothing is packed an
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxpar import layout
 from jaxpar.core import mesh as meshes
 from jaxpar.core import state as states
 from jaxpar.core import step as steps
+from jaxpar.core.groups import ReplicaGroup
 from jaxpar.core.mesh import DATA
 from jaxpar.core.plan import Plan, state_memory
 from jaxpar.core.state import Canonical, State, nbytes
@@ -28,11 +30,11 @@ from jaxpar.models.model import Batch
 from jaxpar.strategies.pipeline.details import ExecutorResources, PipelineDetails, num_unapplied
 from jaxpar.strategies.pipeline.executor.continuous import padded
 from jaxpar.strategies.pipeline.executor.dispatch import (
-    SHARED_SPECS,
     DispatchedAction,
     StageDispatcher,
     StepInputs,
     dispatch_order,
+    input_specs,
 )
 from jaxpar.strategies.pipeline.executor.dispatch_continuous import ContinuousSteps
 from jaxpar.strategies.pipeline.executor.dispatch_costs import (
@@ -55,13 +57,13 @@ from jaxpar.strategies.pipeline.executor.state import StagedState
 from jaxpar.strategies.pipeline.executor.timeline import ActionNumbers, Stopwatch, Timeline
 from jaxpar.strategies.pipeline.tables.periodic import num_in_flight, unroll, versions_kept
 from jaxpar.strategies.pipeline.tables.schedule import forward_only
-from jaxpar.strategies.placement import batch_placer, by_replica
+from jaxpar.strategies.placement import BatchPlacement
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
 
-def resources(details: PipelineDetails) -> ExecutorResources:
-    """Return the layouts of the state, and what each device holds and sends."""
+def resources(details: PipelineDetails, *, on_cpu: bool) -> ExecutorResources:
+    """Return the layouts of the state, and what each device holds and sends. on_cpu: as in `dispatch_traffic`."""
     table, programs, staged = details.table, details.programs, details.staged
     order, axes = dispatch_order(table), staged.packed.axes
     layouts: dict[str, Layout] = dispatched_layouts(staged, axes)._asdict()
@@ -76,13 +78,13 @@ def resources(details: PipelineDetails) -> ExecutorResources:
                 num_versions[column] = max(kept[other] for other in group)
     activations, held = activation_memory(dispatch_order(whole), programs), []
     for device, parts in enumerate(state):
-        column = device % table.num_devices
+        column = device // math.prod(staged.group.sizes.values()) % table.num_devices
         kind, shards = details.stages.kinds[column], staged.all_reduce.shards
         params = nbytes(staged.params.trees[kind])
         grads = nbytes(staged.means[kind].local_shapes) if shards and shards.stage > 1 else params
         more = {"earlier versions": (num_versions[column] - 1) * params} if table.period else {}
         held.append({**parts, **more, "gradients": grads, **activations[column]})
-    return layouts, tuple(held), dispatch_traffic(order, programs, staged)
+    return layouts, tuple(held), dispatch_traffic(order, programs, staged, on_cpu=on_cpu)
 
 
 def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[DispatchedState]:
@@ -90,15 +92,16 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     details, num_data = plan.details, plan.num_replicas
     table, stages, staged = details.table, details.stages, details.staged
     mesh = meshes.make_mesh(plan.axes, devices)
-    columns = MeshColumns(mesh, stages.groups)
+    columns, of_batch = MeshColumns(mesh, stages.groups), BatchPlacement(mesh, problem.batch)
     state_of = StateOnGroups(staged, columns)
     num_phases = details.lowered.shape.num_phases
-    training = StageDispatcher(staged, table, columns, num_phases=num_phases, remat=details.remat)
-    begin = begin_program(mesh, table.num_microbatches)
+    dispatcher = partial(StageDispatcher, staged, columns=columns, of_batch=of_batch.specs)
+    training = dispatcher(table, num_phases=num_phases, remat=details.remat)
+    begin = begin_program(mesh, of_batch, staged.group, table.num_microbatches)
     each_step = FlushedSteps(staged, columns, training)
     if table.period:
         each_step = ContinuousSteps(staged, columns, training, details.programs)
-    settled = meshes.settled if num_data > 1 else lambda x: x
+    settled = meshes.settled if mesh.size > table.num_devices else lambda x: x
     # Collectives of all devices may follow, such as those that agree on a signal, while arrays are still in flight.
     at_end = meshes.settled if jax.process_count() > 1 else lambda x: x
     timeline = Timeline(details.measured_step, details.schedule, table)
@@ -108,7 +111,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         # as many of the training microbatches as divide a replica's examples
         number = math.gcd(num_examples, table.num_microbatches)
         forward = forward_only(table.num_devices, number, table.stages)
-        return split_program(mesh, number), StageDispatcher(staged, forward, columns, num_phases=1, remat="none")
+        return split_program(mesh, of_batch, number), dispatcher(forward, num_phases=1, remat="none")
 
     def train(state: DispatchedState, batch: Batch) -> tuple[DispatchedState, Metrics]:
         if not timeline.next_step():
@@ -138,14 +141,12 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         state = each_step.begin(state_of.from_canonical(tree))
         return each_step.from_private(state, private) if private else state
 
-    on_mesh = batch_placer(mesh)
-
     def place(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        return on_mesh(padded(batch, problem.batch) if table.period else batch)
+        return of_batch.place(padded(batch, problem.batch) if table.period else batch)
 
     def compile_programs() -> list[CompiledProgram]:
         compiler, state = Compiler(), each_step.abstract(state_of.abstract())
-        batch = with_shardings(problem.batch, by_replica(mesh))
+        batch = of_batch.abstract
         for _ in range(2 * num_in_flight(table) if table.period else 1):  # until all stages are busy
             compiler.begin_step()
             state, _ = run(state, batch, compiler)
@@ -187,25 +188,26 @@ def compiled_calls(compiler: Compiler) -> list[CompiledProgram]:
     ]
 
 
-def split_program(mesh: Mesh, number: int) -> Program:
+def split_program(mesh: Mesh, of_batch: BatchPlacement, number: int) -> Program:
     """Return the program that splits a batch into the microbatches of an evaluation."""
 
     def on_device(batch: Batch) -> StepInputs:
         return StepInputs(None, jnp.ones(()), steps.microbatches(batch, number))
 
-    return program_on(mesh, on_device, (PartitionSpec(DATA),), SHARED_SPECS, ("inputs",))
+    return program_on(mesh, on_device, (of_batch.specs,), input_specs(of_batch.specs), ("inputs",))
 
 
-def begin_program(mesh: Mesh, num_microbatches: int) -> Program:
+def begin_program(mesh: Mesh, of_batch: BatchPlacement, group: ReplicaGroup, num_microbatches: int) -> Program:
     """Return the program that begins a step: (step, run's key, batch) -> next step, inputs of the actions."""
 
     def on_device(step: jax.Array, key: jax.Array, batch: Batch) -> tuple[jax.Array, StepInputs]:
-        weight = jax.lax.pmean(steps.batch_weight(batch), DATA)  # so that the gradient is the mean over replicas
+        # so that the gradient is the mean over replicas
+        weight = jax.lax.pmean(group.divisor(steps.batch_weight(batch)), DATA)
         key_data = jax.random.key_data(steps.dropout_key(key, step))
         return step + 1, StepInputs(key_data, weight, steps.microbatches(batch, num_microbatches))
 
-    specs, kinds = (ON_ALL, ON_ALL, PartitionSpec(DATA)), ("inputs", "inputs", "inputs")
-    return program_on(mesh, on_device, specs, (ON_ALL, SHARED_SPECS), kinds)
+    specs, kinds = (ON_ALL, ON_ALL, of_batch.specs), ("inputs", "inputs", "inputs")
+    return program_on(mesh, on_device, specs, (ON_ALL, input_specs(of_batch.specs)), kinds)
 
 
 class StateOnGroups:

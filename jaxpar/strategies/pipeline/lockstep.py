@@ -20,10 +20,14 @@ from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import Plan, Traffic, ring_traffic, state_memory
 from jaxpar.core.state import nbytes
 from jaxpar.core.step import Metrics, Problem
+from jaxpar.exchange.exchange import shared
+from jaxpar.exchange.reduce import added_up
 from jaxpar.layout import Layout
 from jaxpar.models.model import Batch
 from jaxpar.strategies.pipeline.details import ExecutorResources, PipelineDetails, num_unapplied
 from jaxpar.strategies.pipeline.executor.continuous import ContinuousState, continuous_step, padded, update_trips
+from jaxpar.strategies.pipeline.executor.dispatch import dispatch_order
+from jaxpar.strategies.pipeline.executor.dispatch_costs import group_traffic
 from jaxpar.strategies.pipeline.executor.engine import pipeline_evaluation, pipeline_step
 from jaxpar.strategies.pipeline.executor.lowering import (
     LoweredTable,
@@ -44,8 +48,11 @@ from jaxpar.tasks import Sums
 STASH_IN_PLACE = IN_PLACE | {"xla_gpu_copy_insertion_use_region_analysis": True}
 
 
-def resources(details: PipelineDetails) -> ExecutorResources:
-    """Return the layouts of the state, and what a device holds and sends. Each needs as much as the fullest one."""
+def resources(details: PipelineDetails, *, on_cpu: bool) -> ExecutorResources:
+    """Return the layouts of the state, and what a device holds and sends. Each needs as much as the fullest one.
+
+    on_cpu: whether XLA widens what the devices of a stage send.
+    """
     engine, table, stages, state = details.engine, details.table, details.stages, details.state
     held = [{**parts, **engine.activation_bytes} for parts in state_memory(state.purposes)]
     # One transfer per clock and route used in it.
@@ -66,7 +73,10 @@ def resources(details: PipelineDetails) -> ExecutorResources:
     within = ring_traffic("all-reduce", 2, STAGE, most, params.nbytes, "float32", num_vectors=len(params.shapes))
     copied_bytes = nbytes([details.staged.mean_of(*array) for array in copied])
     tied = ring_traffic("all-reduce", 2, STAGE, table.num_devices, copied_bytes, "float32", num_vectors=len(copied))
-    return state.layouts._asdict(), tuple(held), (*transfers, *gradients, within, tied)
+    # In branches, a device sends what its stage does: this is the mean over stages.
+    by_column = group_traffic(dispatch_order(table), details.programs, details.staged, on_cpu=on_cpu)
+    of_groups = shared(added_up(one for of_column in by_column for one in of_column), 1 / table.num_devices)
+    return state.layouts._asdict(), tuple(held), (*transfers, *gradients, within, tied, *of_groups)
 
 
 def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[PackedState]:

@@ -84,7 +84,7 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Deci
     return Decision(axes, axes[DATA] * m, words, axes[DATA], table)
 
 
-def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[Table], /) -> Plan[PipelineDetails]:
+def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[Table], /) -> Plan[PipelineDetails]:
     """Plan the stages of config.pipeline, and the replicas of the pipeline on the data axis.
 
     Raises UserError if config.pipeline.partition cannot cut the model, or the step to measure is after the last one.
@@ -124,7 +124,8 @@ def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decis
     details = PipelineDetails(c.schedule, table, lowered, stages, engine, staged, state, c.remat, c.trace, c.executor)
     if c.executor == DISPATCH:
         private_key |= {"executor": c.executor}
-    layouts, memory, traffic = EXECUTOR_MODULES[c.executor].resources(details)
+    on_cpu = cluster.platform == "cpu"
+    layouts, memory, traffic = EXECUTOR_MODULES[c.executor].resources(details, on_cpu=on_cpu)
     return Plan(
         "pipeline",
         decision,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.core import mesh as meshes
 from jaxpar.core import step as steps
@@ -25,13 +25,14 @@ from jaxpar.exchange.exchange import ShardSteps
 from jaxpar.models.model import Batch, Params
 from jaxpar.strategies.pipeline.executor.enqueue import (
     DEVICES,
-    DIVIDED,
     LOCAL,
     ON_ALL,
     Compiler,
     Host,
     MeshColumns,
     Program,
+    divided,
+    placed,
     program_on,
     restricted,
     with_leading,
@@ -53,7 +54,9 @@ class StepInputs(NamedTuple):
     microbatches: Batch  # [m, B, ..] the microbatches
 
 
-SHARED_SPECS: Any = StepInputs(ON_ALL, ON_ALL, DIVIDED)  # type: ignore[arg-type]
+def input_specs(of_batch: Mapping[str, PartitionSpec]) -> StepInputs:
+    """Return the partition specs of the inputs of a step. of_batch: those of a batch."""
+    return StepInputs(ON_ALL, ON_ALL, divided(of_batch))  # type: ignore[arg-type]
 
 
 class DispatchedAction(NamedTuple):
@@ -112,13 +115,24 @@ def gathered(part: Params, reads: Mapping[str, Mapping[int, jax.ShapeDtypeStruct
 class StageDispatcher:
     """Enqueues the actions of a table on the columns of a mesh."""
 
-    def __init__(self, staged: StagedState, table: Table, columns: MeshColumns, *, num_phases: int, remat: str):
-        """num_phases and remat: as in `StagePrograms`."""
+    def __init__(
+        self,
+        staged: StagedState,
+        table: Table,
+        columns: MeshColumns,
+        of_batch: Mapping[str, PartitionSpec],
+        *,
+        num_phases: int,
+        remat: str,
+    ):
+        """of_batch: partition specs of a batch. num_phases and remat: as in `StagePrograms`."""
+        self.input_specs, self._has_collectives = input_specs(of_batch), bool(staged.group.axes)
         stages, self._num_phases, self._remat = staged.stages, num_phases, remat
         self._stages, self._columns, self._layouts = stages, columns, staged.params.of_kinds
         # how actions shard what they add up, and gather what they read
         shards = staged.all_reduce.shards
         self._shards = shards if shards and shards.stage > 1 else None
+        self._has_collectives |= bool(self._shards)
         self.order, self.num_microbatches = dispatch_order(table), table.num_microbatches
         self._numbers = stages.program_numbers
         self._program = functools.cache(self._make_program)
@@ -152,7 +166,7 @@ class StageDispatcher:
                 work.grads[column] = host.call(self._zeros(column), parts)
             accumulated = work.grads[column][chunk]
         # On virtual CPU devices, programs with collectives must not run at the same time (mesh.one_at_a_time).
-        settled = meshes.settled if self._shards else lambda x: x
+        settled = meshes.settled if self._has_collectives else lambda x: x
         arguments = settled(
             (
                 parts[chunk],
@@ -173,7 +187,7 @@ class StageDispatcher:
         if sums is not None:
             work.sums.setdefault(column, []).append(sums)
         if to is not None:
-            sharding = NamedSharding(self._columns.of_column[to[1]], LOCAL)
+            sharding = placed(self._columns.of_column[to[1]], LOCAL)
             work.arrived[phase, to[0], microbatch] = host.send(result, sharding)
 
     def parts(self, group: int, params: Params) -> dict[int, list[Params]]:
@@ -237,8 +251,8 @@ class StageDispatcher:
             # The last one is ready when the program has run, and no later program donates it (timeline.py).
             return with_leading((result, outputs.sums, grads, made, jnp.zeros(())))
 
-        specs = (self._specs(column, chunk), SHARED_SPECS, ON_ALL, ON_ALL, LOCAL, LOCAL, LOCAL)
+        specs = (self._specs(column, chunk), self.input_specs, ON_ALL, ON_ALL, LOCAL, LOCAL, LOCAL)
         kinds = ("parameters", "inputs", "inputs", "inputs", "transfers", "stashes", "gradients")
-        options = {"donate_argnums": 6, "compiler_options": OVERLAP if shards else None}
+        options = {"donate_argnums": 6, "compiler_options": OVERLAP if self._has_collectives else None}
         program = program_on(self._columns.of_column[column], on_device, specs, LOCAL, kinds, **options)
         return program._replace(is_action=True)

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.core import step as steps
 from jaxpar.core.mesh import DATA
@@ -26,14 +25,14 @@ from jaxpar.launch.processes import fetch_from_owners, put_on_devices
 from jaxpar.layout import Tree
 from jaxpar.models.model import Params
 from jaxpar.strategies.pipeline.executor.dispatch import DispatchedAction, StageDispatcher, StepInputs, Work
-from jaxpar.strategies.pipeline.executor.dispatch_update import DispatchedState, FlushedSteps, over_replicas
+from jaxpar.strategies.pipeline.executor.dispatch_update import DispatchedState, FlushedSteps
 from jaxpar.strategies.pipeline.executor.enqueue import (
-    DIVIDED,
     LOCAL,
     ON_ALL,
     Host,
     MeshColumns,
     Program,
+    placed,
     program_on,
     restricted,
     with_leading,
@@ -197,7 +196,7 @@ class ContinuousSteps(FlushedSteps):
         return min([1 + min(reads.values()), *(read for i, read in reads.items() if i > place)])
 
     def _agreed(self, sums: Sums, squares: list[jax.Array], nonfinite: list[jax.Array]) -> Metrics:
-        total = over_replicas(sums)
+        total = self._over_replicas(sums)
         is_finite = sum(nonfinite, jnp.zeros(())) == 0
         return Metrics(total, jnp.sqrt(sum(squares, jnp.zeros(()))), is_finite & jnp.isfinite(total.loss))
 
@@ -210,17 +209,19 @@ class ContinuousSteps(FlushedSteps):
             before, of_chunks = without_leading((residuals, of_chunks))
             # A compressor may hide infinities and NaNs, so count them before the exchange.
             grads = self._merged(group, of_chunks)
-            nonfinite = jax.lax.psum(steps.nonfinite_count(grads), DATA)
-            grads, after = self._staged.exchanged(grads, before, optax.tree.norm(grads))
+            of_stage = self._staged.group
+            nonfinite = jax.lax.psum(steps.nonfinite_count(grads), (DATA, *of_stage.split_axes))
+            grads, after = self._staged.exchanged(grads, before, of_stage.norm(grads))
             # With a gradient norm of NaN, the update changes nothing.
-            norm = optax.tree.norm(grads)
+            norm = of_stage.norm(grads)
             state = State(step, jnp.zeros(()), params, optimizer)
             checked_norm = jnp.where(nonfinite == 0, norm, jnp.nan)
             state, metrics = steps.update(problem, state, grads, problem.task.zeros(), checked_norm)
             after = with_leading(kept_if(metrics.finite, after, before))
             return state.params, state.optimizer, after, jnp.square(norm), 1.0 - metrics.finite
 
-        specs, results = (ON_ALL, ON_ALL, ON_ALL, LOCAL, LOCAL), (ON_ALL, ON_ALL, LOCAL, ON_ALL, ON_ALL)
+        of_state = self._state_specs(group)
+        specs, results = (ON_ALL, *of_state, LOCAL, LOCAL), (*of_state, LOCAL, ON_ALL, ON_ALL)
         kinds = ("inputs", "parameters", "optimizer", "private", "gradients")
         is_read_later = self._read_after_update[group] <= -self._age_of_update[group]
         options: Any = {"donate_argnums": (2, 3) if is_read_later else (1, 2, 3), "compiler_options": IN_PLACE}
@@ -259,8 +260,10 @@ class ContinuousSteps(FlushedSteps):
     def from_private(self, state: DispatchedState, private: Canonical) -> DispatchedState:
         """Return a state of `begin`, whose pipeline is empty, with the private state that `to_private` returned."""
         columns, programs, flight = self._columns, self._programs, state.private
-        on_group = [NamedSharding(mesh, ON_ALL) for mesh in columns.of_group]
-        on_column = [NamedSharding(mesh, LOCAL) for mesh in columns.of_column]
+        on_column = [placed(mesh, LOCAL) for mesh in columns.of_column]
+
+        def put(tree: Tree, mesh: Mesh, specs: Tree) -> Tree:
+            return jax.tree.map(lambda x, spec: put_on_devices(x, NamedSharding(mesh, spec)), tree, specs)
 
         def saved(name: str, like: Callable[..., Tree]) -> list[tuple[Any, Any]]:
             """Return the keys and trees of a name, on the host. like: key -> a tree of the same structure."""
@@ -279,17 +282,17 @@ class ContinuousSteps(FlushedSteps):
 
         residuals, optimizer = list(flight.residuals), list(state.optimizer)
         for (g,), tree in saved("residuals", residuals.__getitem__):
-            residuals[g] = put_on_devices(tree, NamedSharding(columns.of_group[g], LOCAL))
+            residuals[g] = put_on_devices(tree, placed(columns.of_group[g], LOCAL))
         for (g,), tree in saved("optimizer", optimizer.__getitem__):
-            optimizer[g] = put_on_devices(tree, on_group[g])
+            optimizer[g] = put(tree, columns.of_group[g], self._state_specs(g)[1])
         for (g, version), tree in saved("versions", lambda g, _version: state.params[g]):
-            flight.versions[g][version] = put_on_devices(tree, on_group[g])
+            flight.versions[g][version] = put(tree, columns.of_group[g], self._state_specs(g)[0])
         batches, work = {}, Work({}, {}, {}, {})
-        on_all, divided = (NamedSharding(columns.mesh, spec) for spec in (ON_ALL, DIVIDED))
+        on_all, specs = NamedSharding(columns.mesh, ON_ALL), self._dispatcher.input_specs.microbatches
         of_batch = 0, StepInputs(0, 0, dict(programs.programs[0].inputs.microbatch))
         for (number,), (step, inputs) in saved("batches", lambda _number: of_batch):
             step, key_data, weight = put_on_devices((step, inputs.key, inputs.weight), on_all)
-            inputs = StepInputs(key_data, weight, put_on_devices(inputs.microbatches, divided))
+            inputs = StepInputs(key_data, weight, put(inputs.microbatches, columns.mesh, specs))
             of_groups = [restricted(step, mesh) for mesh in columns.of_group]
             batches[number] = EnteredBatch(of_groups, columns.split(inputs))
         for key, tree in saved("arrived", lambda phase, *at: programs.received(program(*at), phase)):

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxpar import layout
+from jaxpar.core.groups import SentArrays
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import Traffic, ring_traffic
 from jaxpar.core.state import nbytes
@@ -52,9 +53,12 @@ def activation_memory(order: Sequence[DispatchedAction], programs: StagePrograms
 
 
 def dispatch_traffic(
-    order: Sequence[DispatchedAction], programs: StagePrograms, staged: StagedState
+    order: Sequence[DispatchedAction], programs: StagePrograms, staged: StagedState, *, on_cpu: bool
 ) -> tuple[Traffic, ...]:
-    """Return the traffic of the column that sends most: activations and their gradients, gradients of the weights."""
+    """Return the traffic of the column that sends most: activations and their gradients, gradients of the weights.
+
+    on_cpu: whether XLA widens what the devices of a stage send.
+    """
     stages = programs.stages
     copies: Counter[tuple[str, int]] = Counter()  # bytes by dtype and column
     messages: Counter[tuple[str, int]] = Counter()
@@ -78,16 +82,47 @@ def dispatch_traffic(
         Traffic("copy", dtype, STAGE, *max((copies[key], messages[key]) for key in copies if key[0] == dtype))
         for dtype in sorted({dtype for dtype, _ in copies})
     ]
-    held = [stages.select(stages.model.shapes, columns[0]) for columns in stages.groups]
+    held = [staged.params.trees[stages.kinds[columns[0]]] for columns in stages.groups]
     shards, within = staged.all_reduce.shards, []  # within: the sums of the gradients of the replicas of a stage
     for columns, tree in zip(stages.groups, held, strict=True):
         added = staged.means[stages.kinds[columns[0]]].local_shapes if shards and shards.stage > 1 else tree
         size, num_arrays = nbytes(added), len(jax.tree.leaves(tree))
         within.append(ring_traffic("all-reduce", 2, STAGE, len(columns), size, "float32", num_vectors=num_arrays))
     largest = max(within, key=lambda one: one.nbytes)
+    of_groups = largest_of(group_traffic(order, programs, staged, on_cpu=on_cpu))
     if shards:
-        return (*sent, *shard_traffic(order, programs, staged), largest)
-    return (*sent, *staged.all_reduce.traffic(max(held, key=nbytes)), largest)
+        return (*sent, *shard_traffic(order, programs, staged), largest, *of_groups)
+    return (*sent, *staged.all_reduce.traffic(max(held, key=nbytes)), largest, *of_groups)
+
+
+def group_traffic(
+    order: Sequence[DispatchedAction], programs: StagePrograms, staged: StagedState, *, on_cpu: bool
+) -> list[list[Traffic]]:
+    """Return, by column, what a device sends to those with which it computes the column's stages.
+
+    on_cpu: whether XLA widens what is sent.
+    """
+    sent: list[list[SentArrays]] = [[] for _ in programs.numbers]
+    for column, chunk, phase, *_ in (action for action in order if not action.is_update):
+        sent[column] += programs.programs[int(programs.numbers[column, chunk])].cut.sent[phase]
+    sizes, shards, by_column = staged.group.sizes, staged.all_reduce.shards, []
+    for column, rows in enumerate(sent):
+        kind = staged.stages.kinds[column]
+        is_shard = shards and shards.stage > 1  # those of the replicas are added up
+        grads = staged.means[kind].local_shapes if is_shard else staged.params.trees[kind]
+        rows = [*rows, *staged.group.sums_of(grads)]
+        widened = [row.widened() if on_cpu else row for row in rows]
+        by_column.append(added_up(row.traffic(sizes[row.axis]) for row in widened))
+    return by_column
+
+
+def largest_of(by_column: Sequence[Sequence[Traffic]]) -> list[Traffic]:
+    """Return the traffic, of each kind, of the column that sends most."""
+    most: dict[Any, Traffic] = {}
+    for one in [one for of_column in by_column for one in of_column]:
+        key = one.kind, one.axis, one.dtype, one.members
+        most[key] = max(one, most.get(key, one), key=lambda one: one.nbytes)
+    return list(most.values())
 
 
 def shard_traffic(order: Sequence[DispatchedAction], programs: StagePrograms, staged: StagedState) -> list[Traffic]:
@@ -96,7 +131,7 @@ def shard_traffic(order: Sequence[DispatchedAction], programs: StagePrograms, st
     assert shards
     for group in stages.groups:  # once in a step
         for column in group:
-            sent[column] = staged.all_reduce.traffic(stages.select(stages.model.shapes, column))
+            sent[column] = staged.all_reduce.traffic(staged.params.trees[stages.kinds[column]])
     for column, chunk, phase, *_ in order:
         number = int(programs.numbers[column, chunk])
         if shards.stage == 3:
@@ -104,11 +139,7 @@ def shard_traffic(order: Sequence[DispatchedAction], programs: StagePrograms, st
         if shards.stage > 1 and phase == programs.num_phases - 1:
             params = programs.programs[number].inputs.params
             sent[column] += [shards.scatter_traffic(arrays) for arrays in params.values()]
-    most: dict[Any, Traffic] = {}
-    for one in [total for of_column in sent.values() for total in added_up(of_column)]:
-        key = one.kind, one.dtype, one.members
-        most[key] = max(one, most.get(key, one), key=lambda one: one.nbytes)
-    return list(most.values())
+    return largest_of([added_up(of_column) for of_column in sent.values()])
 
 
 def dispatched_layouts(staged: StagedState, axes: Mapping[str, int]) -> DispatchedState:

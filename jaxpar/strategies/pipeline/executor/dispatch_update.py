@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import serialization
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -37,6 +36,7 @@ from jaxpar.strategies.pipeline.executor.enqueue import (
     Host,
     MeshColumns,
     Program,
+    placed,
     program_on,
     restricted,
     with_leading,
@@ -63,9 +63,12 @@ class DispatchedState(NamedTuple):
 
 
 def private_layout(axes: Mapping[str, int], all_reduce: AllReduce, params: Params) -> Layout:
-    """Return the layout of the private state of a group, as in LOCAL. axes: those of the group's mesh."""
+    """Return the layout of the private state of a group, as in LOCAL. axes: those of the group's mesh.
+
+    params: what a device has of the parameters.
+    """
     like = layout.made_by_replicas(axes, lambda: all_reduce.init(params), DATA)
-    return layout.per_replica(axes, like.local_shapes, DATA, STAGE)
+    return layout.per_replica(axes, like.local_shapes, *axes)
 
 
 class FlushedSteps:
@@ -79,7 +82,7 @@ class FlushedSteps:
         stages, groups, on_group = staged.stages, range(len(columns.groups)), columns.of_group
         self._ties = {array: self._holders(*array) for array in stages.copied}
         # On virtual CPU devices, programs with collectives must not run at the same time (mesh.one_at_a_time).
-        self._has_collectives = columns.mesh.shape[DATA] > 1 or stages.has_replicas
+        self._has_collectives = columns.mesh.size > columns.mesh.shape[STAGE] or stages.has_replicas
         self._last = columns.group_of[StageDevices(stages.placement).of(stages.num_stages - 1)[0]]  # of the last stage
         scalars = ("inputs",)
         own = [g for g in groups if any(x.process_index == jax.process_index() for x in on_group[g].devices.flat)]
@@ -90,7 +93,7 @@ class FlushedSteps:
         self._sum = {array: self._make_sum(array) for array in self._ties}
         self._add = [program_on(mesh, self._added, (LOCAL,), LOCAL, scalars) for mesh in columns.of_column]
         self._root = program_on(on_group[0], _root_of_sum, (BY_REPLICA,), BY_REPLICA, scalars)
-        self._total = program_on(on_group[self._last], over_replicas, (LOCAL,), ON_ALL, scalars)
+        self._total = program_on(on_group[self._last], self._over_replicas, (LOCAL,), ON_ALL, scalars)
         self._agree = program_on(on_group[self._last], self._agreed, (LOCAL, ON_ALL, ON_ALL), ON_ALL, 3 * scalars)
 
     def begin(self, state: DispatchedState) -> DispatchedState:
@@ -99,16 +102,19 @@ class FlushedSteps:
         def on_device(held: Params) -> Tree:
             return with_leading(self._staged.all_reduce.init(held))
 
-        programs = [program_on(mesh, on_device, (ON_ALL,), LOCAL, ()) for mesh in self._columns.of_group]
+        specs = [(self._state_specs(g)[0],) for g in range(len(self._columns.groups))]
+        meshes_and_specs = zip(self._columns.of_group, specs, strict=True)
+        programs = [program_on(mesh, on_device, spec, LOCAL, ()) for mesh, spec in meshes_and_specs]
         private = tuple(program.jitted(held) for program, held in zip(programs, state.params, strict=True))
         return state._replace(private=private)
 
     def abstract(self, state: DispatchedState) -> DispatchedState:
         """Return what `begin` returns, of shapes with shardings."""
         of_groups = []
-        for mesh, held in zip(self._columns.of_group, state.params, strict=True):
+        for mesh, columns in zip(self._columns.of_group, self._columns.groups, strict=True):
+            held = self._staged.params.trees[self._staged.stages.kinds[columns[0]]]
             private = private_layout(dict(mesh.shape), self._staged.all_reduce, held)
-            of_groups.append(steps.with_shardings(private.shapes, NamedSharding(mesh, LOCAL)))
+            of_groups.append(steps.with_shardings(private.shapes, placed(mesh, LOCAL)))
         return state._replace(private=tuple(of_groups))
 
     def actions(self, _state: DispatchedState) -> list[DispatchedAction]:
@@ -196,17 +202,30 @@ class FlushedSteps:
         return reduce(partial(jax.tree.map, jnp.add), trees or [with_leading(self._staged.problem.task.zeros())])
 
     def _merged(self, group: int, of_chunks: Sequence[Params]) -> Params:
-        """Return the gradient of a device, summed over its chunks and the replicas of its stage. For `shard_map`."""
-        held = sum_over_stages(of_chunks)
+        """Return the gradient of a device, summed over its chunks and devices with the same arrays. For `shard_map`.
+
+        These are the replicas of its stage, and devices that compute it together.
+        """
+        held = self._staged.group.reduced(sum_over_stages(of_chunks))
         return jax.lax.psum(held, STAGE) if len(self._columns.groups[group]) > 1 else held
 
     def _agreed(self, sums: Sums, squares: list[jax.Array], nonfinite: list[jax.Array]) -> Any:
         # With a gradient norm of NaN, nothing is updated.
-        return over_replicas(sums), jnp.where(sum(nonfinite) == 0, _root_of_sum(squares), jnp.nan)
+        return self._over_replicas(sums), jnp.where(sum(nonfinite) == 0, _root_of_sum(squares), jnp.nan)
+
+    def _over_replicas(self, sums: Sums) -> Sums:
+        """Return the sum of metric sums of all columns of a group. For `shard_map`."""
+        total: Sums = jax.lax.psum(without_leading(sums), (*self._staged.group.batch_axes, STAGE))
+        return total
+
+    def _state_specs(self, group: int) -> tuple[Any, Any]:
+        """Return the partition specs of the parameters and the optimizer state of a group."""
+        kind = self._staged.stages.kinds[self._columns.groups[group][0]]
+        return self._staged.params.of_kinds[kind].specs, self._staged.optimizer.of_kinds[kind].specs
 
     def _make_square(self, group: int) -> Program:
         def on_device(of_chunks: list[Params]) -> jax.Array:
-            return optax.tree.norm(self._merged(group, without_leading(of_chunks)))[None] ** 2
+            return self._staged.group.norm(self._merged(group, without_leading(of_chunks)))[None] ** 2
 
         return program_on(self._columns.of_group[group], on_device, (LOCAL,), BY_REPLICA, ("gradients",))
 
@@ -217,15 +236,19 @@ class FlushedSteps:
 
         def on_device(parts: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
             total = sum(parts[1:], parts[0])
-            return total, self._square_of([total])
+            return total, self._square_of({layer: {name: total}})
 
         return program_on(self._columns.of_group[owner], on_device, (spec,), (spec, ON_ALL), ("gradients",))
 
-    def _square_of(self, means: Tree) -> jax.Array:
-        """Return the sum of squares of mean gradients, of which a replica may have shards. For `shard_map`."""
+    def _square_of(self, means: Params) -> jax.Array:
+        """Return the sum of squares of mean gradients, of which a device may have parts. For `shard_map`."""
+        group = self._staged.group
+        means = group.counted(means)
         if self._shards:
-            return self._shards.square(means)
-        return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(means)), jnp.zeros(()))
+            square = self._shards.square(means)
+        else:
+            square = sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(means)), jnp.zeros(()))
+        return jax.lax.psum(square, group.split_axes) if group.split_axes else square
 
     def _make_reduce(self, group: int) -> Program:
         apart = {array for array, holders in self._ties.items() if group in holders}
@@ -233,10 +256,13 @@ class FlushedSteps:
         def on_device(of_chunks: list[Params], private: Tree, norm: jax.Array | None) -> tuple[Any, ...]:
             of_chunks, private = without_leading((of_chunks, private))
             # Check for infinities and NaNs before the exchange: a compressor may hide them.
-            nonfinite = jax.lax.psum(steps.nonfinite_count(of_chunks), (DATA, STAGE))
+            nonfinite = jax.lax.psum(steps.nonfinite_count(of_chunks), (DATA, STAGE, *self._staged.group.axes))
             grads = self._merged(group, of_chunks)
             grads, residuals = self._staged.exchanged(grads, private, None if norm is None else norm[0])
-            whole = [x for layer, arrays in grads.items() for name, x in arrays.items() if (layer, name) not in apart]
+            whole = {
+                layer: {name: x for name, x in arrays.items() if (layer, name) not in apart}
+                for layer, arrays in grads.items()
+            }
             return grads, with_leading(residuals), self._square_of(whole), nonfinite
 
         results = self._specs[group], LOCAL, ON_ALL, ON_ALL
@@ -266,21 +292,12 @@ class FlushedSteps:
 
         # if each replica has whole parameters, but updates shards of them
         shards = self._shards if self._shards and self._shards.stage < 3 else None
-        of_params, of_optimizer = (
-            part.of_kinds[self._staged.stages.kinds[self._columns.groups[group][0]]].specs
-            for part in (self._staged.params, self._staged.optimizer)
-        )
+        of_params, of_optimizer = self._state_specs(group)
         state = ("inputs", ON_ALL), ("parameters", of_params), ("optimizer", of_optimizer), ("private", LOCAL)
         others = ("gradients", self._specs[group]), ("residuals", LOCAL), ("inputs", ON_ALL), ("inputs", ON_ALL)
         kinds, specs = zip(*state, *others, strict=True)  # of the arguments of `on_device`
         mesh, donated, results = self._columns.of_group[group], (1, 2, 3), (of_params, of_optimizer, LOCAL, ON_ALL)
         return program_on(mesh, on_device, specs, results, kinds, compiler_options=IN_PLACE, donate_argnums=donated)
-
-
-def over_replicas(sums: Sums) -> Sums:
-    """Return the sum of metric sums of all columns of a group. For `shard_map`."""
-    total: Sums = jax.lax.psum(without_leading(sums), (DATA, STAGE))
-    return total
 
 
 def _root_of_sum(squares: list[jax.Array]) -> jax.Array:

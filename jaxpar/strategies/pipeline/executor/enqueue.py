@@ -1,12 +1,14 @@
 """Programs and arrays on the columns of a mesh, and the hosts that enqueue them: on devices, or only to compile them.
 
 A *column* of the mesh is one index of the stage axis, with all its replicas on the data axis. The columns of a
-replicated stage form a *group*; other columns are groups of their own. Arrays have one of four forms:
+replicated stage form a *group*; other columns are groups of their own. Arrays have one of four forms, unless the
+devices that compute a stage together, or replicas, have parts of them (`Layout.specs`):
 
     ON_ALL       P()              equal on all devices: parameters, optimizer state, scalars
     DIVIDED      P(None, data)    [m, B, ..] microbatches, whose examples are divided among the replicas
     BY_REPLICA   P(data)          [data] a scalar of each replica
-    LOCAL        P(data, stage)   [data, stage, ..] different on each device: activations, stashes, gradients
+    LOCAL        P(data, stage)   [data, stage, ..] different on each device: activations, stashes, gradients. With
+                                  other axes of the mesh, it has dims for them too
 
 A step is one Python function that calls programs and sends arrays through a host. With `DEVICES` it trains. With a
 `Compiler`, whose arrays are shapes with shardings, the same function lists the programs of a step, for an audit.
@@ -25,8 +27,7 @@ from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.launch import processes
 from jaxpar.layout import Tree
 
-ON_ALL, DIVIDED = PartitionSpec(), PartitionSpec(None, DATA)
-BY_REPLICA, LOCAL = PartitionSpec(DATA), PartitionSpec(DATA, STAGE)
+ON_ALL, BY_REPLICA, LOCAL = PartitionSpec(), PartitionSpec(DATA), PartitionSpec(DATA, STAGE)
 ENQUEUE_SECONDS = 1e-4  # of the host, to enqueue a program with the arrays of a stage; not measured on GPUs
 
 
@@ -50,7 +51,7 @@ class MeshColumns:
         """Return trees on the columns of a group, in the form LOCAL, as one tree on the group."""
         if len(trees) == 1:
             return trees[0]
-        sharding = NamedSharding(self.of_group[group], LOCAL)
+        sharding = placed(self.of_group[group], LOCAL)
 
         def join(*parts: Any) -> Any:
             num_data, _, *rest = parts[0].shape
@@ -59,14 +60,26 @@ class MeshColumns:
         return jax.tree.map(join, *trees)
 
 
+def placed(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    """Return the sharding of arrays of a form on a mesh."""
+    return NamedSharding(mesh, PartitionSpec(*mesh.axis_names) if spec == LOCAL else spec)
+
+
+def divided(specs: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
+    """Return the specs of microbatches, for those of a batch: of the form DIVIDED, without a context axis."""
+    return {name: PartitionSpec(None, *spec) for name, spec in specs.items()}
+
+
 def without_leading(tree: Tree) -> Tree:
     """Return arrays of the form LOCAL as a device sees them inside `shard_map`: without their leading dims."""
-    return jax.tree.map(lambda x: x[0, 0], tree)
+    number = len(jax.sharding.get_abstract_mesh().axis_names)
+    return jax.tree.map(lambda x: x.reshape(x.shape[number:]), tree)
 
 
 def with_leading(tree: Tree) -> Tree:
     """Return arrays with the leading dims of the form LOCAL. The inverse of `without_leading`."""
-    return jax.tree.map(lambda x: x[None, None], tree)
+    number = len(jax.sharding.get_abstract_mesh().axis_names)
+    return jax.tree.map(lambda x: x.reshape((1,) * number + x.shape), tree)
 
 
 def restricted(tree: Tree, mesh: Mesh) -> Tree:
@@ -101,6 +114,7 @@ def program_on(
     mesh: Mesh, function: Callable[..., Any], in_specs: Any, out_specs: Any, kinds: tuple[str, ...], **options: Any
 ) -> Program:
     """Jit a function over a mesh. `function` gets what a device holds of its arguments. options: of `jax.jit`."""
+    in_specs, out_specs = jax.tree.map(lambda spec: placed(mesh, spec).spec, (in_specs, out_specs))
     mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return Program(jax.jit(mapped, **options), mesh, kinds)
 
@@ -132,8 +146,8 @@ def _sent_between_processes(x: jax.Array | np.ndarray, sharding: NamedSharding) 
     assert isinstance(x.sharding, NamedSharding)
     from_mesh, shards = x.sharding.mesh.devices, {shard.device: shard.data for shard in x.addressable_shards}
     own, shape, parts = jax.process_index(), x.sharding.shard_shape(x.shape), []
-    for (replica, column), device in np.ndenumerate(sharding.mesh.devices):
-        sender = from_mesh[replica, column % from_mesh.shape[1]]
+    for (replica, column, *rest), device in np.ndenumerate(sharding.mesh.devices):
+        sender = from_mesh[replica, column % from_mesh.shape[1], *rest]
         if sender.process_index == device.process_index == own:
             parts.append(jax.device_put(shards[sender], device))
         elif sender.process_index != device.process_index:

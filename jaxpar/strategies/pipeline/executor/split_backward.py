@@ -18,6 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from jaxpar.core.groups import SentArrays
+from jaxpar.strategies.pipeline.executor.collectives import sent_arrays
+
 # Primitives whose equation can be replaced by the jaxpr that it calls, and the parameter that holds the jaxpr.
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 REMAT_CALLS = {"remat2": "jaxpr", "checkpoint": "jaxpr"}
@@ -51,6 +54,7 @@ class Cut(NamedTuple):
     saved: dict[tuple[int, int], list[jax.ShapeDtypeStruct]]
     # by phase, the dtype of each input that it reads, by number: a narrower one if it casts the input first
     reads: tuple[dict[int, Any], ...]
+    sent: tuple[list[SentArrays], ...]  # by phase, what its collectives send
 
 
 def cut_phases(closed: core.ClosedJaxpr, num_outputs: Sequence[int], sources: Sequence[Origin]) -> Cut:
@@ -70,7 +74,7 @@ def cut_phases(closed: core.ClosedJaxpr, num_outputs: Sequence[int], sources: Se
     avals = {key: [var.aval for var in variables] for key, variables in saved.items()}
     kept = {key: [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in of_key] for key, of_key in avals.items()}
     reads = [_reads(jaxpr, equations[phase], outputs[phase]) for phase in range(len(outputs))]
-    return Cut(runs, kept, tuple(reads))
+    return Cut(runs, kept, tuple(reads), tuple(list(sent_arrays(of_phase)) for of_phase in equations))
 
 
 def _assign(

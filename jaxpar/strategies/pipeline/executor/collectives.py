@@ -1,0 +1,31 @@
+"""What the devices that compute a stage together send each other, from the traced programs of the stages."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from jaxpar.core.groups import SentArrays
+
+KINDS = {"psum": "all-reduce", "pmax": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+
+
+def sent_arrays(equations: Sequence[Any], times: int = 1) -> Iterator[SentArrays]:
+    """Yield what equations of a jaxpr, and of those inside it, send over named axes. times: how often they run."""
+    for equation in equations:
+        kind, params = KINDS.get(equation.primitive.name), equation.params
+        if kind is not None:
+            axes = params["axes"] if "axes" in params else params["axis_name"]
+            [axis] = axes if isinstance(axes, tuple) else (axes,)
+            for var in equation.outvars if kind == "all-gather" else equation.invars:
+                yield SentArrays(kind, axis, np.dtype(var.aval.dtype), var.aval.size, times, times)
+        inside = times * (params["length"] if equation.primitive.name == "scan" else 1)
+        for jaxpr in jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(jaxpr):
+                yield from sent_arrays(jaxpr.eqns, inside)
+
+
+def _is_jaxpr(x: Any) -> bool:
+    return isinstance(x, core.ClosedJaxpr | core.Jaxpr)
