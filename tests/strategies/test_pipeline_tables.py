@@ -9,6 +9,7 @@ import pytest
 from jaxpar.choose.search.lockstep_search import search_lockstep
 from jaxpar.choose.search.search import search
 from jaxpar.core import mesh as meshes
+from jaxpar.core.step import abstract
 from jaxpar.strategies.pipeline import lockstep
 from jaxpar.strategies.pipeline.details import PipelineDetails
 from jaxpar.strategies.pipeline.executor import engine
@@ -20,6 +21,7 @@ from jaxpar.strategies.pipeline.tables.simulate import Times
 from jaxpar.strategies.pipeline.tables.table import ACTION_KINDS, BW, Action, F, Table, loop_stages, place_actions
 from jaxpar.strategies.pipeline.tables.table_file import write_table
 from jaxpar.strategies.pipeline.tables.validate import check_table
+from jaxpar.strategies.placement import BatchPlacement
 from tests.strategies.pipelines import (
     NUM_MICROBATCHES,
     Task,
@@ -112,7 +114,8 @@ def test_tables_of_one_shape_share_a_program(monkeypatch: pytest.MonkeyPatch) ->
     piped, traced = make(TASK, *overrides), []
     details, mesh = piped.plan.details, meshes.make_mesh(piped.plan.axes, piped.devices)
     assert isinstance(details, PipelineDetails)
-    step = meshes.one_at_a_time(lockstep.jit_train_step(details, mesh), mesh)
+    of_batch = BatchPlacement(mesh, abstract(make_batch(TASK, 0)))
+    step = meshes.one_at_a_time(lockstep.jit_train_step(details, mesh, of_batch), mesh)
 
     class Programs(StagePrograms):
         def __init__(self, *args: Any, **options: Any):

@@ -146,7 +146,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
 
     def compile_programs() -> list[CompiledProgram]:
         compiler, state = Compiler(), each_step.abstract(state_of.abstract())
-        batch = of_batch.abstract
+        batch: Any = of_batch.abstract
         for _ in range(2 * num_in_flight(table) if table.period else 1):  # until all stages are busy
             compiler.begin_step()
             state, _ = run(state, batch, compiler)

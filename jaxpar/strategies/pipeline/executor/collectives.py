@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.extend import core
 
@@ -22,10 +21,5 @@ def sent_arrays(equations: Sequence[Any], times: int = 1) -> Iterator[SentArrays
             for var in equation.outvars if kind == "all-gather" else equation.invars:
                 yield SentArrays(kind, axis, np.dtype(var.aval.dtype), var.aval.size, times, times)
         inside = times * (params["length"] if equation.primitive.name == "scan" else 1)
-        for jaxpr in jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(jaxpr):
-                yield from sent_arrays(jaxpr.eqns, inside)
-
-
-def _is_jaxpr(x: Any) -> bool:
-    return isinstance(x, core.ClosedJaxpr | core.Jaxpr)
+        for jaxpr in core.jaxprs_in_params(params):
+            yield from sent_arrays(jaxpr.eqns, inside)

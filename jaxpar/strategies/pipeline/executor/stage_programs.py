@@ -5,6 +5,7 @@ mesh, axis name or schedule. The engine (engine.py) runs the phases as branches 
 callers can run them one at a time.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -181,14 +182,19 @@ def trace_stage(stages: Stages, stage: int, inputs: StageInputs, *, num_phases: 
     is_bumped = num_phases == 3 and computation.is_first and stages.bounds[1] - stages.bounds[0] > 1
     key = (stage, *computation[1:], avals, structure, is_bumped, remat)
     found, group = _TRACED.setdefault(stages.computed, {}), list(stages.group_sizes.items())
-    trace = partial(jax.make_jaxpr, axis_env=group, return_shape=True)
+
+    def trace(function: Callable[[StageInputs], Any]) -> tuple[Any, Any]:
+        """Return the jaxpr of a function of the inputs, and the shapes of its results."""
+        made: tuple[Any, Any] = jax.make_jaxpr(function, axis_env=group, return_shape=True)(inputs)
+        return made
+
     with jax.sharding.use_abstract_mesh(NO_MESH):
         if key not in found:
             if not computation.is_last:
-                y = trace(lambda inputs: computation.forward(inputs, inputs.params, inputs.x, None)[0])(inputs)[1]
+                _, y = trace(lambda inputs: computation.forward(inputs, inputs.params, inputs.x, None)[0])
             inputs = inputs._replace(dy=None if computation.is_last else y)
             phases = partial(computation.phases, is_bumped=is_bumped, remat=remat)
-            found[key] = inputs, *trace(phases)(inputs)
+            found[key] = inputs, *trace(phases)
         if (*key, num_phases) not in found:
             inputs, closed, outputs = found[key]
             if num_phases == 2:  # B and W are one phase

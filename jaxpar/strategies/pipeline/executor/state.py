@@ -126,7 +126,7 @@ class StagedTree:
         parts: dict[tuple[int, ...], Packed] = {}  # by the leading dims of the packed arrays
         for device, (kind, held) in enumerate(zip(self._kinds, self.split(tree), strict=True)):
             of_kind = self.of_kinds[kind]
-            shards = {(): of_kind.to_global(held, np)}
+            shards: dict[tuple[int, ...], Any] = {(): of_kind.to_global(held, np)}
             for axis in self._split_over:
                 shards = {(*i, j): x for i, of in shards.items() for j, x in enumerate(of_kind.shards(of, axis))}
             parts |= {(*i, device): self.packing.pack(kind, shard, np) for i, shard in shards.items()}
