@@ -53,6 +53,12 @@ def check_group_of_stage(config: ConfigDict) -> None:
             )
 
 
+def summary(axes: Mapping[str, int]) -> str:
+    """Return what the devices of a group divide, to continue the summary of a plan; empty without a group."""
+    words = {TENSOR: "layers", CONTEXT: "texts"}
+    return "".join(f"; {word} split over {axes[axis]} devices" for axis, word in words.items() if axis in axes)
+
+
 def replica_group(config: ConfigDict, shapes: Problem, axes: Mapping[str, int]) -> ReplicaGroup:
     """Return the devices of a replica. Raises UserError if they cannot divide the model, the task or the optimizer."""
     split, size = shapes.model.tensor, axes.get(TENSOR, 1)

@@ -28,6 +28,9 @@ SINGLE, TWO, FOUR = "strategy=single", "mesh.data=2 mesh.tensor=2", "mesh.data=2
 TWICE = "optimizer.accumulation_steps=2"
 ADAM = "optimizer.name=adamw optimizer.lr=0.001 optimizer.weight_decay=0.1 optimizer.eps=0.001"
 SCAN = "model.scan_layers=True"
+STAGES = "strategy=pipeline pipeline.num_microbatches=3 mesh.data=1 mesh.stage=2"
+DISPATCH = "pipeline.executor=dispatch"
+ONEBIT = "exchange=byteps_onebit exchange_options.min_compress_bytes=0"
 # Cases of every run of the suite.
 FAST = [
     Case("bert", f"{FOUR} exchange=horovod {ADAM}"),
@@ -39,6 +42,8 @@ FAST = [
     Case("albert", f"{TWO} model.remat=full"),
     Case("gpt", "mesh.data=2 mesh.context=2 mesh.tensor=2 exchange=zero1"),
     Case("bert", f"{SINGLE} mesh.context=4"),
+    Case("gpt", f"{STAGES} mesh.context=2 mesh.tensor=2 pipeline.schedule=1f1b"),
+    Case("masked bert", f"{STAGES} mesh.data=2 mesh.tensor=2 pipeline.schedule=1f1b {DISPATCH} exchange=zero2"),
 ]
 CASES = [
     *FAST,
@@ -66,8 +71,25 @@ CASES = [
     Case("llama", f"mesh.data=2 mesh.context=2 mesh.tensor=2 exchange=zero3 {SCAN} model.remat=full {ADAM}"),
     Case("llama", f"mesh.data=2 mesh.context=4 exchange=zero2 {TWICE} chunks"),
     Case("albert", f"{SINGLE} mesh.context=2 {ADAM}"),
+    Case("bert", f"{STAGES} mesh.context=2 mesh.tensor=2 pipeline.schedule=gpipe {ADAM}"),
+    Case("bert", f"{STAGES} mesh.data=2 mesh.tensor=2 pipeline.schedule=1f1b {DISPATCH} exchange=zero3"),
+    Case(
+        "masked bert", f"{STAGES} mesh.data=2 mesh.tensor=2 pipeline.schedule=1f1b exchange=zero1 pipeline.remat=full"
+    ),
+    Case("masked bert", f"{STAGES} mesh.context=2 mesh.tensor=2 pipeline.schedule=zb_h1 {DISPATCH}"),
+    Case("llama", f"{STAGES} mesh.tensor=4 pipeline.schedule=zb_h1 {ADAM}"),
+    Case("llama", f"{STAGES} mesh.data=2 mesh.context=2 pipeline.schedule=zb_v pipeline.remat=dots exchange=horovod"),
+    Case("vit", f"{STAGES} mesh.tensor=4 pipeline.schedule=interleaved {DISPATCH} pipeline.remat=full"),
 ]
-ONEBIT = "exchange=byteps_onebit exchange_options.min_compress_bytes=0"
+# Pipelines that never drain, which train as they do without a group: settings, and those of the group.
+CONTINUOUS = [
+    ("vit", f"{STAGES} pipeline.schedule=pipedream", "mesh.tensor=2"),
+    ("bert", f"{STAGES} pipeline.schedule=pipedream {DISPATCH}", "mesh.context=2 mesh.tensor=2"),
+    ("gpt of texts", f"{STAGES} mesh.data=2 pipeline.schedule=pipedream_2bw {DISPATCH} {ADAM}", "mesh.tensor=2"),
+    ("bert of tokens", f"{STAGES} mesh.data=2 pipeline.schedule=pipedream_2bw", "mesh.tensor=2"),
+    ("gpt of texts", f"{STAGES} mesh.data=2 pipeline.schedule=pipedream {ONEBIT}", "mesh.context=2"),
+    ("llama", "strategy=pipeline mesh.stage=3 pipeline.schedule=pipedream pipeline.replicas=2,1", "mesh.tensor=2"),
+]
 LOSSY = [
     Case("gpt", f"{TWO} {ONEBIT}"),
     Case("gpt", f"mesh.data=2 mesh.context=2 mesh.tensor=2 {ONEBIT}"),
@@ -227,6 +249,27 @@ def test_private_state_resumes_bitwise(case: Case) -> None:
     assert_bitwise_equal(strategy.to_private(state), privates[-1])
     has_private = strategy.plan.layouts["private"].kind == PER_REPLICA and bool(jax.tree.leaves(privates[-1]))
     assert ("tensor" in strategy.plan.private_key) == has_private
+
+
+@pytest.mark.parametrize(("model", "settings", "group"), slow_except(CONTINUOUS[:1], CONTINUOUS), ids=str)
+def test_pipelines_that_never_drain(model: str, settings: str, group: str) -> None:
+    """A group computes what one device does, also after a resume with what is in flight."""
+    alone, case = Case(model, settings), Case(model, f"{settings} {group}")
+    expected, trained = tensors.train(alone), tensors.train(case)
+    for got, like in zip(trained.metrics, expected.metrics, strict=True):
+        assert_metrics_near(got, like)
+    for tree, of_device in zip(trained.trees, expected.trees, strict=True):
+        assert_near(case, tree, of_device)
+    strategy = trained.strategy
+    state = strategy.from_canonical(tensors.start(model, tensors.make_config(case).optimizer.name))
+    for step in range(NUM_STEPS):
+        if step == NUM_STEPS - 1:
+            private = jax.device_get(strategy.to_private(state))
+            state = strategy.from_canonical(jax.device_get(strategy.to_canonical(state)), private)
+        state, _ = strategy.step(state, strategy.place(make_batch(model, step)))
+    assert_bitwise_equal(strategy.to_canonical(state), trained.trees[-1])
+    rows = audit.audit(strategy.compile(), strategy.plan, tensors.make_problem(case).task)
+    assert [row for row in rows if not row.is_explained] == []
 
 
 def assert_copies_are_equal(tree: Any) -> None:

@@ -21,7 +21,7 @@ from jaxpar.core import mesh as meshes
 from jaxpar.core import state as states
 from jaxpar.core import step as steps
 from jaxpar.core.groups import ReplicaGroup
-from jaxpar.core.mesh import CONTEXT, DATA, GROUP_AXES, TENSOR
+from jaxpar.core.mesh import DATA, GROUP_AXES, TENSOR
 from jaxpar.core.optimizer import at_step
 from jaxpar.core.plan import Decision, Plan, Traffic, state_memory
 from jaxpar.core.state import Canonical, State
@@ -68,8 +68,7 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
     traffic = [*traffic, *group_traffic(group, exchange, decision.num_replicas, on_cpu=on_cpu)]
     summary = f"{exchanges.name(config)}: batch sharded, parameters {layouts['params'].kind}, "
     summary += f"optimizer {layouts['optimizer'].kind}" + (", in the host's memory" if exchange.offload else "")
-    summary += f"; layers split over {axes[TENSOR]} devices" if TENSOR in axes else ""
-    summary += f"; texts split over {axes[CONTEXT]} devices" if CONTEXT in axes else ""
+    summary += groups.summary(axes)
     private_key = exchanges.private_key(config, decision.num_replicas, like.params)
     private_key |= {axis: axes[axis] for axis in group.axes}
     return Plan(

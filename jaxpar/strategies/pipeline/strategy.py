@@ -7,6 +7,7 @@ one by one (executor/dispatch.py). Replicas of the pipeline on the data axis exc
 specifies.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -121,6 +122,7 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
         delays = DelayedUpdates(stage_delays(table, stages.layers), differs)
         differs = "; ".join(filter(None, [CONTINUOUS[c.schedule].reason, differs]))
     summary = summarize_stages(c.schedule, table, stages) + ", dispatched" * (c.executor == DISPATCH)
+    summary += groups.summary(decision.axes)
     details = PipelineDetails(c.schedule, table, lowered, stages, engine, staged, state, c.remat, c.trace, c.executor)
     if c.executor == DISPATCH:
         private_key |= {"executor": c.executor}
@@ -180,7 +182,8 @@ def summarize_stages(schedule: str, table: Table, stages: Stages) -> str:
     begins = ", ".join(layers[0] for layers in stages.layers[1:])
     replicas = f" with {','.join(map(str, table.replicas))} replicas" if table.replicas else ""
     microbatches = format_count(table.num_microbatches, "microbatch")
-    summary = f"{schedule}, {microbatches}, {table.num_stages} stages{replicas} on {table.num_devices} devices"
+    num_devices = table.num_devices * math.prod(stages.group_sizes.values())
+    summary = f"{schedule}, {microbatches}, {table.num_stages} stages{replicas} on {num_devices} devices"
     return f"{summary} (cut at {begins})" if begins else summary
 
 
