@@ -1,7 +1,7 @@
 """Candidates that equal training on one device: replicas with every such exchange, and pipelines of every schedule."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -28,7 +28,8 @@ from jaxpar.choose.costs.memory import StateBytes, splits_backward
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.step import REPLICA_KEYS, UpdateBytes, pipeline_costs, replicas_costs
 from jaxpar.choose.costs.updates import exchange_bytes, update_bytes
-from jaxpar.core.mesh import DATA, STAGE, TENSOR
+from jaxpar.core.groups import ReplicaGroup
+from jaxpar.core.mesh import DATA, GROUP_AXES, STAGE, TENSOR
 from jaxpar.core.plan import Plan, Traffic, ring_traffic
 from jaxpar.core.ring import sent_of_operand
 from jaxpar.core.step import Problem
@@ -133,7 +134,7 @@ def _gathers_layers(plan: Plan[Any]) -> bool:
 
 def update_of(space: Space, plan: Plan[Any]) -> UpdateBytes:
     """Return the bytes that an update of replicas moves on a device."""
-    problem = _layers_of(space, plan).problem if TENSOR in plan.axes else space.problem
+    problem = _layers_in(space, plan.axes).problem if TENSOR in plan.axes else space.problem
     whole = update_bytes(problem)
     if not _has_exchange(plan):
         return UpdateBytes(0.0, whole)
@@ -144,9 +145,9 @@ def update_of(space: Space, plan: Plan[Any]) -> UpdateBytes:
     return UpdateBytes(max(both - whole, 0.0), min(whole, both))
 
 
-def _layers_of(space: Space, plan: Plan[Any]) -> Layers:
-    """Return the layers as a device of a plan computes them."""
-    return space.layers.in_group(plan.axes.get(TENSOR, 1))
+def _layers_in(space: Space, axes: Mapping[str, int]) -> Layers:
+    """Return the layers as a device of a mesh computes them."""
+    return space.layers.in_group(axes.get(TENSOR, 1))
 
 
 def combined(sent: Traffic, num_replicas: int) -> Traffic:
@@ -163,7 +164,7 @@ def _has_exchange(plan: Plan[Any]) -> bool:
 def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[Any], update: UpdateBytes) -> Candidate:
     """Return a candidate without stages. plan: that of its exchange, without accumulation; update: see `update_of`."""
     accumulation, remat = settings["optimizer.accumulation_steps"], settings["model.remat"]
-    layers = _layers_of(space, plan)
+    layers = _layers_in(space, plan.axes)
     model = layers.problem.model if TENSOR in plan.axes else space.problem.model
     exchange = plan.details.exchange if _has_exchange(plan) else None
     traffic = plan.traffic
@@ -192,14 +193,18 @@ def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[
         update,
         gathers_layers=gathers_layers,
     )
-    return Candidate(_in_groups(name, plan), settings, costs, costs.nbytes <= space.usable_bytes)
+    return Candidate(
+        _in_groups(name, plan.axes) if TENSOR in plan.axes else name,
+        settings,
+        costs,
+        costs.nbytes <= space.usable_bytes,
+    )
 
 
-def _in_groups(name: str, plan: Plan[Any]) -> str:
-    """Return the name of a candidate with the size of its tensor axis: `ddp, tensor 4 x 2 replicas`."""
-    if TENSOR not in plan.axes:
-        return name
-    return f"{name}, tensor {plan.axes[TENSOR]}" + (f" x {plan.num_replicas} replicas" if plan.num_replicas > 1 else "")
+def _in_groups(name: str, axes: Mapping[str, int]) -> str:
+    """Return the name of a candidate with the sizes of its axes: `ddp, tensor 4 x 2 replicas`."""
+    name += f", tensor {axes[TENSOR]}" if TENSOR in axes else ""
+    return name + (f" x {axes[DATA]} replicas" if axes[DATA] > 1 else "")
 
 
 def candidate_of_replicas(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:
@@ -218,16 +223,35 @@ def settings_of_replicas(config: ConfigDict) -> Settings:
 
 
 def of_pipelines(space: Space) -> Iterator[Candidate]:
-    """Yield every schedule, number of stages and of microbatches, and kind of rematerialization."""
-    n, batch, num_layers = space.num_devices, space.config.batch_size, len(space.problem.model.layers)
+    """Yield the pipelines whose stages are computed by groups of each size."""
+    for tensor in space.choices("mesh.tensor", tensor_sizes(space)):
+        if space.num_devices % tensor == 0:
+            yield from _pipelines_of_groups(space, tensor)
+
+
+def _pipelines_of_groups(space: Space, tensor: int) -> Iterator[Candidate]:
+    """Yield every schedule, number of stages and of microbatches, and kind of rematerialization.
+
+    tensor: number of devices that compute a stage.
+    """
+    n, batch, num_layers = space.num_devices // tensor, space.config.batch_size, len(space.problem.model.layers)
     others = {key: value for key, value in DEFAULTS_OF_CHOICES.items() if not key.startswith(OF_STAGES)}
-    if not space.allows(others):
+    if not space.allows({**others, "mesh.tensor": tensor}):
         return
-    ratios, packing_of = state_ratios(space.problem), _packings(space.problem)
+    of_group = {TENSOR: tensor} if tensor > 1 else {}
+    ratios, packing_of = state_ratios(space.problem), _packings(_layers_in(space, of_group).problem)
+    group, on_cpu = ReplicaGroup(space.problem, of_group), space.machine.cluster.platform == "cpu"
+
+    @cache
+    def sent(remat: str, replicas: int) -> list[Traffic]:
+        """Return what a device of a pipeline of one stage sends to those that compute it together."""
+        return group.with_remat(remat).traffic(replicas, group.params, on_cpu=on_cpu)
+
     for stages in (number for number in range(2, min(n, num_layers) + 1) if n % number == 0):
         replicas = n // stages
         if batch % replicas or not space.allows({"mesh.stage": stages, "mesh.data": replicas}):
             continue
+        axes = {DATA: replicas, STAGE: stages, **of_group}
         for number in space.choices("pipeline.num_microbatches", divisors(batch // replicas)):
             is_few = number < stages // 2 and "pipeline.num_microbatches" not in space.kept
             if batch % (replicas * number) or is_few or stages * number > LARGEST_TABLE:
@@ -242,7 +266,8 @@ def of_pipelines(space: Space) -> Iterator[Candidate]:
                     continue
                 known.add(key)
                 for remat in space.choices("pipeline.remat", space.layers.remats):
-                    yield _pipeline_candidate(space, schedule, table, remat, replicas, ratios, packing_of)
+                    within = sent(remat, replicas)
+                    yield _pipeline_candidate(space, schedule, table, remat, axes, ratios, packing_of, within)
 
 
 def _packings(problem: Problem) -> PackingOf:
@@ -269,18 +294,33 @@ def _table(schedule: str, num_devices: int, num_microbatches: int, num_chunks: i
 
 
 def _pipeline_candidate(
-    space: Space, schedule: str, table: Table, remat: str, replicas: int, ratios: StateRatios, packing_of: PackingOf
+    space: Space,
+    schedule: str,
+    table: Table,
+    remat: str,
+    axes: Mapping[str, int],
+    ratios: StateRatios,
+    packing_of: PackingOf,
+    within: Sequence[Traffic],
 ) -> Candidate:
-    """Return a pipeline, with the executor of the config, or the faster one if it has none."""
+    """Return a pipeline, with the executor of the config, or the faster one if it has none.
+
+    within: what a device would send to those that compute a stage together, if it had all layers.
+    """
+    replicas = axes[DATA]
     size = space.config.batch_size // (replicas * table.num_microbatches)
-    work = space.layers.work(size, remat, is_split=splits_backward(table))
+    work = _layers_in(space, axes).work(size, remat, is_split=splits_backward(table))
     bounds = _balanced_bounds(work.layers, table.num_stages)
     packing = packing_of(bounds, table)
     largest, packed = float(packing.nbytes), (1 + ratios.optimizer) * packing.vector_bytes
     states = [StateBytes(largest, ratios.optimizer * largest, largest)] * table.num_devices
     vectors = len(work.layers)  # of gradients; the engine packs the arrays of a device
     traffic = [ring_traffic("all-reduce", 2, DATA, replicas, largest, "float32", num_vectors=vectors)]
-    axes, update = {DATA: replicas, STAGE: table.num_devices}, ratios.update * largest
+    traffic += [
+        one._replace(nbytes=one.nbytes / axes[STAGE], messages=table.num_microbatches * one.messages / axes[STAGE])
+        for one in within
+    ]
+    update = ratios.update * largest
     own = space.config.pipeline.executor
     by_executor = {
         executor: pipeline_costs(
@@ -293,6 +333,7 @@ def _pipeline_candidate(
         "strategy": "pipeline",
         "mesh.data": replicas,
         "mesh.stage": table.num_devices,
+        **{f"mesh.{axis}": axes[axis] for axis in GROUP_AXES if axis in axes},
         "pipeline.schedule": schedule,
         "pipeline.num_microbatches": table.num_microbatches,
         "pipeline.num_chunks": table.num_chunks,
@@ -302,7 +343,7 @@ def _pipeline_candidate(
         **options_of(space, "ddp", replicas),
     }
     waits = space.machine.cluster.platform == "cpu" and costs.waiting > 0.0
-    name = _name(schedule, table, replicas)
+    name = _name(schedule, table, axes)
     return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes, waits)
 
 
@@ -324,7 +365,7 @@ def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> 
     ]
     size = config.batch_size // plan.decision.batch_divisor
     costs = pipeline_costs(
-        space.layers.work(size, details.remat, is_split=splits_backward(table)),
+        _layers_in(space, plan.axes).work(size, details.remat, is_split=splits_backward(table)),
         space.machine,
         plan.axes,
         table,
@@ -336,9 +377,9 @@ def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> 
         executor=details.executor,
     )
     shown = {"pipeline.num_microbatches": table.num_microbatches, "pipeline.remat": details.remat}
-    name = _name(details.schedule, table, plan.num_replicas)
+    name = _name(details.schedule, table, plan.axes)
     return Candidate(name, shown, costs, costs.nbytes <= space.usable_bytes)
 
 
-def _name(schedule: str, table: Table, num_replicas: int) -> str:
-    return f"{schedule}, {table.num_devices} stages" + (f" x {num_replicas} replicas" if num_replicas > 1 else "")
+def _name(schedule: str, table: Table, axes: Mapping[str, int]) -> str:
+    return _in_groups(f"{schedule}, {table.num_devices} stages", axes)

@@ -14,15 +14,16 @@ from jaxpar.choose.candidates import Candidate, Space, plan_of, with_settings
 from jaxpar.choose.costs.layers import Layers, PartialLayers, TracedLayers
 from jaxpar.choose.costs.machine import GpuMachine, SharedCores, axis_groups
 from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS
-from jaxpar.choose.costs.step import HIDDEN_BETWEEN_PRODUCTS
+from jaxpar.choose.costs.step import HIDDEN_BETWEEN_PRODUCTS, pipeline_costs
 from jaxpar.choose.synchronous import of_pipelines, of_replicas, tensor_sizes, update_of
 from jaxpar.cluster import Cluster
 from jaxpar.core.mesh import DATA, STAGE, TENSOR
 from jaxpar.core.plan import Traffic
 from jaxpar.core.state import nbytes
 from jaxpar.errors import UserError
+from jaxpar.strategies.pipeline.tables.schedule import make_table
 from scripts.bench import planned_memory as cases
-from tests.choose.test_planner import costs_of_replicas, layer
+from tests.choose.test_planner import NO_STATE, costs_of_replicas, layer, work_of
 
 TEXTS, TOKENS, WORDS, WIDTH, INNER = 8, 32, 512, 64, 256
 GPT = cases.Case(
@@ -170,6 +171,40 @@ def test_candidates_need_what_their_plans_need(space: Space, found: list[Candida
     assert 0.5 < local / params < 0.6
     assert moved["ddp"].update / update_of(space, whole).update == pytest.approx(local / params, rel=0.02)
     assert moved["zero1"].update == pytest.approx(moved["ddp"].update / 2, rel=0.05)
+
+
+def test_pipelines_whose_stages_are_groups() -> None:
+    """What layers send follows from a formula for a candidate, and from the traces of its stages for its plan."""
+    kept = {"pipeline_schedule": "1f1b", "pipeline_num_microbatches": 4, "pipeline_executor": "dispatch"}
+    space = space_of(clusters.named_cluster("h100", 4), pipeline_remat="none", **kept)
+    found = {one.name: one for one in of_pipelines(space)}
+    assert found.keys() == {"1f1b, 2 stages x 2 replicas", "1f1b, 4 stages", "1f1b, 2 stages, tensor 2"}
+    one, alone = found["1f1b, 2 stages, tensor 2"], found["1f1b, 2 stages x 2 replicas"]
+    assert one.settings["mesh.tensor"] == 2
+    assert "mesh.tensor" not in alone.settings
+    assert one.costs.nbytes < alone.costs.nbytes
+    config = with_settings(space.config, one.settings)
+    plan = strategies.plan(config, space.problem, space.machine.cluster)
+    again = planner.candidate_of_plan(space, config, plan)
+    assert again.name == one.name
+    for costs in zip(again.costs, one.costs, strict=True):
+        assert costs[0] == pytest.approx(costs[1], rel=0.1)
+
+
+def test_actions_wait_for_the_devices_of_a_group() -> None:
+    """Waiting slows all actions of a pipeline down, so that the others wait longer, too."""
+    axes, machine = {DATA: 1, STAGE: 2, TENSOR: 4}, GpuMachine(clusters.named_cluster("h100", 8))
+    table = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1)
+    layers, states = [layer(0.01)] * 4, [NO_STATE] * 2
+    sent = Traffic("all-gather", "float32", TENSOR, 0.05 * HOST, 3)
+    alone, together = (
+        pipeline_costs(work_of(layers), machine, axes, table, (0, 2, 4), traffic, states, 0.0, 0.0)
+        for traffic in ([], [sent])
+    )
+    waits = (1 - HIDDEN_BETWEEN_PRODUCTS) * machine.collective(sent, axes)
+    assert together.compute == alone.compute == pytest.approx(4 * 2 * 0.03)
+    assert together.exposed - alone.exposed == pytest.approx(waits)
+    assert together.waiting == pytest.approx(alone.waiting * (1 + waits / alone.compute), rel=1e-3)  # and clocks
 
 
 def test_rematerialization_sends_again(space: Space) -> None:

@@ -7,6 +7,7 @@ pipeline, all devices step through the clocks of the table together; or, if its 
 starts as soon as its inputs have arrived and the host has enqueued it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import numpy as np
 from jaxpar.choose.costs.layers import Layers, LayerWork, PhaseSeconds
 from jaxpar.choose.costs.machine import Machine, num_collectives
 from jaxpar.choose.costs.memory import StateBytes, largest_transfer, pipeline_bytes, replica_bytes
-from jaxpar.core.mesh import DATA, STAGE, TENSOR
+from jaxpar.core.mesh import CONTEXT, DATA, STAGE, TENSOR
 from jaxpar.core.plan import COPY, Traffic
 from jaxpar.core.ring import PERMUTE
 from jaxpar.models.model import Model
@@ -140,18 +141,32 @@ def pipeline_costs(
     device sends in a step; states: by device; packed_bytes: of the parameters and of the optimizer on a device, which
     lockstep packs in vectors; update_bytes: what an update moves on the fullest device.
     """
-    replicas = axes[DATA]
+    devices = math.prod(axes.values())
     sent = largest_transfer(work.layers, list(pairwise(bounds)))
     transfer = send_seconds(machine, sent, axes)
-    exchange = sum(machine.collective(one, axes) for one in traffic if one.axis == DATA)
-    update = machine.moved(machine.update_repeats * update_bytes, table.num_devices * replicas)
+    of_layers = [one for one in traffic if sent_by_layers(one)]
+    others = [one for one in traffic if one.axis != STAGE and one not in of_layers]
+    exchange = sum(machine.collective(one, axes) for one in others)
+    update = machine.moved(machine.update_repeats * update_bytes, devices)
     times = stage_times(work.seconds, bounds)
-    compute = float(clock_seconds(table, times).sum(axis=0).max())
-    total, transfers = actions_seconds(table, times, transfer, machine, replicas, executor)
-    seconds = machine.started(table.num_devices * replicas) + total + transfers + exchange + update
+    busy = clock_seconds(table, times).sum(axis=0)
+    # Actions wait for the other devices of a group.
+    between = sum(machine.collective(one, axes) for one in of_layers)
+    between *= 1 - HIDDEN_BETWEEN_PRODUCTS if machine.overlaps else 1.0
+    slowdown = 1 + between / max(float(busy.mean()), 1e-12)
+    times = Times(*([slowdown * seconds for seconds in of_kind] for of_kind in times))
+    compute, working = float(busy.max()), slowdown * float(busy.max())
+    total, transfers = actions_seconds(table, times, transfer, machine, devices // table.num_devices, executor)
+    seconds = machine.started(devices) + total + transfers + exchange + update
     is_packed = executor == LOCKSTEP
     nbytes = pipeline_bytes(work, table, bounds, states, packed_bytes * is_packed, in_lockstep=is_packed)
-    return StepCosts(seconds, compute, max(total - compute, 0.0), exchange + transfers, update, nbytes)
+    exposed = exchange + transfers + working - compute
+    return StepCosts(seconds, compute, max(total - working, 0.0), exposed, update, nbytes)
+
+
+def sent_by_layers(sent: Traffic) -> bool:
+    """Return whether layers wait for a collective: on the context axis, gradients are summed after them."""
+    return sent.axis == TENSOR or (sent.axis == CONTEXT and sent.kind != "all-reduce")
 
 
 def send_seconds(machine: Machine, nbytes: float, axes: Mapping[str, int]) -> float:
