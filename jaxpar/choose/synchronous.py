@@ -1,7 +1,7 @@
 """Candidates that equal training on one device: replicas with every such exchange, and pipelines of every schedule."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -28,7 +28,7 @@ from jaxpar.choose.costs.memory import StateBytes, splits_backward
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.step import REPLICA_KEYS, UpdateBytes, pipeline_costs, replicas_costs
 from jaxpar.choose.costs.updates import exchange_bytes, update_bytes
-from jaxpar.core.mesh import DATA, STAGE, TENSOR
+from jaxpar.core.mesh import CONTEXT, DATA, STAGE, TENSOR
 from jaxpar.core.plan import Plan, Traffic, ring_traffic
 from jaxpar.core.ring import sent_of_operand
 from jaxpar.core.step import Problem
@@ -43,7 +43,8 @@ from jaxpar.strategies.pipeline.schedules import DISPATCH, EXECUTORS, LOCKSTEP
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle
 from jaxpar.strategies.pipeline.tables.table import Table
 
-TENSOR_SIZES = (1, 2, 4, 8)  # devices of a group that computes each layer together
+GROUP_SIZES = (1, 2, 4, 8)  # devices of a tensor or context axis
+LONG_TEXT = 8192  # positions from which a context axis is compared
 LARGEST_RING = 64  # replicas of a ring whose steps are written out in the program
 COMBINED_BYTES = 30 * 2**20  # XLA combines all-reduces on GPUs up to this size
 HSDP = "hsdp"  # with a group for each host; on one host, it is zero3
@@ -57,10 +58,13 @@ PackingOf = Callable[[tuple[int, ...], Table], Packing]
 
 
 def of_replicas(space: Space) -> Iterator[Candidate]:
-    """Yield those of each size of the tensor axis."""
+    """Yield those of each size of the tensor and the context axis."""
+    per_host = space.num_devices // space.machine.cluster.num_processes
     for tensor in space.choices("mesh.tensor", tensor_sizes(space)):
-        if space.num_devices % tensor == 0:
-            yield from _of_groups(space, tensor)
+        for context in space.choices("mesh.context", context_sizes(space)):
+            is_whole = per_host % (tensor * context) == 0 or {"mesh.tensor", "mesh.context"} & space.kept.keys()
+            if space.num_devices % (tensor * context) == 0 and is_whole:
+                yield from _of_groups(space, {TENSOR: tensor, CONTEXT: context})
 
 
 def tensor_sizes(space: Space) -> list[int]:
@@ -72,26 +76,39 @@ def tensor_sizes(space: Space) -> list[int]:
     if split is None or cluster.platform == "cpu":
         return [1]
     numbers = [cluster.num_devices // cluster.num_processes, *split.counts.values()]
-    return [size for size in TENSOR_SIZES if not any(number % size for number in numbers)]
+    return [size for size in GROUP_SIZES if not any(number % size for number in numbers)]
 
 
-def _of_groups(space: Space, tensor: int) -> Iterator[Candidate]:
+def context_sizes(space: Space) -> list[int]:
+    """Return the sizes of the context axis to compare: for long texts, whose attention the axis allows.
+
+    Devices that share cores gain nothing from it.
+    """
+    cluster, inputs, config = space.machine.cluster, space.problem.batch["inputs"], space.config
+    is_text = inputs.ndim == 2 and space.problem.model.tensor is not None and space.problem.task.head != "token"
+    if not is_text or inputs.shape[1] < LONG_TEXT or cluster.platform == "cpu" or config.model.attention == "cudnn":
+        return [1]
+    return [size for size in GROUP_SIZES if cluster.num_devices // cluster.num_processes % size == 0]
+
+
+def _of_groups(space: Space, sizes: Mapping[str, int]) -> Iterator[Candidate]:
     """Yield, for each exchange, remat and form of the layers, the smallest accumulation that fits; else the largest.
 
-    tensor: number of devices of a replica.
+    sizes: numbers of devices of a replica, by axis.
     """
-    n, batch = space.num_devices // tensor, space.config.batch_size
-    of_tensor = {"mesh.tensor": tensor} if tensor > 1 else {}
+    together = math.prod(sizes.values())
+    n, batch = space.num_devices // together, space.config.batch_size
+    of_axes = {f"mesh.{axis}": size for axis, size in sizes.items() if size > 1}
     if n == 1:
-        of_single = {"strategy": "single", "mesh.data": 1, **of_tensor, **options_of(space, "ddp", 1)}
+        of_single = {"strategy": "single", "mesh.data": 1, **of_axes, **options_of(space, "ddp", 1)}
         exchanges: list[tuple[str, Settings]] = [("single", of_single)]
     else:
         cluster = space.machine.cluster
         per_host = cluster.num_devices // cluster.num_processes
         # one group of hsdp is zero3, and groups of one replica are ddp
-        no_hsdp = GROUP not in space.kept and (cluster.num_processes == 1 or per_host <= tensor > 1)
+        no_hsdp = GROUP not in space.kept and (cluster.num_processes == 1 or per_host <= together > 1)
         equal = (name for name in EXCHANGES if not exchange_differs(name, {}, n) and not (no_hsdp and name == HSDP))
-        exchanges = [(name, {**_exchange_settings(name, space, tensor), **of_tensor}) for name in equal]
+        exchanges = [(name, {**_exchange_settings(name, space, together), **of_axes}) for name in equal]
     one_stage = {key: value for key, value in DEFAULTS_OF_CHOICES.items() if key.startswith(OF_STAGES)}
     for name, settings in exchanges:
         if not space.allows({**one_stage, **settings}):
@@ -116,11 +133,11 @@ def _of_groups(space: Space, tensor: int) -> Iterator[Candidate]:
                     yield best
 
 
-def _exchange_settings(name: str, space: Space, tensor: int) -> Settings:
-    cluster, replicas = space.machine.cluster, space.num_devices // tensor
+def _exchange_settings(name: str, space: Space, together: int) -> Settings:
+    cluster, replicas = space.machine.cluster, space.num_devices // together
     settings: dict[str, Any] = {"strategy": "data_parallel", "mesh.data": replicas, "exchange": name}
     if name == HSDP:
-        settings[GROUP] = cluster.num_devices // cluster.num_processes // tensor
+        settings[GROUP] = cluster.num_devices // cluster.num_processes // together
     if IMPLEMENTATION in space.kept:
         settings[IMPLEMENTATION] = space.kept[IMPLEMENTATION]
     return settings | options_of(space, name, replicas)
@@ -146,7 +163,7 @@ def update_of(space: Space, plan: Plan[Any]) -> UpdateBytes:
 
 def _layers_of(space: Space, plan: Plan[Any]) -> Layers:
     """Return the layers as a device of a plan computes them."""
-    return space.layers.in_group(plan.axes.get(TENSOR, 1))
+    return space.layers.in_group(plan.axes.get(TENSOR, 1), plan.axes.get(CONTEXT, 1))
 
 
 def combined(sent: Traffic, num_replicas: int) -> Traffic:
@@ -196,10 +213,11 @@ def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[
 
 
 def _in_groups(name: str, plan: Plan[Any]) -> str:
-    """Return the name of a candidate with the size of its tensor axis: `ddp, tensor 4 x 2 replicas`."""
-    if TENSOR not in plan.axes:
+    """Return the name of a candidate with the sizes of its other axes: `ddp, tensor 4 x 2 replicas`."""
+    sizes = [f"{axis} {plan.axes[axis]}" for axis in (TENSOR, CONTEXT) if axis in plan.axes]
+    if not sizes:
         return name
-    return f"{name}, tensor {plan.axes[TENSOR]}" + (f" x {plan.num_replicas} replicas" if plan.num_replicas > 1 else "")
+    return ", ".join([name, *sizes]) + (f" x {plan.num_replicas} replicas" if plan.num_replicas > 1 else "")
 
 
 def candidate_of_replicas(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:
