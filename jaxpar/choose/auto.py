@@ -104,7 +104,6 @@ def _with_strategy(config: ConfigDict, workdir: Path, cluster: Cluster, target: 
 
     A run that resumes on the same devices keeps its choice, which its config.json has.
     """
-    mesh.check_no_groups(config, f"config.strategy={AUTO_STRATEGY!r}", [mesh.CONTEXT])
     mesh.check_sizes(config, cluster)
     check_kept(kept_settings(config), cluster.num_devices)
     planned_for = f"{cluster.num_devices} x {cluster.device_kind}, {format_count(cluster.num_processes, 'process')}"
@@ -150,7 +149,7 @@ def kept_settings(config: ConfigDict) -> Settings:
 def check_kept(kept: Settings, num_devices: int) -> None:
     """Raise a UserError if no candidate can have one of the values that are kept, whatever the model costs."""
     with_auto = f"with config.strategy={AUTO_STRATEGY!r}"
-    sizes = {key: kept[key] for key in ("mesh.data", "mesh.stage", "mesh.tensor") if key in kept}
+    sizes = {key: kept[key] for key in ("mesh.data", "mesh.stage", "mesh.tensor", "mesh.context") if key in kept}
     is_whole = "mesh.data" in kept and len(sizes) > 1  # the sizes of all axes that a candidate can have
     if num_devices % math.prod(sizes.values()) or (is_whole and math.prod(sizes.values()) != num_devices):
         given = " and ".join(f"config.{key} is {size}" for key, size in sizes.items())

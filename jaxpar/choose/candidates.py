@@ -34,6 +34,7 @@ GROUP, IMPLEMENTATION = f"{OPTIONS}group", "data_parallel.implementation"
 # Keys that a candidate sets, and their values without the strategy that needs another one.
 DEFAULTS_OF_CHOICES: Settings = {
     "mesh.tensor": 1,
+    "mesh.context": 1,
     "mesh.stage": 1,
     "exchange": "ddp",
     GROUP: None,

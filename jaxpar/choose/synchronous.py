@@ -29,7 +29,7 @@ from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.step import REPLICA_KEYS, UpdateBytes, pipeline_costs, replicas_costs
 from jaxpar.choose.costs.updates import exchange_bytes, update_bytes
 from jaxpar.core.groups import ReplicaGroup
-from jaxpar.core.mesh import DATA, GROUP_AXES, STAGE, TENSOR
+from jaxpar.core.mesh import CONTEXT, DATA, GROUP_AXES, STAGE, TENSOR
 from jaxpar.core.plan import Plan, Traffic, ring_traffic
 from jaxpar.core.ring import sent_of_operand
 from jaxpar.core.step import Problem
@@ -44,7 +44,8 @@ from jaxpar.strategies.pipeline.schedules import DISPATCH, EXECUTORS, LOCKSTEP
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle
 from jaxpar.strategies.pipeline.tables.table import Table
 
-TENSOR_SIZES = (1, 2, 4, 8)  # devices of a group that computes each layer together
+GROUP_SIZES = (1, 2, 4, 8)  # devices of a tensor or context axis
+LONG_TEXT = 8192  # positions from which a context axis is compared
 LARGEST_RING = 64  # replicas of a ring whose steps are written out in the program
 COMBINED_BYTES = 30 * 2**20  # XLA combines all-reduces on GPUs up to this size
 HSDP = "hsdp"  # with a group for each host; on one host, it is zero3
@@ -58,10 +59,19 @@ PackingOf = Callable[[tuple[int, ...], Table], Packing]
 
 
 def of_replicas(space: Space) -> Iterator[Candidate]:
-    """Yield those of each size of the tensor axis."""
+    """Yield those whose replicas are groups of each size."""
+    for sizes in group_sizes(space):
+        yield from _of_groups(space, sizes)
+
+
+def group_sizes(space: Space) -> Iterator[dict[str, int]]:
+    """Yield the sizes of the tensor and the context axis to compare, without those of 1."""
+    per_host = space.num_devices // space.machine.cluster.num_processes
     for tensor in space.choices("mesh.tensor", tensor_sizes(space)):
-        if space.num_devices % tensor == 0:
-            yield from _of_groups(space, tensor)
+        for context in space.choices("mesh.context", context_sizes(space)):
+            is_whole = per_host % (tensor * context) == 0 or {"mesh.tensor", "mesh.context"} & space.kept.keys()
+            if space.num_devices % (tensor * context) == 0 and is_whole:
+                yield {axis: size for axis, size in ((TENSOR, tensor), (CONTEXT, context)) if size > 1}
 
 
 def tensor_sizes(space: Space) -> list[int]:
@@ -73,26 +83,39 @@ def tensor_sizes(space: Space) -> list[int]:
     if split is None or cluster.platform == "cpu":
         return [1]
     numbers = [cluster.num_devices // cluster.num_processes, *split.counts.values()]
-    return [size for size in TENSOR_SIZES if not any(number % size for number in numbers)]
+    return [size for size in GROUP_SIZES if not any(number % size for number in numbers)]
 
 
-def _of_groups(space: Space, tensor: int) -> Iterator[Candidate]:
+def context_sizes(space: Space) -> list[int]:
+    """Return the sizes of the context axis to compare: for long texts, whose attention the axis allows.
+
+    Devices that share cores gain nothing from it.
+    """
+    cluster, inputs, config = space.machine.cluster, space.problem.batch["inputs"], space.config
+    is_text = inputs.ndim == 2 and space.problem.model.tensor is not None and space.problem.task.head != "token"
+    if not is_text or inputs.shape[1] < LONG_TEXT or cluster.platform == "cpu" or config.model.attention == "cudnn":
+        return [1]
+    return [size for size in GROUP_SIZES if cluster.num_devices // cluster.num_processes % size == 0]
+
+
+def _of_groups(space: Space, sizes: Mapping[str, int]) -> Iterator[Candidate]:
     """Yield, for each exchange, remat and form of the layers, the smallest accumulation that fits; else the largest.
 
-    tensor: number of devices of a replica.
+    sizes: numbers of devices of a replica, by axis.
     """
-    n, batch = space.num_devices // tensor, space.config.batch_size
-    of_tensor = {"mesh.tensor": tensor} if tensor > 1 else {}
+    together = math.prod(sizes.values())
+    n, batch = space.num_devices // together, space.config.batch_size
+    of_axes = {f"mesh.{axis}": size for axis, size in sizes.items()}
     if n == 1:
-        of_single = {"strategy": "single", "mesh.data": 1, **of_tensor, **options_of(space, "ddp", 1)}
+        of_single = {"strategy": "single", "mesh.data": 1, **of_axes, **options_of(space, "ddp", 1)}
         exchanges: list[tuple[str, Settings]] = [("single", of_single)]
     else:
         cluster = space.machine.cluster
         per_host = cluster.num_devices // cluster.num_processes
         # one group of hsdp is zero3, and groups of one replica are ddp
-        no_hsdp = GROUP not in space.kept and (cluster.num_processes == 1 or per_host <= tensor > 1)
+        no_hsdp = GROUP not in space.kept and (cluster.num_processes == 1 or per_host <= together > 1)
         equal = (name for name in EXCHANGES if not exchange_differs(name, {}, n) and not (no_hsdp and name == HSDP))
-        exchanges = [(name, {**_exchange_settings(name, space, tensor), **of_tensor}) for name in equal]
+        exchanges = [(name, {**_exchange_settings(name, space, together), **of_axes}) for name in equal]
     one_stage = {key: value for key, value in DEFAULTS_OF_CHOICES.items() if key.startswith(OF_STAGES)}
     for name, settings in exchanges:
         if not space.allows({**one_stage, **settings}):
@@ -117,11 +140,11 @@ def _of_groups(space: Space, tensor: int) -> Iterator[Candidate]:
                     yield best
 
 
-def _exchange_settings(name: str, space: Space, tensor: int) -> Settings:
-    cluster, replicas = space.machine.cluster, space.num_devices // tensor
+def _exchange_settings(name: str, space: Space, together: int) -> Settings:
+    cluster, replicas = space.machine.cluster, space.num_devices // together
     settings: dict[str, Any] = {"strategy": "data_parallel", "mesh.data": replicas, "exchange": name}
     if name == HSDP:
-        settings[GROUP] = cluster.num_devices // cluster.num_processes // tensor
+        settings[GROUP] = cluster.num_devices // cluster.num_processes // together
     if IMPLEMENTATION in space.kept:
         settings[IMPLEMENTATION] = space.kept[IMPLEMENTATION]
     return settings | options_of(space, name, replicas)
@@ -147,7 +170,7 @@ def update_of(space: Space, plan: Plan[Any]) -> UpdateBytes:
 
 def _layers_in(space: Space, axes: Mapping[str, int]) -> Layers:
     """Return the layers as a device of a mesh computes them."""
-    return space.layers.in_group(axes.get(TENSOR, 1))
+    return space.layers.in_group(axes.get(TENSOR, 1), axes.get(CONTEXT, 1))
 
 
 def combined(sent: Traffic, num_replicas: int) -> Traffic:
@@ -193,18 +216,15 @@ def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[
         update,
         gathers_layers=gathers_layers,
     )
-    return Candidate(
-        _in_groups(name, plan.axes) if TENSOR in plan.axes else name,
-        settings,
-        costs,
-        costs.nbytes <= space.usable_bytes,
-    )
+    if any(axis in plan.axes for axis in GROUP_AXES):
+        name = _in_groups(name, plan.axes)
+    return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes)
 
 
 def _in_groups(name: str, axes: Mapping[str, int]) -> str:
     """Return the name of a candidate with the sizes of its axes: `ddp, tensor 4 x 2 replicas`."""
-    name += f", tensor {axes[TENSOR]}" if TENSOR in axes else ""
-    return name + (f" x {axes[DATA]} replicas" if axes[DATA] > 1 else "")
+    sizes = [f"{axis} {axes[axis]}" for axis in (TENSOR, CONTEXT) if axis in axes]
+    return ", ".join([name, *sizes]) + (f" x {axes[DATA]} replicas" if axes[DATA] > 1 else "")
 
 
 def candidate_of_replicas(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:
@@ -224,23 +244,22 @@ def settings_of_replicas(config: ConfigDict) -> Settings:
 
 def of_pipelines(space: Space) -> Iterator[Candidate]:
     """Yield the pipelines whose stages are computed by groups of each size."""
-    for tensor in space.choices("mesh.tensor", tensor_sizes(space)):
-        if space.num_devices % tensor == 0:
-            yield from _pipelines_of_groups(space, tensor)
+    for sizes in group_sizes(space):
+        yield from _pipelines_of_groups(space, sizes)
 
 
-def _pipelines_of_groups(space: Space, tensor: int) -> Iterator[Candidate]:
+def _pipelines_of_groups(space: Space, sizes: Mapping[str, int]) -> Iterator[Candidate]:
     """Yield every schedule, number of stages and of microbatches, and kind of rematerialization.
 
-    tensor: number of devices that compute a stage.
+    sizes: numbers of devices that compute a stage, by axis.
     """
-    n, batch, num_layers = space.num_devices // tensor, space.config.batch_size, len(space.problem.model.layers)
+    n, batch = space.num_devices // math.prod(sizes.values()), space.config.batch_size
+    num_layers = len(space.problem.model.layers)
     others = {key: value for key, value in DEFAULTS_OF_CHOICES.items() if not key.startswith(OF_STAGES)}
-    if not space.allows({**others, "mesh.tensor": tensor}):
+    if not space.allows(others | {f"mesh.{axis}": size for axis, size in sizes.items()}):
         return
-    of_group = {TENSOR: tensor} if tensor > 1 else {}
-    ratios, packing_of = state_ratios(space.problem), _packings(_layers_in(space, of_group).problem)
-    group, on_cpu = ReplicaGroup(space.problem, of_group), space.machine.cluster.platform == "cpu"
+    ratios, packing_of = state_ratios(space.problem), _packings(_layers_in(space, sizes).problem)
+    group, on_cpu = ReplicaGroup(space.problem, sizes), space.machine.cluster.platform == "cpu"
 
     @cache
     def sent(remat: str, replicas: int) -> list[Traffic]:
@@ -251,7 +270,7 @@ def _pipelines_of_groups(space: Space, tensor: int) -> Iterator[Candidate]:
         replicas = n // stages
         if batch % replicas or not space.allows({"mesh.stage": stages, "mesh.data": replicas}):
             continue
-        axes = {DATA: replicas, STAGE: stages, **of_group}
+        axes = {DATA: replicas, STAGE: stages, **sizes}
         for number in space.choices("pipeline.num_microbatches", divisors(batch // replicas)):
             is_few = number < stages // 2 and "pipeline.num_microbatches" not in space.kept
             if batch % (replicas * number) or is_few or stages * number > LARGEST_TABLE:

@@ -14,6 +14,7 @@ The devices of a context axis have different positions of each text, and all arr
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -252,13 +253,17 @@ class ReplicaGroup:
 
         That is, unless XLA merges both. Masks are gathered by each layer, or by some of them.
         """
-        model, tokens = self.problem.model, tokens * self.group.context
-        widths = [layer.num_applications * _num_columns(layer, "key") for layer in model.layers]
-        keys, head = 2 * sum(widths), 0 if self._counts_positions else features
-        rows = [SentArrays("all-gather", CONTEXT, dtype, tokens, 2 * (keys + head), keys + head)]
-        rows += [SentArrays("reduce-scatter", CONTEXT, dtype, tokens, keys + head, keys + head)]
+        layers, tokens, rows = self.problem.model.layers, tokens * self.group.context, list[SentArrays]()
+        columns = [_num_columns(layer, "key") for layer in layers]
+        arrays = Counter[int]()  # numbers of arrays, by their columns
+        for layer, width in zip(layers, columns, strict=True):
+            arrays[width] += 2 * layer.num_applications
+        arrays[features] += not self._counts_positions
+        for width, number in arrays.items():
+            rows += [SentArrays("all-gather", CONTEXT, dtype, tokens * width, 2 * number, number)] * (width > 0)
+            rows += [SentArrays("reduce-scatter", CONTEXT, dtype, tokens * width, number, number)] * (width > 0)
         if "mask" in self.problem.batch:
-            rows += [SentArrays("all-gather", CONTEXT, np.bool_, tokens, 2 * sum(map(bool, widths)) + 2, 0)]
+            rows += [SentArrays("all-gather", CONTEXT, np.bool_, tokens, 2 * sum(map(bool, columns)) + 2, 0)]
         return rows
 
     def _num_pairs(self, layer: Layer) -> int:

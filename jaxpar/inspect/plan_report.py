@@ -90,7 +90,6 @@ def measured_space(config: ConfigDict, save: Path | None = None) -> Space:
 
 def _load(config: ConfigDict, cluster: Cluster) -> tuple[build.Parts, Settings]:
     """Return data and model of a config, and the settings that a run with strategy auto keeps in all candidates."""
-    mesh.check_no_groups(config, "jaxpar plan, which does not predict it", [mesh.CONTEXT])
     with tempfile.TemporaryDirectory() as folder:
         loaded = load_problem(config, cluster, Path(folder))
     settings = kept_settings(config) if config.strategy == AUTO_STRATEGY else {}

@@ -197,6 +197,7 @@ class Residuals(NamedTuple):
     fused: float  # the same without a scan, where XLA repeats elementwise operations in the backward pass
     # of the loop that needs most, the results of the products of an iteration, and what was computed for them
     looped: float
+    chunked: float = 0.0  # what the backward pass of attention to chunks of texts holds besides
 
 
 def residuals(function: Callable[[Any, Any, Any], Any], weights: Any, x: Any, others: Any) -> Residuals:
@@ -265,12 +266,35 @@ def _sources(number: int, writers: Mapping[int, FlatEquation], in_memory: set[in
     return sources
 
 
-def _looped_bytes(one: FlatEquation) -> float:
-    """Return the bytes of the results of the products in a scan's body, and of operands that are computed there."""
+def loop_bytes(function: Callable[..., Any], *args: Any) -> float:
+    """Return the bytes that the loop of a function holds which needs most: what is computed for it, and its results."""
+    flat = FlatJaxpr(jax.make_jaxpr(function)(*args).jaxpr)
+    return max((_held_by_loop(one, flat) for one in flat.equations), default=0.0)
+
+
+def _held_by_loop(one: FlatEquation, flat: FlatJaxpr) -> float:
+    """Return the bytes that a scan holds besides the arguments of the function."""
     if one.equation.primitive.name != "scan":
         return 0.0
+    first, num_carried = (one.equation.params[name] for name in ("num_consts", "num_carry"))
+    carried = {id(x) for x in one.equation.invars[first : first + num_carried]}  # they become results in place
+    operands = [x for x in one.equation.invars if not isinstance(x, core.Literal)]
+    arrays = {number for number, x in zip(one.read, operands, strict=True) if id(x) not in carried}
+    outside = sum(flat.nbytes[number] for number in (arrays - flat.inputs) | set(one.written))
+    inside = _arrays_of_products(one)
+    # XLA does not overwrite the largest one, the scores, by what is computed from it.
+    return float(outside + sum(inside) + max(inside, default=0))
+
+
+def _looped_bytes(one: FlatEquation) -> float:
+    """Return the bytes of the results of the products in a scan's body, and of operands that are computed there."""
+    return float(sum(_arrays_of_products(one))) if one.equation.primitive.name == "scan" else 0.0
+
+
+def _arrays_of_products(one: FlatEquation) -> list[int]:
+    """Return the bytes of each array that a product in a scan's body writes, or reads after it is computed there."""
     body, arrays = FlatJaxpr(one.equation.params["jaxpr"].jaxpr), set[int]()
     for inner in body.equations:
         if inner.equation.primitive.name in PRODUCTS:
             arrays.update(inner.written, set(inner.read) - body.inputs)
-    return float(sum(body.nbytes[number] for number in arrays))
+    return [body.nbytes[number] for number in arrays]

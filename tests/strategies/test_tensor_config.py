@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.commands import certify, plan
+from jaxpar.commands import certify
 from jaxpar.errors import UserError
 from jaxpar.strategies.groups import replica_group
 from tests.runs import refused, run_script, small_arguments
@@ -110,13 +110,6 @@ def test_context_axis_of_other_models() -> None:
     config.model.attention = "cudnn"
     with pytest.raises(UserError, match=r"config.model.attention is 'cudnn'; it must be 'auto' or 'xla' with"):
         replica_group(config, tensors.make_problem(texts), axes)
-
-
-@pytest.mark.parametrize("strategy", ["auto", "data_parallel"])
-def test_planner(strategy: str, tmp_path: Path) -> None:
-    arguments = ["--config=configs/default.py", *small_arguments(tmp_path), f"--config.strategy={strategy}"]
-    with pytest.raises(UserError, match=r"config.mesh.context is 2; it must be 1 with jaxpar plan"):
-        plan.main([*arguments, "--config.mesh.context=2", "--cluster=h100:4"])
 
 
 def test_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,13 @@ from jaxpar.choose.costs.layer_programs import BACKWARD, FORWARD, LayerPrograms,
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.rates import launch_seconds, memory_seconds, product_seconds
 from jaxpar.cluster import Cluster
-from jaxpar.core.groups import ReplicaGroup
-from jaxpar.core.mesh import DATA, TENSOR
+from jaxpar.core.context import part_shapes
+from jaxpar.core.groups import MeshGroup, ReplicaGroup
+from jaxpar.core.mesh import CONTEXT, DATA, TENSOR
 from jaxpar.core.state import nbytes
 from jaxpar.core.step import Problem, abstract
 from jaxpar.exchange.fetch import AS_STORED, fetched
-from jaxpar.measure.operations import PASS, Operation, Residuals, operations, residuals
+from jaxpar.measure.operations import PASS, Operation, Residuals, loop_bytes, operations, residuals
 from jaxpar.models.model import Model
 from jaxpar.strategies.pipeline.executor.stage_programs import StageProgram
 from jaxpar.tasks import Task
@@ -30,6 +31,8 @@ KINDS_OF_REMAT = ("none", "dots", "full")
 SIZES = (4, 8)  # numbers of examples for which layers are traced
 PASS_KERNELS = 5  # kernels into which the passes of a layer are assumed to be fused
 
+
+ALONE = MeshGroup(1)  # a device that computes whole layers
 
 T = TypeVar("T")
 
@@ -94,23 +97,42 @@ class Layers:
     # Methods whose results are kept, because tracing takes seconds.
     cached: tuple[str, ...] = (
         *("profile", "work"),
-        *("_programs", "_sizes", "_splits", "_loss_program", "_residual", "_inputs", "_narrowed", "_of_group"),
+        *(
+            "_programs",
+            "_sizes",
+            "_splits",
+            "_loss_program",
+            "_residual",
+            "_inputs",
+            "_narrowed",
+            "_of_group",
+            "_chunked",
+        ),
     )
 
-    def __init__(self, problem: Problem, group: int = 1) -> None:
-        """Trace nothing yet. group: the number of devices that compute each layer together."""
+    def __init__(self, problem: Problem, group: MeshGroup = ALONE) -> None:
+        """Trace nothing yet. group: the devices that compute each layer together."""
         self.group = group
-        self.problem = problem if group == 1 else ReplicaGroup(problem, {DATA: 1, TENSOR: group}).problem
+        if group != ALONE:
+            sizes = {CONTEXT: group.context, TENSOR: group.size}
+            axes = {DATA: 1, **{axis: size for axis, size in sizes.items() if size > 1}}
+            problem = ReplicaGroup(problem, axes).problem
+            problem = problem._replace(batch=part_shapes(problem.batch, group.context))
+        self.problem = problem
         for name in self.cached:
             setattr(self, name, cache(getattr(self, name)))
 
-    def in_group(self, size: int) -> "Layers":
-        """Return the layers of a device of a group of this size, which computes them together (core/groups.py)."""
-        return self if size == 1 else self._of_group(size)
+    def in_group(self, size: int, context: int = 1) -> "Layers":
+        """Return the layers of a device of a group, which computes them together (core/groups.py).
 
-    def _of_group(self, size: int) -> "Layers":
+        size: of its tensor axis; context: of its context axis.
+        """
+        group = MeshGroup(size, context)
+        return self if group == ALONE else self._of_group(group)
+
+    def _of_group(self, group: MeshGroup) -> "Layers":
         """Return the layers of a device that has a part of each. What it computes is assumed to be divided equally."""
-        return PartialLayers(self, size)
+        return PartialLayers(self, group)
 
     def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
         """Return the seconds of the forward and backward pass of each layer."""
@@ -138,7 +160,23 @@ class Layers:
         """Return what each layer of a replica holds for the backward pass."""
         runs, last = self.problem.model.runs, len(self.problem.model.layers) - 1
         numbers = [min(max(run.start, 1), run.stop - 1) for run in runs for _ in range(*run)]
-        return [self._residual(size, remat, number) for number in (0, *numbers[1:last], last)]
+        found = [self._residual(size, remat, number) for number in (0, *numbers[1:last], last)]
+        if self.group.context == 1:
+            return found
+        *blocks, loss = zip(found, *(self._chunked(one) for one in SIZES), strict=True)
+        between = [of._replace(looped=0.0, chunked=_at(size, few, many)) for of, few, many in blocks]
+        return [*between, loss[0]]
+
+    def _chunked(self, size: int) -> list[float]:
+        """Return the bytes of the loop in the backward pass of each layer: of attention, or of the loss."""
+        programs = self._programs(size, "none", 2)
+
+        def of_program(number: int) -> float:
+            program, run = programs.programs.programs[number], partial(programs.programs.run, number, BACKWARD)
+            return self._traced(loop_bytes, run, program.inputs, program.cut.saved)
+
+        by_program = {number: of_program(number) for number in programs.numbers}
+        return [by_program[number] for number in programs.numbers]
 
     def work(self, size: int, remat: str, *, is_split: bool) -> LayerWork:
         """Return what a pipeline computes."""
@@ -190,30 +228,31 @@ class Layers:
         batch = resized(self.problem.batch, size)
         keys_B = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), size))
         first, *inputs = self.problem.model.unrolled().inputs(abstract(batch))
-        own = partial(jax.tree.map, partial(_own_positions, self.group))
+        own = partial(jax.tree.map, partial(_own_positions, self.group.size))
         return [first, *map(own, inputs)], batch, keys_B
 
     def _narrowed(self) -> list[float]:
         return narrowed_bytes(self.problem)
 
     def _traced(self, trace: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Return the result of a function that traces layers. The collectives of a group need the name of an axis."""
-        if self.group == 1:
+        """Return the result of a function that traces layers. The collectives of a group need the names of its axes."""
+        if self.group == ALONE:
             return trace(*args, **kwargs)
         found: list[T] = []
 
-        def on_axis(_: Any) -> None:
+        def on_axes(_: Any) -> None:
             found.append(trace(*args, **kwargs))
 
-        jax.eval_shape(lambda: jax.vmap(on_axis, axis_name=TENSOR)(jnp.zeros(self.group)))
+        of_devices = jax.vmap(jax.vmap(on_axes, axis_name=TENSOR), axis_name=CONTEXT)
+        jax.eval_shape(lambda: of_devices(jnp.zeros((self.group.context, self.group.size))))
         return found[0]
 
 
-def _own_positions(group: int, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return the shape of the positions of a device, for an array with all of them [B, T, D]."""
-    if group == 1 or x.ndim != 3:
+def _own_positions(size: int, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Return the shape of the positions of a device of the tensor axis, for an array with all of them [B, T, D]."""
+    if size == 1 or x.ndim != 3:
         return x
-    return jax.ShapeDtypeStruct((x.shape[0], -(-x.shape[1] // group), x.shape[2]), x.dtype)
+    return jax.ShapeDtypeStruct((x.shape[0], -(-x.shape[1] // size), x.shape[2]), x.dtype)
 
 
 def _at(size: int, few: Any, many: Any) -> Any:
@@ -244,14 +283,14 @@ class TracedLayers(Layers):
 
     cached = (*Layers.cached, "_kernels")
 
-    def __init__(self, problem: Problem, cluster: Cluster, group: int = 1) -> None:
+    def __init__(self, problem: Problem, cluster: Cluster, group: MeshGroup = ALONE) -> None:
         """Trace nothing yet. cluster: the GPUs."""
         super().__init__(problem, group)
         self._cluster = cluster
 
-    def _of_group(self, size: int) -> "TracedLayers":
+    def _of_group(self, group: MeshGroup) -> "TracedLayers":
         """Return the layers of a device of a group, as they are traced."""
-        return TracedLayers(self.problem, self._cluster, size)
+        return TracedLayers(self.problem, self._cluster, group)
 
     def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
         """Return the seconds of the forward and backward pass of each layer."""
@@ -332,11 +371,12 @@ class ProfiledLayers(Layers):
 class PartialLayers(Layers):
     """Layers that a group of devices computes together, each of which takes its part of the time of all of them."""
 
-    def __init__(self, whole: Layers, size: int) -> None:
-        """whole: the layers on one device; size: that of the group."""
-        super().__init__(whole.problem, size)
+    def __init__(self, whole: Layers, group: MeshGroup) -> None:
+        """whole: the layers on one device."""
+        super().__init__(whole.problem, group)
         self._alone = whole
 
     def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
         """Return the seconds of the forward and backward pass of each layer."""
-        return [(forward / self.group, backward / self.group) for forward, backward in self._alone.seconds(size, remat)]
+        number = self.group.size * self.group.context
+        return [(forward / number, backward / number) for forward, backward in self._alone.seconds(size, remat)]

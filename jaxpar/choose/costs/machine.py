@@ -25,7 +25,7 @@ from jaxpar import cluster as clusters
 from jaxpar.choose.costs.rates import collective_seconds, hop_seconds, launch_seconds, memory_seconds, send_rate
 from jaxpar.cluster import Cluster
 from jaxpar.cluster.gpus import kind_of_device
-from jaxpar.core.mesh import DATA, STAGE, TENSOR
+from jaxpar.core.mesh import CONTEXT, DATA, STAGE, TENSOR
 from jaxpar.core.plan import COPY, Traffic
 from jaxpar.core.ring import PERMUTE, RING_PASSES
 
@@ -45,10 +45,12 @@ def num_collectives(sent: Traffic, size: int) -> float:
 
 
 @cache
-def axis_groups(axis: str, num_data: int, num_stages: int, num_tensor: int = 1) -> tuple[tuple[int, ...], ...]:
+def axis_groups(
+    axis: str, num_data: int, num_stages: int, num_tensor: int = 1, num_context: int = 1
+) -> tuple[tuple[int, ...], ...]:
     """Return the devices of each group of a mesh axis; the devices of a tensor axis, or else stages, are adjacent."""
-    mesh = np.arange(num_data * num_stages * num_tensor).reshape(num_data, num_stages, num_tensor)
-    groups = np.moveaxis(mesh, (DATA, STAGE, TENSOR).index(axis), -1)
+    sizes = {DATA: num_data, STAGE: num_stages, CONTEXT: num_context, TENSOR: num_tensor}
+    groups = np.moveaxis(np.arange(math.prod(sizes.values())).reshape(*sizes.values()), list(sizes).index(axis), -1)
     return tuple(map(tuple, groups.reshape(-1, groups.shape[-1]).tolist()))
 
 
@@ -73,7 +75,7 @@ class GpuMachine(NamedTuple):
         if sent.kind == COPY:
             link = "host" if self.cluster.num_processes == 1 else "network"
             return sent.nbytes / send_rate(self.cluster, link) + sent.messages * hop_seconds(self.cluster, link)
-        within = axis_groups(sent.axis, axes[DATA], axes[STAGE], axes.get(TENSOR, 1))
+        within = axis_groups(sent.axis, axes[DATA], axes[STAGE], axes.get(TENSOR, 1), axes.get(CONTEXT, 1))
         if sent.members:
             within = tuple(tuple(group[member] for member in sent.members) for group in within)
         size = len(within[0])

@@ -48,7 +48,9 @@ def replica_bytes(
     # The backward pass of a layer holds, besides what was saved, as much as the layer saves without rematerialization:
     # for gradients, or because it computes it again. The loss of a large vocabulary has computed its gradient in the
     # forward pass, chunk by chunk.
-    working = [of.looped or of.fused + layer.output_bytes for of, layer in zip(whole, profile, strict=True)]
+    working = [
+        of.looped or of.fused + layer.output_bytes + of.chunked for of, layer in zip(whole, profile, strict=True)
+    ]
     weights = [float(layer.weight_bytes) for layer in profile]
     narrowed = [of.narrowed for of in layers.memory(size, remat, is_split=False)]
     scans: list[range] = []  # for each layer, the layers that are computed with it in one scan, or only its own

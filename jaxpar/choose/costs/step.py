@@ -79,15 +79,15 @@ def replicas_costs(
     """Return the costs of data parallelism, or of a single device, with microbatches of `size` examples of a replica.
 
     traffic, state and moved are what a device sends in a step, holds, and moves in an update. settings: at least those
-    of REPLICA_KEYS; gathers_layers: whether the parameters are gathered layer by layer (zero3). On a tensor axis,
-    layers and model are those of a device of a group, which is a replica.
+    of REPLICA_KEYS; gathers_layers: whether the parameters are gathered layer by layer (zero3). On a tensor or context
+    axis, layers and model are those of a device of a group, which is a replica.
     """
     accumulation, remat, scan_layers = (settings[key] for key in REPLICA_KEYS)
     is_scanned, is_accumulated = scan_layers is not False and machine.overlaps, accumulation > 1
     flags = {"is_scanned": is_scanned, "is_accumulated": is_accumulated, "gathers_layers": gathers_layers}
     nbytes = replica_bytes(layers, model, state, size, remat, **flags)
     profile = layers.profile(size, remat)
-    n, devices = axes[DATA], axes[DATA] * axes.get(TENSOR, 1)
+    n, devices = axes[DATA], math.prod(axes.values())
     forward, backward = (sum(values) for values in zip(*((x.forward_s, x.backward_s) for x in profile), strict=True))
     stash, weights = sum(layer.stash_bytes for layer in profile), sum(layer.weight_bytes for layer in profile)
     alone = forward + backward
@@ -99,15 +99,16 @@ def replicas_costs(
     if is_accumulated:
         alone += machine.moved(3 * state.gradients, 1)
     compute = accumulation * float(machine.together(np.array([alone]), devices))
-    between = sum(machine.collective(one, axes) for one in traffic if one.axis == TENSOR)
-    traffic = [one for one in traffic if one.axis != TENSOR]
+    of_layers = [one for one in traffic if sent_by_layers(one)]
+    between = sum(machine.collective(one, axes) for one in of_layers)
+    traffic = [one for one in traffic if one not in of_layers]
     gathered = [one for one in traffic if gathers_layers and one.kind == "all-gather"]
     gather = sum(machine.collective(one, axes) for one in gathered)
     copied = 2 * sum(machine.collective(one, axes) for one in traffic if one.kind == COPY)  # there and back
     reduced = [one for one in traffic if one.kind != COPY and one not in gathered]
     reduce, number = (
         sum(machine.collective(one, axes) for one in reduced),
-        sum(num_collectives(one, n) for one in reduced),
+        sum(num_collectives(one, axes[one.axis]) for one in reduced),
     )
     exposed = gather + reduce + copied + between
     if machine.overlaps:
