@@ -13,7 +13,7 @@ from jaxpar import strategies
 from jaxpar.choose import planner, report
 from jaxpar.choose.auto import check_kept, kept_settings
 from jaxpar.choose.candidates import Candidate, Space, with_settings
-from jaxpar.choose.costs.layers import batch_of_device
+from jaxpar.core.context import part_shapes
 from jaxpar.choose.costs.machine import GpuMachine, SharedCores, axis_groups
 from jaxpar.choose.costs.step import HIDDEN_BETWEEN_PRODUCTS
 from jaxpar.choose.synchronous import LONG_TEXT, context_sizes, of_replicas
@@ -72,7 +72,7 @@ def test_groups_of_all_axes() -> None:
 
 
 def test_a_device_has_some_positions(space: Space) -> None:
-    batch = batch_of_device({**space.problem.batch, "labels": np.zeros(TEXTS), "weights": np.zeros(TEXTS)}, 3)
+    batch = part_shapes({**space.problem.batch, "labels": np.zeros(TEXTS), "weights": np.zeros(TEXTS)}, 3)
     assert {name: x.shape for name, x in batch.items()} == {
         "inputs": (TEXTS, 12),  # 32 positions and 4 of padding, for chunks of equal length
         **dict.fromkeys(("index", "labels", "weights"), (TEXTS,)),

@@ -175,8 +175,8 @@ def test_candidates_need_what_their_plans_need(space: Space, found: list[Candida
 
 def test_pipelines_whose_stages_are_groups() -> None:
     """What layers send follows from a formula for a candidate, and from the traces of its stages for its plan."""
-    kept = {"pipeline_schedule": "1f1b", "pipeline_num_microbatches": 4, "pipeline_executor": "dispatch"}
-    space = space_of(clusters.named_cluster("h100", 4), pipeline_remat="none", **kept)
+    kept: dict[str, Any] = {"pipeline_schedule": "1f1b", "pipeline_num_microbatches": 4, "pipeline_remat": "none"}
+    space = space_of(clusters.named_cluster("h100", 4), "pipeline.executor=dispatch", **kept)
     found = {one.name: one for one in of_pipelines(space)}
     assert found.keys() == {"1f1b, 2 stages x 2 replicas", "1f1b, 4 stages", "1f1b, 2 stages, tensor 2"}
     one, alone = found["1f1b, 2 stages, tensor 2"], found["1f1b, 2 stages x 2 replicas"]

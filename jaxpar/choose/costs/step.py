@@ -149,13 +149,12 @@ def pipeline_costs(
     others = [one for one in traffic if one.axis != STAGE and one not in of_layers]
     exchange = sum(machine.collective(one, axes) for one in others)
     update = machine.moved(machine.update_repeats * update_bytes, devices)
-    times = stage_times(work.seconds, bounds)
-    busy = clock_seconds(table, times).sum(axis=0)
+    busy = clock_seconds(table, stage_times(work.seconds, bounds)).sum(axis=0)
     # Actions wait for the other devices of a group.
     between = sum(machine.collective(one, axes) for one in of_layers)
     between *= 1 - HIDDEN_BETWEEN_PRODUCTS if machine.overlaps else 1.0
     slowdown = 1 + between / max(float(busy.mean()), 1e-12)
-    times = Times(*([slowdown * seconds for seconds in of_kind] for of_kind in times))
+    times = stage_times([PhaseSeconds(*(slowdown * seconds for seconds in one)) for one in work.seconds], bounds)
     compute, working = float(busy.max()), slowdown * float(busy.max())
     total, transfers = actions_seconds(table, times, transfer, machine, devices // table.num_devices, executor)
     seconds = machine.started(devices) + total + transfers + exchange + update
