@@ -58,13 +58,14 @@ PackingOf = Callable[[tuple[int, ...], Table], Packing]
 
 
 def of_replicas(space: Space) -> Iterator[Candidate]:
-    """Yield those of each size of the tensor and the context axis."""
+    """Yield those of each size of the tensor and the context axis: of groups on one host, unless the user set both."""
     per_host = space.num_devices // space.machine.cluster.num_processes
     for tensor in space.choices("mesh.tensor", tensor_sizes(space)):
         for context in space.choices("mesh.context", context_sizes(space)):
-            is_whole = per_host % (tensor * context) == 0 or {"mesh.tensor", "mesh.context"} & space.kept.keys()
-            if space.num_devices % (tensor * context) == 0 and is_whole:
-                yield from _of_groups(space, {TENSOR: tensor, CONTEXT: context})
+            sizes = {TENSOR: tensor, CONTEXT: context}
+            is_given = all(size == 1 or f"mesh.{axis}" in space.kept for axis, size in sizes.items())
+            if (space.num_devices if is_given else per_host) % (tensor * context) == 0:
+                yield from _of_groups(space, sizes)
 
 
 def tensor_sizes(space: Space) -> list[int]:
