@@ -65,13 +65,17 @@ def of_replicas(space: Space) -> Iterator[Candidate]:
 
 
 def group_sizes(space: Space) -> Iterator[dict[str, int]]:
-    """Yield the sizes of the tensor and the context axis to compare, without those of 1."""
+    """Yield the sizes of the tensor and the context axis to compare, without those of 1.
+
+    They are those of groups on one host, unless the user set all of them.
+    """
     per_host = space.num_devices // space.machine.cluster.num_processes
     for tensor in space.choices("mesh.tensor", tensor_sizes(space)):
         for context in space.choices("mesh.context", context_sizes(space)):
-            is_whole = per_host % (tensor * context) == 0 or {"mesh.tensor", "mesh.context"} & space.kept.keys()
-            if space.num_devices % (tensor * context) == 0 and is_whole:
-                yield {axis: size for axis, size in ((TENSOR, tensor), (CONTEXT, context)) if size > 1}
+            sizes = {axis: size for axis, size in ((TENSOR, tensor), (CONTEXT, context)) if size > 1}
+            is_given = all(f"mesh.{axis}" in space.kept for axis in sizes)
+            if (space.num_devices if is_given else per_host) % (tensor * context) == 0:
+                yield sizes
 
 
 def tensor_sizes(space: Space) -> list[int]:

@@ -135,7 +135,7 @@ def test_gradients_are_summed_during_the_backward_pass() -> None:
 def test_names_and_settings(space: Space, found: list[Candidate]) -> None:
     names = {one.name for one in found}
     assert {"ddp, context 2 x 2 replicas", "zero3, context 2 x 2 replicas"} <= names
-    assert "single, tensor 2, context 2" not in names  # not on one host
+    assert not any("tensor" in name for name in names)  # its groups would be on two hosts
     assert {(one.settings["mesh.context"], one.settings["mesh.data"]) for one in found} >= {(2, 2)}
     assert report.changes(found[0].settings)["mesh.context"] == 2
     both = {"mesh.tensor": 2, "mesh.context": 2, "model.remat": "none", "model.scan_layers": False}
