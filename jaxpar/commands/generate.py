@@ -1,7 +1,7 @@
 """Continues texts with the language model of a run, or with one in Hugging Face format.
 
     jaxpar generate --workdir=runs/gpt --prompt="a small" [--prompt=TEXT ...] [--max_tokens=100]
-        [--temperature=0.8 --top_k=50 --top_p=0.95 --seed=0] [--step=N] [--json]
+        [--temperature=0.8 --top_k=50 --top_p=0.95 --seed=0] [--step=N] [--tensor=2] [--json]
 
 Without --prompt, prompts are the lines of the standard input; in a terminal, you are asked for one after another. One
 continuation is printed while it is computed, several ones at their end, in order, after their prompts. --json prints

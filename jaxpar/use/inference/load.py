@@ -133,7 +133,7 @@ def load_trained(
         raise UserError(f"{path} has {size} tokens; it must be that of the run, which has {info.vocab_size}")
     params: Params = serialization.from_state_dict(model.shapes, saved.tree["params"])
     task = tasks.find_task(config)
-    return placed(Trained(workdir, saved.step, config, info, task, model, params, tokenizer, mesh))
+    return place(Trained(workdir, saved.step, config, info, task, model, params, tokenizer, mesh))
 
 
 def _mesh_of(devices: Sequence[jax.Device] | None, tensor: int) -> Mesh:
@@ -146,7 +146,7 @@ def _mesh_of(devices: Sequence[jax.Device] | None, tensor: int) -> Mesh:
     return meshes.make_mesh({DATA: len(devices) // tensor, TENSOR: tensor}, devices)
 
 
-def placed(trained: Trained) -> Trained:
+def place(trained: Trained) -> Trained:
     """Return a model with its parameters, in NumPy, on its devices. Raises UserError if these cannot divide it."""
     if (tensor := trained.mesh.shape[TENSOR]) > 1:
         check_split("tensor", tensor, trained.config, trained.model.tensor)
@@ -191,4 +191,4 @@ def load_language_model(
     info = DataInfo("text", (config.data.max_length,), 0, (), vocab_size(tokenizer), 0)
     model = models.build(config, info, clusters.find_cluster())
     params = hf.load_params(model, model.shapes, directory, info, log)
-    return placed(Trained(directory, 0, config, info, tasks.find_task(config), model, params, tokenizer, mesh))
+    return place(Trained(directory, 0, config, info, tasks.find_task(config), model, params, tokenizer, mesh))

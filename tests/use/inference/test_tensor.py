@@ -17,7 +17,7 @@ from jaxpar.core.mesh import DATA, TENSOR
 from jaxpar.errors import UserError
 from jaxpar.tasks import token_logits
 from jaxpar.use.inference.generate import Generator, Sampling, stack_samplings
-from jaxpar.use.inference.load import Trained, load_trained, placed
+from jaxpar.use.inference.load import Trained, load_trained, place
 from tests.models.small import CPU, LLAMA, info_of, make_batch, make_params, small_config
 from tests.runs import run_script
 from tests.use.inference.conftest import records
@@ -52,7 +52,7 @@ def make_model(name: str, data: int, tensor: int, **overrides: Any) -> Trained:
     built = models.build(config, info, CPU)
     mesh = meshes.make_mesh({DATA: data, TENSOR: tensor}, cluster.devices())
     params, tokenizer = make_params(built), make_tokenizer()
-    return placed(Trained(Path(), 0, config, info, tasks.find_task(config), built, params, tokenizer, mesh))
+    return place(Trained(Path(), 0, config, info, tasks.find_task(config), built, params, tokenizer, mesh))
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt"])
