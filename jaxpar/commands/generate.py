@@ -1,7 +1,7 @@
 """Continues texts with the language model of a run, or with one in Hugging Face format.
 
     jaxpar generate --workdir=runs/gpt --prompt="a small" [--prompt=TEXT ...] [--max_tokens=100]
-        [--temperature=0.8 --top_k=50 --top_p=0.95 --seed=0] [--step=N] [--json]
+        [--temperature=0.8 --top_k=50 --top_p=0.95 --seed=0] [--step=N] [--tensor=2] [--json]
 
 Without --prompt, prompts are the lines of the standard input; in a terminal, you are asked for one after another. One
 continuation is printed while it is computed, several ones at their end, in order, after their prompts. --json prints
@@ -102,6 +102,7 @@ def main(argv: Sequence[str]) -> None:
     top_p = "draw from the fewest tokens with this probability (default: 1, all)"
     add("--top_p", type=number("a number from 0 to 1", 0, 1), default=1.0, help=top_p)
     add("--seed", type=integer(0), default=0, help="seed of the random numbers (default: 0)")
+    add("--tensor", type=integer(1), default=1, help="devices that compute each layer together (default: 1)")
     add("--step", type=integer(0), help="step of the checkpoint (default: the best one)")
     add("--json", action="store_true", help="print one JSON object a line")
     arguments = parser.parse(argv)
@@ -114,8 +115,8 @@ def main(argv: Sequence[str]) -> None:
     if is_pretrained(workdir):
         if arguments.step is not None:
             raise UserError(f"--step is {arguments.step}; it must not be set for {workdir}, which is not a run")
-        trained = load_language_model(workdir, log=_log)
+        trained = load_language_model(workdir, tensor=arguments.tensor, log=_log)
     else:
         prepare(workdir)
-        trained = load_trained(workdir, arguments.step, log=_log)
+        trained = load_trained(workdir, arguments.step, tensor=arguments.tensor, log=_log)
     generate(Generator(trained), arguments.prompt, arguments.max_tokens, sampling, as_json=arguments.json)

@@ -46,10 +46,11 @@ def _predict(arguments: Namespace) -> None:
     if arguments.output:
         outputs.check_table_file(arguments.output)
     prepare(arguments.workdir)
-    trained = load_trained(arguments.workdir, arguments.step, log=_log)
+    trained = load_trained(arguments.workdir, arguments.step, tensor=arguments.tensor, log=_log)
     predictor = Predictor(trained, arguments.batch_size)
     predictor.check_top_k("--top_k", arguments.top_k)
-    _log(f"model     step {trained.step} of {trained.workdir}, on {format_count(trained.mesh.size, 'device')}")
+    groups = f", each layer on {arguments.tensor}" if arguments.tensor > 1 else ""
+    _log(f"model     step {trained.step} of {trained.workdir}, on {format_count(trained.mesh.size, 'device')}{groups}")
     if arguments.input is None and trained.info.kind == "text" and sys.stdin.isatty():
         _ask(trained, arguments.top_k)
     else:
@@ -101,6 +102,7 @@ def main(argv: Sequence[str]) -> None:
     add("--output", type=output_path, help="new .csv, .jsonl or .parquet file (default: stdout)")
     add("--format", type=choice(formats), help=f"of the input: {', '.join(formats)} (default: by name)")
     add("--top_k", type=integer(1), default=1, help="number of choices to list (default: 1)")
+    add("--tensor", type=integer(1), default=1, help="devices that compute each layer together (default: 1)")
     add("--step", type=integer(0), help="step of the checkpoint (default: the best one)")
     add("--batch_size", type=integer(1), help="examples of a batch (default: that of evaluations)")
     arguments = parser.parse(argv)

@@ -64,6 +64,7 @@ def main(argv: Sequence[str]) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
     add("--port", type=integer(0, 65535), default=8000, help="port to listen on; 0: any (default: 8000)")
     add("--allowed_hosts", default="", help="other names by which browsers reach it: a.example,b.example")
+    add("--tensor", type=integer(1), default=1, help="devices that compute each layer together (default: 1)")
     add("--step", type=integer(0), help="step of the checkpoint (default: the best one)")
     add("--max_body", type=integer(1), default=2**20, help="bytes of a request (default: 1,048,576)")
     add("--max_length", type=integer(1), default=100_000, help="characters of a text (default: 100,000)")
@@ -96,7 +97,7 @@ def serve(arguments: Namespace, allowed_hosts: Collection[str]) -> None:
 
     workdir, host, port, seconds = arguments.workdir, arguments.host, arguments.port, arguments.max_seconds
     prepare(workdir)
-    trained = load_trained(workdir, arguments.step, log=_log)
+    trained = load_trained(workdir, arguments.step, tensor=arguments.tensor, log=_log)
     limits = Limits(
         body_bytes=arguments.max_body,
         seconds=seconds,

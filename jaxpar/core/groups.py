@@ -105,6 +105,26 @@ class MeshGroup:
         return attend_in_context(q_BTHK, k_BTGK, v_BTGK, self.context, is_causal=is_causal, lengths_B=lengths_B)
 
 
+class InferenceGroup(MeshGroup):
+    """The devices of a tensor axis that all have all positions, as in Megatron-LM (2019).
+
+    A device that has some of them saves fewer activations for a backward pass, and inference has none. The next
+    position of a text is a single one, which cannot be divided.
+    """
+
+    def whole(self, x_BTD: jax.Array, number: int) -> jax.Array:
+        """Return the array, which has all positions."""
+        return x_BTD
+
+    def own(self, x: jax.Array, dim: int) -> jax.Array:
+        """Return the array, of which each device has all positions."""
+        return x
+
+    def summed(self, x_BTD: jax.Array) -> jax.Array:
+        """Return all positions of the sum over the tensor axis."""
+        return self.total(x_BTD)
+
+
 class ReplicaGroup:
     """The devices that compute a replica together, which may be one: the problem of a device, and sums over all."""
 

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,8 @@ STAGE = "stage"  # pipeline stages: each device holds some of the layers
 CONTEXT = "context"  # devices that have different positions of each text. Only in meshes with some
 TENSOR = "tensor"  # devices that compute each layer together: each holds a part of its arrays. Only in meshes with some
 GROUP_AXES = (CONTEXT, TENSOR)  # of the devices of a replica, besides stages
+
+_STARTING = threading.RLock()  # held while a program of several devices is started on them
 
 # malloc.h: M_TRIM_THRESHOLD and M_MMAP_MAX keep freed memory in the process; M_ARENA_MAX shares it between threads.
 GLIBC_MALLOC = {-1: 2**31 - 1, -4: 0, -8: 1}
@@ -102,11 +105,17 @@ def one_at_a_time(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any
     """Wrap a compiled program over `mesh` so that it waits for its results on several virtual CPU devices.
 
     Virtual devices share one thread pool. The collectives of several programs in flight can occupy all threads, each
-    waiting for a device that has no thread left, which is a deadlock.
+    waiting for a device that has no thread left, which is a deadlock. So can those of programs that two threads start
+    on devices in different orders, on any platform.
     """
     if mesh.size == 1:
         return function
-    return lambda *args: settled(function(*args))
+
+    def call(*args: Any) -> Any:
+        with _STARTING:
+            return settled(function(*args))
+
+    return call
 
 
 def settled(x: Any) -> Any:

@@ -34,7 +34,8 @@ class DeviceGroup(Devices, Protocol):
     """The devices that compute a layer together: `size` on the tensor axis, times `context` on the context axis.
 
     A device of the context axis has some positions of each text: T of them. Between products, a device of the tensor
-    axis has T / size of these (Korthikanti et al., 2022, section 4), of which the last ones can be padding.
+    axis has T / size of these (Korthikanti et al., 2022, section 4), of which the last ones can be padding. In
+    inference, it has all of them.
     """
 
     @property

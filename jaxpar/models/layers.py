@@ -136,10 +136,11 @@ class Embed(nnx.Module):
         x_BTD = rows[tokens_BT] if group is None else group.rows(rows, tokens_BT)
         if spec.positions == "learned":
             rows = self.positions[...]
-            if group is not None:
-                x_BTD += group.own(rows[group.positions(number)][None], 1)
+            if context.cache is not None:
+                rows_BTD = rows[context.cache.positions(number)]
             else:
-                x_BTD += rows[None, :number] if context.cache is None else rows[context.cache.positions(number)]
+                rows_BTD = rows[None, :number] if group is None else rows[group.positions(number)][None]
+            x_BTD += rows_BTD if group is None else group.own(rows_BTD, 1)
         if spec.token_types:
             segments_BT = context.batch["segments"] if "segments" in context.batch else jnp.zeros_like(tokens_BT)
             x_BTD += self.token_types[...][segments_BT if group is None else group.own(segments_BT, 1)]
@@ -214,8 +215,9 @@ class Attention(nnx.Module):
         v_BTGK = self.value(x).reshape(B, T, -1, spec.head_dim)
         group = context.group
         if spec.positions == "rotary":
-            positions_BT = None if context.cache is None else context.cache.positions(T)
-            positions_BT = positions_BT if group is None else group.positions(T)[None]
+            positions_BT = None if group is None else group.positions(T)[None]
+            if context.cache is not None:
+                positions_BT = context.cache.positions(T)
             q_BTHK, k_BTGK = (rotate(x, spec.rope, positions_BT) for x in (q_BTHK, k_BTGK))
         if context.cache is not None:
             y_BTHK = attend_earlier(q_BTHK, *context.cache.extend(k_BTGK, v_BTGK), context.cache.positions(T))

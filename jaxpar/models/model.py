@@ -213,13 +213,14 @@ class Model:
         for layer in self.layers[:-1]:
             weights = self.with_ties(params, layer.name)
             for _ in range(layer.num_applications):
-                x = layer.apply(weights, x, Context({}, None, cache))
+                x = layer.apply(weights, x, Context({"inputs": tokens_BT}, None, cache, self._group))
         return x
 
-    def last(self, params: Params, x: Activations) -> jax.Array:
-        """Return the output of the last layer for its input x, as one array."""
+    def last(self, params: Params, x: jax.Array) -> jax.Array:
+        """Return the output of the last layer for its input x [B, T, D], as one array."""
         layer = self.layers[-1]
-        return whole(layer.apply(self.with_ties(params, layer.name), x, Context({}, None)))
+        inputs = {"inputs": x[..., 0]}  # of which a group reads the number of positions
+        return whole(layer.apply(self.with_ties(params, layer.name), x, Context(inputs, None, group=self._group)))
 
     def inputs(self, batch: Batch) -> list[Activations]:
         """Return the shapes and dtypes of the input of each layer for an abstract batch, as `jax.ShapeDtypeStruct`s.

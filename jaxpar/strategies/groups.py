@@ -10,6 +10,7 @@ from jaxpar.core.optimizer import OPTIMIZERS
 from jaxpar.core.step import Problem
 from jaxpar.errors import UserError
 from jaxpar.exchange.named import EXCHANGES, QUANTIZED
+from jaxpar.models.group import TensorSplit
 from jaxpar.strategies import exchanges
 
 
@@ -59,16 +60,24 @@ def summary(axes: Mapping[str, int]) -> str:
     return "".join(f"; {word} split over {axes[axis]} devices" for axis, word in words.items() if axis in axes)
 
 
+def check_split(name: str, size: int, config: ConfigDict, split: TensorSplit | None) -> None:
+    """Raise UserError if `size` devices cannot divide the model of a config. name: of the setting with this size."""
+    if split is None:
+        raise UserError(
+            f"{name} is {size}; it must be 1 with config.model.name={config.model.name!r}, whose layers compute on one "
+            "device only"
+        )
+    for key, number in split.counts.items():
+        if number % size:
+            raise UserError(f"{name} is {size}; it must divide config.model.{key}, {number}")
+
+
 def replica_group(config: ConfigDict, shapes: Problem, axes: Mapping[str, int]) -> ReplicaGroup:
     """Return the devices of a replica. Raises UserError if they cannot divide the model, the task or the optimizer."""
     split, size = shapes.model.tensor, axes.get(TENSOR, 1)
     present = [axis for axis in GROUP_AXES if axis in axes]
-    if split is None and present:
-        axis = present[-1]
-        raise UserError(
-            f"config.mesh.{axis} is {axes[axis]}; it must be 1 with config.model.name={config.model.name!r}, whose "
-            "layers compute on one device only"
-        )
+    if TENSOR in axes or (present and split is None):
+        check_split(f"config.mesh.{present[-1]}", axes[present[-1]], config, split)
     if CONTEXT in axes and shapes.batch["inputs"].ndim != 2:
         raise UserError(
             f"config.mesh.context is {axes[CONTEXT]}; it must be 1 with config.model.name={config.model.name!r}, whose "
@@ -84,9 +93,6 @@ def replica_group(config: ConfigDict, shapes: Problem, axes: Mapping[str, int]) 
             f"config.model.attention is 'cudnn'; it must be 'auto' or 'xla' with config.mesh.context={axes[CONTEXT]}, "
             "because cuDNN cannot continue the softmax of another chunk"
         )
-    for key, number in split.counts.items() if split else ():
-        if number % size:
-            raise UserError(f"config.mesh.tensor is {size}; it must divide config.model.{key}, {number}")
     if size > 1 and not OPTIMIZERS[config.optimizer.name].elementwise:
         names = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.elementwise)
         raise UserError(

@@ -21,7 +21,7 @@ from jaxpar import config as configs
 from jaxpar import models, tasks
 from jaxpar.command_line import Parser, integer
 from jaxpar.core import mesh as meshes
-from jaxpar.core.mesh import DATA, STAGE
+from jaxpar.core.mesh import DATA, TENSOR
 from jaxpar.data import DataInfo
 from jaxpar.errors import exit_code
 from jaxpar.measure.phases import seconds_in_turn
@@ -37,7 +37,7 @@ def make_model(size: str, length: int) -> Trained:
     config.task, config.model.name, config.model.size, config.data.max_length = "causal_lm", "gpt", size, length
     info = DataInfo("text", (length,), 0, (), WORDS, 0)
     model = models.build(config, info, clusters.find_cluster())
-    mesh = meshes.make_mesh({DATA: 1, STAGE: 1}, clusters.devices()[:1])
+    mesh = meshes.make_mesh({DATA: 1, TENSOR: 1}, clusters.devices()[:1])
     tokenizer = Tokenizer(WordLevel({f"t{i}": i for i in range(WORDS)}, unk_token="t0"))
     params = jax.jit(model.init)(jax.random.key(0))
     return Trained(Path(), 0, config, info, tasks.find_task(config), model, params, tokenizer, mesh)

@@ -13,11 +13,11 @@ from jaxpar import strategies
 from jaxpar.choose import planner, report
 from jaxpar.choose.auto import check_kept, kept_settings
 from jaxpar.choose.candidates import Candidate, Space, with_settings
-from jaxpar.core.context import part_shapes
 from jaxpar.choose.costs.machine import GpuMachine, SharedCores, axis_groups
 from jaxpar.choose.costs.step import HIDDEN_BETWEEN_PRODUCTS
 from jaxpar.choose.synchronous import LONG_TEXT, context_sizes, of_replicas
 from jaxpar.cluster import Cluster
+from jaxpar.core.context import part_shapes
 from jaxpar.core.mesh import CONTEXT, DATA, STAGE, TENSOR
 from jaxpar.core.plan import Traffic
 from jaxpar.errors import UserError

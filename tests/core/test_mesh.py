@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -97,3 +99,20 @@ def test_programs_over_several_cpu_devices_wait_for_their_results() -> None:
     mesh.one_at_a_time(Result, mesh.make_mesh({"data": 1, "stage": 1}, cluster.devices()))()
     assert calls == ["waited"]
     assert jax.device_count() == 8
+
+
+def test_threads_start_programs_over_several_devices_one_after_another() -> None:
+    running: list[int] = []
+    overlaps: list[int] = []
+
+    def program() -> None:
+        overlaps.append(len(running))
+        running.append(1)
+        time.sleep(0.02)
+        running.pop()
+
+    call = mesh.one_at_a_time(program, mesh.make_mesh({"data": 2, "stage": 1}, cluster.devices()))
+    with ThreadPoolExecutor(4) as threads:
+        for future in [threads.submit(call) for _ in range(4)]:
+            future.result()
+    assert overlaps == [0, 0, 0, 0]

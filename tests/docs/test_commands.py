@@ -42,6 +42,7 @@ FROM_OTHERS = {
 NOT_RUN = {
     "JAXPAR_": "installs packages, or trains",
     "PYTHONPATH=. ": "trains",
+    "XLA_FLAGS": "needs a run",
     "cat labels.csv": "needs a run",
     "curl": "needs a service",
     "mpirun": "needs several hosts",

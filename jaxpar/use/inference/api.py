@@ -172,9 +172,11 @@ def _rows(texts: Sequence[Text]) -> list[tuple[str, ...]]:
     return [(one,) if isinstance(one, str) else tuple(one) for one in texts]
 
 
-def load(workdir: str | Path, step: int | None = None, devices: Sequence[jax.Device] | None = None) -> InferenceModel:
+def load(
+    workdir: str | Path, step: int | None = None, devices: Sequence[jax.Device] | None = None, *, tensor: int = 1
+) -> InferenceModel:
     """Load the trained model of the run in `workdir`. See `load_trained`."""
-    return InferenceModel(load_trained(workdir, step, devices))
+    return InferenceModel(load_trained(workdir, step, devices, tensor=tensor))
 
 
 def predict(workdir: str | Path, examples: Sequence[Text] | np.ndarray, *, top_k: int = 1) -> list[Prediction]:

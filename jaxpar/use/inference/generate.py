@@ -9,14 +9,18 @@ Array dims: B texts, T positions of the prompts, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from jaxpar.core import mesh as meshes
+from jaxpar.core.mesh import TENSOR
 from jaxpar.data import tokenizer as tokenizers
 from jaxpar.errors import UserError, format_count
 from jaxpar.models import Params
@@ -100,7 +104,7 @@ class Request(NamedTuple):
 
 
 class Generator:
-    """A causal language model that is ready to continue texts, on its first device."""
+    """A causal language model that is ready to continue texts, on the devices of its first replica."""
 
     def __init__(self, trained: Trained):
         """Prepare the model. Raises UserError if it is not a causal language model of this package."""
@@ -122,10 +126,20 @@ class Generator:
         self.tokenizer.no_truncation()
         self._end = tokenizers.find_special(self.tokenizer, tokenizers.END_OF_TEXT)
         self._vocab_size = tokenizers.vocab_size(self.tokenizer)
-        self._params = jax.device_put(trained.params, trained.mesh.devices.flat[0])
-        self._model = trained.model
-        self._read = jax.jit(self._read_prompts, static_argnames="size")
-        self._next = jax.jit(self._next_token, donate_argnames="stored")
+        self._trained = trained = trained.first_replica()
+        on_all, by_head = PartitionSpec(), PartitionSpec(None, None, TENSOR)
+
+        def read(
+            params: Params, prompts_BT: jax.Array, lengths_B: jax.Array, samplings: Samplings, size: int
+        ) -> tuple[jax.Array, Stored]:
+            on_device = partial(self._read_prompts, size=size)
+            program = trained.program(on_device, (on_all, on_all, on_all), (on_all, by_head))
+            made: tuple[jax.Array, Stored] = program(params, prompts_BT, lengths_B, samplings)
+            return made
+
+        next_token = trained.program(self._next_token, (on_all, on_all, on_all, by_head), (on_all, by_head))
+        self._read = meshes.one_at_a_time(jax.jit(read, static_argnums=4), trained.mesh)
+        self._next = meshes.one_at_a_time(jax.jit(next_token, donate_argnums=4), trained.mesh)
 
     def encode(self, prompt: str) -> list[int]:
         """Return the tokens of a prompt; an empty one begins with the end-of-text token, as a text in training does."""
@@ -187,11 +201,12 @@ class Generator:
         samplings = stack_samplings([request.sampling for request in requests] + padding, self._vocab_size)
         steps = max(limits)
         size = self._padded(prompts_BT.shape[1] + steps, SMALLEST_TEXT)
-        tokens_B, stored = self._read(self._params, prompts_BT, lengths_B, samplings, size=size)
+        params = self._trained.params
+        tokens_B, stored = self._read(params, prompts_BT, lengths_B, samplings, size)
         for step in range(steps):
             ready_B = tokens_B
             if step + 1 < steps:
-                tokens_B, stored = self._next(self._params, tokens_B, lengths_B + step, samplings, stored=stored)
+                tokens_B, stored = self._next(params, tokens_B, lengths_B + step, samplings, stored)
             for index, (text, token) in enumerate(zip(texts, np.asarray(ready_B).tolist(), strict=False)):
                 if not text.end:
                     yield TextPiece(index, *text.add(token))
@@ -214,24 +229,25 @@ class Generator:
         self, params: Params, prompts_BT: jax.Array, lengths_B: jax.Array, samplings: Samplings, *, size: int
     ) -> tuple[jax.Array, Stored]:
         """Return the first new token of each text, and the cache of `size` positions."""
-        spec = self._spec
-        shape = (len(prompts_BT), size, spec.num_kv_heads, spec.head_dim)
+        spec, num_devices = self._spec, self._trained.mesh.shape[TENSOR]
+        shape = (len(prompts_BT), size, spec.num_kv_heads // num_devices, spec.head_dim)
         stored = empty(spec.num_layers * spec.num_applications, shape, spec.dtype)
         cache = KeyValueCache(stored, jnp.zeros_like(lengths_B))
-        x_BTD = self._model.extend(params, prompts_BT, cache)
+        x_BTD = self._trained.local_model.extend(params, prompts_BT, cache)
         x_B1D = jnp.take_along_axis(x_BTD, (lengths_B - 1)[:, None, None], axis=1)
         return self._choose(params, x_B1D, samplings, lengths_B), cache.extended()
 
     def _next_token(
-        self, params: Params, tokens_B: jax.Array, positions_B: jax.Array, samplings: Samplings, *, stored: Stored
+        self, params: Params, tokens_B: jax.Array, positions_B: jax.Array, samplings: Samplings, stored: Stored
     ) -> tuple[jax.Array, Stored]:
         """Return the token after each of tokens_B, which are at positions_B, and the extended cache."""
         cache = KeyValueCache(stored, positions_B)
-        x_B1D = self._model.extend(params, tokens_B[:, None], cache)
+        x_B1D = self._trained.local_model.extend(params, tokens_B[:, None], cache)
         return self._choose(params, x_B1D, samplings, positions_B + 1), cache.extended()
 
     def _choose(self, params: Params, x_B1D: Any, samplings: Samplings, positions_B: jax.Array) -> jax.Array:
-        logits_BV = self._model.last(params, x_B1D)[:, 0, : self._vocab_size]  # a model can have more rows
+        logits_B1V = self._trained.local_model.last(params, x_B1D)
+        logits_BV = logits_B1V[:, 0, : self._vocab_size]  # a model can have more rows
         return choose_tokens(logits_BV.astype(jnp.float32), samplings, positions_B)
 
 

@@ -1,6 +1,6 @@
 """Computes predictions and metrics of a trained model on all its devices, in batches of similar lengths.
 
-Each device holds all parameters and computes a shard of the batch. Programs are compiled once for each shape of a
+Each replica holds all parameters and computes a shard of the batch. Programs are compiled once for each shape of a
 batch: the length buckets of the run, and the few `Predictor.sizes`.
 
 Dims: B examples of a batch.
@@ -13,12 +13,15 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxpar import data
 from jaxpar.core import mesh as meshes
+from jaxpar.core.mesh import DATA
 from jaxpar.errors import UserError
+from jaxpar.exchange.reduce import psum_small
 from jaxpar.models import Batch, Params
-from jaxpar.strategies.placement import batch_placer, by_replica, on_all
+from jaxpar.strategies.placement import batch_placer
 from jaxpar.tasks import Prediction, Sums, add_up
 from jaxpar.use.inference.load import Trained
 
@@ -31,26 +34,32 @@ class Predictor:
     """The compiled programs of a trained model."""
 
     def __init__(self, trained: Trained, batch_size: int | None = None):
-        """Define the programs. batch_size: is rounded up to a multiple of the devices; None: that of evaluations."""
-        mesh, model, task = trained.mesh, trained.model, trained.task
+        """Define the programs. batch_size: is rounded up to a multiple of the replicas; None: that of evaluations."""
+        mesh, model, task = trained.mesh, trained.local_model, trained.task
         self.trained = trained
         size = batch_size or trained.config.eval.batch_size or trained.config.batch_size
-        self.batch_size = -(-size // mesh.size) * mesh.size  # the most examples of a batch
-        self._place = batch_placer(mesh)
+        self._num_replicas = mesh.shape[DATA]
+        self.batch_size = -(-size // self._num_replicas) * self._num_replicas  # the most examples of a batch
+        self._place, of_batch = batch_placer(mesh), PartitionSpec(DATA)
 
         def readout(params: Params, batch: Batch, top_k: int) -> dict[str, jax.Array]:
-            return task.readout(model.outputs(params, batch), batch, top_k)
+            def of_replica(params: Params, batch: Batch) -> dict[str, jax.Array]:
+                return task.readout(model.outputs(params, batch), batch, top_k)
+
+            read: dict[str, jax.Array] = trained.program(of_replica, (of_batch,), of_batch)(params, batch)
+            return read
 
         def sums(params: Params, batch: Batch) -> Sums:
-            return task.evaluation_sums(model.outputs(params, batch), batch)
+            total: Sums = psum_small(task.evaluation_sums(model.outputs(params, batch), batch), DATA)
+            return total
 
-        self._readout = meshes.one_at_a_time(jax.jit(readout, static_argnums=2, out_shardings=by_replica(mesh)), mesh)
-        self._sums = meshes.one_at_a_time(jax.jit(sums, out_shardings=on_all(mesh)), mesh)
+        self._readout = meshes.one_at_a_time(jax.jit(readout, static_argnums=2), mesh)
+        self._sums = meshes.one_at_a_time(jax.jit(trained.program(sums, (of_batch,), PartitionSpec())), mesh)
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes of batches, for each of which a program is compiled: a power of four per device, or the largest."""
-        n = self.trained.mesh.size
+        """The sizes of batches, for each of which a program is compiled: a power of four a replica, or the largest."""
+        n = self._num_replicas
         powers = itertools.takewhile(lambda size: size < self.batch_size, (n * 4**e for e in itertools.count()))
         return [*powers, self.batch_size]
 

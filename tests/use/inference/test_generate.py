@@ -1,6 +1,7 @@
 """Tests generation against `transformers`, sampling against probabilities, streams, ends, and errors."""
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from jaxpar.commands import generate
 from jaxpar.errors import UserError
 from jaxpar.use.inference.generate import Generator, Sampling, choose_tokens, stack_samplings, unseen_characters
 from jaxpar.use.inference.load import Trained, is_pretrained, load_language_model, load_trained
+from tests.runs import run_script
 
 REFERENCE = Path(__file__).parent / "reference" / "gpt_generation"
 LONGEST = 32  # positions of the reference
@@ -60,6 +63,16 @@ def test_greedy_equals_transformers(generator: Generator) -> None:
         assert (completion.prompt, completion.end) == (prompt, "length")
     [alone] = generator(prompts[1:2], 5, Sampling())
     assert alone.tokens == together[1].tokens[:5]
+
+
+def test_layers_on_several_devices(
+    reference: Trained, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = load_file(REFERENCE / "example.safetensors")
+    text, length, expected = (example[name][0] for name in ("inputs", "lengths", "greedy"))
+    flags = "--tensor=4", f"--workdir={reference.workdir}", f"--prompt={words(text[:length])}", "--json"
+    assert run_script(monkeypatch, generate, *flags) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == expected[length:].tolist()
 
 
 def test_a_text_ends_at_the_end_of_text(reference: Trained) -> None:
