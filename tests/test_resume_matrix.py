@@ -118,7 +118,9 @@ def make_config(name: str) -> ConfigDict:
         *("optimizer.lr=0.01", "optimizer.clip_norm=0.5", "log.tensorboard=False", "checkpoint.every_steps=0"),
     ]
     config = configs.default_config()
-    configs.override(config, [f"--config.{value}" for value in values + (SYNCHRONOUS | PARTITIONED | DIVIDED | PRIVATE)[name]])
+    configs.override(
+        config, [f"--config.{value}" for value in values + (SYNCHRONOUS | PARTITIONED | DIVIDED | PRIVATE)[name]]
+    )
     return config
 
 
@@ -230,9 +232,7 @@ def test_continues_with_a_partitioned_optimizer(first: str, second: str, runs: R
 IN_EVERY_RUN = [*itertools.pairwise(["single of texts", *GROUPS, "single of texts"])]
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), slow_except(IN_EVERY_RUN, itertools.product(DIVIDED, repeat=2))
-)
+@pytest.mark.parametrize(("first", "second"), slow_except(IN_EVERY_RUN, itertools.product(DIVIDED, repeat=2)))
 def test_continues_on_other_axes(first: str, second: str, runs: Runs, tmp_path: Path) -> None:
     assert_continues(first, second, "single of texts", runs, tmp_path)
 
