@@ -45,7 +45,7 @@ from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table, sc
 from jaxpar.strategies.pipeline.tables.table import Table
 
 GROUP_SIZES = (1, 2, 4, 8)  # devices of a tensor or context axis
-LONG_TEXT = 8192  # positions from which a context axis is compared
+LEAST_POSITIONS = 8192  # positions from which a context axis is compared
 LARGEST_RING = 64  # replicas of a ring whose steps are written out in the program
 COMBINED_BYTES = 30 * 2**20  # XLA combines all-reduces on GPUs up to this size
 HSDP = "hsdp"  # with a group for each host; on one host, it is zero3
@@ -97,7 +97,12 @@ def context_sizes(space: Space) -> list[int]:
     """
     cluster, inputs, config = space.machine.cluster, space.problem.batch["inputs"], space.config
     is_text = inputs.ndim == 2 and space.problem.model.tensor is not None and space.problem.task.head != "token"
-    if not is_text or inputs.shape[1] < LONG_TEXT or cluster.platform == "cpu" or config.model.attention == "cudnn":
+    if (
+        not is_text
+        or inputs.shape[1] < LEAST_POSITIONS
+        or cluster.platform == "cpu"
+        or config.model.attention == "cudnn"
+    ):
         return [1]
     return [size for size in GROUP_SIZES if cluster.num_devices // cluster.num_processes % size == 0]
 

@@ -172,7 +172,7 @@ def check_compressed(config: ConfigDict, arrays: Any) -> None:
         )
 
 
-def is_compressed(config: ConfigDict) -> bool:
+def compresses_gradients(config: ConfigDict) -> bool:
     """Return whether replicas compress their gradients lossily, which a cast does not count as."""
     return bool(EXCHANGES[config.exchange].differs) or given(config).get("wire_dtype") in FLOAT8
 

@@ -46,7 +46,7 @@ def check_group_of_stage(config: ConfigDict) -> None:
                 f"config.pipeline.trace is {config.pipeline.trace}; it must be 0 with config.mesh.{axis}={size}"
             )
         # Stages pack split and whole arrays into one vector, whose blocks would then differ in a group.
-        if axis == TENSOR and exchanges.is_compressed(config):
+        if axis == TENSOR and exchanges.compresses_gradients(config):
             exact = ", ".join(name for name in exchanges.IN_LOCKSTEP if not EXCHANGES[name].differs)
             raise UserError(
                 f"config.exchange is {exchanges.name(config)!r}, which compresses gradients; it must be one of {exact} "

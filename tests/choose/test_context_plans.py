@@ -15,7 +15,7 @@ from jaxpar.choose.auto import check_kept, kept_settings
 from jaxpar.choose.candidates import Candidate, Space, with_settings
 from jaxpar.choose.costs.machine import GpuMachine, SharedCores, axis_groups
 from jaxpar.choose.costs.step import HIDDEN_BETWEEN_PRODUCTS
-from jaxpar.choose.synchronous import LONG_TEXT, context_sizes, of_replicas
+from jaxpar.choose.synchronous import LEAST_POSITIONS, context_sizes, of_replicas
 from jaxpar.cluster import Cluster
 from jaxpar.core.context import part_shapes
 from jaxpar.core.mesh import CONTEXT, DATA, STAGE, TENSOR
@@ -48,8 +48,8 @@ def with_texts(space: Space, number: int) -> Space:
 
 def test_sizes(space: Space) -> None:
     """Long texts of models that can divide them, on one host. Attention is XLA's."""
-    long = with_texts(space, LONG_TEXT)
-    assert context_sizes(with_texts(space, LONG_TEXT - 1)) == [1]
+    long = with_texts(space, LEAST_POSITIONS)
+    assert context_sizes(with_texts(space, LEAST_POSITIONS - 1)) == [1]
     assert context_sizes(long) == [1, 2]
     one_host = replace(space.machine.cluster, num_processes=1)
     assert context_sizes(long._replace(machine=GpuMachine(one_host))) == [1, 2, 4]
@@ -166,4 +166,4 @@ def test_what_the_user_set_is_kept(space: Space) -> None:
         check_kept({"mesh.tensor": 2, "mesh.context": 3}, 4)
     kept = {"mesh.context": 2, "mesh.tensor": 1, "model.remat": "none", "model.scan_layers": False}
     assert {one.settings["mesh.context"] for one in planner.candidates(space._replace(kept=kept))} == {2}
-    assert GPT.length < LONG_TEXT
+    assert GPT.length < LEAST_POSITIONS

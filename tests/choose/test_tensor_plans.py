@@ -187,8 +187,9 @@ def test_pipelines_whose_stages_are_groups() -> None:
     plan = strategies.plan(config, space.problem, space.machine.cluster)
     again = planner.candidate_of_plan(space, config, plan)
     assert again.name == one.name
-    for costs in zip(again.costs, one.costs, strict=True):
-        assert costs[0] == pytest.approx(costs[1], rel=0.1)
+    assert again.costs.seconds == pytest.approx(one.costs.seconds, rel=0.05)
+    assert again.costs.nbytes == pytest.approx(one.costs.nbytes, rel=0.05)
+    assert again.costs.exposed == pytest.approx(one.costs.exposed, rel=0.2)  # of the last stage, and of all on average
 
 
 def test_actions_wait_for_the_devices_of_a_group() -> None:

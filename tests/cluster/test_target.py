@@ -308,6 +308,25 @@ def test_offloaded_state_of_absent_gpus() -> None:
     ).stdout.split("\n")
 
 
+@pytest.mark.slow
+@needs_plugin
+def test_activations_on_a_tensor_axis_of_absent_gpus() -> None:
+    """Each GPU of a group saves its part of the activations of a layer, without rematerialization."""
+    gpt = ["--config.task=causal_lm", "--config.model.name=gpt", "--config.model.pooling=None"]
+    gpt += ["--config.strategy=single", *IN_BFLOAT16]
+    sizes = ["--config.model.hidden_size=256", "--config.model.num_heads=8", "--config.model.mlp_size=1024"]
+
+    def case(tensor: int, layers: int) -> list[str]:
+        return [*gpt, *sizes, f"--config.mesh.tensor={tensor}", f"--config.model.num_layers={layers}"]
+
+    cases = {f"{tensor} {layers}": case(tensor, layers) for tensor in (1, 4) for layers in (2, 4)}
+    done = run(["-m", "tests.absent_gpus", json.dumps(cases)])
+    assert done.returncode == 0, done.stderr
+    needed = {name: audited["needed"]["temporary arrays"] for name, audited in json.loads(done.stdout).items()}
+    whole, part = (needed[f"{tensor} 4"] - needed[f"{tensor} 2"] for tensor in (1, 4))
+    assert part == pytest.approx(whole / 4, rel=0.1)
+
+
 EVERY = {
     "single": ["--config.strategy=single"],
     "pmap": ["--config.data_parallel.implementation=pmap"],

@@ -31,7 +31,7 @@ from jaxpar.launch.place import BIND, FLAGS, bind_address, find_place, free_port
 from jaxpar.run import metrics
 from tests.checkpoint.test_private import VALUES
 from tests.runs import small_arguments, without_texts
-from tests.selection import slow
+from tests.selection import slow, slow_except
 from tests.strategies.pipelines import relative_error
 from tests.test_train import final_params, stop_at
 
@@ -237,8 +237,17 @@ RUNS: dict[str, tuple[str, ...]] = {
         "--config.exchange_options.min_compress_bytes=0",
     ),
     "texts": ("--config.mesh.data=4",),
+    "texts, tensor in each": ("--config.mesh.data=2", "--config.mesh.tensor=2", "--config.exchange=zero2"),
+    "texts, tensor across both": ("--config.mesh.data=1", "--config.mesh.tensor=4"),
+    "texts, one of three groups across both": ("--config.mesh.data=3", "--config.mesh.tensor=2"),
+    "texts, context across both": ("--config.mesh.data=1", "--config.mesh.context=4"),
+    "texts, context across both, tensor in each": (
+        *("--config.mesh.data=1", "--config.mesh.context=2", "--config.mesh.tensor=2", "--config.exchange=zero3"),
+    ),
 }
 MORE = [*(f"--config.{key}={value}" for key, value in VALUES.items()), "--config.model.num_layers=2"]
+# Four heads, and more epsilon than the rounding of gradients.
+OF_TEXTS = ["--config.model.num_heads=4", "--config.optimizer.eps=1e-4"]
 STEPS = ["--config.num_steps=12", "--config.batch_size=24", "--config.eval.every_steps=6"]
 
 
@@ -250,7 +259,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(folder: Path, name: str) -> list[str]:
     """Return the overrides for a small MLP on vectors, or BERT on texts, with the strategy of RUNS."""
     own = small_arguments(folder)
-    return [*(own if name == "texts" else [*without_texts(own), *MORE]), *STEPS, *RUNS[name]]
+    chosen = [*own, *OF_TEXTS] if name.startswith("texts") else [*without_texts(own), *MORE]
+    return [*chosen, *STEPS, *RUNS[name]]
 
 
 def configured(folder: Path, name: str) -> ConfigDict:
@@ -262,7 +272,7 @@ def configured(folder: Path, name: str) -> ConfigDict:
 
 def num_devices(name: str) -> int:
     """Return the number of devices of both processes."""
-    return 6 if "one of three pipelines" in name else 4
+    return 6 if "one of three" in name else 4
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -316,11 +326,10 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 # The tests below run the data-parallel case, zero3 and texts.
 @pytest.mark.parametrize(
     "name",
-    [
-        "a pipeline across both",
-        "dispatched stages across both",
-        *(slow(name) for name in RUNS if name.startswith(("texts", "zero", "dispatched stages w")) or "one of" in name),
-    ],
+    slow_except(
+        ["a pipeline across both", "dispatched stages across both", "texts, tensor across both"],
+        [name for name in RUNS if name != "data_parallel"],
+    ),
 )
 def test_two_processes_compute_what_one_does(
     name: str, folder: Path, tmp_path: Path, alone: Callable[[str], Path]
@@ -347,10 +356,23 @@ def test_two_processes_compute_what_one_does(
 
 
 @pytest.mark.slow
-def test_from_two_processes_to_one_and_back(folder: Path, tmp_path: Path, alone: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "third", "reference"),
+    [
+        ("zero3", "data_parallel", "a pipeline across both", "data_parallel"),
+        (
+            *("texts, tensor across both", "texts, tensor in each", "texts, context across both, tensor in each"),
+            "texts",
+        ),
+        ("texts, context across both", "texts, context across both", "texts, one of three groups across both", "texts"),
+    ],
+)
+def test_from_two_processes_to_one_and_back(
+    first: str, second: str, third: str, reference: str, folder: Path, tmp_path: Path, alone: Callable[[str], Path]
+) -> None:
     """A run of two processes is stopped by a SIGTERM to one of them, resumed by one process, and again by two."""
     workdir = tmp_path / "run"
-    process = launch(folder, workdir, "zero3", "--config.checkpoint.every_steps=1", "--stopped_exit_code=75")
+    process = launch(folder, workdir, first, "--config.checkpoint.every_steps=1", "--stopped_exit_code=75")
     wait_for_step(process, workdir, 3)
     os.kill(workers(process)[1], signal.SIGTERM)
     out, err = finished(process, code=75)
@@ -361,11 +383,11 @@ def test_from_two_processes_to_one_and_back(folder: Path, tmp_path: Path, alone:
         with pytest.MonkeyPatch.context() as patch:
             stop_at(patch, 2, signal.SIGTERM)
             with pytest.raises(training.Stopped):
-                training.train(configured(folder, "data_parallel"), workdir)
-    out, _ = finished(launch(folder, workdir, "a pipeline across both"))
+                training.train(configured(folder, second), workdir)
+    out, _ = finished(launch(folder, workdir, third))
     assert any(line.startswith("[0] resumed   from step") for line in out)
-    assert "[0] ledger    every example of 12 steps was used exactly once" in out
-    assert_close(workdir, alone("data_parallel"))
+    assert any(re.fullmatch(r"\[0\] ledger    every example of .* was used exactly once", line) for line in out), out
+    assert_close(workdir, alone(reference))
 
 
 @pytest.mark.parametrize("name", ["data_parallel", slow("dispatched stages without a flush")])

@@ -31,6 +31,7 @@ from tests.strategies.pipelines import build_once
 
 SIZE, LENGTH, VOCABULARY, CLASSES = 12, 5, 21, 5
 NUM_STEPS = 3
+MANY_STEPS = 20
 TEXT = DataInfo("text", (LENGTH,), CLASSES, tuple("abcde"), VOCABULARY, 0)
 IMAGE = DataInfo("image", (6, 4, 3), CLASSES, tuple("abcde"), 0, 0)  # 6 patches of 2 x 2
 
@@ -46,6 +47,8 @@ MODELS = {
     "bottlenecks": "task=causal_lm model.name=gpt model.bottlenecks=block_1",
     "llama": "task=causal_lm model.name=gpt model.norm=rmsnorm model.activation=swiglu model.positions=rotary"
     f" model.qkv_bias=True model.tied_embeddings=False {WIDE}",
+    "tied llama": "task=causal_lm model.name=gpt model.norm=rmsnorm model.activation=swiglu model.positions=rotary"
+    f" {WIDE}",
     "vit": "task=classification model.name=vit model.pooling=cls model.patch_size=2",
     "vit, mean": "task=classification model.name=vit model.pooling=mean model.patch_size=2",
 }
@@ -173,13 +176,34 @@ def train(case: Case) -> TensorTraining:
     return trained._replace(state=state)
 
 
+def after_many_steps(case: Case, trained: TensorTraining) -> Canonical:
+    """Return the canonical state after MANY_STEPS steps."""
+    strategy = trained.strategy
+    state = strategy.from_canonical(trained.trees[-1])
+    for step in range(NUM_STEPS, MANY_STEPS):
+        state, _ = strategy.step(state, strategy.place(make_batch(case.model, step)))
+    tree: Canonical = jax.device_get(strategy.to_canonical(state))
+    return tree
+
+
 @functools.cache
 def single(model: str, optimizer: str) -> TensorTraining:
     """Return the training on one device. optimizer: settings of config.optimizer."""
     return train(Case(model, f"strategy=single {optimizer}"))
 
 
+@functools.cache
+def end_of_single(model: str, optimizer: str) -> Canonical:
+    """Return the state of one device after MANY_STEPS steps."""
+    return after_many_steps(Case(model, ""), single(model, optimizer))
+
+
+def optimizer_of(case: Case) -> str:
+    """Return the settings of a case that one device also has."""
+    settings = [word for word in case.settings.split() if word.startswith("optimizer.")]
+    return " ".join(word for word in settings if "accumulation_steps" not in word)
+
+
 def single_of(case: Case) -> TensorTraining:
     """Return the training on one device with the model and optimizer of a case, and whole logits."""
-    settings = [word for word in case.settings.split() if word.startswith("optimizer.")]
-    return single(case.model, " ".join(word for word in settings if "accumulation_steps" not in word))
+    return single(case.model, optimizer_of(case))

@@ -42,11 +42,20 @@ FAST = [
     Case("albert", f"{TWO} model.remat=full"),
     Case("gpt", "mesh.data=2 mesh.context=2 mesh.tensor=2 exchange=zero1"),
     Case("bert", f"{SINGLE} mesh.context=4"),
+    Case("tied llama", f"{SINGLE} mesh.context=2"),
     Case("gpt", f"{STAGES} mesh.context=2 mesh.tensor=2 pipeline.schedule=1f1b"),
     Case("masked bert", f"{STAGES} mesh.data=2 mesh.tensor=2 pipeline.schedule=1f1b {DISPATCH} exchange=zero2"),
 ]
 CASES = [
     *FAST,
+    Case("bert", f"{SINGLE} mesh.context=2"),
+    Case("gpt", f"{SINGLE} mesh.tensor=2"),
+    Case("gpt", f"{SINGLE} mesh.context=2"),
+    Case("gpt", f"{SINGLE} mesh.context=4"),
+    Case("tied llama", f"{SINGLE} mesh.tensor=2"),
+    Case("tied llama", f"{SINGLE} mesh.tensor=4"),
+    Case("tied llama", f"{SINGLE} mesh.context=4"),
+    Case("tied llama", f"{SINGLE} mesh.context=2 mesh.tensor=2"),
     Case("bert", f"{SINGLE} mesh.tensor=2 model.remat=full"),
     Case("bert", f"{TWO} exchange=zero3 {TWICE}"),
     Case("bert, mean", f"{TWO} exchange=zero3"),
@@ -116,7 +125,7 @@ def has_no_gradient(case: Case, path: str) -> bool:
 
     The bias of a key adds the same number to the scores of all keys, unless it is rotated by its position.
     """
-    return "['key']['bias']" in path and case.model != "llama"
+    return "['key']['bias']" in path and "llama" not in case.model
 
 
 def assert_near(case: Case, got: Any, expected: Any) -> None:
@@ -156,6 +165,19 @@ def test_trains_like_one_device(case: Case, trained: TensorTraining) -> None:
     assert_metrics_near(evaluated, like)
 
 
+def test_many_steps(case: Case, trained: TensorTraining) -> None:
+    """After 20 steps, each array still differs by at most 1e-6 of its largest value from that of one device."""
+    got, expected = (
+        tree["params"]
+        for tree in (
+            tensors.after_many_steps(case, trained),
+            tensors.end_of_single(case.model, tensors.optimizer_of(case)),
+        )
+    )
+    for path, x in named(expected).items():
+        assert np.abs(named(got)[path] - x).max() <= 1e-6 * np.abs(x).max(), path
+
+
 def test_resumes_from_and_to_one_device(case: Case, trained: TensorTraining) -> None:
     strategy, single = trained.strategy, single_of(case)
     assert_survives(strategy, filled(single.trees[0]))
@@ -177,7 +199,7 @@ def test_arrays_are_where_the_plan_says(trained: TensorTraining) -> None:
     assert not any("norm" in path or "['out']['bias']" in path or "['down']['bias']" in path for path in split)
 
 
-@pytest.mark.parametrize("case", slow_except([FAST[-1]], CASES), indirect=True, scope="module", ids=str)
+@pytest.mark.parametrize("case", slow_except([FAST[8]], CASES), indirect=True, scope="module", ids=str)
 def test_initial_state(case: Case) -> None:
     strategy, single = tensors.build(case), single_of(case).strategy
     state = strategy.init(jax.random.key(5))

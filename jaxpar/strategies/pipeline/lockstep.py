@@ -27,7 +27,7 @@ from jaxpar.models.model import Batch
 from jaxpar.strategies.pipeline.details import ExecutorResources, PipelineDetails, num_unapplied
 from jaxpar.strategies.pipeline.executor.continuous import ContinuousState, continuous_step, padded, update_trips
 from jaxpar.strategies.pipeline.executor.dispatch import dispatch_order
-from jaxpar.strategies.pipeline.executor.dispatch_costs import group_traffic
+from jaxpar.strategies.pipeline.executor.dispatch_costs import traffic_within_groups
 from jaxpar.strategies.pipeline.executor.engine import pipeline_evaluation, pipeline_step
 from jaxpar.strategies.pipeline.executor.lowering import (
     LoweredTable,
@@ -74,7 +74,7 @@ def resources(details: PipelineDetails, *, on_cpu: bool) -> ExecutorResources:
     copied_bytes = nbytes([details.staged.mean_of(*array) for array in copied])
     tied = ring_traffic("all-reduce", 2, STAGE, table.num_devices, copied_bytes, "float32", num_vectors=len(copied))
     # In branches, a device sends what its stage does: this is the mean over stages.
-    by_column = group_traffic(dispatch_order(table), details.programs, details.staged, on_cpu=on_cpu)
+    by_column = traffic_within_groups(dispatch_order(table), details.programs, details.staged, on_cpu=on_cpu)
     of_groups = shared(added_up(one for of_column in by_column for one in of_column), 1 / table.num_devices)
     return state.layouts._asdict(), tuple(held), (*transfers, *gradients, within, tied, *of_groups)
 

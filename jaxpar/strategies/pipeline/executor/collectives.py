@@ -8,13 +8,18 @@ from jax.extend import core
 
 from jaxpar.core.groups import SentArrays
 
-KINDS = {"psum": "all-reduce", "pmax": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+COLLECTIVE_KINDS = {  # by primitive
+    "psum": "all-reduce",
+    "pmax": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+}
 
 
 def sent_arrays(equations: Sequence[Any], times: int = 1) -> Iterator[SentArrays]:
     """Yield what equations of a jaxpr, and of those inside it, send over named axes. times: how often they run."""
     for equation in equations:
-        kind, params = KINDS.get(equation.primitive.name), equation.params
+        kind, params = COLLECTIVE_KINDS.get(equation.primitive.name), equation.params
         if kind is not None:
             axes = params["axes"] if "axes" in params else params["axis_name"]
             [axis] = axes if isinstance(axes, tuple) else (axes,)

@@ -31,10 +31,10 @@ from jaxpar.strategies.pipeline.executor.enqueue import (
     Host,
     MeshColumns,
     Program,
-    divided,
-    placed,
+    of_microbatches,
     program_on,
     restricted,
+    sharding_on,
     with_leading,
     without_leading,
 )
@@ -56,7 +56,7 @@ class StepInputs(NamedTuple):
 
 def input_specs(of_batch: Mapping[str, PartitionSpec]) -> StepInputs:
     """Return the partition specs of the inputs of a step. of_batch: those of a batch."""
-    return StepInputs(ON_ALL, ON_ALL, divided(of_batch))  # type: ignore[arg-type]
+    return StepInputs(ON_ALL, ON_ALL, of_microbatches(of_batch))  # type: ignore[arg-type]
 
 
 class DispatchedAction(NamedTuple):
@@ -187,7 +187,7 @@ class StageDispatcher:
         if sums is not None:
             work.sums.setdefault(column, []).append(sums)
         if to is not None:
-            sharding = placed(self._columns.of_column[to[1]], LOCAL)
+            sharding = sharding_on(self._columns.of_column[to[1]], LOCAL)
             work.arrived[phase, to[0], microbatch] = host.send(result, sharding)
 
     def parts(self, group: int, params: Params) -> dict[int, list[Params]]:

@@ -32,9 +32,9 @@ from jaxpar.strategies.pipeline.executor.enqueue import (
     Host,
     MeshColumns,
     Program,
-    placed,
     program_on,
     restricted,
+    sharding_on,
     with_leading,
     without_leading,
 )
@@ -260,7 +260,7 @@ class ContinuousSteps(FlushedSteps):
     def from_private(self, state: DispatchedState, private: Canonical) -> DispatchedState:
         """Return a state of `begin`, whose pipeline is empty, with the private state that `to_private` returned."""
         columns, programs, flight = self._columns, self._programs, state.private
-        on_column = [placed(mesh, LOCAL) for mesh in columns.of_column]
+        on_column = [sharding_on(mesh, LOCAL) for mesh in columns.of_column]
 
         def put(tree: Tree, mesh: Mesh, specs: Tree) -> Tree:
             return jax.tree.map(lambda x, spec: put_on_devices(x, NamedSharding(mesh, spec)), tree, specs)
@@ -282,7 +282,7 @@ class ContinuousSteps(FlushedSteps):
 
         residuals, optimizer = list(flight.residuals), list(state.optimizer)
         for (g,), tree in saved("residuals", residuals.__getitem__):
-            residuals[g] = put_on_devices(tree, placed(columns.of_group[g], LOCAL))
+            residuals[g] = put_on_devices(tree, sharding_on(columns.of_group[g], LOCAL))
         for (g,), tree in saved("optimizer", optimizer.__getitem__):
             optimizer[g] = put(tree, columns.of_group[g], self._state_specs(g)[1])
         for (g, version), tree in saved("versions", lambda g, _version: state.params[g]):

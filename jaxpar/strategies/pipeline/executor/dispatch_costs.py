@@ -89,13 +89,13 @@ def dispatch_traffic(
         size, num_arrays = nbytes(added), len(jax.tree.leaves(tree))
         within.append(ring_traffic("all-reduce", 2, STAGE, len(columns), size, "float32", num_vectors=num_arrays))
     largest = max(within, key=lambda one: one.nbytes)
-    of_groups = largest_of(group_traffic(order, programs, staged, on_cpu=on_cpu))
+    of_groups = largest_of(traffic_within_groups(order, programs, staged, on_cpu=on_cpu))
     if shards:
         return (*sent, *shard_traffic(order, programs, staged), largest, *of_groups)
     return (*sent, *staged.all_reduce.traffic(max(held, key=nbytes)), largest, *of_groups)
 
 
-def group_traffic(
+def traffic_within_groups(
     order: Sequence[DispatchedAction], programs: StagePrograms, staged: StagedState, *, on_cpu: bool
 ) -> list[list[Traffic]]:
     """Return, by column, what a device sends to those with which it computes the column's stages.

@@ -36,9 +36,9 @@ from jaxpar.strategies.pipeline.executor.enqueue import (
     Host,
     MeshColumns,
     Program,
-    placed,
     program_on,
     restricted,
+    sharding_on,
     with_leading,
     without_leading,
 )
@@ -114,7 +114,7 @@ class FlushedSteps:
         for mesh, columns in zip(self._columns.of_group, self._columns.groups, strict=True):
             held = self._staged.params.trees[self._staged.stages.kinds[columns[0]]]
             private = private_layout(dict(mesh.shape), self._staged.all_reduce, held)
-            of_groups.append(steps.with_shardings(private.shapes, placed(mesh, LOCAL)))
+            of_groups.append(steps.with_shardings(private.shapes, sharding_on(mesh, LOCAL)))
         return state._replace(private=tuple(of_groups))
 
     def actions(self, _state: DispatchedState) -> list[DispatchedAction]:

@@ -51,7 +51,7 @@ class MeshColumns:
         """Return trees on the columns of a group, in the form LOCAL, as one tree on the group."""
         if len(trees) == 1:
             return trees[0]
-        sharding = placed(self.of_group[group], LOCAL)
+        sharding = sharding_on(self.of_group[group], LOCAL)
 
         def join(*parts: Any) -> Any:
             num_data, _, *rest = parts[0].shape
@@ -60,12 +60,12 @@ class MeshColumns:
         return jax.tree.map(join, *trees)
 
 
-def placed(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+def sharding_on(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
     """Return the sharding of arrays of a form on a mesh."""
     return NamedSharding(mesh, PartitionSpec(*mesh.axis_names) if spec == LOCAL else spec)
 
 
-def divided(specs: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
+def of_microbatches(specs: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
     """Return the specs of microbatches, for those of a batch: of the form DIVIDED, without a context axis."""
     return {name: PartitionSpec(None, *spec) for name, spec in specs.items()}
 
@@ -114,7 +114,7 @@ def program_on(
     mesh: Mesh, function: Callable[..., Any], in_specs: Any, out_specs: Any, kinds: tuple[str, ...], **options: Any
 ) -> Program:
     """Jit a function over a mesh. `function` gets what a device holds of its arguments. options: of `jax.jit`."""
-    in_specs, out_specs = jax.tree.map(lambda spec: placed(mesh, spec).spec, (in_specs, out_specs))
+    in_specs, out_specs = jax.tree.map(lambda spec: sharding_on(mesh, spec).spec, (in_specs, out_specs))
     mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return Program(jax.jit(mapped, **options), mesh, kinds)
 
