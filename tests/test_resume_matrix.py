@@ -82,7 +82,7 @@ DIVIDED = {
         "tensor 2 x zero2 2": ["mesh.data=2", "mesh.tensor=2", "exchange=zero2"],
         "context 2 x tensor 2 x zero3 2": ["mesh.data=2", "mesh.context=2", "mesh.tensor=2", "exchange=zero3"],
         "zero1 of texts 2": ["mesh.data=2", "exchange=zero1"],
-        "1f1b of texts 2": [PIPELINE, "mesh.data=1", "mesh.stage=2", "pipeline.schedule=1f1b"],
+        "1f1b 2 x tensor 2": [PIPELINE, "mesh.data=1", "mesh.stage=2", "mesh.tensor=2", "pipeline.schedule=1f1b"],
     }.items()
 }
 ONEBIT = ["exchange=byteps_onebit", "exchange_options.min_compress_bytes=0"]

@@ -15,10 +15,10 @@ Nothing is compiled. The rates are in bfloat16, from
 - torchtitan with FSDP and torch.compile: pytorch/torchtitan at b5bcd76c66, benchmarks/llama3_h100_202412_torchtitan.md.
   Its H100s have slower memory (2.4 TB/s) and less power than those that are sold with 80 GB.
 - Megatron-LM with a tensor axis: huggingface/Megatron-LM, a fork that has the table of Narayanan et al., 2021, at
-  100b522bb8, images/cases_april2021.png and README.md: the rows whose model-parallel size is at most the 8 GPUs of a
-  host, 137, 138, 142 and 135 TFLOP/s with 2,048 tokens a text and 51,200 words. The FLOPs of a step are those of the
-  paper: 96 B T L D^2 (1 + T / 6D + V / 16LD), with all layers computed twice. Heads, microbatches and how model
-  parallelism is divided are not in the table: here heads of 96 or 128 features, 4 texts, and tensor parallelism alone.
+  100b522bb8, images/cases_april2021.png and README.md: 135 to 163 TFLOP/s with 2,048 tokens a text and 51,200 words.
+  The FLOPs of a step are those of the paper: 96 B T L D^2 (1 + T / 6D + V / 16LD), with all layers computed twice.
+  Heads, microbatches, schedules and how model parallelism is divided are not in the table: here heads of 96 to 160
+  features, tensor parallelism in a host of 8 GPUs, 1F1B for what remains, and microbatches of 4 texts, with stages 1.
 
 The other rates of Megatron-LM and MaxText are their FLOP/s over the FLOPs of a token, 6 per parameter of a matrix and
 12 per layer, feature and position. MaxText and torchtitan choose what to save operation by operation, here remat dots.
@@ -70,6 +70,12 @@ MODELS = {
     "gpt 3.6b": Model(3072, 32, 30, words=51_200),
     "gpt 7.5b": Model(4096, 32, 36, words=51_200),
     "gpt 18b": Model(6144, 48, 40, words=51_200),
+    "gpt 39b": Model(8192, 64, 48, words=51_200),
+    "gpt 76b": Model(10_240, 80, 60, words=51_200),
+    "gpt 145b": Model(12_288, 96, 80, words=51_200),
+    "gpt 310b": Model(16_384, 128, 96, words=51_200),
+    "gpt 530b": Model(20_480, 128, 105, words=51_200),
+    "gpt 1t": Model(25_600, 160, 128, words=51_200),
     "llama2 7b": Model(4096, 32, 32, 4096, 32_000, LLAMA | {"model.mlp_size": 11_008}),
     "llama3 8b": Model(4096, 32, 32, 8192, 128_256, LLAMA | {"model.mlp_size": 14_336, "model.num_kv_heads": 8}),
 }
@@ -88,15 +94,19 @@ class Published(NamedTuple):
     exchange: Mapping[str, Any] = {"exchange": "zero3"}
 
 
-def _megatron(model: str, hosts: int, tensor: int, batch: int, teraflops: float) -> "Published":
-    """Return a row with a tensor axis and microbatches of 4 texts, from the FLOP/s of a GPU."""
+def _megatron(model: str, hosts: int, tensor: int, batch: int, teraflops: float, stages: int = 1) -> "Published":
+    """Return a row with a tensor axis, from the FLOP/s of a GPU."""
     of, gpus = MODELS[model], 8 * hosts
     width = 1 + of.tokens / (6 * of.features) + of.words / (16 * of.layers * of.features)
     rate = teraflops * 1e12 / (96 * of.layers * of.features**2 * width)
-    exchange = {"exchange": "ddp", "mesh.tensor": tensor}
-    size = 4
-    number = batch * tensor // (gpus * size)
-    return Published(model, f"a100-80gb:{hosts}x8", size, number, "full", rate, f"Megatron, tensor {tensor}", exchange)
+    settings, size = {"exchange": "ddp", "mesh.tensor": tensor}, 4 if stages == 1 else 1
+    name = f"Megatron, tensor {tensor}"
+    if stages > 1:
+        settings |= {"strategy": "pipeline", "mesh.stage": stages, "pipeline.schedule": "1f1b"}
+        settings |= {"pipeline.partition": "flops", "pipeline.executor": "dispatch"}
+        name += f", {stages} stages"
+    number = batch * tensor * stages // (gpus * size)
+    return Published(model, f"a100-80gb:{hosts}x8", size, number, "full", rate, name, settings)
 
 
 HSDP: dict[str, Any] = {"exchange": "hsdp", "exchange_options.group": 8}
@@ -123,6 +133,12 @@ ROWS = (
     _megatron("gpt 3.6b", 8, 2, 512, 138),
     _megatron("gpt 7.5b", 16, 4, 512, 142),
     _megatron("gpt 18b", 32, 8, 1024, 135),
+    _megatron("gpt 39b", 64, 8, 1536, 138, 2),
+    _megatron("gpt 76b", 128, 8, 1792, 140, 4),
+    _megatron("gpt 145b", 192, 8, 2304, 148, 8),
+    _megatron("gpt 310b", 240, 8, 2160, 155, 16),
+    _megatron("gpt 530b", 315, 8, 2520, 163, 35),
+    _megatron("gpt 1t", 384, 8, 3072, 163, 64),
     Published("llama2 7b", "h100:8", 4, 1, "dots", 10_676, "MaxText"),
     Published("llama2 7b", "h100:2x8", 4, 1, "dots", 9_157, "MaxText", HSDP),
     Published("llama2 7b", "h100:4x8", 4, 1, "dots", 8_832, "MaxText", HSDP),
@@ -159,18 +175,21 @@ def predicted_rate(row: Published) -> float:
     """Return the predicted tokens/s of a GPU."""
     cluster = find_named(row.cluster, "cluster")[1]
     config: Any = configs.default_config()
-    model, replicas = MODELS[row.model], cluster.num_devices // row.exchange.get("mesh.tensor", 1)
+    model, together = MODELS[row.model], row.exchange.get("mesh.tensor", 1) * row.exchange.get("mesh.stage", 1)
+    replicas = cluster.num_devices // together
+    of_step = {"model.remat": row.remat, "optimizer.accumulation_steps": row.accumulation}
+    if together > row.exchange.get("mesh.tensor", 1):
+        of_step = {"pipeline.remat": row.remat, "pipeline.num_microbatches": row.accumulation}
     config.update_from_flattened_dict(
         {key: value for key, value in DEFAULTS.items() if key != "model.max_length"}
         | {
             "model.hidden_size": model.features,
             "model.num_heads": model.heads,
             "model.num_layers": model.layers,
-            "model.remat": row.remat,
             "mesh.data": replicas,
             "batch_size": replicas * row.size * row.accumulation,
-            "optimizer.accumulation_steps": row.accumulation,
         }
+        | of_step
         | dict(model.others or {"model.max_length": model.tokens})
         | dict(row.exchange)
     )
