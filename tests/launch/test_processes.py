@@ -244,6 +244,13 @@ RUNS: dict[str, tuple[str, ...]] = {
     "texts, context across both, tensor in each": (
         *("--config.mesh.data=1", "--config.mesh.context=2", "--config.mesh.tensor=2", "--config.exchange=zero3"),
     ),
+    "texts, stages of two devices": (
+        *(*PIPELINE, "--config.mesh.data=1", "--config.mesh.stage=2", "--config.mesh.tensor=2"),
+    ),
+    "texts, dispatched stages of two devices": (
+        *(*PIPELINE, "--config.mesh.data=1", "--config.mesh.stage=2", "--config.mesh.context=2"),
+        "--config.pipeline.executor=dispatch",
+    ),
 }
 MORE = [*(f"--config.{key}={value}" for key, value in VALUES.items()), "--config.model.num_layers=2"]
 # Four heads, and more epsilon than the rounding of gradients.
