@@ -33,6 +33,7 @@ from jaxpar.core.mesh import CONTEXT, DATA, GROUP_AXES, STAGE, TENSOR
 from jaxpar.core.plan import Plan, Traffic, ring_traffic
 from jaxpar.core.ring import sent_of_operand
 from jaxpar.core.step import Problem
+from jaxpar.exchange.exchange import shared
 from jaxpar.exchange.named import EXCHANGES, exchange_differs
 from jaxpar.layout import SHARDED
 from jaxpar.strategies.data_parallel.shard_map import ReplicaDetails, group_traffic
@@ -270,10 +271,13 @@ def _pipelines_of_groups(space: Space, sizes: Mapping[str, int]) -> Iterator[Can
     ratios, packing_of = state_ratios(space.problem), _packings(_layers_in(space, sizes).problem)
     group, on_cpu = ReplicaGroup(space.problem, sizes), space.machine.cluster.platform == "cpu"
 
+    sums = [one.traffic(sizes[one.axis]) for one in group.sums_of(group.params.local_shapes)]
+
     @cache
-    def sent(remat: str, replicas: int) -> list[Traffic]:
-        """Return what a device of a pipeline of one stage sends to those that compute it together."""
-        return group.with_remat(remat).traffic(replicas, group.params, on_cpu=on_cpu)
+    def sent(remat: str, replicas: int, number: int) -> list[Traffic]:
+        """Return what a device would send in `number` microbatches to its group, if it had all layers."""
+        of_layers = group.with_remat(remat).traffic(replicas, {}, on_cpu=on_cpu)
+        return [*(one._replace(messages=number * one.messages) for one in of_layers), *sums]
 
     for stages in (number for number in range(2, min(n, num_layers) + 1) if n % number == 0):
         replicas = n // stages
@@ -294,7 +298,7 @@ def _pipelines_of_groups(space: Space, sizes: Mapping[str, int]) -> Iterator[Can
                     continue
                 known.add(key)
                 for remat in space.choices("pipeline.remat", space.layers.remats):
-                    within = sent(remat, replicas)
+                    within = sent(remat, replicas, number)
                     yield _pipeline_candidate(space, schedule, table, remat, axes, ratios, packing_of, within)
 
 
@@ -329,7 +333,7 @@ def _pipeline_candidate(
     axes: Mapping[str, int],
     ratios: StateRatios,
     packing_of: PackingOf,
-    within: Sequence[Traffic],
+    within: list[Traffic],
 ) -> Candidate:
     """Return a pipeline, with the executor of the config, or the faster one if it has none.
 
@@ -344,10 +348,7 @@ def _pipeline_candidate(
     states = [StateBytes(largest, ratios.optimizer * largest, largest)] * table.num_devices
     vectors = len(work.layers)  # of gradients; the engine packs the arrays of a device
     traffic = [ring_traffic("all-reduce", 2, DATA, replicas, largest, "float32", num_vectors=vectors)]
-    traffic += [
-        one._replace(nbytes=one.nbytes / axes[STAGE], messages=table.num_microbatches * one.messages / axes[STAGE])
-        for one in within
-    ]
+    traffic += shared(within, 1 / axes[STAGE])
     update = ratios.update * largest
     own = space.config.pipeline.executor
     by_executor = {

@@ -210,10 +210,10 @@ class ReplicaGroup:
             jax.tree.map(lambda x, split: x if split else x * share, tree, self.is_split(tree)) if share < 1 else tree
         )
 
-    def traffic(self, num_replicas: int, grads: Layout, *, on_cpu: bool) -> list[Traffic]:
+    def traffic(self, num_replicas: int, grads: Params, *, on_cpu: bool) -> list[Traffic]:
         """Return what a device sends on the tensor and context axes in a step.
 
-        grads: the layout of the gradients. on_cpu: whether XLA widens what is sent.
+        grads: the shapes of what it has of the gradients. on_cpu: whether XLA widens what is sent.
         """
         if not self.axes:
             return []
@@ -226,8 +226,8 @@ class ReplicaGroup:
             rows += self._sent_on_context(examples * positions, features, dtype)
         if group.size > 1:
             rows += self._sent_on_tensor(examples, positions, features, dtype, on_cpu=on_cpu)
-        rows += self.sums_of(grads.local_shapes)
-        return [one.traffic(self._axes[one.axis]) for one in rows if one.number]
+        rows += self.sums_of(grads)
+        return [one.traffic(self._axes[one.axis]) for one in rows if one.number * one.size]
 
     def sums_of(self, grads: Params) -> "list[SentArrays]":
         """Return what `reduced` sends. grads: the shapes of what a device has of the gradients of some layers."""

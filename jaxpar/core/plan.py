@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from jaxpar.core.mesh import GROUP_AXES
 from jaxpar.core.ring import ring_sends
 from jaxpar.errors import format_count
 from jaxpar.layout import Layout
@@ -174,6 +175,8 @@ def format_private_key(key: Mapping[str, Any]) -> str:
             words += [f"{option}={chosen}" for option, chosen in sorted(value.items())]
         elif name == ARRAYS:
             continue  # a hash is of no use to the reader
+        elif name in GROUP_AXES:
+            counts.append(f"{name} {value}")
         elif isinstance(value, int):
             counts.append(format_count(value, name.removesuffix("es" if name.endswith("ches") else "s")))
         else:

@@ -88,7 +88,7 @@ CASES = [
     Case("masked bert", f"{STAGES} mesh.context=2 mesh.tensor=2 pipeline.schedule=zb_h1 {DISPATCH}"),
     Case("llama", f"{STAGES} mesh.tensor=4 pipeline.schedule=zb_h1 {ADAM}"),
     Case("llama", f"{STAGES} mesh.data=2 mesh.context=2 pipeline.schedule=zb_v pipeline.remat=dots exchange=horovod"),
-    Case("vit", f"{STAGES} mesh.tensor=4 pipeline.schedule=interleaved {DISPATCH} pipeline.remat=full"),
+    Case("vit", f"{STAGES} mesh.tensor=4 pipeline.schedule=interleaved_1f1b pipeline.num_microbatches=2 {DISPATCH}"),
 ]
 # Pipelines that never drain, which train as they do without a group: settings, and those of the group.
 CONTINUOUS = [

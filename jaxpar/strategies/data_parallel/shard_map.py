@@ -192,7 +192,7 @@ def group_traffic(group: ReplicaGroup, exchange: Exchange, num_replicas: int, *,
     """Return what a device sends to the others of its replica in a step. on_cpu: whether XLA widens what is sent."""
     is_shard = exchange.fetch or exchange.scatter
     grads = group.params.sharded(DATA, exchange.copies) if is_shard else group.params
-    return group.traffic(num_replicas, grads, on_cpu=on_cpu)
+    return group.traffic(num_replicas, grads.local_shapes, on_cpu=on_cpu)
 
 
 def make_layouts(exchange: Exchange, base: Mapping[str, Layout]) -> dict[str, Layout]:

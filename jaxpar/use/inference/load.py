@@ -140,9 +140,10 @@ def _mesh_of(devices: Sequence[jax.Device] | None, tensor: int) -> Mesh:
     """Return the mesh of groups of `tensor` devices, of these or all. Raises UserError if they are too few."""
     devices = clusters.devices() if devices is None else devices
     if type(tensor) is not int or not 1 <= tensor <= len(devices):
+        must = "1" if len(devices) == 1 else f"from 1 to {len(devices)}"
         is_cpu = devices[0].platform == "cpu"
         hint = " (XLA_FLAGS=--xla_force_host_platform_device_count=N splits the CPU into N devices)" * is_cpu
-        raise UserError(f"tensor is {tensor!r:.60}; it must be from 1 to {len(devices)}, the number of devices{hint}")
+        raise UserError(f"tensor is {tensor!r:.60}; it must be {must}, the number of devices{hint}")
     return meshes.make_mesh({DATA: len(devices) // tensor, TENSOR: tensor}, devices)
 
 
