@@ -147,15 +147,31 @@ class Model:
         """Return initial parameters. Layer i uses fold_in(key, i), so its values depend only on the key and i."""
         return self.init_layers(key, 0, len(self.layers))
 
-    def init_layers(self, key: jax.Array, start: int, stop: int, *, shift: Index = 0) -> Params:
-        """Return initial parameters of layers[start:stop], with the random keys of the layers at index + shift."""
+    def init_layers(
+        self,
+        key: jax.Array,
+        start: int,
+        stop: int,
+        *,
+        shift: Index = 0,
+        part: Callable[[Params], Params] | None = None,
+    ) -> Params:
+        """Return initial parameters of layers[start:stop], with the random keys of the layers at index + shift.
+
+        part: returns what a device keeps of the parameters of a layer, of which it then has one at a time.
+        """
         params: Params = {}
         # Consecutive layers with the same maker are initialized by one vmap: it compiles once, with the same numbers.
         makers = list(self._makers.items())[start:stop]
         for _, group in itertools.groupby(makers, lambda item: id(item[1])):
             names, same = zip(*group, strict=True)
             indices = jnp.arange(len(names)) + (start + len(params)) + shift
-            stacked = jax.vmap(partial(_fresh, same[0]))(jax.vmap(partial(jax.random.fold_in, key))(indices))
+            keys = jax.vmap(partial(jax.random.fold_in, key))(indices)
+            if part is None:
+                stacked = jax.vmap(partial(_fresh, same[0]))(keys)
+            else:
+                name, keep = names[0], part
+                stacked = jax.lax.map(lambda key: keep({name: _fresh(same[0], key)})[name], keys)  # noqa: B023 - called
             params |= {name: jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i, name in enumerate(names)}
         for tie in self.ties:
             if tie.layer in params:

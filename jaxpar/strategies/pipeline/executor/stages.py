@@ -5,7 +5,7 @@ kind share one program, which is traced for the first of them, its *example*, an
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -109,15 +109,20 @@ class Stages:
             own.setdefault(tie.source, {})[tie.source_name] = params[tie.source][tie.source_name]
         return own
 
-    def init(self, key: jax.Array, kind: int, shifts: jax.Array) -> Params:
-        """Return the initial parameters on a device of this kind. shifts: the device's row of `shifts`."""
+    def init(
+        self, key: jax.Array, kind: int, shifts: jax.Array, part: Callable[[Params], Params] | None = None
+    ) -> Params:
+        """Return the initial parameters on a device of this kind.
+
+        shifts: the device's row of `shifts`. part: as in `Model.init_layers`.
+        """
         device = self.examples[kind]
         held: Params = {}
         for chunk in range(self.placement.shape[1]):
-            held |= self.model.init_layers(key, *self.span(device, chunk), shift=shifts[chunk])
+            held |= self.model.init_layers(key, *self.span(device, chunk), shift=shifts[chunk], part=part)
         for tie in self.copies(device):
             source = next(i for i, layer in enumerate(self.model.layers) if layer.name == tie.source)
-            array = self.model.init_layers(key, source, source + 1)[tie.source][tie.source_name]
+            array = self.model.init_layers(key, source, source + 1, part=part)[tie.source][tie.source_name]
             held.setdefault(tie.source, {})[tie.source_name] = array
         return held
 

@@ -206,7 +206,8 @@ class StagedState:
             shifts = jnp.asarray(self.stages.shifts)[device]
 
             def of_kind(kind: int) -> tuple[Packed, Packed]:
-                params = self.params.of_kinds[kind].own(self.stages.init(init_key, kind, shifts))
+                part = (lambda params: self.group.layout(params).own(params)) if self.group.split_axes else None
+                params = self.stages.init(init_key, kind, shifts, part)
                 shards = self.all_reduce.shards
                 moments = self.problem.optimizer.init(shards.local(params) if shards else params)
                 return self.params.packing.pack(kind, params), self.optimizer.packing.pack(kind, moments)
