@@ -9,6 +9,7 @@ from jaxpar.commands import certify
 from jaxpar.errors import UserError
 from jaxpar.strategies.groups import replica_group
 from tests.runs import refused, run_script, small_arguments
+from tests.selection import slow_except
 from tests.strategies import tensors
 from tests.strategies.cases import TASK
 from tests.strategies.pipelines import Task, plan_of
@@ -112,10 +113,15 @@ def test_context_axis_of_other_models() -> None:
         replica_group(config, tensors.make_problem(texts), axes)
 
 
-def test_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step of the training on the tensor axis is that of one device, which a certificate compares it with."""
+CERTIFIED = ["mesh.tensor=2 exchange=zero1", "strategy=pipeline mesh.data=1 mesh.stage=2 mesh.tensor=2 mesh.context=2"]
+
+
+@pytest.mark.parametrize("values", slow_except(CERTIFIED[:1], CERTIFIED))
+def test_certificate(values: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step of the training of groups is that of one device, which a certificate compares it with."""
     path = tmp_path / "certificate.json"
-    settings = [*small_arguments(tmp_path), "--config.mesh.tensor=2", "--config.exchange=zero1", "--num_steps=3"]
+    own = [f"--config.{value}" for value in values.split()]
+    settings = [*small_arguments(tmp_path), *own, "--num_steps=3"]
     assert run_script(monkeypatch, certify, "--config=configs/default.py", *settings, f"--output={path}") == 0
     found = json.loads(path.read_text())
     assert (found["outside"], found["counters"], found["differs"]) == ([], [], "")
