@@ -174,7 +174,7 @@ def test_candidates_need_what_their_plans_need(space: Space, found: list[Candida
 
 
 def test_pipelines_whose_stages_are_groups() -> None:
-    """What layers send follows from a formula for a candidate, and from the traces of its stages for its plan."""
+    """A candidate sends what a formula gives, and its plan what the traces of its stages do: nearly the same."""
     kept: dict[str, Any] = {"pipeline_schedule": "1f1b", "pipeline_num_microbatches": 4, "pipeline_remat": "none"}
     space = space_of(clusters.named_cluster("h100", 4), "pipeline.executor=dispatch", **kept)
     found = {one.name: one for one in of_pipelines(space)}

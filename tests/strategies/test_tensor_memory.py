@@ -44,5 +44,5 @@ def bytes_per_layer(model: str, tensor: int) -> float:
     ("model", "tensor"), slow_except([("gpt", 4)], [(model, tensor) for model in MODELS for tensor in (2, 4)])
 )
 def test_a_device_saves_its_part_of_the_activations(model: str, tensor: int) -> None:
-    """So it does of masks of dropout, of inputs of products, and of those of norms, which have no split arrays."""
+    """Masks of dropout and inputs of products and norms are divided, too, though norms have no split arrays."""
     assert bytes_per_layer(model, tensor) == pytest.approx(bytes_per_layer(model, 1) / tensor, rel=0.04)

@@ -1,4 +1,4 @@
-"""What the devices that compute a stage together send each other, from the traced programs of the stages."""
+"""Counts what the devices that compute a stage together send each other, from the traced programs of the stages."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is sent, counted by hand."""
+"""Collectives are counted by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ AXES = [("tensor", 4), ("context", 2)]
 
 
 def test_collectives_of_a_jaxpr() -> None:
-    """Those of loops count for each iteration, and an array is gathered before it is widened."""
+    """A loop sends in each iteration, and an array is gathered before it is widened."""
 
     def function(x_BD: jax.Array) -> jax.Array:
         def iteration(total: jax.Array, _: None) -> tuple[jax.Array, None]:
