@@ -301,7 +301,7 @@ class SentArrays(NamedTuple):
     dtype: Any
     size: int  # elements of an array, before it is divided between the devices
     number: int  # of arrays
-    least: int  # arrays that are sent even if XLA can merge some of them
+    least: float  # arrays that are sent even if XLA can merge some of them
 
     def widened(self) -> "SentArrays":
         """Return what XLA for CPUs sends, which has no collectives of narrower floats than float32."""

@@ -96,7 +96,7 @@ CONTINUOUS = [
     ("bert", f"{STAGES} pipeline.schedule=pipedream {DISPATCH}", "mesh.context=2 mesh.tensor=2"),
     ("gpt of texts", f"{STAGES} mesh.data=2 pipeline.schedule=pipedream_2bw {DISPATCH} {ADAM}", "mesh.tensor=2"),
     ("bert of tokens", f"{STAGES} mesh.data=2 pipeline.schedule=pipedream_2bw", "mesh.tensor=2"),
-    ("gpt of texts", f"{STAGES} mesh.data=2 pipeline.schedule=pipedream {ONEBIT}", "mesh.context=2"),
+    ("gpt of texts", f"{STAGES} mesh.data=2 pipeline.schedule=pipedream exchange=byteps", "mesh.context=2"),
     ("llama", "strategy=pipeline mesh.stage=3 pipeline.schedule=pipedream pipeline.replicas=2,1", "mesh.tensor=2"),
 ]
 LOSSY = [

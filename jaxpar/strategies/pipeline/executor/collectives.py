@@ -19,7 +19,7 @@ COLLECTIVE_KINDS = {  # by primitive
 def sent_arrays(equations: Sequence[Any], times: int = 1) -> Iterator[SentArrays]:
     """Yield what equations of a jaxpr, and of those inside it, send over named axes. times: how often they run.
 
-    XLA for GPUs gathers an array before it widens it.
+    XLA for GPUs gathers an array before it widens it. XLA may merge gathers that rematerialization repeats.
     """
     narrow: dict[Any, Any] = {}  # dtypes of arrays before they were widened
     for equation in equations:
@@ -33,7 +33,8 @@ def sent_arrays(equations: Sequence[Any], times: int = 1) -> Iterator[SentArrays
             for operand, result in zip(equation.invars, equation.outvars, strict=True):
                 var = result if kind == "all-gather" else operand
                 dtype = narrow.get(operand, var.aval.dtype) if kind == "all-gather" else var.aval.dtype
-                yield SentArrays(kind, axis, np.dtype(dtype), var.aval.size, times, times)
+                least = times / 2 if kind == "all-gather" else times
+                yield SentArrays(kind, axis, np.dtype(dtype), var.aval.size, times, least)
         inside = times * (params["length"] if equation.primitive.name == "scan" else 1)
         for jaxpr in core.jaxprs_in_params(params):
             yield from sent_arrays(jaxpr.eqns, inside)

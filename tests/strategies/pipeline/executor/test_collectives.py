@@ -26,7 +26,7 @@ def test_collectives_of_a_jaxpr() -> None:
     narrow, wide = np.dtype(jnp.bfloat16), np.dtype(np.float32)
     assert list(sent_arrays(closed.jaxpr.eqns)) == [
         SentArrays("all-reduce", "tensor", narrow, 8, 5, 5),
-        SentArrays("all-gather", "context", narrow, 48, 1, 1),
+        SentArrays("all-gather", "context", narrow, 48, 1, 0.5),
         SentArrays("reduce-scatter", "tensor", wide, 48, 1, 1),
         SentArrays("all-reduce", "tensor", narrow, 1, 1, 1),
     ]
