@@ -31,7 +31,7 @@ from jaxpar.choose.candidates import (
 from jaxpar.choose.costs.memory import StateBytes
 from jaxpar.choose.costs.step import StepCosts, UpdateBytes, replicas_costs
 from jaxpar.choose.planner import candidate_of_plan
-from jaxpar.choose.synchronous import settings_of_replicas
+from jaxpar.choose.replicas import settings_of_replicas
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import Plan, Traffic, state_memory
 from jaxpar.core.ring import RING_PASSES, ring_sends

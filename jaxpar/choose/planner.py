@@ -16,7 +16,8 @@ from ml_collections import ConfigDict
 from jaxpar import strategies
 from jaxpar.choose import report
 from jaxpar.choose.candidates import Candidate, Settings, Space, ranked, with_settings
-from jaxpar.choose.synchronous import candidate_of_pipeline, candidate_of_replicas, of_pipelines, of_replicas
+from jaxpar.choose.pipelines import candidate_of_pipeline, of_pipelines
+from jaxpar.choose.replicas import candidate_of_replicas, of_replicas
 from jaxpar.cluster import Cluster
 from jaxpar.core.plan import Plan
 from jaxpar.errors import UserError, format_bytes, format_count

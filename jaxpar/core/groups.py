@@ -205,15 +205,15 @@ class ReplicaGroup:
 
     def counted(self, tree: Tree) -> Tree:
         """Return a tree like the parameters whose squares, summed over `split_axes`, count each array once."""
+        if self.group.size == 1:
+            return tree
         share = 1 / math.sqrt(self.group.size)
-        return (
-            jax.tree.map(lambda x, split: x if split else x * share, tree, self.is_split(tree)) if share < 1 else tree
-        )
+        return jax.tree.map(lambda x, split: x if split else x * share, tree, self.is_split(tree))
 
     def traffic(self, num_replicas: int, grads: Params, *, on_cpu: bool) -> list[Traffic]:
         """Return what a device sends on the tensor and context axes in a step.
 
-        grads: the shapes of what it has of the gradients. on_cpu: whether XLA widens what is sent.
+        grads: the shapes of its parts of the gradients. on_cpu: whether XLA widens what is sent.
         """
         if not self.axes:
             return []

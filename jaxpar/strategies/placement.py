@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxpar import layout
 from jaxpar.core import state as states
-from jaxpar.core.context import arranged, padded_length, with_positions
+from jaxpar.core.context import arranged, part_shapes, with_positions
 from jaxpar.core.mesh import CONTEXT, DATA
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Problem
@@ -45,10 +45,10 @@ class BatchPlacement:
         self._shardings = {name: by_replica(mesh) for name in batch}
         shapes = {name: x.shape for name, x in batch.items()}
         if self._context > 1:
-            split, number = NamedSharding(mesh, PartitionSpec(DATA, CONTEXT)), batch["inputs"].shape[1]
+            split, parts = NamedSharding(mesh, PartitionSpec(DATA, CONTEXT)), part_shapes(batch, self._context)
             for name in with_positions(batch):
                 self._shardings[name] = split
-                shapes[name] = (len(batch[name]), padded_length(number, self._context))
+                shapes[name] = (len(batch[name]), parts[name].shape[1] * self._context)
         self.specs = {name: sharding.spec for name, sharding in self._shardings.items()}
         self.abstract = {
             name: jax.ShapeDtypeStruct(shapes[name], x.dtype, sharding=self._shardings[name])

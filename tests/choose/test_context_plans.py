@@ -15,7 +15,8 @@ from jaxpar.choose.auto import check_kept, kept_settings
 from jaxpar.choose.candidates import Candidate, Space, with_settings
 from jaxpar.choose.costs.machine import GpuMachine, SharedCores, axis_groups
 from jaxpar.choose.costs.step import HIDDEN_BETWEEN_PRODUCTS
-from jaxpar.choose.synchronous import LEAST_POSITIONS, context_sizes, of_replicas
+from jaxpar.choose.groups import LEAST_POSITIONS, context_sizes
+from jaxpar.choose.replicas import of_replicas
 from jaxpar.cluster import Cluster
 from jaxpar.core.context import part_shapes
 from jaxpar.core.mesh import CONTEXT, DATA, STAGE, TENSOR

@@ -53,7 +53,8 @@ from jaxpar.choose.costs.step import (
     replicas_costs,
     sending_clocks,
 )
-from jaxpar.choose.synchronous import combined, of_pipelines, of_replicas, update_of
+from jaxpar.choose.pipelines import of_pipelines
+from jaxpar.choose.replicas import combined, of_replicas, update_of
 from jaxpar.cluster import Cluster
 from jaxpar.cluster.files import find_named
 from jaxpar.cluster.target import Target

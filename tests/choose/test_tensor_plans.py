@@ -15,7 +15,9 @@ from jaxpar.choose.costs.layers import Layers, PartialLayers, TracedLayers
 from jaxpar.choose.costs.machine import GpuMachine, SharedCores, axis_groups
 from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS
 from jaxpar.choose.costs.step import HIDDEN_BETWEEN_PRODUCTS, pipeline_costs
-from jaxpar.choose.synchronous import of_pipelines, of_replicas, tensor_sizes, update_of
+from jaxpar.choose.groups import tensor_sizes
+from jaxpar.choose.pipelines import of_pipelines
+from jaxpar.choose.replicas import of_replicas, update_of
 from jaxpar.cluster import Cluster
 from jaxpar.core.mesh import DATA, STAGE, TENSOR
 from jaxpar.core.plan import Traffic

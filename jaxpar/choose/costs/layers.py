@@ -97,17 +97,8 @@ class Layers:
     # Methods whose results are kept, because tracing takes seconds.
     cached: tuple[str, ...] = (
         *("profile", "work"),
-        *(
-            "_programs",
-            "_sizes",
-            "_splits",
-            "_loss_program",
-            "_residual",
-            "_inputs",
-            "_narrowed",
-            "_of_group",
-            "_chunked",
-        ),
+        *("_programs", "_sizes", "_splits", "_loss_program", "_residual", "_inputs", "_narrowed"),
+        *("_of_group", "_chunked"),
     )
 
     def __init__(self, problem: Problem, group: MeshGroup = ALONE) -> None:

@@ -1,0 +1,201 @@
+"""Candidates that are pipelines, of every schedule, number of stages and of microbatches, and rematerialization."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxpar.choose.candidates import (
+    DEFAULTS_OF_CHOICES,
+    OF_STAGES,
+    Candidate,
+    Space,
+    StateRatios,
+    divisors,
+    options_of,
+    state_ratios,
+)
+from jaxpar.choose.costs.memory import StateBytes, splits_backward
+from jaxpar.choose.costs.profile import LayerProfile
+from jaxpar.choose.costs.step import pipeline_costs
+from jaxpar.choose.groups import group_sizes, layers_in, named_with_groups
+from jaxpar.core.groups import ReplicaGroup
+from jaxpar.core.mesh import DATA, GROUP_AXES, STAGE
+from jaxpar.core.plan import Plan, Traffic, ring_traffic
+from jaxpar.core.step import Problem
+from jaxpar.exchange.exchange import shared
+from jaxpar.strategies.pipeline.executor.packing import Packing
+from jaxpar.strategies.pipeline.executor.partition import balanced
+from jaxpar.strategies.pipeline.executor.stages import Stages
+from jaxpar.strategies.pipeline.schedules import DISPATCH, EXECUTORS, LOCKSTEP
+from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle
+from jaxpar.strategies.pipeline.tables.table import Table
+
+LARGEST_TABLE = 20_000  # devices x microbatches of the largest table that is made
+NANOSECOND = 1e-9
+_balanced = cache(balanced)
+PackingOf = Callable[[tuple[int, ...], Table], Packing]
+
+
+def of_pipelines(space: Space) -> Iterator[Candidate]:
+    """Yield the pipelines whose stages are computed by groups of each size."""
+    for sizes in group_sizes(space):
+        yield from _pipelines_of_groups(space, sizes)
+
+
+def _pipelines_of_groups(space: Space, sizes: Mapping[str, int]) -> Iterator[Candidate]:
+    """Yield every schedule, number of stages and of microbatches, and kind of rematerialization.
+
+    sizes: numbers of devices that compute a stage, by axis.
+    """
+    n, batch = space.num_devices // math.prod(sizes.values()), space.config.batch_size
+    num_layers = len(space.problem.model.layers)
+    others = {key: value for key, value in DEFAULTS_OF_CHOICES.items() if not key.startswith(OF_STAGES)}
+    if not space.allows(others | {f"mesh.{axis}": size for axis, size in sizes.items()}):
+        return
+    ratios, packing_of = state_ratios(space.problem), _packings(layers_in(space, sizes).problem)
+    group, on_cpu = ReplicaGroup(space.problem, sizes), space.machine.cluster.platform == "cpu"
+
+    sums = [one.traffic(sizes[one.axis]) for one in group.sums_of(group.params.local_shapes)]
+
+    @cache
+    def sent(remat: str, replicas: int, number: int) -> list[Traffic]:
+        """Return what a device would send in `number` microbatches to its group, if it had all layers."""
+        of_layers = group.with_remat(remat).traffic(replicas, {}, on_cpu=on_cpu)
+        return [*(one._replace(messages=number * one.messages) for one in of_layers), *sums]
+
+    for stages in (number for number in range(2, min(n, num_layers) + 1) if n % number == 0):
+        replicas = n // stages
+        if batch % replicas or not space.allows({"mesh.stage": stages, "mesh.data": replicas}):
+            continue
+        axes = {DATA: replicas, STAGE: stages, **sizes}
+        for number in space.choices("pipeline.num_microbatches", divisors(batch // replicas)):
+            is_few = number < stages // 2 and "pipeline.num_microbatches" not in space.kept
+            if batch % (replicas * number) or is_few or stages * number > LARGEST_TABLE:
+                continue
+            known = set[bytes]()  # of equal tables, only the first one is a candidate
+            for schedule in space.choices("pipeline.schedule", SCHEDULES):
+                table = _table(schedule, stages, number, space.kept.get("pipeline.num_chunks", 0))
+                if table is None or table.num_stages > num_layers:
+                    continue
+                key = table.stages.tobytes() + table.actions.tobytes()
+                if key in known:
+                    continue
+                known.add(key)
+                for remat in space.choices("pipeline.remat", space.layers.remats):
+                    within = sent(remat, replicas, number)
+                    yield _pipeline_candidate(space, schedule, table, remat, axes, ratios, packing_of, within)
+
+
+def _packings(problem: Problem) -> PackingOf:
+    """Return a function of the bounds of stages and a table that returns how devices pack their parameters."""
+    inputs = problem.model.inputs(problem.batch)
+    found: dict[tuple[tuple[int, ...], bytes], Packing] = {}
+
+    def packing_of(bounds: tuple[int, ...], table: Table) -> Packing:
+        key = bounds, table.stages.tobytes()
+        if key not in found:
+            stages = Stages(problem.model, bounds, table.stages, inputs, problem.task)
+            found[key] = Packing([stages.select(problem.model.shapes, device) for device in stages.examples])
+        return found[key]
+
+    return packing_of
+
+
+@cache
+def _table(schedule: str, num_devices: int, num_microbatches: int, num_chunks: int) -> Table | None:
+    """Return a table, or None if there is none. num_chunks: 0 for that of the schedule."""
+    chunks = num_chunks or SCHEDULES[schedule].num_chunks
+    sizes = {"num_devices": num_devices, "num_microbatches": num_microbatches, "num_chunks": chunks}
+    return None if schedule_obstacle(schedule, **sizes) else make_table(schedule, **sizes)
+
+
+def _pipeline_candidate(
+    space: Space,
+    schedule: str,
+    table: Table,
+    remat: str,
+    axes: Mapping[str, int],
+    ratios: StateRatios,
+    packing_of: PackingOf,
+    within: list[Traffic],
+) -> Candidate:
+    """Return a pipeline, with the executor of the config, or the faster one if it has none.
+
+    within: what a device would send to those that compute a stage together, if it had all layers.
+    """
+    replicas = axes[DATA]
+    size = space.config.batch_size // (replicas * table.num_microbatches)
+    work = layers_in(space, axes).work(size, remat, is_split=splits_backward(table))
+    bounds = _balanced_bounds(work.layers, table.num_stages)
+    packing = packing_of(bounds, table)
+    largest, packed = float(packing.nbytes), (1 + ratios.optimizer) * packing.vector_bytes
+    states = [StateBytes(largest, ratios.optimizer * largest, largest)] * table.num_devices
+    vectors = len(work.layers)  # of gradients; the engine packs the arrays of a device
+    traffic = [ring_traffic("all-reduce", 2, DATA, replicas, largest, "float32", num_vectors=vectors)]
+    traffic += shared(within, 1 / axes[STAGE])
+    update = ratios.update * largest
+    own = space.config.pipeline.executor
+    by_executor = {
+        executor: pipeline_costs(
+            work, space.machine, axes, table, bounds, traffic, states, packed, update, executor=executor
+        )
+        for executor in ([own] if own in EXECUTORS else [DISPATCH, LOCKSTEP])
+    }
+    executor, costs = min(by_executor.items(), key=lambda item: item[1].seconds)
+    settings = {
+        "strategy": "pipeline",
+        "mesh.data": replicas,
+        "mesh.stage": table.num_devices,
+        **{f"mesh.{axis}": axes[axis] for axis in GROUP_AXES if axis in axes},
+        "pipeline.schedule": schedule,
+        "pipeline.num_microbatches": table.num_microbatches,
+        "pipeline.num_chunks": table.num_chunks,
+        "pipeline.remat": remat,
+        "pipeline.partition": ",".join(work.layers[bound].name for bound in bounds[1:-1]),
+        **({} if executor == own else {"pipeline.executor": executor}),
+        **options_of(space, "ddp", replicas),
+    }
+    waits = space.machine.cluster.platform == "cpu" and costs.waiting > 0.0
+    name = _name(schedule, table, axes)
+    return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes, waits)
+
+
+def _balanced_bounds(layers: Sequence[LayerProfile], num_stages: int) -> tuple[int, ...]:
+    """Return the bounds of stages of nearly equal times. Layers whose output has no gradient stay with the next one."""
+    starts = [0, *(number + 1 for number, layer in enumerate(layers[:-1]) if layer.can_cut)]
+    times = [layer.forward_s + layer.backward_s for layer in layers]
+    merged = [sum(times[start:end]) for start, end in zip(starts, [*starts[1:], len(times)], strict=True)]
+    chosen = _balanced(tuple(round(seconds / NANOSECOND) for seconds in merged), num_stages)
+    return tuple([*starts, len(times)][index] for index in chosen)
+
+
+def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:
+    """Return the candidate of the plan of a pipeline."""
+    details, table, staged = plan.details, plan.details.table, plan.details.staged
+    states = [
+        StateBytes(parts["parameters"], parts.get("optimizer", 0), parts.get("gradients", parts["parameters"]))
+        for parts in plan.memory
+    ]
+    size = config.batch_size // plan.decision.batch_divisor
+    costs = pipeline_costs(
+        layers_in(space, plan.axes).work(size, details.remat, is_split=splits_backward(table)),
+        space.machine,
+        plan.axes,
+        table,
+        details.stages.bounds,
+        plan.traffic,
+        states,
+        staged.params.packing.vector_bytes + staged.optimizer.packing.vector_bytes,
+        state_ratios(space.problem).update * max(state.parameters for state in states),
+        executor=details.executor,
+    )
+    shown = {"pipeline.num_microbatches": table.num_microbatches, "pipeline.remat": details.remat}
+    name = _name(details.schedule, table, plan.axes)
+    return Candidate(name, shown, costs, costs.nbytes <= space.usable_bytes)
+
+
+def _name(schedule: str, table: Table, axes: Mapping[str, int]) -> str:
+    return named_with_groups(f"{schedule}, {table.num_devices} stages", axes)

@@ -1,0 +1,173 @@
+"""Candidates that are replicas, or a single one, with every exchange that equals training on one device."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxpar import config as configs
+from jaxpar.choose.candidates import (
+    DEFAULTS_OF_CHOICES,
+    GROUP,
+    IMPLEMENTATION,
+    OF_STAGES,
+    Candidate,
+    Settings,
+    Space,
+    divisors,
+    options_of,
+    plan_of,
+    with_settings,
+)
+from jaxpar.choose.costs.memory import StateBytes
+from jaxpar.choose.costs.step import REPLICA_KEYS, UpdateBytes, replicas_costs
+from jaxpar.choose.costs.updates import exchange_bytes, update_bytes
+from jaxpar.choose.groups import group_sizes, layers_in, named_with_groups
+from jaxpar.core.mesh import GROUP_AXES, TENSOR
+from jaxpar.core.plan import Plan, Traffic
+from jaxpar.core.ring import sent_of_operand
+from jaxpar.exchange.named import EXCHANGES, exchange_differs
+from jaxpar.layout import SHARDED
+from jaxpar.strategies.data_parallel.shard_map import ReplicaDetails, group_traffic
+from jaxpar.strategies.exchanges import sums_along_a_ring
+
+LARGEST_RING = 64  # replicas of a ring whose steps are written out in the program
+COMBINED_BYTES = 30 * 2**20  # XLA combines all-reduces on GPUs up to this size
+HSDP = "hsdp"  # with a group for each host; on one host, it is zero3
+
+
+def of_replicas(space: Space) -> Iterator[Candidate]:
+    """Yield those whose replicas are groups of each size."""
+    for sizes in group_sizes(space):
+        yield from _of_groups(space, sizes)
+
+
+def _of_groups(space: Space, sizes: Mapping[str, int]) -> Iterator[Candidate]:
+    """Yield, for each exchange, remat and form of the layers, the smallest accumulation that fits; else the largest.
+
+    sizes: numbers of devices of a replica, by axis.
+    """
+    together = math.prod(sizes.values())
+    n, batch = space.num_devices // together, space.config.batch_size
+    of_axes = {f"mesh.{axis}": size for axis, size in sizes.items()}
+    if n == 1:
+        of_single = {"strategy": "single", "mesh.data": 1, **of_axes, **options_of(space, "ddp", 1)}
+        exchanges: list[tuple[str, Settings]] = [("single", of_single)]
+    else:
+        cluster = space.machine.cluster
+        per_host = cluster.num_devices // cluster.num_processes
+        # one group of hsdp is zero3, and groups of one replica are ddp
+        no_hsdp = GROUP not in space.kept and (cluster.num_processes == 1 or per_host <= together > 1)
+        equal = (name for name in EXCHANGES if not exchange_differs(name, {}, n) and not (no_hsdp and name == HSDP))
+        exchanges = [(name, {**_exchange_settings(name, space, together), **of_axes}) for name in equal]
+    one_stage = {key: value for key, value in DEFAULTS_OF_CHOICES.items() if key.startswith(OF_STAGES)}
+    for name, settings in exchanges:
+        if not space.allows({**one_stage, **settings}):
+            continue
+        if n > LARGEST_RING and sums_along_a_ring(with_settings(space.config, settings)):
+            continue
+        plan = plan_of(space, settings)
+        if isinstance(plan, str):
+            continue
+        update = update_of(space, plan)
+        scans = ("auto", False) if space.machine.overlaps and not _gathers_layers(plan) else ("auto",)
+        for remat in space.choices("model.remat", space.layers.remats):
+            for scan in space.choices("model.scan_layers", scans):
+                numbers = space.choices("optimizer.accumulation_steps", divisors(batch // n))
+                best: Candidate | None = None
+                for number in (number for number in numbers if batch % (n * number) == 0):
+                    more = {"model.remat": remat, "model.scan_layers": scan, "optimizer.accumulation_steps": number}
+                    best = _replicas_candidate(space, name, {**settings, **more}, plan, update)
+                    if best.fits:
+                        break
+                if best is not None:
+                    yield best
+
+
+def _exchange_settings(name: str, space: Space, together: int) -> Settings:
+    cluster, replicas = space.machine.cluster, space.num_devices // together
+    settings: dict[str, Any] = {"strategy": "data_parallel", "mesh.data": replicas, "exchange": name}
+    if name == HSDP:
+        settings[GROUP] = cluster.num_devices // cluster.num_processes // together
+    if IMPLEMENTATION in space.kept:
+        settings[IMPLEMENTATION] = space.kept[IMPLEMENTATION]
+    return settings | options_of(space, name, replicas)
+
+
+def _gathers_layers(plan: Plan[Any]) -> bool:
+    """Return whether a plan gathers the parameters layer by layer, which is done in a scan on GPUs."""
+    return _has_exchange(plan) and plan.details.exchange.fetch is not None
+
+
+def update_of(space: Space, plan: Plan[Any]) -> UpdateBytes:
+    """Return the bytes that an update of replicas moves on a device."""
+    problem = layers_in(space, plan.axes).problem if TENSOR in plan.axes else space.problem
+    whole = update_bytes(problem)
+    if not _has_exchange(plan):
+        return UpdateBytes(0.0, whole)
+    both = exchange_bytes(problem, plan)
+    exchange = plan.details.exchange
+    if plan.layouts["optimizer"].kind == exchange.optimizer == SHARDED:  # not only over the tensor axis
+        whole *= exchange.copies / plan.num_replicas
+    return UpdateBytes(max(both - whole, 0.0), min(whole, both))
+
+
+def combined(sent: Traffic, num_replicas: int) -> Traffic:
+    """Return the all-reduces that XLA's partitioner adds, as XLA combines them on GPUs."""
+    nbytes = sent.nbytes / sent_of_operand("all-reduce", num_replicas)
+    return sent._replace(messages=min(sent.messages, 2 * (num_replicas - 1) * math.ceil(nbytes / COMBINED_BYTES)))
+
+
+def _has_exchange(plan: Plan[Any]) -> bool:
+    """Return whether the program of a replica contains the exchange; otherwise XLA or the host adds it."""
+    return isinstance(plan.details, ReplicaDetails)
+
+
+def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[Any], update: UpdateBytes) -> Candidate:
+    """Return a candidate without stages. plan: that of its exchange, without accumulation; update: see `update_of`."""
+    accumulation, remat = settings["optimizer.accumulation_steps"], settings["model.remat"]
+    layers = layers_in(space, plan.axes)
+    model = layers.problem.model if TENSOR in plan.axes else space.problem.model
+    exchange = plan.details.exchange if _has_exchange(plan) else None
+    traffic = plan.traffic
+    if exchange:
+        read = model.read_shapes(space.problem.batch) if exchange.fetch else model.shapes
+        traffic = tuple(exchange.traffic(read, accumulation))
+        on_cpu, group = space.machine.cluster.platform == "cpu", plan.details.group.with_remat(remat)
+        sent = group_traffic(group, exchange, plan.num_replicas, on_cpu=on_cpu)
+        traffic += tuple(one._replace(messages=accumulation * one.messages) for one in sent)
+    elif plan.details == "sharding" and space.machine.overlaps:
+        traffic = tuple(combined(one, plan.num_replicas) for one in traffic)
+    gathers_layers = _gathers_layers(plan)
+    shards = exchange and (exchange.fetch or exchange.scatter)
+    memory = plan.memory[0]
+    params, optimizer = memory["parameters"], sum(memory.values()) - memory["parameters"]
+    gradients = params if gathers_layers or not shards else params / plan.num_replicas
+    costs = replicas_costs(
+        layers,
+        model,
+        space.machine,
+        plan.axes,
+        space.config.batch_size // (plan.num_replicas * accumulation),
+        settings,
+        traffic,
+        StateBytes(params, optimizer, gradients),
+        update,
+        gathers_layers=gathers_layers,
+    )
+    if any(axis in plan.axes for axis in GROUP_AXES):
+        name = named_with_groups(name, plan.axes)
+    return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes)
+
+
+def candidate_of_replicas(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:
+    """Return the candidate of a plan of single or data_parallel."""
+    name = config.exchange if plan.strategy == "data_parallel" else plan.strategy
+    return _replicas_candidate(space, name, settings_of_replicas(config), plan, update_of(space, plan))
+
+
+def settings_of_replicas(config: ConfigDict) -> Settings:
+    """Return the settings of REPLICA_KEYS that a config has."""
+    flat = configs.keys(config)
+    return {key: flat[key] for key in REPLICA_KEYS}
