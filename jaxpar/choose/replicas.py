@@ -7,6 +7,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxpar import config as configs
+from jaxpar import strategies
 from jaxpar.choose.candidates import (
     DEFAULTS_OF_CHOICES,
     GROUP,
@@ -70,7 +71,7 @@ def _of_groups(space: Space, sizes: Mapping[str, int]) -> Iterator[Candidate]:
         plan = plan_of(space, settings)
         if isinstance(plan, str):
             continue
-        update = update_of(space, plan)
+        update = update_of(space, with_settings(space.config, settings), plan)
         scans = ("auto", False) if space.machine.overlaps and not _gathers_layers(plan) else ("auto",)
         for remat in space.choices("model.remat", space.layers.remats):
             for scan in space.choices("model.scan_layers", scans):
@@ -100,13 +101,14 @@ def _gathers_layers(plan: Plan[Any]) -> bool:
     return _has_exchange(plan) and plan.details.exchange.fetch is not None
 
 
-def update_of(space: Space, plan: Plan[Any]) -> UpdateBytes:
-    """Return the bytes that an update of replicas moves on a device."""
+def update_of(space: Space, config: ConfigDict, plan: Plan[Any]) -> UpdateBytes:
+    """Return the bytes that an update of replicas moves on a device. plan: that of the config."""
     problem = layers_in(space, plan.axes).problem if TENSOR in plan.axes else space.problem
     whole = update_bytes(problem)
     if not _has_exchange(plan):
         return UpdateBytes(0.0, whole)
-    both = exchange_bytes(problem, plan)
+    cluster = space.machine.cluster
+    both = exchange_bytes(space.problem, plan, lambda problem: strategies.plan(config, problem, cluster))
     exchange = plan.details.exchange
     if plan.layouts["optimizer"].kind == exchange.optimizer == SHARDED:  # not only over the tensor axis
         whole *= exchange.copies / plan.num_replicas
@@ -164,7 +166,7 @@ def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[
 def candidate_of_replicas(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:
     """Return the candidate of a plan of single or data_parallel."""
     name = config.exchange if plan.strategy == "data_parallel" else plan.strategy
-    return _replicas_candidate(space, name, settings_of_replicas(config), plan, update_of(space, plan))
+    return _replicas_candidate(space, name, settings_of_replicas(config), plan, update_of(space, config, plan))
 
 
 def settings_of_replicas(config: ConfigDict) -> Settings:

@@ -124,6 +124,14 @@ class Model:
         model.remat = remat
         return model
 
+    def shortened(self, depth: int) -> "Model":
+        """Return the model with the first `depth` layers of each run."""
+        model = copy.copy(self)
+        model.layers = tuple(layer for run in self.runs for layer in self.layers[run.start : run.stop][:depth])
+        model._makers = {layer.name: self._makers[layer.name] for layer in model.layers}
+        model.runs, model._read_dtypes, model._inputs = tuple(model._find_runs()), {}, {}
+        return model
+
     def in_group(self, group: DeviceGroup, shapes: Params) -> "Model":
         """Return the same model, computed by a group of devices. shapes: of the arrays that a device has."""
         model = copy.copy(self)

@@ -760,7 +760,7 @@ def test_updates(space: Space) -> None:
     for name in ("ddp", "zero1", "zero3"):
         plan = plan_of(space, {"strategy": "data_parallel", "exchange": name})
         assert not isinstance(plan, str)
-        moved = update_of(space, plan)
+        moved = update_of(space, space.config, plan)
         of_exchange[name] = UpdateBytes(moved.exchange / params, moved.update / params)
     assert list(of_exchange["ddp"]) == pytest.approx([0.0, whole])
     assert [of_exchange[name].update for name in ("zero1", "zero3")] == pytest.approx([whole / 8] * 2, rel=0.05)

@@ -11,10 +11,11 @@ from jaxpar import strategies
 from jaxpar.choose import planner, report
 from jaxpar.choose.auto import check_kept, kept_settings
 from jaxpar.choose.candidates import Candidate, Space, plan_of, with_settings
+from jaxpar.choose.costs import updates
 from jaxpar.choose.costs.layers import Layers, PartialLayers, TracedLayers
 from jaxpar.choose.costs.machine import GpuMachine, SharedCores, axis_groups
 from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS
-from jaxpar.choose.costs.step import HIDDEN_BETWEEN_PRODUCTS, pipeline_costs
+from jaxpar.choose.costs.step import HIDDEN_BETWEEN_PRODUCTS, UpdateBytes, pipeline_costs
 from jaxpar.choose.groups import tensor_sizes
 from jaxpar.choose.pipelines import of_pipelines
 from jaxpar.choose.replicas import of_replicas, update_of
@@ -166,13 +167,24 @@ def test_candidates_need_what_their_plans_need(space: Space, found: list[Candida
         again = planner.candidate_of_plan(space, with_settings(space.config, one.settings), plan)
         assert (again.name, again.costs) == (one.name, one.costs)
         assert sum(plan.memory[0].values()) < one.costs.nbytes < by_name[name].costs.nbytes or name == "zero3"
-        moved[name] = update_of(space, plan)
+        moved[name] = update_of(space, space.config, plan)
     whole = plan_of(space, {"strategy": "data_parallel", "exchange": "ddp"})
     assert not isinstance(whole, str)
     params, local = nbytes(space.problem.model.shapes), nbytes(space.layers.in_group(2).problem.model.shapes)
     assert 0.5 < local / params < 0.6
-    assert moved["ddp"].update / update_of(space, whole).update == pytest.approx(local / params, rel=0.02)
+    assert moved["ddp"].update / update_of(space, space.config, whole).update == pytest.approx(local / params, rel=0.02)
     assert moved["zero1"].update == pytest.approx(moved["ddp"].update / 2, rel=0.05)
+
+
+def test_updates_of_deep_models_follow_from_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_zero1() -> UpdateBytes:
+        space = space_of(clusters.named_cluster("h100", 4), "model.num_layers=7", "mesh.tensor=2", "exchange=zero1")
+        plan = strategies.plan(space.config, space.problem, space.machine.cluster)
+        return update_of(space, space.config, plan)
+
+    estimate = of_zero1()
+    monkeypatch.setattr(updates, "DEPTHS", (7, 7))
+    assert estimate == pytest.approx(of_zero1(), rel=0.01)
 
 
 def test_pipelines_whose_stages_are_groups() -> None:

@@ -1,5 +1,10 @@
-"""Counts the bytes that an update moves on a device, with those that pack and compress gradients."""
+"""Counts the bytes that an update moves on a device, with those that pack and compress gradients.
 
+An update is traced, and its trace has some operations for each array. So a model with many equal layers is not traced
+as it is: what its update moves follows from two models with fewer of them.
+"""
+
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,35 +15,48 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxpar.core import step as steps
 from jaxpar.core.plan import Plan
-from jaxpar.core.state import State, abstract_state
+from jaxpar.core.state import State, abstract_state, nbytes
 from jaxpar.core.step import Metrics, Problem
 from jaxpar.exchange.exchange import DistributedState
 from jaxpar.measure.operations import operations
 from jaxpar.models.model import Model
 from jaxpar.tasks import Sums
 
+DEPTHS = (1, 3)  # numbers of consecutive equal layers in the models that are traced
 # Bytes of updates that have been traced, by model: by the optimizer, and the exchange and the axes of its replicas.
 _MOVED: WeakKeyDictionary[Model, dict[Any, float]] = WeakKeyDictionary()
+_SHORT: WeakKeyDictionary[Model, list[Model]] = WeakKeyDictionary()  # for each model, those of DEPTHS
 
 
 def update_bytes(problem: Problem) -> float:
     """Return the bytes that the update of the whole state moves on one device."""
     found, key = _MOVED.setdefault(problem.model, {}), problem.optimizer
     if key not in found:
-        state = abstract_state(problem.model, problem.optimizer)
-        found[key] = moved(lambda state, grads: steps.update(problem, state, grads, _sums())[0], state, state.params)
+        found[key] = _from_short_models(problem, _update_bytes)
     return found[key]
 
 
-def exchange_bytes(problem: Problem, plan: Plan[Any]) -> float:
+def _update_bytes(problem: Problem) -> float:
+    state = abstract_state(problem.model, problem.optimizer)
+    return moved(lambda state, grads: steps.update(problem, state, grads, _sums())[0], state, state.params)
+
+
+def exchange_bytes(problem: Problem, plan: Plan[Any], plan_for: Callable[[Problem], Plan[Any]]) -> float:
     """Return the bytes that a replica moves from the gradients of its examples to the new state.
 
-    plan: a plan of data parallelism with an exchange.
+    Args:
+      problem: of the whole model.
+      plan: its plan of data parallelism with an exchange.
+      plan_for: returns the same plan for another model.
     """
     found, key = _MOVED.setdefault(problem.model, {}), (problem.optimizer, plan.exchange, *plan.axes.items())
-    if key in found:
-        return found[key]
-    exchange, layouts = plan.details.exchange, plan.layouts
+    if key not in found:
+        found[key] = _from_short_models(problem, lambda problem: _exchange_bytes(plan_for(problem)))
+    return found[key]
+
+
+def _exchange_bytes(plan: Plan[Any]) -> float:
+    exchange, layouts, problem = plan.details.exchange, plan.layouts, plan.details.group.problem
     mesh = AbstractMesh(tuple(plan.axes.values()), tuple(plan.axes), axis_types=(AxisType.Auto,) * len(plan.axes))
     params, optimizer, private = (layouts[name].local_shapes for name in ("params", "optimizer", "private"))
     grads = params if exchange.fetch else problem.model.shapes
@@ -55,8 +73,20 @@ def exchange_bytes(problem: Problem, plan: Plan[Any]) -> float:
 
     whole = PartitionSpec()
     on_mesh = jax.shard_map(update, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    found[key] = moved(on_mesh, params, optimizer, private, grads)
-    return found[key]
+    return moved(on_mesh, params, optimizer, private, grads)
+
+
+def _from_short_models(problem: Problem, count: Callable[[Problem], float]) -> float:
+    """Return `count(problem)`, which is linear in the bytes of equal layers."""
+    model = problem.model
+    if model not in _SHORT:
+        _SHORT[model] = [model.shortened(depth) for depth in DEPTHS]
+    short = _SHORT[model]
+    if len(short[-1].layers) == len(model.layers):
+        return count(problem)
+    sizes = [nbytes(one.shapes) for one in short]
+    few, many = (count(problem._replace(model=one)) for one in short)
+    return many + (nbytes(model.shapes) - sizes[1]) * (many - few) / (sizes[1] - sizes[0])
 
 
 def moved(function: Any, *args: Any) -> float:
