@@ -41,14 +41,9 @@ def context_sizes(space: Space) -> list[int]:
 
     Devices that share cores gain nothing from it.
     """
-    cluster, inputs, config = space.machine.cluster, space.problem.batch["inputs"], space.config
+    cluster, inputs = space.machine.cluster, space.problem.batch["inputs"]
     is_text = inputs.ndim == 2 and space.problem.model.tensor is not None and space.problem.task.head != "token"
-    if (
-        not is_text
-        or inputs.shape[1] < LEAST_POSITIONS
-        or cluster.platform == "cpu"
-        or config.model.attention == "cudnn"
-    ):
+    if not is_text or inputs.shape[1] < LEAST_POSITIONS or cluster.platform == "cpu":
         return [1]
     return [size for size in GROUP_SIZES if cluster.num_devices // cluster.num_processes % size == 0]
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.core.mesh import CONTEXT
-from jaxpar.models.attention import attend_chunks
+from jaxpar.models.attention import attend_by_cudnn, attend_chunks
+from jaxpar.models.options import AttentionKernel
 
 MOST_KEYS = 1024  # of a chunk of keys, so that scores need little memory
 LEAST_KEYS = 128  # of those into which a longer chunk is divided, so that products are not small
@@ -80,6 +81,7 @@ def attend_in_context(
     k_BTGK: jax.Array,
     v_BTGK: jax.Array,
     context: int,
+    kernel: AttentionKernel,
     *,
     is_causal: bool,
     lengths_B: jax.Array | None,
@@ -87,7 +89,11 @@ def attend_in_context(
     """Return the attention of the positions of this device to all positions of the texts: [B, T, H, K]."""
     (B, T, H, K), r = q_BTHK.shape, jax.lax.axis_index(CONTEXT)
     half, number = T // 2, T * context
-    lengths_B = jnp.full(B, number) if lengths_B is None else lengths_B
+    lengths_B = jnp.full(B, number, jnp.int32) if lengths_B is None else lengths_B
+    if kernel == "cudnn":
+        k_BSGK, v_BSGK = (gathered_texts(x, context) for x in (k_BTGK, v_BTGK))
+        positions_T = own_positions(T, context) if is_causal else None
+        return _attend_by_cudnn(q_BTHK, k_BSGK, v_BSGK, positions_T, lengths_B)
     size = next(n for n in range(min(half, MOST_KEYS), 0, -1) if half % n == 0)
     parts = half // size  # of a chunk of keys
     q_NBCHK = q_BTHK.reshape(B, 2, half, H, K).swapaxes(0, 1)
@@ -102,3 +108,21 @@ def attend_in_context(
     starts = jnp.stack([r, 2 * context - 1 - r]) * half, jnp.arange(len(k)) * size
     y = attend_chunks(q_NBCHK, k, v, pairs, starts, is_causal=is_causal, lengths_B=lengths_B)
     return y.swapaxes(0, 1).reshape(B, T, H, K)
+
+
+def _attend_by_cudnn(
+    q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, positions_T: jax.Array | None, lengths_B: jax.Array
+) -> jax.Array:
+    """Return the attention to whole texts. positions_T: of the queries, which attend up to themselves; None: to all.
+
+    The results of cuDNN for several chunks of keys cannot be joined, because `jax.nn.dot_product_attention` rounds the
+    logarithms of the sums of the softmax to 16 bits. It takes lengths by example, beyond which it computes nothing.
+    """
+    if positions_T is None:
+        return attend_by_cudnn(q_BTHK, k_BSGK, v_BSGK, is_causal=False, lengths_B=lengths_B)
+    chunks = []
+    for q_BCHK, positions_C in zip(jnp.split(q_BTHK, 2, axis=1), jnp.split(positions_T, 2), strict=True):
+        is_seen_CS = jnp.arange(k_BSGK.shape[1])[None, :] <= positions_C[:, None]
+        seen_B = jnp.minimum(lengths_B, positions_C[-1] + 1)
+        chunks.append(attend_by_cudnn(q_BCHK, k_BSGK, v_BSGK, is_causal=False, lengths_B=seen_B, is_seen_TS=is_seen_CS))
+    return jnp.concatenate(chunks, axis=1)

@@ -33,6 +33,7 @@ from jaxpar.core.state import State
 from jaxpar.core.step import Problem
 from jaxpar.layout import DimSplit, Layout, LeafLayout, Tree, is_layout, pad, replicated
 from jaxpar.models.model import Layer, Model, Params
+from jaxpar.models.options import AttentionKernel
 
 
 @jax.tree_util.register_static
@@ -99,10 +100,17 @@ class MeshGroup:
         return gathered_texts(x, self.context) if self.context > 1 else x
 
     def attend(
-        self, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, *, is_causal: bool, lengths_B: jax.Array | None
+        self,
+        q_BTHK: jax.Array,
+        k_BTGK: jax.Array,
+        v_BTGK: jax.Array,
+        kernel: AttentionKernel,
+        *,
+        is_causal: bool,
+        lengths_B: jax.Array | None,
     ) -> jax.Array:
         """Return the attention of this device's positions to all positions of the texts."""
-        return attend_in_context(q_BTHK, k_BTGK, v_BTGK, self.context, is_causal=is_causal, lengths_B=lengths_B)
+        return attend_in_context(q_BTHK, k_BTGK, v_BTGK, self.context, kernel, is_causal=is_causal, lengths_B=lengths_B)
 
 
 class InferenceGroup(MeshGroup):

@@ -83,8 +83,8 @@ def kernel_bytes(program: HloProgram, computation: str, instruction: Instruction
     if instruction.operation in ("fusion", "fusion-start"):  # the latter, while other kernels run
         [called] = program.called(instruction)
         body = program.computations[called]
-        parameters = [(name, one) for name, one in body.items() if one.operation == "parameter"]
-        read = sum(_read_share(body, name, one) * _size(one.results) for name, one in parameters)
+        shares = _read_shares(body)
+        read = sum(shares[name] * _size(one.results) for name, one in body.items() if one.operation == "parameter")
         return read + sum(_written_bytes(body, name) for name in program.returned(called))
     if instruction.operation in SLICES:
         return 2.0 * _size(instruction.results)
@@ -97,18 +97,25 @@ def _size(arrays: Sequence[HloArray]) -> int:
     return sum(array.nbytes for array in arrays)
 
 
-def _read_share(body: Mapping[str, Instruction], name: str, value: Instruction) -> float:
-    """Return the share of the elements of a value that a fusion computes or reads: all if it returns the value."""
-    users = [(user_name, user) for user_name, user in body.items() if name in user.operands]
-    share = 0.0 if users else 1.0
-    for user_name, user in users:
-        if user.operation in SLICES and user.operands[0] == name:
-            share += _num_elements(user) / max(_num_elements(value), 1)
-        elif user.operation in READ_BY_ELEMENT:
-            share += _read_share(body, user_name, user)
-        elif user.operation != "dynamic-update-slice" or user.operands[0] != name:
-            return 1.0
-    return min(share, 1.0)
+def _read_shares(body: Mapping[str, Instruction]) -> dict[str, float]:
+    """Return the share of the elements of each value that a fusion computes or reads: all of those that it returns."""
+    users: dict[str, list[str]] = {}
+    for name, one in body.items():
+        for operand in dict.fromkeys(one.operands):
+            users.setdefault(operand, []).append(name)
+    shares: dict[str, float] = {}
+
+    def read_by(user: str, name: str) -> float:
+        one = body[user]
+        if one.operation in SLICES and one.operands[0] == name:
+            return _num_elements(one) / max(_num_elements(body[name]), 1)
+        if one.operation in READ_BY_ELEMENT:
+            return shares[user]
+        return float(one.operation != "dynamic-update-slice" or one.operands[0] != name)
+
+    for name in reversed(tuple(body)):  # users are after what they use
+        shares[name] = min(sum(read_by(user, name) for user in users[name]), 1.0) if name in users else 1.0
+    return shares
 
 
 def _num_elements(value: Instruction) -> int:

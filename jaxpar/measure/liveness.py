@@ -291,8 +291,14 @@ class _Lifetimes(Aliases):
                     fusions.append(place)
                     fused = attribute(instruction, "calls")
                     place = HloPlace(fused, self.program.roots[fused], place.number)
-                case "tuple" if fusions:
-                    place = operands[place.number]
+                case "tuple" if fusions:  # an operand can have several results
+                    results = [self.instruction(*one[:2]).results for one in operands]
+                    places = [
+                        one._replace(number=n)
+                        for one, of in zip(operands, results, strict=True)
+                        for n in range(len(of))
+                    ]
+                    place = places[place.number]
                 case "parameter" if fusions:
                     fusion = fusions.pop()
                     operand = self.instruction(*fusion[:2]).operands[parameter_number(instruction)]

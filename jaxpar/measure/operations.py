@@ -71,7 +71,10 @@ class FlatEquation(NamedTuple):
 
 
 class FlatJaxpr:
-    """The equations of a jaxpr, in order, in which calls are replaced by what they call. Arrays are numbered."""
+    """The equations of a jaxpr, in order, in which calls are replaced by what they call. Arrays are numbered.
+
+    What depends on no argument, such as a mask of positions, is a constant: XLA computes it once for all layers.
+    """
 
     def __init__(self, jaxpr: core.Jaxpr) -> None:
         self.equations: list[FlatEquation] = []
@@ -79,6 +82,7 @@ class FlatJaxpr:
         numbers: dict[Any, int] = {}  # of variables
         # the numbers of the arguments, in their order, then of constants
         self.inputs = {self._number(numbers, variable) for variable in (*jaxpr.invars, *jaxpr.constvars)}
+        self.constants = set[int]()
         self._add(jaxpr, numbers)
         # the numbers of the results, in order; None for literals
         self.output_numbers = [
@@ -112,6 +116,8 @@ class FlatJaxpr:
                 operands = (one for one in equation.invars if not isinstance(one, core.Literal))
                 read = [self._number(numbers, one) for one in operands]
                 written = [self._number(numbers, variable) for variable in equation.outvars]
+                if self.constants.issuperset(read):
+                    self.constants.update(written)
                 self.equations.append(FlatEquation(equation, read, written))
 
 
@@ -183,7 +189,7 @@ def _passes(flat: FlatJaxpr, in_memory: set[int], wanted: set[int]) -> Operation
         if name in KERNELS:
             continue
         read.update(number for number in one.read if number in in_memory)
-        written.update(number for number in one.written if number in wanted)
+        written.update(number for number in one.written if number in wanted - flat.constants)
         if name in REDUCTIONS:
             reduced += sum(flat.nbytes[number] for number in one.read if number not in in_memory)
     moved = sum(flat.nbytes[number] for number in (*read, *written)) + reduced
@@ -224,7 +230,7 @@ def residuals(function: Callable[[Any, Any, Any], Any], weights: Any, x: Any, ot
             of_weights.update(one.written)
     inputs = flat.inputs - (set(range(num_weights, num_weights + num_inputs)) if has_gradient else set())
     saved = {number for number in flat.output_numbers[len(outputs) :] if number is not None}
-    ignored = of_weights | inputs
+    ignored = of_weights | inputs | flat.constants
     fused = _fused(flat, saved - ignored, ignored)
     of_saved, of_fused = (sum(flat.nbytes[number] for number in numbers) for numbers in (saved - ignored, fused))
     return Residuals(float(of_saved), float(of_fused), max(map(_looped_bytes, flat.equations), default=0.0))
@@ -267,9 +273,19 @@ def _sources(number: int, writers: Mapping[int, FlatEquation], in_memory: set[in
 
 
 def loop_bytes(function: Callable[..., Any], *args: Any) -> float:
-    """Return the bytes that the loop of a function holds which needs most: what is computed for it, and its results."""
+    """Return the bytes that the loop of a function holds which needs most: what is computed for it, and its results.
+
+    Masks that attention kernels read, and their gradients, are added.
+    """
     flat = FlatJaxpr(jax.make_jaxpr(function)(*args).jaxpr)
-    return max((_held_by_loop(one, flat) for one in flat.equations), default=0.0)
+    of_masks = sum(sum(_masks(one, flat)) for one in flat.equations)
+    return max((_held_by_loop(one, flat) for one in flat.equations), default=0.0) + of_masks
+
+
+def _masks(one: FlatEquation, flat: FlatJaxpr) -> list[int]:
+    """Return the bytes of the masks that the backward pass of an attention kernel reads, and of their gradients."""
+    is_kernel = one.equation.primitive.name in ATTENTION_BACKWARD
+    return [2 * flat.nbytes[number] for number in one.read if is_kernel and number in flat.constants]
 
 
 def _held_by_loop(one: FlatEquation, flat: FlatJaxpr) -> float:

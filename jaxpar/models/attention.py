@@ -38,13 +38,8 @@ def attend(
     example that can be attended to; None: all.
     """
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
-    if kernel == "cudnn" and not _is_cudnn_installed():
-        return _abstract_cudnn(is_causal, q_BTHK, k_BTGK, v_BTGK, lengths_B)
     if kernel == "cudnn":
-        with jax.numpy_dtype_promotion("standard"):  # JAX's own code mixes bfloat16 and float32
-            return jax.nn.dot_product_attention(
-                q_BTHK, k_BTGK, v_BTGK, is_causal=is_causal, key_value_seq_lengths=lengths_B, implementation="cudnn"
-            )
+        return attend_by_cudnn(q_BTHK, k_BTGK, v_BTGK, is_causal=is_causal, lengths_B=lengths_B)
     q_BTGRK = q_BTHK.reshape(B, T, G, H // G, K)
     if kernel == "xla":
         # einsum makes its second array the left operand. In this order, XLA for GPUs transposes nothing.
@@ -56,6 +51,30 @@ def attend(
     scores = float32_einsum("bgrtk,bgsk->bgrts", q_BGRTK, k_BGSK) / math.sqrt(K)
     y_BGRTK = jnp.einsum("bgrts,bgsk->bgrtk", _probabilities(scores, v_BGSK.dtype, is_causal, lengths_B), v_BGSK)
     return y_BGRTK.transpose(0, 3, 1, 2, 4).reshape(B, T, H, K)
+
+
+def attend_by_cudnn(
+    q_BTHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    *,
+    is_causal: bool,
+    lengths_B: jax.Array | None,
+    is_seen_TS: jax.Array | None = None,
+) -> jax.Array:
+    """Compute the attention of T positions to S others: [B, T, H, K]. is_seen_TS: which each attends to; None: all."""
+    if not _is_cudnn_installed():
+        return _abstract_cudnn(is_causal, q_BTHK, k_BSGK, v_BSGK, lengths_B, is_seen_TS)
+    with jax.numpy_dtype_promotion("standard"):  # JAX's own code mixes bfloat16 and float32
+        return jax.nn.dot_product_attention(
+            q_BTHK,
+            k_BSGK,
+            v_BSGK,
+            mask=None if is_seen_TS is None else is_seen_TS[None, None],
+            is_causal=is_causal,
+            key_value_seq_lengths=lengths_B,
+            implementation="cudnn",
+        )
 
 
 def attend_chunks(
@@ -191,13 +210,13 @@ def _is_cudnn_installed() -> bool:
     return True
 
 
-_forward = core.Primitive("cudnn_attention_forward")  # q, k, v -> y, float32 statistics of the softmax [B, H, T]
-_backward = core.Primitive("cudnn_attention_backward")  # q, k, v, y, statistics, dy -> dq, dk, dv
+_forward = core.Primitive("cudnn_attention_forward")  # q, k, v, bias -> y, float32 statistics of the softmax [B, H, T]
+_backward = core.Primitive("cudnn_attention_backward")  # q, k, v, y, statistics, dy, bias -> dq, dk, dv, dbias
 _forward.multiple_results = _backward.multiple_results = True
 _forward.def_abstract_eval(
     lambda q, *_arrays, **_options: [q, q.update(shape=(q.shape[0], q.shape[2], q.shape[1]), dtype=jnp.float32)]
 )
-_backward.def_abstract_eval(lambda q, k, v, *_arrays, **_options: [q, k, v])
+_backward.def_abstract_eval(lambda q, k, v, _y, _statistics, _dy, *bias, **_options: [q, k, v, *bias])
 
 
 def _refuse_to_lower(*_arguments: Any, **_parameters: Any) -> NoReturn:
@@ -209,7 +228,7 @@ mlir.register_lowering(_forward, _refuse_to_lower)
 mlir.register_lowering(_backward, _refuse_to_lower)
 
 
-_Arrays = tuple[jax.Array | None, ...]  # q, k, v and lengths_B, or what the backward pass reads
+_Arrays = tuple[jax.Array | None, ...]  # q, k, v, lengths_B and is_seen_TS, or what the backward pass reads
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -218,14 +237,17 @@ def _abstract_cudnn(is_causal: bool, *inputs: jax.Array | None) -> jax.Array:
 
 
 def _abstract_forward(is_causal: bool, *inputs: jax.Array | None) -> tuple[jax.Array, _Arrays]:
-    *arrays, lengths_B = inputs
-    y, statistics = _forward.bind(*arrays, is_causal=is_causal)
-    return y, (*arrays, y, statistics, lengths_B)
+    q, k, v, _, is_seen_TS = inputs
+    arrays: tuple[Any, ...] = q, k, v
+    bias = () if is_seen_TS is None else (jnp.where(is_seen_TS, 0.0, -jnp.inf).astype(arrays[0].dtype)[None, None],)
+    y, statistics = _forward.bind(*arrays, *bias, is_causal=is_causal)
+    return y, (*arrays, y, statistics, *bias)
 
 
 def _abstract_backward(is_causal: bool, saved: _Arrays, dy: jax.Array) -> _Arrays:
-    *arrays, _lengths_B = saved
-    return (*_backward.bind(*arrays, dy, is_causal=is_causal), None)
+    q, k, v, y, statistics, *bias = saved
+    gradients = _backward.bind(q, k, v, y, statistics, dy, *bias, is_causal=is_causal)
+    return (*gradients[:3], None, None)
 
 
 _abstract_cudnn.defvjp(_abstract_forward, _abstract_backward)

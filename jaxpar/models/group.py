@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 
+from jaxpar.models.options import AttentionKernel
 from jaxpar.tasks.token_logits import Devices
 
 
@@ -61,6 +62,13 @@ class DeviceGroup(Devices, Protocol):
         """Return whole texts, in order, of which each device has some positions: [B, T, ..] -> [B, T x context, ..]."""
 
     def attend(
-        self, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, *, is_causal: bool, lengths_B: jax.Array | None
+        self,
+        q_BTHK: jax.Array,
+        k_BTGK: jax.Array,
+        v_BTGK: jax.Array,
+        kernel: AttentionKernel,
+        *,
+        is_causal: bool,
+        lengths_B: jax.Array | None,
     ) -> jax.Array:
         """Return the attention of this device's positions to all positions of the texts: [B, T, H, K]."""

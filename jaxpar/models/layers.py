@@ -225,10 +225,8 @@ class Attention(nnx.Module):
             # Padding is on the right, so with causal attention no real position attends to it.
             is_masked = "mask" in context.batch and not spec.causal
             lengths_B = real_lengths(whole_texts(context.batch["mask"], context)) if is_masked else None
-            if group is not None and group.context > 1:
-                y_BTHK = group.attend(q_BTHK, k_BTGK, v_BTGK, is_causal=spec.causal, lengths_B=lengths_B)
-            else:
-                y_BTHK = attend(q_BTHK, k_BTGK, v_BTGK, spec.attention, is_causal=spec.causal, lengths_B=lengths_B)
+            attention = group.attend if group is not None and group.context > 1 else attend
+            y_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, spec.attention, is_causal=spec.causal, lengths_B=lengths_B)
         return product_of_rows(self.out, y_BTHK.reshape(*x.shape[:-1], -1), T, context)
 
 

@@ -90,11 +90,6 @@ def replica_group(config: ConfigDict, shapes: Problem, axes: Mapping[str, int]) 
             f"config.mesh.context is {axes[CONTEXT]}; it must be 1 with config.task={config.task!r}, which counts "
             "entities of whole texts"
         )
-    if CONTEXT in axes and config.model.attention == "cudnn":
-        raise UserError(
-            f"config.model.attention is 'cudnn'; it must be 'auto' or 'xla' with config.mesh.context={axes[CONTEXT]}, "
-            "because cuDNN cannot continue the softmax of another chunk"
-        )
     if size > 1 and not OPTIMIZERS[config.optimizer.name].elementwise:
         names = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.elementwise)
         raise UserError(

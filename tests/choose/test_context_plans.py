@@ -48,15 +48,14 @@ def with_texts(space: Space, number: int) -> Space:
 
 
 def test_sizes(space: Space) -> None:
-    """Long texts of models that can divide them, on one host. Attention is XLA's."""
+    """Long texts of models that can divide them, on one host."""
     long = with_texts(space, LEAST_POSITIONS)
     assert context_sizes(with_texts(space, LEAST_POSITIONS - 1)) == [1]
     assert context_sizes(long) == [1, 2]
     one_host = replace(space.machine.cluster, num_processes=1)
     assert context_sizes(long._replace(machine=GpuMachine(one_host))) == [1, 2, 4]
-    config, whole = copy.deepcopy(space.config), copy.copy(space.problem.model)
-    config.model.attention, whole.tensor = "cudnn", None
-    assert context_sizes(long._replace(config=config)) == [1]
+    whole = copy.copy(space.problem.model)
+    whole.tensor = None
     assert context_sizes(long._replace(problem=long.problem._replace(model=whole))) == [1]
     entities = copy.copy(space.problem.task)
     object.__setattr__(entities, "head", "token")

@@ -21,9 +21,11 @@ from jaxpar.core.context import (
 from jaxpar.core.groups import MeshGroup
 from jaxpar.core.mesh import CONTEXT, TENSOR
 from jaxpar.measure.operations import PRODUCT, operations
+from jaxpar.models import attention
 from jaxpar.models.attention import attend
 from jaxpar.models.layers import dropout
 from jaxpar.models.model import Context
+from jaxpar.models.options import AttentionKernel
 
 B, H, G, K = 3, 4, 2, 8
 C, T = 4, 48  # devices, positions
@@ -80,24 +82,28 @@ def draw(*shape: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("most_keys", [1024, 2])  # of a chunk
+@pytest.mark.parametrize(("kernel", "most_keys"), [("xla", 1024), ("xla", 2), ("cudnn", 0)])  # keys of a chunk
 @pytest.mark.parametrize("has_padding", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_attention_and_its_gradients(
-    is_causal: bool, has_padding: bool, most_keys: int, monkeypatch: pytest.MonkeyPatch
+    is_causal: bool, has_padding: bool, kernel: AttentionKernel, most_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both equal those of whole texts on one device."""
+    """Both equal those of whole texts on one device. XLA computes what cuDNN is asked for."""
+    of_jax = jax.nn.dot_product_attention
+    by_xla = lambda *args, **options: of_jax(*args, **{**options, "implementation": "xla"})  # noqa: E731
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+    monkeypatch.setattr(attention, "_is_cudnn_installed", lambda: True)
     monkeypatch.setattr(context, "MOST_KEYS", most_keys)
     arrays = draw(B, T, H, K, seed=0), draw(B, T, G, K, seed=1), draw(B, T, G, K, seed=2)
     slopes, lengths_B = draw(B, T, H, K, seed=3), jnp.array([T, 17, 1]) if has_padding else None
 
-    def objective(arrays: Any, slopes: Any, attention: Any) -> Any:
-        y = attention(*arrays)
+    def objective(arrays: Any, slopes: Any, attended: Any) -> Any:
+        y = attended(*arrays)
         return jnp.sum(y * slopes), y
 
     whole = partial(attend, kernel="xla", is_causal=is_causal, lengths_B=lengths_B)
     (_, expected), gradients = jax.value_and_grad(objective, has_aux=True)(arrays, slopes, whole)
-    split = partial(attend_in_context, context=C, is_causal=is_causal, lengths_B=lengths_B)
+    split = partial(attend_in_context, context=C, kernel=kernel, is_causal=is_causal, lengths_B=lengths_B)
 
     def on_device(arrays: Any, slopes: Any) -> Any:
         (_, y), gradients = jax.value_and_grad(objective, has_aux=True)(arrays, slopes, split)
@@ -114,8 +120,8 @@ def test_products_in_bfloat16() -> None:
     """All products, forward and backward, have factors in bfloat16, and no array has all scores of a device."""
 
     def on_device(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        attention = partial(attend_in_context, context=C, is_causal=True, lengths_B=None)
-        return jax.grad(lambda *x: attention(*x).sum(dtype=jnp.float32), argnums=(0, 1, 2))(q, k, v)
+        attended = partial(attend_in_context, context=C, kernel="xla", is_causal=True, lengths_B=None)
+        return jax.grad(lambda *x: attended(*x).sum(dtype=jnp.float32), argnums=(0, 1, 2))(q, k, v)
 
     shapes = [jax.ShapeDtypeStruct((B, T, heads, K), jnp.bfloat16) for heads in (H, G, G)]
     step = in_shard_map(on_device, in_specs=(SPLIT,) * 3, out_specs=(SPLIT,) * 3)

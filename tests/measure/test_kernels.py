@@ -75,6 +75,15 @@ FUSIONS = {
         "%d = f32[1,32]{1,0} negate(%row)\n  ROOT %r = f32[12,32]{1,0} dynamic-update-slice(%stack, %d, %index)",
         2 * ROW + 4,
     ),
+    "rows of sums that many others use": (  # in 2 ** 60 ways
+        "%v0 = f32[12,32]{1,0} negate(%stack)\n"
+        + "".join(
+            f"  %n{n} = f32[12,32]{{1,0}} negate(%v{n})\n  %v{n + 1} = f32[12,32]{{1,0}} add(%v{n}, %n{n})\n"
+            for n in range(60)
+        )
+        + "  ROOT %r = f32[1,32]{1,0} dynamic-slice(%v60, %index)",
+        STACK + ROW + 4,
+    ),
     "two results": (
         "%d = f32[1,32]{1,0} negate(%row)\n  %w = f32[12,32]{1,0} dynamic-update-slice(%stack, %d, %index)\n"
         "  ROOT %r = (f32[12,32]{1,0}, f32[1,32]{1,0}) tuple(%w, %d)",

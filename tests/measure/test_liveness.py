@@ -129,6 +129,26 @@ def test_the_state_of_a_loop_is_one_array() -> None:
     assert found == [(4, "zero"), (1024, "hidden"), (4096, "hidden")]
 
 
+RESULTS = with_metadata("""%fused (y: f32[256]) -> ((f32[256], s32[128]), f32[512]) {
+  %y = f32[256]{0} parameter(0)
+  %most = (f32[256]{0}, s32[128]{0}) custom-call(%y), custom_call_target="most" @most
+  %sum = f32[512]{0} dot(%y, %y) @sum
+  ROOT %r = ((f32[256]{0}, s32[128]{0}), f32[512]{0}) tuple(%most, %sum)
+}
+
+""")
+
+
+def test_an_instruction_of_a_fusion_can_have_two_results() -> None:
+    text = RESULTS + entry(
+        "%f = ((f32[256]{0}, s32[128]{0}), f32[512]{0}) fusion(%x), kind=kInput, calls=%fused",
+        "%last = f32[512]{0} get-tuple-element(%f), index=1",
+        "ROOT %c = f32[256]{0} dot(%last, %x) @c",
+    )
+    found = [(array.type.nbytes, array.computed_by.source) for array in at_peak(text)]
+    assert sorted(found) == [(512, "most"), (1024, "most"), (2048, "sum")]
+
+
 BRANCHES = with_metadata("""%yes (y: f32[256]) -> f32[256] {
   %y = f32[256]{0} parameter(0)
   %large = f32[1000]{0} dot(%y, %y) @large
