@@ -40,6 +40,7 @@ class AllReduce(NamedTuple):
     traffic: Callable[[Tree], list[Traffic]]  # tree -> the traffic that a device sends once in a step
     # the norm to which callers clip a replica's gradient before `mean` (see clip.py); 0: they do not
     clip_norm: float = 0.0
+    is_lossy: bool = False  # whether an element changes others, with which it shares a scale or a rank
     # how replicas shard arrays: `mean` then returns shards, and from stage 2 on, it takes those that were accumulated
     shards: ShardSteps | None = None
 
@@ -67,7 +68,8 @@ class Rule(NamedTuple):
     clip_norm: float = 0.0
     num_steps: int = 1  # number of steps of the run, for exchanges with a warm-up
     norm: Callable[[Tree], jax.Array] = optax.tree.norm  # of a tree like the parameters, of which others may hold parts
-    is_split: Tree | None = None  # for each parameter, whether others hold parts of it; None: nobody does
+    # returns for each array of a tree like the parameters whether others hold parts of it; None: nobody does
+    is_split: Callable[[Tree], Tree] | None = None
 
 
 class DistributedState(NamedTuple):

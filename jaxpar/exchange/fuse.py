@@ -163,18 +163,21 @@ def in_layer_order(all_reduce: AllReduce, layers: Sequence[str]) -> AllReduce:
     )
 
 
-def apart(all_reduce: AllReduce, is_split: Tree) -> AllReduce:
-    """Return the same all-reduce with vectors of either split arrays or whole ones.
+def apart(all_reduce: AllReduce, is_split: Callable[[Tree], Tree]) -> AllReduce:
+    """Return the same all-reduce with vectors of either split arrays or whole ones, unless it is exact.
 
     Devices that compute a layer together have different parts of an array that is split, but the same whole ones. In a
     vector of both, a lossy compressor would change whole arrays differently on each device.
 
-    is_split: for each array, whether it is split.
+    is_split: returns for each array of a tree whether it is split.
     """
+    if not all_reduce.is_lossy:
+        return all_reduce
 
     def divide(tree: Tree) -> list[Tree]:
-        parts = jax.tree.map(lambda x, split: x if split else None, tree, is_split)
-        return [parts, jax.tree.map(lambda x, split: None if split else x, tree, is_split)]
+        marks = is_split(tree)
+        parts = jax.tree.map(lambda x, split: x if split else None, tree, marks)
+        return [parts, jax.tree.map(lambda x, split: None if split else x, tree, marks)]
 
     def mean(tree: Tree, state: Tree) -> tuple[Tree, Tree]:
         means, states = zip(*map(all_reduce.mean, divide(tree), state), strict=True)

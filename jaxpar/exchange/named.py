@@ -313,7 +313,8 @@ def make_all_reduce(name: str, axis: Axis, clip_norm: float, **settings: Any) ->
         assert exchange.shards
         return reduced_to_shards(exchange.shards)
     all_reduce: AllReduce = EXCHANGES[name].call(axis, **settings)
-    return all_reduce._replace(clip_norm=clip_norm) if EXCHANGES[name].residuals else all_reduce
+    is_lossy = bool(EXCHANGES[name].differs) or settings.get("wire_dtype") in FLOAT8
+    return all_reduce._replace(clip_norm=clip_norm if EXCHANGES[name].residuals else 0.0, is_lossy=is_lossy)
 
 
 def make_exchange(name: str, axis: Axis, rule: Rule, **settings: Any) -> Exchange:
@@ -321,8 +322,7 @@ def make_exchange(name: str, axis: Axis, rule: Rule, **settings: Any) -> Exchang
     if EXCHANGES[name].averages:
         all_reduce = make_all_reduce(name, axis, rule.clip_norm, **settings)
         all_reduce = in_layer_order(all_reduce, rule.layers)
-        is_lossy = EXCHANGES[name].differs or settings.get("wire_dtype") in FLOAT8
-        if is_lossy and rule.is_split is not None:
+        if rule.is_split is not None:
             all_reduce = apart(all_reduce, rule.is_split)
         exchange = averaged(all_reduce, rule.optimizer, rule.norm)
     else:

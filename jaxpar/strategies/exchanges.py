@@ -124,7 +124,7 @@ def configured_exchange(
     problem: Problem,
     num_replicas: int,
     norm: Callable[[Params], jax.Array] = optax.tree.norm,
-    is_split: Tree | None = None,
+    is_split: Callable[[Tree], Tree] | None = None,
 ) -> Exchange:
     """Return the exchange around the problem's optimizer. Raises UserError if it does not support this problem.
 
@@ -170,11 +170,6 @@ def check_compressed(config: ConfigDict, arrays: Any) -> None:
             f"config.exchange_options.min_compress_bytes is {smallest}; it must be at most {largest}, the bytes of the "
             f"largest array, or {config.exchange} compresses nothing"
         )
-
-
-def compresses_gradients(config: ConfigDict) -> bool:
-    """Return whether replicas compress their gradients lossily, which a cast does not count as."""
-    return bool(EXCHANGES[config.exchange].differs) or given(config).get("wire_dtype") in FLOAT8
 
 
 def runs_in_lockstep(config: ConfigDict) -> bool:

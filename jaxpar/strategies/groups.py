@@ -45,15 +45,6 @@ def check_group_of_stage(config: ConfigDict) -> None:
             raise UserError(
                 f"config.pipeline.trace is {config.pipeline.trace}; it must be 0 with config.mesh.{axis}={size}"
             )
-        # Stages pack split and whole arrays into one vector, whose blocks would then differ in a group.
-        if axis == TENSOR and exchanges.compresses_gradients(config):
-            possible = exchanges.IN_LOCKSTEP if config.pipeline.executor == "lockstep" else EXCHANGES
-            rows = {name: EXCHANGES[name] for name in possible}
-            exact = ", ".join(name for name, row in rows.items() if row.on_gradients and not row.differs)
-            raise UserError(
-                f"config.exchange is {exchanges.name(config)!r}, which compresses gradients; it must be one of {exact} "
-                f"without a float8 wire_dtype, with config.mesh.tensor={size} and config.strategy='pipeline'"
-            )
 
 
 def summary(axes: Mapping[str, int]) -> str:

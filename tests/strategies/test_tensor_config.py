@@ -48,14 +48,6 @@ MISTAKES: dict[str, tuple[str, str]] = {  # name -> (settings, part of the messa
         "strategy=pipeline mesh.stage=2 pipeline.trace=2",
         "config.pipeline.trace is 2; it must be 0 with config.mesh.tensor=2",
     ),
-    "a compressor of a pipeline": (
-        "strategy=pipeline mesh.stage=2 exchange=bagua_bytegrad",
-        "config.exchange is 'bagua_bytegrad', which compresses gradients; it must be one of ddp, horovod, byteps, ",
-    ),
-    "float8 in a pipeline": (
-        "strategy=pipeline mesh.stage=2 exchange_options.wire_dtype=float8_e5m2",
-        "config.exchange is 'ddp wire_dtype=float8_e5m2', which compresses gradients; it must be one of ddp, horovod, ",
-    ),
 }
 
 

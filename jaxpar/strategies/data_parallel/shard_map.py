@@ -58,7 +58,7 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
     """Plan data-parallel replicas with config.exchange. Raises UserError if it does not support these shapes."""
     axes, like = dict(decision.axes), states.abstract_state(shapes.model, shapes.optimizer)
     group = groups.replica_group(config, shapes, axes)
-    is_split = group.is_split(shapes.model.shapes) if TENSOR in axes else None
+    is_split = group.is_split if TENSOR in axes else None
     exchange = exchanges.configured_exchange(config, group.problem, decision.num_replicas, group.norm, is_split)
     layouts = make_layouts(exchange, group.layouts(like))
     # With `fetch`, a layer receives all arrays that it uses, including those that it shares with another layer.

@@ -6,17 +6,18 @@ devices hold at a time follows from this order, however fast they are.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 
 from jaxpar import layout
-from jaxpar.core.groups import SentArrays
+from jaxpar.core.groups import ReplicaGroup, SentArrays
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import Traffic, ring_traffic
 from jaxpar.core.state import nbytes
 from jaxpar.exchange.reduce import added_up
-from jaxpar.layout import Holders, Layout, LeafLayout, Tree
+from jaxpar.layout import DimSplit, Holders, Layout, LeafLayout, Tree
 from jaxpar.strategies.pipeline.executor.dispatch import DispatchedAction
 from jaxpar.strategies.pipeline.executor.dispatch_update import DispatchedState, private_layout
 from jaxpar.strategies.pipeline.executor.stage_programs import StagePrograms
@@ -148,7 +149,7 @@ def dispatched_layouts(staged: StagedState, axes: Mapping[str, int]) -> Dispatch
     for columns in staged.stages.groups:
         params = staged.params.trees[staged.stages.kinds[columns[0]]]
         of_group = private_layout({**axes, STAGE: len(columns)}, staged.all_reduce, params).local_shapes
-        held.append(_local(of_group, columns))
+        held.append(_local(staged.group, of_group, columns))
     return DispatchedState(*staged.layouts[:4], Layout(axes, tuple(held)))
 
 
@@ -184,22 +185,24 @@ def in_flight_layouts(
                 continue
             if action.phase == programs.num_phases - 1:
                 held = staged.params.trees[stages.kinds[action.column]]
-                work["grads", action.column] = _local(programs.params(number, held), column)
+                work["grads", action.column] = _local(staged.group, programs.params(number, held), column)
             work.pop((action.phase, *of_stage), None)
             for key, values in programs.programs[number].cut.saved.items():
                 if key[0] == action.phase:
-                    work["stash", *of_stage, key] = _local(values, column)
+                    work["stash", *of_stage, key] = _local(staged.group, values, column)
                 elif key[1] == action.phase:
                     del work["stash", *of_stage, key]
             if action.to is not None:
                 work[action.phase, action.to[0], of_stage[1]] = _local(
-                    programs.sent(number, action.phase), [action.to[1]]
+                    staged.group, programs.sent(number, action.phase), [action.to[1]]
                 )
     parts = {"versions": versions, "batches": batches, "work": list(work.values())}
     return {name: Layout(axes, leaves) for name, leaves in parts.items()}
 
 
-def _local(shapes: Tree, columns: Sequence[int]) -> Tree:
-    """Return the layout of arrays of the form LOCAL. Of their dims [data, stage], the second is 1 on each device."""
-    on = Holders(STAGE, tuple(columns))
-    return jax.tree.map(lambda x: LeafLayout((1, *x.shape), x.dtype, leading=(DATA,), holders=on), shapes)
+def _local(group: ReplicaGroup, shapes: Tree, columns: Sequence[int]) -> Tree:
+    """Return the layout of arrays of the form LOCAL. Of their dims [data, stage, ..], the second is 1 on a device."""
+    on, sizes = Holders(STAGE, tuple(columns)), group.sizes
+    splits = tuple(DimSplit(dim, axis) for dim, axis in enumerate(sizes, 1))
+    leaf = partial(LeafLayout, splits=splits, leading=(DATA,), holders=on)
+    return jax.tree.map(lambda x: leaf((1, *sizes.values(), *x.shape), x.dtype), shapes)

@@ -1,6 +1,7 @@
 """The end of a step of a dispatched pipeline: gradients are exchanged, and every group takes its optimizer step.
 
-    reduce     8.    one program for each group (enqueue.py): averages its gradients over the replicas by the exchange
+    merge      8.    if the exchange clips: one program for each group (enqueue.py), for the norm of each replica
+    reduce     8.    one program for each group: averages its gradients over the replicas by the exchange
     ties       9.    gradients of tied arrays: sent to one of the groups that hold them, summed, and sent back
     agree      9.    metric sums, global norm and finiteness: scalars of all groups, sent to the last one and back
     update    10.    one program for each group: the optimizer step
@@ -87,7 +88,7 @@ class FlushedSteps:
         scalars = ("inputs",)
         own = [g for g in groups if any(x.process_index == jax.process_index() for x in on_group[g].devices.flat)]
         self._own = self._last if self._last in own or not own else own[0]  # a group with devices of this process
-        self._square = [self._make_square(g) for g in groups]
+        self._merge = [self._make_merge(g) for g in groups]
         self._reduce = [self._make_reduce(g) for g in groups]
         self._update = [self._make_update(g) for g in groups]
         self._sum = {array: self._make_sum(array) for array in self._ties}
@@ -139,7 +140,8 @@ class FlushedSteps:
         grads = [columns.joined(g, [work.grads[column] for column in group]) for g, group in enumerate(columns.groups)]
         norms: Sequence[Any] = [None] * len(grads)  # of the gradient of each replica, if the exchange clips by it
         if self._staged.all_reduce.clip_norm:
-            squares = [self._alone(host, self._square[g], grads[g]) for g in groups]
+            merged = [self._alone(host, self._merge[g], grads[g]) for g in groups]
+            grads, squares = [list(of_all) for of_all in zip(*merged, strict=True)]
             root = host.call(self._root, self._to(host, 0, squares, BY_REPLICA))
             norms = [self._to(host, g, root, BY_REPLICA) for g in groups]
         reduced = [self._alone(host, self._reduce[g], grads[g], state.private[g], norms[g]) for g in groups]
@@ -223,11 +225,20 @@ class FlushedSteps:
         kind = self._staged.stages.kinds[self._columns.groups[group][0]]
         return self._staged.params.of_kinds[kind].specs, self._staged.optimizer.of_kinds[kind].specs
 
-    def _make_square(self, group: int) -> Program:
-        def on_device(of_chunks: list[Params]) -> jax.Array:
-            return self._staged.group.norm(self._merged(group, without_leading(of_chunks)))[None] ** 2
+    def _make_merge(self, group: int) -> Program:
+        """Return the program that merges the gradients of a replica, and squares their norm, for `reduce` to clip."""
 
-        return program_on(self._columns.of_group[group], on_device, (LOCAL,), BY_REPLICA, ("gradients",))
+        def on_device(of_chunks: list[Params]) -> tuple[Params, jax.Array]:
+            grads = self._merged(group, without_leading(of_chunks))
+            return with_leading(grads), self._staged.group.norm(grads)[None] ** 2
+
+        mesh, results, donated = self._columns.of_group[group], (LOCAL, BY_REPLICA), self._donated_grads
+        return program_on(mesh, on_device, (LOCAL,), results, ("gradients",), donate_argnums=donated)
+
+    @property
+    def _donated_grads(self) -> Any:
+        # Chunks that share a tied array have more arrays than their sum, so that JAX could not use all of them.
+        return 0 if self._staged.stages.placement.shape[1] == 1 else ()
 
     def _make_sum(self, array: tuple[str, str]) -> Program:
         """Return the program that sums the gradients of a tied array on the group of its owner."""
@@ -253,11 +264,11 @@ class FlushedSteps:
     def _make_reduce(self, group: int) -> Program:
         apart = {array for array, holders in self._ties.items() if group in holders}
 
-        def on_device(of_chunks: list[Params], private: Tree, norm: jax.Array | None) -> tuple[Any, ...]:
-            of_chunks, private = without_leading((of_chunks, private))
+        def on_device(grads: Any, private: Tree, norm: jax.Array | None) -> tuple[Any, ...]:
+            grads, private = without_leading((grads, private))
             # Check for infinities and NaNs before the exchange: a compressor may hide them.
-            nonfinite = jax.lax.psum(steps.nonfinite_count(of_chunks), (DATA, STAGE, *self._staged.group.axes))
-            grads = self._merged(group, of_chunks)
+            nonfinite = jax.lax.psum(steps.nonfinite_count(grads), (DATA, STAGE, *self._staged.group.axes))
+            grads = self._merged(group, grads) if norm is None else grads
             grads, residuals = self._staged.exchanged(grads, private, None if norm is None else norm[0])
             whole = {
                 layer: {name: x for name, x in arrays.items() if (layer, name) not in apart}
@@ -266,10 +277,8 @@ class FlushedSteps:
             return grads, with_leading(residuals), self._square_of(whole), nonfinite
 
         results = self._specs[group], LOCAL, ON_ALL, ON_ALL
-        # Chunks that share a tied array have more arrays than their sum, so that JAX could not use all of them. Nor
-        # could it use whole arrays for shards.
-        is_scattered = self._shards and self._shards.stage == 1
-        donated = 0 if self._staged.stages.placement.shape[1] == 1 and not is_scattered else ()
+        # JAX could not use whole arrays for shards.
+        donated = () if self._shards and self._shards.stage == 1 else self._donated_grads
         specs, kinds = (LOCAL, LOCAL, BY_REPLICA), ("gradients", "private", "inputs")
         return program_on(self._columns.of_group[group], on_device, specs, results, kinds, donate_argnums=donated)
 

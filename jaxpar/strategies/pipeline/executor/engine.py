@@ -303,13 +303,14 @@ def pipeline_step(
         engine = PipelineEngine(staged, shape, microbatches, key, remat, timeline)
         batches = StepBatches(microbatches, [key], [weight])
         end = engine.run(arrays, lambda _weights, _version: state.params, batches, engine.start())
-        # 8. Check for infinities and NaNs before the exchange: a compressor may hide them.
-        nonfinite_count = steps.nonfinite_count(end.grads)
+        update = StageUpdate(staged, jax.lax.axis_index(STAGE))
+        local_grads, replica_norm = update.over_copies(end.grads), None
+        # 8. Check for infinities and NaNs before the exchange: a compressor may hide them. Not before the sum over
+        # copies, whose branches have collectives: on CPUs, nothing else orders those relative to others.
+        nonfinite_count = steps.nonfinite_count(local_grads)
         sums, nonfinite_count = psum_small((end.sums, nonfinite_count), (*group.batch_axes, STAGE))
         if group.axes:
             nonfinite_count = jax.lax.psum(nonfinite_count, group.axes)
-        update = StageUpdate(staged, jax.lax.axis_index(STAGE))
-        local_grads, replica_norm = update.over_copies(end.grads), None
         if staged.all_reduce.clip_norm:
             # The gradients of a tied array on different stages count separately, because they are sent separately.
             replica_norm = jnp.sqrt(jax.lax.psum(update.counted(update.norm(local_grads) ** 2), STAGE))

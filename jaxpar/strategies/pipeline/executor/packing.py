@@ -4,6 +4,9 @@ All devices of a mesh run the same program, so an array has the same shape on al
 occur in every non-empty tree are stored unchanged; they are called "shared". The remaining leaves of a tree are
 flattened and concatenated into one vector per dtype, which is as long as the largest tree needs. So no device
 allocates more than the most heavily loaded one needs, and a pipeline of equal stages has no vectors at all.
+
+Leaves can have marks. An array of the packed form has either marked leaves or others: in a vector of both, a lossy
+exchange would mix what the devices of a group have in common with what each of them has alone.
 """
 
 import functools
@@ -16,6 +19,14 @@ import jax
 import jax.numpy as jnp
 
 Packed = tuple[jax.Array, ...]  # the shared arrays, then the vectors
+
+
+class _Key(NamedTuple):
+    """The leaves that can share an array, or with shape (), a vector."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    is_marked: bool
 
 
 class _Place(NamedTuple):
@@ -39,37 +50,47 @@ def written_at(packed: Packed, slot: jax.Array, slots: Packed) -> Packed:
 class Packing:
     """The packed form that several trees share. A tree is identified by its kind: its index among the trees."""
 
-    def __init__(self, trees: Sequence[Any]):
-        """Lay out the packed form. trees: one tree per kind; their leaves have a shape and a dtype."""
+    def __init__(self, trees: Sequence[Any], marks: Sequence[Sequence[bool]] | None = None):
+        """Lay out the packed form.
+
+        trees: one tree per kind; their leaves have a shape and a dtype. marks: of the leaves of each tree; None: no
+        leaf is marked.
+        """
         flat = [jax.tree.flatten(tree) for tree in trees]
         self._structures = [structure for _, structure in flat]
         self._leaves = [[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves] for leaves, _ in flat]
-        counts = [Counter((leaf.shape, leaf.dtype) for leaf in leaves) for leaves in self._leaves]
+        marks = marks or [[False] * len(leaves) for leaves in self._leaves]
+        keys = [
+            [_Key(leaf.shape, leaf.dtype, mark) for leaf, mark in zip(leaves, of_tree, strict=True)]
+            for leaves, of_tree in zip(self._leaves, marks, strict=True)
+        ]
+        counts = [Counter(of_tree) for of_tree in keys]
         # The intersection of multisets: if one tree has two leaves of a shape and another has three, then two are
         # shared, and the third one of the latter goes to a vector.
         common = functools.reduce(operator.and_, [count for count in counts if count] or [Counter()])
-        self.shapes = [jax.ShapeDtypeStruct(*key) for key in common.elements()]  # of the packed arrays
-        first = {}  # the first shared array of a shape and dtype
-        for index, array in reversed(list(enumerate(self.shapes))):
-            first[array.shape, array.dtype] = index
-        dtypes = sorted({key[1] for count in counts for key in count - common}, key=str)
-        vectors = {dtype: len(self.shapes) + index for index, dtype in enumerate(dtypes)}
-        lengths = dict.fromkeys(dtypes, 0)
+        shared = list(common.elements())
+        first = {key: shared.index(key) for key in common}  # the first shared array of a key
+        rest = {key for count in counts for key in count - common}
+        vectors = sorted({key._replace(shape=()) for key in rest}, key=lambda key: (str(key.dtype), key.is_marked))
+        numbers = {key: len(shared) + index for index, key in enumerate(vectors)}
+        lengths = dict.fromkeys(vectors, 0)
         self._places: list[list[_Place]] = []
-        for leaves in self._leaves:
-            seen, filled = Counter[Any](), dict.fromkeys(dtypes, 0)
+        for leaves, of_tree in zip(self._leaves, keys, strict=True):
+            seen, filled = Counter[_Key](), dict.fromkeys(vectors, 0)
             places = []
-            for leaf in leaves:
-                key = (leaf.shape, leaf.dtype)
+            for leaf, key in zip(leaves, of_tree, strict=True):
                 if seen[key] < common[key]:
                     places.append(_Place(first[key] + seen[key], None))
                     seen[key] += 1
                 else:
-                    places.append(_Place(vectors[leaf.dtype], filled[leaf.dtype]))
-                    filled[leaf.dtype] += leaf.size
+                    vector = key._replace(shape=())
+                    places.append(_Place(numbers[vector], filled[vector]))
+                    filled[vector] += leaf.size
             self._places.append(places)
-            lengths = {dtype: max(lengths[dtype], filled[dtype]) for dtype in dtypes}
-        self.shapes += [jax.ShapeDtypeStruct((lengths[dtype],), dtype) for dtype in dtypes]
+            lengths = {vector: max(lengths[vector], filled[vector]) for vector in vectors}
+        arrays = [*shared, *(vector._replace(shape=(lengths[vector],)) for vector in vectors)]
+        self.shapes = tuple(jax.ShapeDtypeStruct(key.shape, key.dtype) for key in arrays)  # of the packed arrays
+        self.is_marked = tuple(key.is_marked for key in arrays)  # whether the leaves of each packed array are
 
     def tree(self, kind: int) -> Any:
         """Return the tree of a kind, with the shapes and dtypes of its leaves."""

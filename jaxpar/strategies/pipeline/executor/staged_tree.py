@@ -36,9 +36,10 @@ class StagedTree:
         self.trees = [part.local_shapes for part in of_group]  # what a replica's device has of them, by kind of device
         # by kind of device, the layout of its part of the tree over the group and the replicas
         self.of_kinds = [in_shards(part, copies) for part in of_group]
-        # packing of what each device holds of its part of the tree, by kind of device
-        self.packing = Packing([part.local_shapes for part in self.of_kinds])
-        self.packed = layout.per_replica(axes, tuple(self.packing.shapes), *self._split_over, STAGE)  # packed arrays
+        # packing of what each device holds of its part of the tree, by kind of device; marked: arrays split in a group
+        marks = [[bool(leaf.splits) for leaf in part.flat] for part in of_group]
+        self.packing = Packing([part.local_shapes for part in self.of_kinds], marks)
+        self.packed = layout.per_replica(axes, self.packing.shapes, *self._split_over, STAGE)  # packed arrays
         number = {leaf: i for i, leaf in enumerate(leaf_paths(function, shapes))}
         self._kinds, self._num_leaves = stages.kinds, len(number)
         # By device: the numbers of the canonical leaves that it holds, in the order of the local tree. The paths of

@@ -26,8 +26,10 @@ from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem
 from jaxpar.exchange.clip import already_clipped, clipped
 from jaxpar.exchange.exchange import AllReduce
+from jaxpar.exchange.fuse import apart
 from jaxpar.launch import processes
-from jaxpar.layout import Layout
+from jaxpar.layout import Layout, Tree
+from jaxpar.models.model import Params
 from jaxpar.strategies.pipeline.executor.lowering import OF_KIND
 from jaxpar.strategies.pipeline.executor.packing import Packed, Packing
 from jaxpar.strategies.pipeline.executor.staged_tree import StagedTree, in_shards
@@ -60,7 +62,8 @@ class StagedState:
         """
         if all_reduce.clip_norm:
             problem = problem._replace(optimizer=already_clipped(problem.optimizer))
-        self.problem, self.stages, self.all_reduce, self.group = problem, stages, all_reduce, group
+        self.problem, self.stages, self.group = problem, stages, group
+        self.all_reduce = apart(all_reduce, self._is_split) if group.split_axes else all_reduce
         axes = group.params.axes
         shards = all_reduce.shards
         copies = shards.copies if shards else 0
@@ -68,7 +71,7 @@ class StagedState:
         self.optimizer = StagedTree(group, problem.optimizer.init, stages, copies)
         # by kind of device, the layout of its gradient after the exchange, and the packing of what a device has of it
         self.means = [in_shards(layout.replicated(axes, tree), copies) for tree in self.params.trees]
-        self.mean_packing = Packing([part.local_shapes for part in self.means])
+        self.mean_packing = Packing([part.local_shapes for part in self.means]) if shards else self.params.packing
         self.private = layout.made_by_replicas(axes, self._init_private, DATA, STAGE, *group.axes)
         like = states.abstract_state(problem.model, problem.optimizer)
         step, key = layout.replicated(axes, like.step), layout.replicated(axes, like.key)
@@ -146,6 +149,10 @@ class StagedState:
             assert norm is not None
             grads = clipped(grads, norm, self.all_reduce.clip_norm)
         return self.all_reduce.mean(grads, residuals)
+
+    def _is_split(self, tree: Params | Packed) -> Tree:
+        """Return which gradients of a device are split in its group: by array, or packed."""
+        return self.group.is_split(tree) if isinstance(tree, dict) else self.params.packing.is_marked
 
     def _init_private(self) -> Any:
         return self.all_reduce.init(self.params.packing.shapes)
@@ -237,7 +244,12 @@ class StageUpdate:
         if not self._group.split_axes:
             norm: jax.Array = optax.tree.norm(grads)
             return norm
-        return self._switch(lambda kind, grads: self._group.norm(self._params.unpack(kind, grads)), grads)
+
+        def of_kind(kind: int, grads: Packed) -> jax.Array:
+            return optax.tree.norm(self._group.counted(self._params.unpack(kind, grads))) ** 2
+
+        # Outside of the branches, because on CPUs nothing orders their collectives relative to others.
+        return jnp.sqrt(jax.lax.psum(self._switch(of_kind, grads), self._group.split_axes))
 
     def scattered(self, grads: Packed) -> Packed:
         """Return this replica's shards of the mean gradient, whose collectives are outside of all branches."""

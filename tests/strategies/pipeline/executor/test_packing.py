@@ -78,7 +78,7 @@ def test_equal_trees_have_no_vectors() -> None:
     same(packing.unpack(1, packing.pack(1, other)), other)
     assert sorted(shape.shape for shape in packing.shapes) == [(3, 4), (3, 4), (4,)]
     assert packing.nbytes == size(held)
-    assert Packing([{}]).shapes == []
+    assert Packing([{}]).shapes == ()
 
 
 def test_an_empty_tree_costs_nothing() -> None:
@@ -87,6 +87,16 @@ def test_an_empty_tree_costs_nothing() -> None:
     packing = Packing([held, {}, held])
     assert [shape.shape for shape in packing.shapes] == [(3, 4)]
     assert packing.tree(1) == packing.unpack(1, packing.pack(0, held)) == {}
+
+
+def test_arrays_have_either_marked_leaves_or_others() -> None:
+    """Leaves of one shape, but different marks, do not share an array. Nor a vector."""
+    trees = [tree(3, a=BIAS, b=BIAS, c=MATRIX), tree(4, a=BIAS, b=BIAS, c=((2,), F32))]
+    packing = Packing(trees, [[True, False, True], [False, False, False]])
+    assert [shape.shape for shape in packing.shapes] == [(4,), (6,), (16,)]
+    assert packing.is_marked == (False, False, True)
+    for kind, held in enumerate(trees):
+        same(packing.unpack(kind, packing.pack(kind, held, np)), held)
 
 
 def test_no_more_room_than_the_fullest_tree() -> None:
