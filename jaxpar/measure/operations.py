@@ -82,7 +82,7 @@ class FlatJaxpr:
         numbers: dict[Any, int] = {}  # of variables
         # the numbers of the arguments, in their order, then of constants
         self.inputs = {self._number(numbers, variable) for variable in (*jaxpr.invars, *jaxpr.constvars)}
-        self.constants = set[int]()
+        self.constants = {self._number(numbers, variable) for variable in jaxpr.constvars}
         self._add(jaxpr, numbers)
         # the numbers of the results, in order; None for literals
         self.output_numbers = [
@@ -106,7 +106,9 @@ class FlatJaxpr:
             elif inner is not None and len(inner.invars) == len(equation.invars):
                 inside: dict[Any, int] = {}
                 for variable, outer in zip(inner.invars, equation.invars, strict=True):
-                    if not isinstance(outer, core.Literal):
+                    if isinstance(outer, core.Literal):
+                        self.constants.add(self._number(inside, variable))
+                    else:
                         inside[variable] = self._number(numbers, outer)
                 self._add(inner, inside)
                 for result, outer in zip(inner.outvars, equation.outvars, strict=True):
@@ -146,7 +148,8 @@ def _count(jaxpr: core.Jaxpr) -> list[Operation]:
         name = one.equation.primitive.name
         if name in KERNELS:
             in_memory.update(one.written)
-            for_products.update(one.read)
+            is_attention = name in (*ATTENTION_FORWARD, *ATTENTION_BACKWARD)  # which can read masks
+            for_products.update(set(one.read) - flat.constants if is_attention else one.read)
             found += _kernel(one, flat)
     return [*found, _passes(flat, in_memory, for_products)]
 
@@ -189,7 +192,7 @@ def _passes(flat: FlatJaxpr, in_memory: set[int], wanted: set[int]) -> Operation
         if name in KERNELS:
             continue
         read.update(number for number in one.read if number in in_memory)
-        written.update(number for number in one.written if number in wanted - flat.constants)
+        written.update(number for number in one.written if number in wanted)
         if name in REDUCTIONS:
             reduced += sum(flat.nbytes[number] for number in one.read if number not in in_memory)
     moved = sum(flat.nbytes[number] for number in (*read, *written)) + reduced
@@ -275,17 +278,13 @@ def _sources(number: int, writers: Mapping[int, FlatEquation], in_memory: set[in
 def loop_bytes(function: Callable[..., Any], *args: Any) -> float:
     """Return the bytes that the loop of a function holds which needs most: what is computed for it, and its results.
 
-    Masks that attention kernels read, and their gradients, are added.
+    What the backward passes of attention kernels read and write is added: keys and values of whole texts, and masks.
     """
     flat = FlatJaxpr(jax.make_jaxpr(function)(*args).jaxpr)
-    of_masks = sum(sum(_masks(one, flat)) for one in flat.equations)
-    return max((_held_by_loop(one, flat) for one in flat.equations), default=0.0) + of_masks
-
-
-def _masks(one: FlatEquation, flat: FlatJaxpr) -> list[int]:
-    """Return the bytes of the masks that the backward pass of an attention kernel reads, and of their gradients."""
-    is_kernel = one.equation.primitive.name in ATTENTION_BACKWARD
-    return [2 * flat.nbytes[number] for number in one.read if is_kernel and number in flat.constants]
+    kernels = [one for one in flat.equations if one.equation.primitive.name in ATTENTION_BACKWARD]
+    of_kernels = {number for one in kernels for number in (*one.read, *one.written)} - flat.inputs
+    by_kernels = sum(flat.nbytes[number] for number in of_kernels)
+    return max((_held_by_loop(one, flat) for one in flat.equations), default=0.0) + by_kernels
 
 
 def _held_by_loop(one: FlatEquation, flat: FlatJaxpr) -> float:

@@ -237,15 +237,15 @@ def _abstract_cudnn(is_causal: bool, *inputs: jax.Array | None) -> jax.Array:
 
 
 def _abstract_forward(is_causal: bool, *inputs: jax.Array | None) -> tuple[jax.Array, _Arrays]:
-    q, k, v, _, is_seen_TS = inputs
+    q, k, v, lengths_B, is_seen_TS = inputs
     arrays: tuple[Any, ...] = q, k, v
     bias = () if is_seen_TS is None else (jnp.where(is_seen_TS, 0.0, -jnp.inf).astype(arrays[0].dtype)[None, None],)
     y, statistics = _forward.bind(*arrays, *bias, is_causal=is_causal)
-    return y, (*arrays, y, statistics, *bias)
+    return y, (*arrays, y, statistics, lengths_B, *bias)
 
 
 def _abstract_backward(is_causal: bool, saved: _Arrays, dy: jax.Array) -> _Arrays:
-    q, k, v, y, statistics, *bias = saved
+    q, k, v, y, statistics, _lengths_B, *bias = saved
     gradients = _backward.bind(q, k, v, y, statistics, dy, *bias, is_causal=is_causal)
     return (*gradients[:3], None, None)
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpar.measure.operations import ATTENTION_KERNEL, PASS, PRODUCT, Operation, operations
-from jaxpar.models.attention import attend
+from jaxpar.measure.operations import ATTENTION_KERNEL, PASS, PRODUCT, Operation, loop_bytes, operations, residuals
+from jaxpar.models.attention import attend, attend_by_cudnn
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 
@@ -86,3 +86,23 @@ def test_attention(is_causal: bool) -> None:
     of_product = 2 * B * H * T * T * K * (0.5 if is_causal else 1)
     assert [one.flops for one in found] == [2 * of_product, 5 * of_product]
     assert {one.dtype for one in found} == {"bfloat16"}
+
+
+def test_masks_of_positions_are_made_once() -> None:
+    """The bytes of a mask that depends on positions only are not those of each layer, but it is held, and read."""
+    T, x = 64, array(1, 64, 1, 8, dtype=BF16)
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array | int) -> jax.Array:
+        is_seen_TS = jnp.arange(T)[None, :] <= jnp.arange(T)[:, None] + first
+        y = attend_by_cudnn(q, k, v, is_causal=False, lengths_B=None, is_seen_TS=is_seen_TS)
+        return y.astype(F32).sum()
+
+    gradient, mask = jax.grad(total, (0, 1, 2)), 2 * T * T
+    fixed = operations(lambda *x: gradient(*x, 0), x, x, x)
+    shifted = operations(gradient, x, x, x, array(dtype=jnp.int32))
+    assert passes(shifted) - passes(fixed) >= mask > passes(fixed)
+    of_inputs = x.size * 2
+    assert all(one.nbytes >= mask + 4 * of_inputs for one in fixed if one.kind == ATTENTION_KERNEL)
+    held = residuals(lambda _w, x, _others: total(x, x, x, 0), (), x, ())
+    assert held.saved < mask
+    assert loop_bytes(lambda *x: gradient(*x, 0), x, x, x) >= 2 * mask
