@@ -18,6 +18,7 @@ from jaxpar.models.options import AttentionKernel
 
 MOST_KEYS = 1024  # of a chunk of keys, so that scores need little memory
 LEAST_KEYS = 128  # of those into which a longer chunk is divided, so that products are not small
+MOST_SCORES = 2**30  # of queries that cuDNN gets with one mask, in 16 bits
 
 
 def order(number: int, context: int) -> np.ndarray:
@@ -51,8 +52,8 @@ def part_shapes(batch: Mapping[str, Any], context: int) -> dict[str, Any]:
 
 
 def padded_length(number: int, context: int) -> int:
-    """Return the number of positions of a text after padding."""
-    multiple = 2 * context * (LEAST_KEYS if number > 2 * context * MOST_KEYS else 1)
+    """Return the number of positions of a text after padding. Chunks have even numbers, which cuDNN needs."""
+    multiple = 2 * context * (LEAST_KEYS if number > 2 * context * MOST_KEYS else 2)
     return -(-number // multiple) * multiple
 
 
@@ -120,9 +121,39 @@ def _attend_by_cudnn(
     """
     if positions_T is None:
         return attend_by_cudnn(q_BTHK, k_BSGK, v_BSGK, is_causal=False, lengths_B=lengths_B)
-    chunks = []
-    for q_BCHK, positions_C in zip(jnp.split(q_BTHK, 2, axis=1), jnp.split(positions_T, 2), strict=True):
-        is_seen_CS = jnp.arange(k_BSGK.shape[1])[None, :] <= positions_C[:, None]
-        seen_B = jnp.minimum(lengths_B, positions_C[-1] + 1)
-        chunks.append(attend_by_cudnn(q_BCHK, k_BSGK, v_BSGK, is_causal=False, lengths_B=seen_B, is_seen_TS=is_seen_CS))
-    return jnp.concatenate(chunks, axis=1)
+    (T, S), half = (q_BTHK.shape[1], k_BSGK.shape[1]), q_BTHK.shape[1] // 2
+    # Pieces have consecutive positions, the last of which attends to most. cuDNN needs even numbers of them.
+    size = next(n for n in range(half, 0, -2) if half % n == 0 and (n * S <= MOST_SCORES or n == 2))
+    pieces = jnp.stack(jnp.split(q_BTHK, T // size, axis=1)), positions_T.reshape(-1, size)
+    if size == half:
+        chunks = [_attend_piece(pieces[0][n], k_BSGK, v_BSGK, pieces[1][n], lengths_B) for n in range(2)]
+        return jnp.concatenate(chunks, axis=1)
+    y_NBRHK = jax.lax.map(lambda piece: _attend_again(piece[0], k_BSGK, v_BSGK, piece[1], lengths_B), pieces)
+    return jnp.concatenate(y_NBRHK, axis=1)
+
+
+def _attend_piece(
+    q_BRHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, positions_R: jax.Array, lengths_B: jax.Array
+) -> jax.Array:
+    is_seen_RS = jnp.arange(k_BSGK.shape[1])[None, :] <= positions_R[:, None]
+    seen_B = jnp.minimum(lengths_B, positions_R[-1] + 1)
+    return attend_by_cudnn(q_BRHK, k_BSGK, v_BSGK, is_causal=False, lengths_B=seen_B, is_seen_TS=is_seen_RS)
+
+
+@jax.custom_vjp
+def _attend_again(q: Any, k: Any, v: Any, positions_R: jax.Array, lengths_B: jax.Array) -> Any:
+    """Return the same, computed once more in the backward pass, so that only one piece has a mask at a time.
+
+    The barriers keep the masks of all pieces from being computed before the loops over pieces and layers.
+    """
+    q, positions_R = jax.lax.optimization_barrier((q, positions_R))
+    return _attend_piece(q, k, v, positions_R, lengths_B)
+
+
+def _backward(saved: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array | None, ...]:
+    q, k, v, positions_R, lengths_B = saved
+    positions_R, dy = jax.lax.optimization_barrier((positions_R, dy))
+    return (*jax.vjp(lambda q, k, v: _attend_piece(q, k, v, positions_R, lengths_B), q, k, v)[1](dy), None, None)
+
+
+_attend_again.defvjp(lambda *inputs: (_attend_again(*inputs), inputs), _backward)

@@ -307,9 +307,9 @@ def _looped_bytes(one: FlatEquation) -> float:
 
 
 def _arrays_of_products(one: FlatEquation) -> list[int]:
-    """Return the bytes of each array that a product in a scan's body writes, or reads after it is computed there."""
+    """Return the bytes of each array that a kernel in a scan's body writes, or reads after it is computed there."""
     body, arrays = FlatJaxpr(one.equation.params["jaxpr"].jaxpr), set[int]()
     for inner in body.equations:
-        if inner.equation.primitive.name in PRODUCTS:
+        if inner.equation.primitive.name in (*PRODUCTS, *ATTENTION_FORWARD, *ATTENTION_BACKWARD):
             arrays.update(inner.written, set(inner.read) - body.inputs)
     return [body.nbytes[number] for number in arrays]

@@ -125,9 +125,9 @@ class Model:
         return model
 
     def shortened(self, depth: int) -> "Model":
-        """Return the model with the first `depth` layers of each run."""
-        model = copy.copy(self)
-        model.layers = tuple(layer for run in self.runs for layer in self.layers[run.start : run.stop][:depth])
+        """Return the model with the first `depth` layers of its longest run."""
+        model, longest = copy.copy(self), max(self.runs, key=lambda run: run.stop - run.start)
+        model.layers = self.layers[: longest.start + depth] + self.layers[longest.stop :]
         model._makers = {layer.name: self._makers[layer.name] for layer in model.layers}
         model.runs, model._read_dtypes, model._inputs = tuple(model._find_runs()), {}, {}
         return model

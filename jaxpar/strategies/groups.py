@@ -8,7 +8,7 @@ from jaxpar.core.groups import ReplicaGroup
 from jaxpar.core.mesh import CONTEXT, GROUP_AXES, TENSOR
 from jaxpar.core.optimizer import OPTIMIZERS
 from jaxpar.core.step import Problem
-from jaxpar.errors import UserError
+from jaxpar.errors import UserError, check_choice
 from jaxpar.exchange.named import EXCHANGES, QUANTIZED
 from jaxpar.models.group import TensorSplit
 from jaxpar.strategies import exchanges
@@ -17,6 +17,7 @@ from jaxpar.strategies import exchanges
 def check_group(config: ConfigDict, axis: str) -> None:
     """Raise UserError for an exchange or implementation that replicas of several devices on `axis` cannot have."""
     implementation = config.data_parallel.implementation
+    check_choice("exchange", config.exchange, EXCHANGES)
     if not EXCHANGES[config.exchange].on_gradients:
         names = ", ".join(name for name, one in EXCHANGES.items() if one.on_gradients)
         raise UserError(

@@ -13,6 +13,7 @@ from jaxpar import strategies
 from jaxpar.choose import planner, report
 from jaxpar.choose.auto import check_kept, kept_settings
 from jaxpar.choose.candidates import Candidate, Space, with_settings
+from jaxpar.choose.costs.layers import TracedLayers
 from jaxpar.choose.costs.machine import GpuMachine, SharedCores, axis_groups
 from jaxpar.choose.costs.step import HIDDEN_BETWEEN_PRODUCTS
 from jaxpar.choose.groups import LEAST_POSITIONS, context_sizes
@@ -22,7 +23,7 @@ from jaxpar.core.context import part_shapes
 from jaxpar.core.mesh import CONTEXT, DATA, STAGE, TENSOR
 from jaxpar.core.plan import Traffic
 from jaxpar.errors import UserError
-from jaxpar.measure.operations import PRODUCT, operations
+from jaxpar.measure.operations import ATTENTION_KERNEL, PRODUCT, operations
 from tests.choose.test_planner import costs_of_replicas, layer
 from tests.choose.test_tensor_plans import GPT, HOST, INNER, TEXTS, TOKENS, WIDTH, space_of
 
@@ -45,6 +46,16 @@ def with_texts(space: Space, number: int) -> Space:
     """Return a space whose texts have this number of positions."""
     batch = dict(space.problem.batch, inputs=jax.ShapeDtypeStruct((TEXTS, number), np.int32))
     return space._replace(problem=space.problem._replace(batch=batch))
+
+
+@pytest.mark.parametrize("kernel", ["xla", "cudnn"])
+def test_kernel(kernel: str) -> None:
+    """Attention to whole texts has the kernel that the config names."""
+    space = space_of(clusters.named_cluster("h100", 4), f"model.attention={kernel}", "model.dtype=bfloat16")
+    layers = space.layers.in_group(1, 2)
+    assert isinstance(layers, TracedLayers)
+    kinds = {kind for of in layers._kernels("none", 2).values() for one in of for kind, _ in one._kinds}
+    assert (ATTENTION_KERNEL in kinds) == (kernel == "cudnn")
 
 
 def test_sizes(space: Space) -> None:

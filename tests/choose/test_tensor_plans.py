@@ -178,12 +178,12 @@ def test_candidates_need_what_their_plans_need(space: Space, found: list[Candida
 
 def test_updates_of_deep_models_follow_from_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_zero1() -> UpdateBytes:
-        space = space_of(clusters.named_cluster("h100", 4), "model.num_layers=7", "mesh.tensor=2", "exchange=zero1")
+        space = space_of(clusters.named_cluster("h100", 4), "model.num_layers=9", "mesh.tensor=2", "exchange=zero1")
         plan = strategies.plan(space.config, space.problem, space.machine.cluster)
         return update_of(space, space.config, plan)
 
     estimate = of_zero1()
-    monkeypatch.setattr(updates, "DEPTHS", (7, 7))
+    monkeypatch.setattr(updates, "LONGEST_TRACED", 9)
     assert estimate == pytest.approx(of_zero1(), rel=0.01)
 
 

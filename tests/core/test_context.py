@@ -82,18 +82,19 @@ def draw(*shape: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-@pytest.mark.parametrize(("kernel", "most_keys"), [("xla", 1024), ("xla", 2), ("cudnn", 0)])  # keys of a chunk
+@pytest.mark.parametrize(("kernel", "most"), [("xla", 1024), ("xla", 2), ("cudnn", 6), ("cudnn", 2)])  # positions
 @pytest.mark.parametrize("has_padding", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_attention_and_its_gradients(
-    is_causal: bool, has_padding: bool, kernel: AttentionKernel, most_keys: int, monkeypatch: pytest.MonkeyPatch
+    is_causal: bool, has_padding: bool, kernel: AttentionKernel, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both equal those of whole texts on one device. XLA computes what cuDNN is asked for."""
     of_jax = jax.nn.dot_product_attention
     by_xla = lambda *args, **options: of_jax(*args, **{**options, "implementation": "xla"})  # noqa: E731
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
     monkeypatch.setattr(attention, "_is_cudnn_installed", lambda: True)
-    monkeypatch.setattr(context, "MOST_KEYS", most_keys)
+    monkeypatch.setattr(context, "MOST_KEYS", most)
+    monkeypatch.setattr(context, "MOST_SCORES", most * T)
     arrays = draw(B, T, H, K, seed=0), draw(B, T, G, K, seed=1), draw(B, T, G, K, seed=2)
     slopes, lengths_B = draw(B, T, H, K, seed=3), jnp.array([T, 17, 1]) if has_padding else None
 

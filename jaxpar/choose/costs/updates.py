@@ -15,17 +15,18 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxpar.core import step as steps
 from jaxpar.core.plan import Plan
-from jaxpar.core.state import State, abstract_state, nbytes
+from jaxpar.core.state import State, abstract_state
 from jaxpar.core.step import Metrics, Problem
 from jaxpar.exchange.exchange import DistributedState
 from jaxpar.measure.operations import operations
 from jaxpar.models.model import Model
 from jaxpar.tasks import Sums
 
-DEPTHS = (1, 3)  # numbers of consecutive equal layers in the models that are traced
+SHORT_DEPTHS = (1, 3)  # numbers of the most consecutive equal layers in the models that are traced
+LONGEST_TRACED = 8  # such layers of a model that is traced as it is
 # Bytes of updates that have been traced, by model: by the optimizer, and the exchange and the axes of its replicas.
 _MOVED: WeakKeyDictionary[Model, dict[Any, float]] = WeakKeyDictionary()
-_SHORT: WeakKeyDictionary[Model, list[Model]] = WeakKeyDictionary()  # for each model, those of DEPTHS
+_SHORT: WeakKeyDictionary[Model, list[Model]] = WeakKeyDictionary()  # for each model, those of SHORT_DEPTHS
 
 
 def update_bytes(problem: Problem) -> float:
@@ -77,16 +78,15 @@ def _exchange_bytes(plan: Plan[Any]) -> float:
 
 
 def _from_short_models(problem: Problem, count: Callable[[Problem], float]) -> float:
-    """Return `count(problem)`, which is linear in the bytes of equal layers."""
+    """Return `count(problem)`, which is linear in the number of equal layers."""
     model = problem.model
-    if model not in _SHORT:
-        _SHORT[model] = [model.shortened(depth) for depth in DEPTHS]
-    short = _SHORT[model]
-    if len(short[-1].layers) == len(model.layers):
+    number = max(run.stop - run.start for run in model.runs)
+    if number <= LONGEST_TRACED:
         return count(problem)
-    sizes = [nbytes(one.shapes) for one in short]
-    few, many = (count(problem._replace(model=one)) for one in short)
-    return many + (nbytes(model.shapes) - sizes[1]) * (many - few) / (sizes[1] - sizes[0])
+    if model not in _SHORT:
+        _SHORT[model] = [model.shortened(depth) for depth in SHORT_DEPTHS]
+    few, many = (count(problem._replace(model=one)) for one in _SHORT[model])
+    return many + (number - SHORT_DEPTHS[1]) * (many - few) / (SHORT_DEPTHS[1] - SHORT_DEPTHS[0])
 
 
 def moved(function: Any, *args: Any) -> float:

@@ -20,7 +20,15 @@ from jaxpar.strategies.pipeline.executor.stages import Stages
 class StagedTree:
     """A tree with one or several arrays per parameter, distributed over the devices of a pipeline."""
 
-    def __init__(self, group: ReplicaGroup, function: Callable[[Any], Any], stages: Stages, copies: int = 0):
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        function: Callable[[Any], Any],
+        stages: Stages,
+        copies: int = 0,
+        *,
+        are_apart: bool = False,
+    ):
         """Distribute the arrays of a tree.
 
         Args:
@@ -28,6 +36,7 @@ class StagedTree:
           function: parameters -> tree. Each array of a layer must depend on the parameters of that layer alone.
           copies: if the arrays are sharded over the replicas, the number of groups that each hold all shards; 0: each
             replica holds whole arrays.
+          are_apart: whether arrays that are split in a group are packed into vectors of their own.
         """
         shapes, axes = stages.model.shapes, group.params.axes
         self._split_over = (*group.split_axes, *((DATA,) if copies else ()))
@@ -36,8 +45,8 @@ class StagedTree:
         self.trees = [part.local_shapes for part in of_group]  # what a replica's device has of them, by kind of device
         # by kind of device, the layout of its part of the tree over the group and the replicas
         self.of_kinds = [in_shards(part, copies) for part in of_group]
-        # packing of what each device holds of its part of the tree, by kind of device; marked: arrays split in a group
-        marks = [[bool(leaf.splits) for leaf in part.flat] for part in of_group]
+        # packing of what each device holds of its part of the tree, by kind of device; marked: arrays that are apart
+        marks = [[are_apart and bool(leaf.splits) for leaf in part.flat] for part in of_group]
         self.packing = Packing([part.local_shapes for part in self.of_kinds], marks)
         self.packed = layout.per_replica(axes, self.packing.shapes, *self._split_over, STAGE)  # packed arrays
         number = {leaf: i for i, leaf in enumerate(leaf_paths(function, shapes))}

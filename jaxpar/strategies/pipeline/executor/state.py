@@ -67,7 +67,8 @@ class StagedState:
         axes = group.params.axes
         shards = all_reduce.shards
         copies = shards.copies if shards else 0
-        self.params = StagedTree(group, lambda params: params, stages, copies if shards and shards.stage == 3 else 0)
+        of_params = copies if shards and shards.stage == 3 else 0
+        self.params = StagedTree(group, lambda params: params, stages, of_params, are_apart=all_reduce.is_lossy)
         self.optimizer = StagedTree(group, problem.optimizer.init, stages, copies)
         # by kind of device, the layout of its gradient after the exchange, and the packing of what a device has of it
         self.means = [in_shards(layout.replicated(axes, tree), copies) for tree in self.params.trees]
