@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-FIRST, LEAST, MOST = 2.0**15, 1.0, 2.0**24
-UPDATES = 2000  # updates in a row after which the scale is doubled
+FIRST_SCALE, LEAST_SCALE, MOST_SCALE = 2.0**15, 1.0, 2.0**24
+UPDATES_AT_A_SCALE = 2000  # updates in a row after which the scale is doubled
 
 
 class LossScale(NamedTuple):
@@ -27,7 +27,7 @@ def with_loss_scale(optimizer: optax.GradientTransformationExtraArgs) -> optax.G
     """Return the optimizer with a scale in its state, for gradients that are already divided by it."""
 
     def init(_params: Any) -> LossScale:
-        return LossScale(jnp.float32(FIRST), jnp.int32(0))
+        return LossScale(jnp.float32(FIRST_SCALE), jnp.int32(0))
 
     kept = optax.GradientTransformation(init, lambda grads, state, _params=None: (grads, state))
     return optax.chain(kept, optimizer)
@@ -46,9 +46,9 @@ def after_step(optimizer: Any, is_finite: jax.Array) -> Any:
         if not _is_scale(node):
             return node
         scale, updates = node.scale, node.updates + 1
-        is_due = updates >= UPDATES
-        larger = jnp.where(is_due, jnp.minimum(2 * scale, MOST), scale)
-        smaller = jnp.maximum(scale / 2, LEAST)
+        is_due = updates >= UPDATES_AT_A_SCALE
+        larger = jnp.where(is_due, jnp.minimum(2 * scale, MOST_SCALE), scale)
+        smaller = jnp.maximum(scale / 2, LEAST_SCALE)
         return LossScale(jnp.where(is_finite, larger, smaller), jnp.where(is_finite & ~is_due, updates, 0))
 
     return jax.tree.map(change, optimizer, is_leaf=_is_scale)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar.core.loss_scale import LEAST
+from jaxpar.core.loss_scale import LEAST_SCALE
 from jaxpar.core.step import Metrics
 from jaxpar.errors import TrainingError
 from jaxpar.launch import processes
@@ -93,7 +93,7 @@ class Meter:
         if metrics.sums.weight or not metrics.finite:  # while a pipeline fills, no example has a loss yet
             self.loss = float(mean_loss(metrics.sums.loss, metrics.sums.weight))
         self._loss_scale = None if metrics.loss_scale is None else float(metrics.loss_scale)
-        can_fall = self._loss_scale is not None and self._loss_scale > LEAST
+        can_fall = self._loss_scale is not None and self._loss_scale > LEAST_SCALE
         self._skipped = 0 if metrics.finite else self._skipped + (not can_fall)
         if metrics.finite:
             self._sums = add_up([self._sums, metrics.sums])

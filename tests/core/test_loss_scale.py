@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxpar.core import loss_scale, state, step
-from jaxpar.core.loss_scale import FIRST, LEAST, MOST, LossScale, find_scale, with_loss_scale
+from jaxpar.core.loss_scale import FIRST_SCALE, LEAST_SCALE, MOST_SCALE, LossScale, find_scale, with_loss_scale
 from jaxpar.errors import UserError
 from jaxpar.models import Context, Model
 from jaxpar.tasks.classification import TASK
@@ -43,13 +43,13 @@ def batch(number: int) -> dict[str, jax.Array]:
 
 def test_steps_equal_a_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scale falls until gradients are finite, and is doubled after three updates in a row."""
-    monkeypatch.setattr(loss_scale, "UPDATES", 3)
+    monkeypatch.setattr(loss_scale, "UPDATES_AT_A_SCALE", 3)
     optimizer = with_loss_scale(optax.with_extra_args_support(optax.sgd(1e-7, 0.9)))
     problem = step.Problem(Model({"line": Line}), optimizer, 1, {}, STEPS, TASK)
     current = state.init(problem.model, optimizer, jax.random.key(0))
     weights: dict[str, Any] = current.params["line"]["linear"]
     trace: dict[str, Any] = {"kernel": 0.0, "bias": 0.0}
-    scale, updates, finite = FIRST, 0, []
+    scale, updates, finite = FIRST_SCALE, 0, []
 
     def scaled_loss(weights: Any, rows: Any, scale: float) -> jax.Array:
         narrow = {name: x.astype(jnp.float16) for name, x in weights.items()}
@@ -78,9 +78,9 @@ def test_steps_equal_a_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuple(last) == (scale, updates)
 
 
-@pytest.mark.parametrize(("scale", "is_finite", "after"), [(LEAST, False, LEAST), (MOST, True, MOST), (4.0, True, 8.0)])
+@pytest.mark.parametrize(("scale", "is_finite", "after"), [(LEAST_SCALE, False, LEAST_SCALE), (MOST_SCALE, True, MOST_SCALE), (4.0, True, 8.0)])
 def test_limits(scale: float, is_finite: bool, after: float) -> None:
-    before = {"moments": jnp.ones(2), "scale": LossScale(jnp.float32(scale), jnp.int32(loss_scale.UPDATES - 1))}
+    before = {"moments": jnp.ones(2), "scale": LossScale(jnp.float32(scale), jnp.int32(loss_scale.UPDATES_AT_A_SCALE - 1))}
     changed = loss_scale.after_step(before, jnp.asarray(is_finite))
     assert changed["scale"] == (after, 0)
     np.testing.assert_array_equal(changed["moments"], before["moments"])
