@@ -194,7 +194,8 @@ def get_config() -> ConfigDict:
     model.bottleneck = placeholder(str)  # linear (default), maxout: how the features are compressed
     model.bottleneck_factor = placeholder(int)  # features / features that are sent; default 2
     # How the model is computed. These keys do not change the parameters.
-    model.dtype = "float32"  # dtype of the computation: float32, bfloat16; parameters are always float32
+    # Dtype of the computation: float32, bfloat16, float16 (the loss is then scaled); parameters are always float32.
+    model.dtype = "float32"
     # Activations stored for the backward pass of a layer. none: all; full: only layer inputs; dots: the results of
     # matrix products
     model.remat = "none"
@@ -204,7 +205,7 @@ def get_config() -> ConfigDict:
     # Linear maps of transformers multiply one matrix [examples x positions, features]: True, or an array [examples,
     # positions, features]: False. auto: True on CPUs, where the matrix is faster, otherwise False
     model.flatten_positions = FieldReference("auto", field_type=bool | str)
-    # Attention kernel. xla: JAX's own; batched: products of contiguous matrices; cudnn: for bfloat16 on GPUs.
+    # Attention kernel. xla: JAX's own; batched: products of contiguous matrices; cudnn: for 16 bits on GPUs.
     # auto: batched on CPUs, cudnn where it is supported, otherwise xla
     model.attention = "auto"
 

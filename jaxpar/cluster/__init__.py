@@ -131,5 +131,5 @@ def with_rates_of_kind(cluster: Cluster) -> Cluster:
 
 
 def _peaks(device_kind: str) -> dict[str, float]:
-    known = {dtype: peak_flops(device_kind, dtype) for dtype in PEAK_DTYPES}
+    known = {dtype: peak_flops(device_kind, dtype) for dtype in (*PEAK_DTYPES, "float16")}
     return {dtype: peak for dtype, peak in known.items() if peak is not None}

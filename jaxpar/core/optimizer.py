@@ -10,6 +10,7 @@ import optax
 from ml_collections import ConfigDict
 
 from jaxpar.core.leaf_paths import layer_name
+from jaxpar.core.loss_scale import with_loss_scale
 from jaxpar.errors import UserError, check_choice
 
 LearningRate = Callable[[Any], Any]  # step -> learning rate
@@ -172,13 +173,15 @@ def build_learning_rate(config: ConfigDict, num_steps: int) -> LearningRate:
 def make_optimizer(config: ConfigDict, learning_rate: LearningRate) -> optax.GradientTransformationExtraArgs:
     """Build the optimizer, preceded by clipping to the global norm unless config.optimizer.clip_norm is 0.
 
+    With a model in float16, its state has the scale of the loss.
+
     Its update(grads, state, params, grad_norm=) computes the update of each array from that array alone. A device that
     holds only some layers therefore computes the same updates as a device that holds all layers.
     """
     transform = optax.with_extra_args_support(OPTIMIZERS[config.optimizer.name].make(config.optimizer, learning_rate))
-    if config.optimizer.clip_norm == 0:
-        return transform
-    return optax.chain(clip_by_norm(config.optimizer.clip_norm), transform)
+    if config.optimizer.clip_norm > 0:
+        transform = optax.chain(clip_by_norm(config.optimizer.clip_norm), transform)
+    return with_loss_scale(transform) if config.model.dtype == "float16" else transform
 
 
 def at_step(state: Any, step: Any) -> Any:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar.core.loss_scale import after_step, find_scale
 from jaxpar.core.optimizer import at_step
 from jaxpar.core.state import State
 from jaxpar.models.model import Batch, Model, Params
@@ -33,6 +34,7 @@ class Metrics(NamedTuple):
     sums: Sums
     grad_norm: jax.Array
     finite: jax.Array  # whether the loss and the gradient are finite, in which case the update was applied
+    loss_scale: jax.Array | None = None  # what the loss was multiplied by, if the model computes in float16
 
 
 def gradients(
@@ -49,6 +51,10 @@ def gradients(
     gradients of the shards add up to the mean; scatter: maps the gradient of a microbatch to the part accumulated on
     this device.
     """
+    if (scaling := find_scale(state.optimizer)) is not None:
+        state, scale = state._replace(optimizer=()), scaling.scale
+        grads, sums = gradients(problem, state, batch, weight / scale, scatter=scatter)
+        return jax.tree.map(lambda g: g / scale, grads), sums
     key = dropout_key(state.key, state.step)
 
     def loss(params: Params, examples: Batch) -> tuple[jax.Array, Sums]:
@@ -109,6 +115,8 @@ def apply(state: State, updates: Params, optimizer: Any, metrics: Metrics) -> tu
         (params, optimizer),
         (state.params, state.optimizer),
     )
+    if (scaling := find_scale(state.optimizer)) is not None:
+        optimizer, metrics = after_step(optimizer, finite), metrics._replace(loss_scale=scaling.scale)
     return State(state.step + 1, state.key, params, optimizer), metrics
 
 

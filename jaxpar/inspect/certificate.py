@@ -45,15 +45,16 @@ from jaxpar.run.restore import start
 from jaxpar.tasks import Sums, mean_loss
 
 # Relative errors. The tolerance of the gradient is larger, because a gradient can be a small sum of thousands of large
-# terms. In bfloat16, the terms of the metrics, such as the number of correct predictions, have no tolerance, because
+# terms. In 16 bits, the terms of the metrics, such as the number of correct predictions, have no tolerance, because
 # rounding decides between nearly equal logits.
 OF_LAYERS = {"start": 1e-6, "gradient": 1e-5, "update": 1e-5, "moments": 1e-6, "resume": 0.0}
 TOLERANCES = {
     "float32": {"metrics": 1e-6, "sums of the task": 1e-6, **OF_LAYERS},
     "bfloat16": {"metrics": 2**-8, **OF_LAYERS},
+    "float16": {"metrics": 2**-11, **OF_LAYERS},
 }
-# In bfloat16 an error can also be this multiple of the error of one device in bfloat16, the "rounding": two orders of
-# summation have rounding errors of about the same size.
+# In 16 bits an error can also be this multiple of the error of one device in the same dtype, the "rounding": two orders
+# of summation have rounding errors of about the same size.
 ROUNDINGS = 2.0
 MOST_STEPS = 100_000  # the errors of all steps are in memory: about 10 kB per step for a model of 12 layers
 FIRST_STEPS, SILENT_SECONDS = 2, 10.0  # steps that compile; how long the others can take without being announced

@@ -36,14 +36,15 @@ PEAK_FLOPS: tuple[tuple[str, float, float], ...] = (
     ("V100", 15.7e12, 15.7e12),
     ("T4", 8.1e12, 8.1e12),
 )
+PEAK_FLOAT16 = {"V100 PCIE": 112e12, "V100": 125e12, "T4": 65e12}  # of the same data sheets; of others, as in bfloat16
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Return the peak FLOP/s of a device in matrix products of `dtype`, float32 or bfloat16; None if unknown."""
+    """Return the peak FLOP/s of a device in matrix products of float32, bfloat16 or float16; None if unknown."""
     words = set(device_kind.replace("-", " ").split())
     for key, bfloat16, float32 in PEAK_FLOPS:
         if words.issuperset(key.split()):
-            return {"bfloat16": bfloat16, "float32": float32}[dtype]
+            return {"bfloat16": bfloat16, "float32": float32, "float16": PEAK_FLOAT16.get(key, bfloat16)}[dtype]
     return None
 
 

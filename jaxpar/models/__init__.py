@@ -26,7 +26,7 @@ MODELS = {
     "mlp": DataInfo("vector", (1,), 1, ("",), 0, 0),
     "vit": DataInfo("image", (0, 0, 1), 1, ("",), 0, 0),  # size 0 is divisible by every patch size
 }
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check_model(config: ConfigDict, cluster: Cluster) -> Model | None:

@@ -211,7 +211,7 @@ def attention_kernel(choice: str, dtype: DTypeLike, head_dim: int) -> AttentionK
         return "batched" if choice == "batched" else "xla"
     problems = []
     if dtype not in (jnp.bfloat16, jnp.float16):
-        problems.append(f"config.model.dtype is {dtype}, not bfloat16")
+        problems.append(f"config.model.dtype is {dtype}, not bfloat16 or float16")
     if head_dim > 128 or head_dim % 8:
         problems.append(f"hidden_size / num_heads is {head_dim}, not a multiple of 8 of at most 128")
     if choice == "cudnn" and problems:

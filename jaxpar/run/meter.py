@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpar.core.loss_scale import LEAST_SCALE
 from jaxpar.core.step import Metrics
 from jaxpar.errors import TrainingError
 from jaxpar.launch import processes
@@ -37,7 +38,8 @@ class Meter:
         self._peak, self._max_skipped = peak_flops, max_skipped
         self._flops: dict[tuple[int, ...], int] = {}  # input shape -> model FLOPs of a step
         self._pending: tuple[int, Metrics] | None = None
-        self._skipped = 0  # steps in a row, up to the last one that was read
+        self._skipped = 0  # steps in a row, up to the last one that was read, for which no loss scale is small enough
+        self._loss_scale: float | None = None  # of the last step that was read
         self.loss: float | None = None  # of the last step that was read and has one
         self._reset()
 
@@ -90,11 +92,13 @@ class Meter:
         self._pending = None
         if metrics.sums.weight or not metrics.finite:  # while a pipeline fills, no example has a loss yet
             self.loss = float(mean_loss(metrics.sums.loss, metrics.sums.weight))
-        self._skipped = 0 if metrics.finite else self._skipped + 1
+        self._loss_scale = None if metrics.loss_scale is None else float(metrics.loss_scale)
+        can_fall = self._loss_scale is not None and self._loss_scale > LEAST_SCALE
+        self._skipped = 0 if metrics.finite else self._skipped + (not can_fall)
         if metrics.finite:
             self._sums = add_up([self._sums, metrics.sums])
             self._grad_norm = float(metrics.grad_norm)
-        elif self._skipped <= self._max_skipped:
+        elif can_fall or self._skipped <= self._max_skipped:
             self._counts["skipped"] += 1
         elif self._max_skipped:
             raise TrainingError(
@@ -116,6 +120,8 @@ class Meter:
         counts, sums = self._counts, self._sums
         result = self._task.all_metrics(sums) if sums.weight else {}
         result |= {"grad_norm": self._grad_norm, "skipped_steps": counts["skipped"]}
+        if self._loss_scale is not None:
+            result["loss_scale"] = self._loss_scale
         if counts["examples"]:
             result["examples_per_second"] = counts["examples"] / seconds
             result["model_flops_per_second"] = counts["flops"] / seconds

@@ -71,6 +71,7 @@ def finish(
         "train_loss": trained[-1].get("loss") if trained else None,  # None if all steps of the interval were skipped
         "steps": steps,
         "skipped_steps": skipped,
+        **({"loss_scale": trained[-1]["loss_scale"]} if trained and "loss_scale" in trained[-1] else {}),
         "examples": run.batches.examples_before(steps),
         "in_flight": run.strategy.num_in_flight(state),
         "discarded": list(discarded),

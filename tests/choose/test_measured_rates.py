@@ -109,7 +109,7 @@ def test_devices_of_an_unknown_kind() -> None:
     unknown = Cluster("gpu", "GeForce 256", 8)
     cluster = with_measured_rates(clusters.with_rates_of_kind(unknown), timings(), GPU_SIZES)
     assert cluster.memory_bandwidth == pytest.approx(MEMORY)
-    assert cluster.peak_flops == pytest.approx(PRODUCTS)
+    assert cluster.peak_flops == pytest.approx({**PRODUCTS, "float16": PRODUCTS["bfloat16"]})
     assert cluster.efficiencies == {"float32": 1, "bfloat16": 1, "memory": 1, "host": 1}
 
 

@@ -182,6 +182,18 @@ def test_meter_names_the_step_that_is_not_finite(max_skipped: int) -> None:
         meter.read()
 
 
+def test_a_loss_scale_falls_before_a_run_stops() -> None:
+    meter = Meter(Model({"line": Line}), task=TASK, peak_flops=None, max_skipped=0)
+    for step, scale in enumerate((4.0, 2.0), start=1):
+        meter.add(step, rows([1]), step_metrics(math.inf)._replace(loss_scale=jnp.asarray(scale)))
+        meter.read()
+    metrics = meter.metrics(1.0)
+    assert (metrics["skipped_steps"], metrics["loss_scale"]) == (2, 2.0)
+    meter.add(3, rows([1]), step_metrics(math.inf)._replace(loss_scale=jnp.asarray(1.0)))
+    with pytest.raises(TrainingError, match=r"^step 3 has loss inf"):
+        meter.read()
+
+
 def test_an_interval_continues_after_a_stop() -> None:
     """The metrics are those without the stop, bitwise, and so is the number of steps skipped in a row."""
 

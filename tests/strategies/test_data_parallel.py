@@ -24,7 +24,8 @@ from tests.strategies.pipelines import (
 
 RESNET = Task("resnet", "classification", "sgd", layers=2)  # the first trace of SGD is the gradient
 UNCLIPPED = "--config.optimizer.clip_norm=0"
-CASES = [(way, dtype) for dtype in TOLERANCES for way in IMPLEMENTATIONS if (way, dtype) != ("sharding", "bfloat16")]
+DTYPES = ("float32", "bfloat16")
+CASES = [(way, dtype) for dtype in DTYPES for way in IMPLEMENTATIONS if (way, dtype) != ("sharding", "bfloat16")]
 
 
 @functools.cache
@@ -33,8 +34,9 @@ def gradient(dtype: str, *keys: str) -> dict[str, np.ndarray]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(RESNET_BLOCKS, RESNET.layers, (1, 1))  # one block of each stride
         patch.setattr(jax.nn, "relu", jax.nn.gelu)  # as in `advance`
-        strategy = make(RESNET._replace(dtype=dtype), UNCLIPPED, *(f"--config.{key}" for key in keys))
-        state = strategy.from_canonical(start(RESNET, UNCLIPPED))
+        task = RESNET._replace(dtype=dtype)
+        strategy = make(task, UNCLIPPED, *(f"--config.{key}" for key in keys))
+        state = strategy.from_canonical(start(task, UNCLIPPED))
         state, _ = strategy.step(state, strategy.place(make_batch(RESNET, 0)))
     optimizer = named(strategy.to_canonical(state)["optimizer"])
     return {name: leaf for name, leaf in optimizer.items() if GRADIENTS["sgd"] in name}

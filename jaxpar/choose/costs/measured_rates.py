@@ -131,7 +131,8 @@ def with_measured_rates(cluster: Cluster, seconds: Mapping[Any, float], sizes: M
         dtype: 2 * sizes.width**3 / _longer(seconds[dtype], seconds["kernel"], f"a product in {dtype}")
         for dtype in PEAK_DTYPES
     }
-    peaks, bandwidth = {**products, **cluster.peak_flops}, cluster.memory_bandwidth or memory
+    peaks = {**products, "float16": products["bfloat16"], **cluster.peak_flops}
+    bandwidth = cluster.memory_bandwidth or memory
     efficiencies = {dtype: rate / peaks[dtype] for dtype, rate in products.items()} | {"memory": memory / bandwidth}
     measured = replace(
         cluster, memory_bandwidth=bandwidth, peak_flops=peaks, efficiencies=efficiencies, launch_seconds=launch

@@ -26,7 +26,7 @@ EFFICIENCY = {
 EFFICIENCY_OF = {"8": {"float32": 0.85, "bfloat16": 0.85, "attention": 0.6}}
 LAUNCH_SECONDS = 2e-6  # from the end of a kernel to the start of the next one
 HOP_SECONDS = {"host": 3e-6, "network": 1e-5}  # of each of the log2(n) hops of a collective of n GPUs
-HALF_WIDTH = ("bfloat16", "float16", "f8e4m3fn", "f8e5m2")  # dtypes of products at the rate of bfloat16
+HALF_WIDTH = ("bfloat16", "float16", "f8e4m3fn", "f8e5m2")  # dtypes of products with the efficiency of bfloat16
 
 
 def efficiency(cluster: Cluster, rate: str) -> float:
@@ -46,7 +46,7 @@ def product_seconds(cluster: Cluster, kind: str, dtype: str, flops: float) -> fl
     kind: product or attention; dtype: the NumPy name of that of the first operand.
     """
     wide = "bfloat16" if dtype in HALF_WIDTH else "float32"
-    peak = cluster.peak_flops.get(wide)
+    peak = cluster.peak_flops.get("float16" if dtype == "float16" else wide)
     if peak is None:
         raise _unknown_peak(cluster)
     return flops / (efficiency(cluster, "attention" if kind == "attention" else wide) * peak)

@@ -34,7 +34,7 @@ DIFFERENT = (
 )
 KEYS = ("device_kind", "memory_bytes", "compute_capability", "xla", "links", "peak_flops", "source")
 LINKS = ("host", "network")  # to the other GPUs of the host, and to those of other hosts
-PEAK_DTYPES = ("float32", "bfloat16")
+PEAK_DTYPES = ("float32", "bfloat16")  # whose peaks predictions need; that of float16 is the same unless it is known
 CUDA, CUDNN = (12, 9), (9, 10)  # versions for which XLA compiles
 CAPABILITIES = (  # those that this CUDA compiles for
     *("5.0", "5.2", "5.3", "6.0", "6.1", "6.2", "7.0", "7.2", "7.5", "8.0", "8.6", "8.7", "8.9", "9.0"),
@@ -160,9 +160,11 @@ def check_positive(value: object, key: str) -> None:
 def read_peaks(content: Mapping[str, Any], path: str) -> dict[str, float]:
     """Return the table peak_flops of a file, by dtype; it may be missing. Raises UserError if it is invalid."""
     peaks = content.get("peak_flops", {})
-    if not isinstance(peaks, dict) or not set(peaks) <= set(PEAK_DTYPES):
-        raise UserError(f"{path}: peak_flops is {peaks!r}; it must be a table with {' and '.join(PEAK_DTYPES)}")
-    return {dtype: read_number(peaks, dtype, f"{path}: peak_flops") for dtype in peaks}
+    if not isinstance(peaks, dict) or not set(peaks) <= {*PEAK_DTYPES, "float16"}:
+        names = ", ".join(PEAK_DTYPES)
+        raise UserError(f"{path}: peak_flops is {peaks!r}; it must be a table with some of {names} and float16")
+    found = {dtype: read_number(peaks, dtype, f"{path}: peak_flops") for dtype in peaks}
+    return {"float16": found["bfloat16"], **found} if "bfloat16" in found else found
 
 
 def read_number(content: Mapping[str, Any], name: str, path: str, *, integer: bool = False, least: float = 1) -> float:

@@ -18,6 +18,7 @@ from jaxpar import layout
 from jaxpar.core import mesh as meshes
 from jaxpar.core import state as states
 from jaxpar.core import step as steps
+from jaxpar.core.loss_scale import find_scale
 from jaxpar.core.mesh import DATA
 from jaxpar.core.plan import Decision, Plan, Traffic, state_memory
 from jaxpar.core.state import State, nbytes
@@ -74,7 +75,7 @@ def build(plan: Plan[str], problem: Problem, given: Sequence[jax.Device]) -> Str
         return moved
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        sent = jax.device_put(state._replace(optimizer=()), everywhere)
+        sent = jax.device_put(state._replace(optimizer=find_scale(state.optimizer)), everywhere)
         weight = jax.device_put(steps.batch_weight(batch), everywhere)
         return update(state, to_master(waiting_share(sent, batch, weight)))
 
