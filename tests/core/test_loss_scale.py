@@ -78,9 +78,15 @@ def test_steps_equal_a_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuple(last) == (scale, updates)
 
 
-@pytest.mark.parametrize(("scale", "is_finite", "after"), [(LEAST_SCALE, False, LEAST_SCALE), (MOST_SCALE, True, MOST_SCALE), (4.0, True, 8.0)])
+@pytest.mark.parametrize(
+    ("scale", "is_finite", "after"),
+    [(LEAST_SCALE, False, LEAST_SCALE), (MOST_SCALE, True, MOST_SCALE), (4.0, True, 8.0)],
+)
 def test_limits(scale: float, is_finite: bool, after: float) -> None:
-    before = {"moments": jnp.ones(2), "scale": LossScale(jnp.float32(scale), jnp.int32(loss_scale.UPDATES_AT_A_SCALE - 1))}
+    before = {
+        "moments": jnp.ones(2),
+        "scale": LossScale(jnp.float32(scale), jnp.int32(loss_scale.UPDATES_AT_A_SCALE - 1)),
+    }
     changed = loss_scale.after_step(before, jnp.asarray(is_finite))
     assert changed["scale"] == (after, 0)
     np.testing.assert_array_equal(changed["moments"], before["moments"])
