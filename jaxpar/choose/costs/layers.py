@@ -9,7 +9,6 @@ from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.choose.costs.layer_programs import BACKWARD, FORWARD, LayerPrograms, kept_bytes, loss_program
@@ -231,11 +230,8 @@ class Layers:
             return trace(*args, **kwargs)
         found: list[T] = []
 
-        def on_axes(_: Any) -> None:
-            found.append(trace(*args, **kwargs))
-
-        of_devices = jax.vmap(jax.vmap(on_axes, axis_name=TENSOR), axis_name=CONTEXT)
-        jax.eval_shape(lambda: of_devices(jnp.zeros((self.group.context, self.group.size))))
+        axes = [(CONTEXT, self.group.context), (TENSOR, self.group.size)]
+        jax.make_jaxpr(lambda: found.append(trace(*args, **kwargs)), axis_env=axes)()
         return found[0]
 
 
