@@ -77,7 +77,11 @@ def test_files_of_gpus() -> None:
             "[peak_flops]\nfloat32 = 0\n[links]",
             "peak_flops: float32 is 0; it must be a number of at least 1",
         ),
-        ("[links]", "[[peak_flops]]\n[links]", "peak_flops is [{}]; it must be a table with float32 and bfloat16"),
+        (
+            "[links]",
+            "[[peak_flops]]\n[links]",
+            "peak_flops is [{}]; it must be a table with some of float32, bfloat16 and",
+        ),
     ],
 )
 def test_wrong_files(old: str, new: str, message: str, tmp_path: Path) -> None:
@@ -91,7 +95,10 @@ def test_a_gpu_of_known_peaks(tmp_path: Path) -> None:
     """The peaks of a file replace those of a kind that jaxpar knows, and are the only ones of another kind."""
     path = tmp_path / "gpu.toml"
     path.write_text(H100 + "[peak_flops]\nfloat32 = 1e14\n")
-    assert find_named(f"{path}:2x8", "--target")[1].peak_flops == {"float32": 1e14, "bfloat16": 989.5e12}
+    known = {"float32": 1e14, "bfloat16": 989.5e12, "float16": 989.5e12}
+    assert find_named(f"{path}:2x8", "--target")[1].peak_flops == known
+    path.write_text(H100 + "[peak_flops]\nbfloat16 = 8e14\n")
+    assert find_named(f"{path}:2x8", "--target")[1].peak_flops["float16"] == 8e14
     path.write_text(H100.replace("NVIDIA H100 80GB HBM3", "GeForce 256") + "[peak_flops]\nfloat32 = 1e14\n")
     assert find_named(f"{path}:8", "--target")[1].peak_flops == {"float32": 1e14}
 
