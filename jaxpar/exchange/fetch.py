@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxpar.layout import Tree
-from jaxpar.models.model import Activations, Batch, Layer, LayerParams, Model, Params
+from jaxpar.models.makers import LayerParams
+from jaxpar.models.model import Activations, Batch, Layer, Model, Params
 from jaxpar.models.remat import is_computed
 
 

@@ -7,7 +7,6 @@ Array dims: B examples, T positions, D features.
 """
 
 import copy
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,19 +14,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jaxpar.layout import Tree
 from jaxpar.models.attention import KeyValueCache
 from jaxpar.models.group import DeviceGroup, TensorSplit
+from jaxpar.models.makers import GraphDef, LayerMaker, LayerParams, abstract_layer, fresh_params
 from jaxpar.models.remat import REMAT_POLICIES, is_computed
 from jaxpar.tasks.token_logits import TokenLogits, whole
 
-LayerParams = dict[str, Any]  # parameters of one layer: nested dict of arrays, or of their shapes
 Params = dict[str, LayerParams]  # by layer name
 Index = int | jax.Array  # index of a layer
-GraphDef = nnx.GraphDef[nnx.Module]
 Activations = Tree  # the values between layers: an array or any pytree of arrays
 Batch = Mapping[str, jax.Array]  # see jaxpar.data for the keys
 
@@ -81,7 +78,7 @@ class Model:
 
     def __init__(
         self,
-        makers: Mapping[str, Callable[[nnx.Rngs], nnx.Module]],
+        makers: Mapping[str, LayerMaker],
         *,
         ties: tuple[Tie, ...] = (),
         applications: Mapping[str, int] | None = None,
@@ -105,7 +102,7 @@ class Model:
         self._group: DeviceGroup | None = None
         self.ties = ties
         different = {id(make): make for make in self._makers.values()}
-        abstract = {key: _abstract(make) for key, make in different.items()}
+        abstract = {key: abstract_layer(make) for key, make in different.items()}
         times = applications or {}
         self.layers = tuple(Layer(name, *abstract[id(make)], times.get(name, 1)) for name, make in self._makers.items())
         self.runs = tuple(self._find_runs())  # of identical consecutive layers
@@ -176,10 +173,10 @@ class Model:
             indices = jnp.arange(len(names)) + (start + len(params)) + shift
             keys = jax.vmap(partial(jax.random.fold_in, key))(indices)
             if part is None:
-                stacked = jax.vmap(partial(_fresh, same[0]))(keys)
+                stacked = jax.vmap(partial(fresh_params, same[0]))(keys)
             else:
                 name, keep = names[0], part
-                stacked = jax.lax.map(lambda key: keep({name: _fresh(same[0], key)})[name], keys)  # noqa: B023 - called
+                stacked = jax.lax.map(lambda key: keep({name: fresh_params(same[0], key)})[name], keys)  # noqa: B023 - called
             params |= {name: jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i, name in enumerate(names)}
         for tie in self.ties:
             if tie.layer in params:
@@ -398,42 +395,3 @@ def read_dtypes(function: Callable[..., Any], weights: Tree, *others: Any) -> Tr
 
     leaves, structure = jax.tree.flatten(weights)
     return jax.tree.unflatten(structure, map(dtype, leaves, traced.invars))
-
-
-def _fresh(make: Callable[[nnx.Rngs], nnx.Module], key: jax.Array) -> LayerParams:
-    return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=key))))
-
-
-def _abstract(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[GraphDef, LayerParams]:
-    """Return the structure and the parameter shapes of a layer, without allocating its arrays.
-
-    Layers that a class or a function makes from equal values are traced once in a process, because a run, and a plan
-    of many, builds them several times.
-    """
-    if not isinstance(make, partial) or not _is_value((make.args, make.keywords)):
-        return _trace(make)
-    key = make.func, repr((make.args, make.keywords))
-    if key not in _TRACED:
-        _TRACED[key] = _trace(make)
-    graphdef, shapes = _TRACED[key]
-    return graphdef, jax.tree.map(lambda leaf: leaf, shapes)
-
-
-_TRACED: dict[tuple[Any, str], tuple[GraphDef, LayerParams]] = {}
-
-
-def _is_value(x: Any) -> bool:
-    """Return whether different x have a different `repr`: numbers, texts, dtypes, and what contains only them."""
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        return all(_is_value(getattr(x, one.name)) and one.repr for one in dataclasses.fields(x))
-    if isinstance(x, tuple | list):
-        return all(map(_is_value, x))
-    if isinstance(x, dict):
-        return all(map(_is_value, x.items()))
-    return x is None or type(x) in (bool, int, float, str) or isinstance(x, np.dtype)
-
-
-def _trace(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[GraphDef, LayerParams]:
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), nnx.to_pure_dict(state))
-    return graphdef, shapes
