@@ -81,9 +81,9 @@ def attend_in_context(
     q_BTHK: jax.Array,
     k_BTGK: jax.Array,
     v_BTGK: jax.Array,
-    context: int,
     kernel: AttentionKernel,
     *,
+    context: int,
     is_causal: bool,
     lengths_B: jax.Array | None,
 ) -> jax.Array:
@@ -124,11 +124,13 @@ def _attend_by_cudnn(
     (T, S), half = (q_BTHK.shape[1], k_BSGK.shape[1]), q_BTHK.shape[1] // 2
     # Pieces have consecutive positions, the last of which attends to most. cuDNN needs even numbers of them.
     size = next(n for n in range(half, 0, -2) if half % n == 0 and (n * S <= MOST_SCORES or n == 2))
-    pieces = jnp.stack(jnp.split(q_BTHK, T // size, axis=1)), positions_T.reshape(-1, size)
+    queries, positions_NR = jnp.split(q_BTHK, T // size, axis=1), positions_T.reshape(-1, size)
     if size == half:
-        chunks = [_attend_piece(pieces[0][n], k_BSGK, v_BSGK, pieces[1][n], lengths_B) for n in range(2)]
-        return jnp.concatenate(chunks, axis=1)
-    y_NBRHK = jax.lax.map(lambda piece: _attend_again(piece[0], k_BSGK, v_BSGK, piece[1], lengths_B), pieces)
+        pieces = zip(queries, positions_NR, strict=True)
+        return jnp.concatenate([_attend_piece(q, k_BSGK, v_BSGK, own, lengths_B) for q, own in pieces], axis=1)
+    y_NBRHK = jax.lax.map(
+        lambda piece: _attend_again(piece[0], k_BSGK, v_BSGK, piece[1], lengths_B), (jnp.stack(queries), positions_NR)
+    )
     return jnp.concatenate(y_NBRHK, axis=1)
 
 

@@ -15,8 +15,9 @@ The devices of a context axis have different positions of each text, and all arr
 import copy
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +34,6 @@ from jaxpar.core.state import State
 from jaxpar.core.step import Problem
 from jaxpar.layout import DimSplit, Layout, LeafLayout, Tree, is_layout, pad, replicated
 from jaxpar.models.model import Layer, Model, Params
-from jaxpar.models.options import AttentionKernel
 
 
 @jax.tree_util.register_static
@@ -99,18 +99,10 @@ class MeshGroup:
         """Return whole texts, of which each device of the context axis has some positions."""
         return gathered_texts(x, self.context) if self.context > 1 else x
 
-    def attend(
-        self,
-        q_BTHK: jax.Array,
-        k_BTGK: jax.Array,
-        v_BTGK: jax.Array,
-        kernel: AttentionKernel,
-        *,
-        is_causal: bool,
-        lengths_B: jax.Array | None,
-    ) -> jax.Array:
-        """Return the attention of this device's positions to all positions of the texts."""
-        return attend_in_context(q_BTHK, k_BTGK, v_BTGK, self.context, kernel, is_causal=is_causal, lengths_B=lengths_B)
+    @property
+    def attend(self) -> Callable[..., jax.Array]:
+        """The attention of this device's positions to all positions of the texts."""
+        return partial(attend_in_context, context=self.context)
 
 
 class InferenceGroup(MeshGroup):

@@ -3,12 +3,11 @@
 Models have no mesh: without a group, a device has everything. jaxpar/core/groups.py implements the group of a mesh.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import jax
 
-from jaxpar.models.options import AttentionKernel
 from jaxpar.tasks.token_logits import Devices
 
 
@@ -61,14 +60,6 @@ class DeviceGroup(Devices, Protocol):
     def texts(self, x: jax.Array) -> jax.Array:
         """Return whole texts, in order, of which each device has some positions: [B, T, ..] -> [B, T x context, ..]."""
 
-    def attend(
-        self,
-        q_BTHK: jax.Array,
-        k_BTGK: jax.Array,
-        v_BTGK: jax.Array,
-        kernel: AttentionKernel,
-        *,
-        is_causal: bool,
-        lengths_B: jax.Array | None,
-    ) -> jax.Array:
-        """Return the attention of this device's positions to all positions of the texts: [B, T, H, K]."""
+    @property
+    def attend(self) -> Callable[..., jax.Array]:
+        """The attention of this device's positions to all positions of the texts, called as that of attention.py."""
