@@ -94,7 +94,7 @@ def attend_in_context(
     if kernel == "cudnn":
         k_BSGK, v_BSGK = (gathered_texts(x, context) for x in (k_BTGK, v_BTGK))
         positions_T = own_positions(T, context) if is_causal else None
-        return _attend_by_cudnn(q_BTHK, k_BSGK, v_BSGK, positions_T, lengths_B)
+        return attend_to_texts(q_BTHK, k_BSGK, v_BSGK, positions_T, lengths_B)
     size = next(n for n in range(min(half, MOST_KEYS), 0, -1) if half % n == 0)
     parts = half // size  # of a chunk of keys
     q_NBCHK = q_BTHK.reshape(B, 2, half, H, K).swapaxes(0, 1)
@@ -111,10 +111,10 @@ def attend_in_context(
     return y.swapaxes(0, 1).reshape(B, T, H, K)
 
 
-def _attend_by_cudnn(
+def attend_to_texts(
     q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, positions_T: jax.Array | None, lengths_B: jax.Array
 ) -> jax.Array:
-    """Return the attention to whole texts. positions_T: of the queries, which attend up to themselves; None: to all.
+    """Return the attention by cuDNN to whole texts. positions_T: of the queries, which attend up to them; None: to all.
 
     The results of cuDNN for several chunks of keys cannot be joined, because `jax.nn.dot_product_attention` rounds the
     logarithms of the sums of the softmax to 16 bits. It takes lengths by example, beyond which it computes nothing.

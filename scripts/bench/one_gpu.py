@@ -1,6 +1,6 @@
 """Compares predicted with measured times and memory of training steps, on a GPU of this machine.
 
-    scripts/python scripts/bench/one_gpu.py [--only=gpt2] [--rounds=20] [--profile=FOLDER]
+    scripts/python scripts/bench/one_gpu.py [--only=gpt2] [--rounds=20] [--profile=FOLDER] [--json=FILE]
 
 Trains each of CASES in bfloat16 on random tokens, in a process of its own, and prints the time of a step, MFU, the peak
 memory of the process, and predicted / measured:
@@ -8,7 +8,8 @@ memory of the process, and predicted / measured:
   planner   time and memory that `jaxpar plan` predicts
   program   time and memory that `jaxpar audit --target=here --time` predicts for the compiled step
 
-With --profile, also writes the measured time of each instruction, the predicted parts, and the program to FOLDER.
+With --json, adds a line for each row to FILE. With --profile, writes the measured time of each instruction, the
+predicted parts, and the program to FOLDER.
 """
 
 import json
@@ -28,7 +29,7 @@ from jaxpar.cluster.target import HERE, Target, find_target
 from jaxpar.command_line import Parser, integer
 from jaxpar.core import mesh
 from jaxpar.core.step import Problem
-from jaxpar.errors import exit_code, format_bytes
+from jaxpar.errors import check_choice, exit_code, format_bytes
 from jaxpar.inspect import audit, step_time
 from jaxpar.inspect.audit_report import model_flops
 from jaxpar.strategies import Strategy
@@ -45,15 +46,21 @@ LLAMA = (
 LLAMA_1B = Case(
     4, 4096, 128256, (*SINGLE, "task=causal_lm", "model.name=gpt", "model.dropout=0.0", *LLAMA, "model.max_length=None")
 )
+SCANNED, UNROLLED = ("model.scan_layers=True",), ("model.scan_layers=False",)
+REMAT = ("model.remat=full",)
 CASES = {
-    "bert_base": (BERT, ()),
-    "bert_base, float32": (BERT, ("model.dtype=float32",)),
-    "bert_base, xla": (BERT, ("model.attention=xla",)),
     "gpt2": (GPT2, ()),
-    "gpt2, unrolled": (GPT2, ("model.scan_layers=False",)),
+    "gpt2, scanned": (GPT2, SCANNED),
+    "gpt2, float16": (GPT2, ("model.dtype=float16",)),
+    "bert_base": (BERT, ()),
+    "bert_base, scanned": (BERT, SCANNED),
+    "gpt2, remat": (GPT2, REMAT),
+    "gpt2, remat unrolled": (GPT2, (*REMAT, *UNROLLED)),
+    "llama_1b": (LLAMA_1B, REMAT),
+    "llama_1b, unrolled": (LLAMA_1B, (*REMAT, *UNROLLED)),
     "gpt2, dropout": (GPT2, ("model.dropout=0.1",)),
-    "gpt2, remat": (GPT2, ("model.remat=full",)),
-    "llama_1b": (LLAMA_1B, ("model.remat=full",)),
+    "bert_base, xla": (BERT, ("model.attention=xla",)),
+    "bert_base, float32": (BERT, ("model.dtype=float32",)),
 }
 PROFILED = 3  # steps of a profile
 
@@ -61,23 +68,32 @@ PROFILED = 3  # steps of a profile
 def main() -> None:
     """Print a row for each case."""
     parser = Parser(__doc__)
-    parser.add_argument("--only", choices=list(CASES), help="the case; without it, all")
+    parser.add_argument("--only", help="the cases, separated by semicolons; without it, all")
     parser.add_argument("--rounds", type=integer(1), default=20, help="measured steps")
     parser.add_argument("--profile", type=Path, help="the folder of the profiles")
+    parser.add_argument("--json", type=Path, help="the file of the rows")
     arguments = parser.parse()
     title = (
         f"{'':20} {'step, ms':>9} {'MFU':>6} {'planner':>8} {'program':>8} {'peak':>9} {'planner':>8} {'program':>8}"
     )
-    if arguments.only is not None:
-        print(measured(arguments.only, arguments.rounds, arguments.profile), flush=True)
+    names = list(CASES) if arguments.only is None else arguments.only.split(";")
+    for name in names:
+        check_choice("--only", name, CASES)
+    if len(names) == 1:
+        found = measured(names[0], arguments.rounds, arguments.profile)
+        print(row(found), flush=True)
+        if arguments.json is not None:
+            with arguments.json.open("a") as file:
+                file.write(json.dumps(found) + "\n")
         return
     print(title, flush=True)
-    for name in CASES:  # the peak of a process cannot be reset
-        subprocess.run([sys.executable, __file__, f"--only={name}", *sys.argv[1:]], check=False)
+    others = [argument for argument in sys.argv[1:] if not argument.startswith("--only")]
+    for name in names:  # the peak of a process cannot be reset
+        subprocess.run([sys.executable, __file__, *others, f"--only={name}"], check=False)
 
 
-def measured(name: str, rounds: int, profile: Path | None) -> str:
-    """Return the row of a case."""
+def measured(name: str, rounds: int, profile: Path | None) -> dict[str, Any]:
+    """Return the measured and predicted seconds and bytes of a case."""
     (case, settings), target = CASES[name], find_target(HERE)
     config, problem, strategy = built(case, settings, target)
     programs = strategy.compile()
@@ -90,16 +106,27 @@ def measured(name: str, rounds: int, profile: Path | None) -> str:
     seconds = race({name: strategy}, batch, rounds=rounds)[name].seconds
     peak = target.devices[0].memory_stats()["peak_bytes_in_use"]
     mfu = model_flops(problem) / seconds / target.cluster.peak_flops[config.model.dtype]
-    ratios = (planned.seconds / seconds, predicted.seconds / seconds), (planned.nbytes / peak, needed / peak)
-    of_time, of_memory = (f"{plan:8.3f} {program:8.3f}" for plan, program in ratios)
-    row = f"{name:20} {1e3 * seconds:9.2f} {mfu:6.3f} {of_time} {format_bytes(peak):>9} {of_memory}"
+    found: dict[str, Any] = {"case": name, "seconds": seconds, "mfu": mfu, "bytes": peak}
+    found |= {"planned": [planned.seconds, planned.nbytes], "program": [predicted.seconds, needed]}
     if profile is not None:
         path = profile / name.replace(", ", "_")
         kernels = of_kernels(strategy, batch, path)
-        found = {"row": row, "kernels": kernels, "parts": [[*part, at] for part, at in predicted.longest()]}
-        path.with_suffix(".json").write_text(json.dumps(found))
+        parts = [[*part, at] for part, at in predicted.longest()]
+        path.with_suffix(".json").write_text(json.dumps(found | {"kernels": kernels, "parts": parts}))
         path.with_suffix(".hlo").write_text(programs[0].compiled.as_text() or "")
-    return row
+    return found
+
+
+def row(found: dict[str, Any]) -> str:
+    """Return the line of a case: what was measured, and predicted / measured."""
+    seconds, nbytes = found["seconds"], found["bytes"]
+    of_time, of_memory = (
+        " ".join(f"{found[key][i] / measured:8.3f}" for key in ("planned", "program"))
+        for i, measured in enumerate((seconds, nbytes))
+    )
+    return (
+        f"{found['case']:20} {1e3 * seconds:9.2f} {found['mfu']:6.3f} {of_time} {format_bytes(nbytes):>9} {of_memory}"
+    )
 
 
 def built(case: Case, settings: tuple[str, ...], target: Target) -> tuple[Any, Problem, Strategy[Any]]:

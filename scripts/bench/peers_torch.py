@@ -1,9 +1,10 @@
 """The half of scripts/bench/peers.py that runs torch: the same GPT, trained by torch's means. Does not import jaxpar.
 
-    python scripts/bench/peers_torch.py CASE STRATEGY RANK THREADS
+    python scripts/bench/peers_torch.py CASE STRATEGY RANK THREADS DEVICE
 
-CASE is the .npz file of the weights and the batch, STRATEGY single, ddp or 1f1b. Takes a training step for each line
-of the standard input, and prints the share of this process in the loss.
+CASE is the .npz file of the weights and the batch, STRATEGY single, ddp or 1f1b, DEVICE cpu, or cuda for single, which
+is then compiled and computes in bfloat16 by autocast. Takes a training step for each line of the standard input, and
+prints the share of this process in the loss.
 """
 
 import sys
@@ -103,6 +104,24 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+def on_gpu(model: nn.Sequential, inputs: Tensor, labels: Tensor) -> Callable[[], float]:
+    """Return a function that computes gradients by a compiled model in bfloat16, and returns the loss."""
+    model.head.tokens = model.embed.tokens
+    torch.set_float32_matmul_precision("high")
+
+    @torch.compile
+    def loss_of_batch() -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return loss_of(model(inputs), labels)
+
+    def gradients() -> float:
+        loss = loss_of_batch()
+        loss.backward()
+        return loss.item()
+
+    return gradients
+
+
 def data_parallel(model: nn.Sequential, inputs: Tensor, labels: Tensor, world: int) -> Callable[[], float]:
     """Return a function that computes gradients, on one process or with DDP, and returns this process's share."""
     model.head.tokens = model.embed.tokens
@@ -136,16 +155,18 @@ def pipeline(model: nn.Sequential, inputs: Tensor, labels: Tensor, rank: int) ->
     return part, gradients
 
 
-def main(case: str, strategy: str, rank: int, threads: int) -> None:
+def main(case: str, strategy: str, rank: int, threads: int, device: str) -> None:
     """Take a step for each line of the standard input."""
     torch.set_num_threads(threads)
     arrays = dict(np.load(case))
-    inputs, labels = (torch.tensor(arrays.pop(name), dtype=torch.int64) for name in ("inputs", "labels"))
+    inputs, labels = (torch.tensor(arrays.pop(name), dtype=torch.int64).to(device) for name in ("inputs", "labels"))
     world = 1 if strategy == "single" else 2
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{Path(case).parent}/store", rank=rank, world_size=world)
-    model: nn.Module = gpt(arrays)
-    if strategy == "1f1b":
+    model: nn.Module = gpt(arrays).to(device)
+    if device == "cuda":
+        gradients = on_gpu(model, inputs, labels)
+    elif strategy == "1f1b":
         model, gradients = pipeline(model, inputs, labels, rank)
     else:
         gradients = data_parallel(model, inputs.chunk(world)[rank], labels.chunk(world)[rank], world)
@@ -160,4 +181,4 @@ def main(case: str, strategy: str, rank: int, threads: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
