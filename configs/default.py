@@ -199,8 +199,8 @@ def get_config() -> ConfigDict:
     # Activations stored for the backward pass of a layer. none: all; full: only layer inputs; dots: the results of
     # matrix products
     model.remat = "none"
-    # Compute consecutive equal layers with one scan: True, False. auto: False on CPUs if remat is none, because layers
-    # are faster without a scan there; otherwise True
+    # Compute consecutive equal layers with one scan: True, False. auto: False if remat is none, because layers are
+    # faster without a scan; otherwise True
     model.scan_layers = FieldReference("auto", field_type=bool | str)
     # Linear maps of transformers multiply one matrix [examples x positions, features]: True, or an array [examples,
     # positions, features]: False. auto: True on CPUs, where the matrix is faster, otherwise False

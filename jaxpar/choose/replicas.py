@@ -72,8 +72,8 @@ def _of_groups(space: Space, sizes: Mapping[str, int]) -> Iterator[Candidate]:
         if isinstance(plan, str):
             continue
         update = update_of(space, with_settings(space.config, settings), plan)
-        scans = ("auto", False) if space.machine.overlaps and not _gathers_layers(plan) else ("auto",)
         for remat in space.choices("model.remat", space.layers.remats):
+            scans = ("auto", False) if space.machine.overlaps and remat != "none" else ("auto",)
             for scan in space.choices("model.scan_layers", scans):
                 numbers = space.choices("optimizer.accumulation_steps", divisors(batch // n))
                 best: Candidate | None = None
@@ -97,7 +97,7 @@ def _exchange_settings(name: str, space: Space, together: int) -> Settings:
 
 
 def _gathers_layers(plan: Plan[Any]) -> bool:
-    """Return whether a plan gathers the parameters layer by layer, which is done in a scan on GPUs."""
+    """Return whether a plan gathers the parameters layer by layer."""
     return _has_exchange(plan) and plan.details.exchange.fetch is not None
 
 

@@ -174,19 +174,25 @@ def transformer_spec(
 def decide_computation(config: ConfigDict, cluster: Cluster) -> ConfigDict:
     """Return a copy of the config in which `auto` in config.model is replaced by the choice for the cluster.
 
-    On CPUs, layers are scanned only for remat, which XLA undoes in unrolled layers, linear maps multiply one matrix,
-    and the attention is `batched`. On other platforms, layers are scanned. If the cluster does not support cuDNN
-    attention, the attention there is `xla`; otherwise it stays `auto`, because the choice also depends on the model.
+    Layers are scanned only with remat, which XLA for CPUs undoes in unrolled layers; without remat, a scan copies what
+    it saves into stacks. On CPUs, linear maps multiply one matrix, and the attention is `batched`. If another cluster
+    does not support cuDNN attention, the attention is `xla`; otherwise it stays `auto`, because the choice also depends
+    on the model.
     """
     config, on_cpu = config.copy_and_resolve_references(), cluster.platform == "cpu"
     with config.ignore_type():  # a resolved reference has the type of its value
         if config.model.scan_layers == "auto":
-            config.model.scan_layers = not on_cpu or config.model.remat != "none"
+            config.model.scan_layers = scans_layers("auto", config.model.remat)
         if config.model.flatten_positions == "auto":
             config.model.flatten_positions = on_cpu
     if config.model.attention == "auto" and not _has_cudnn_attention(cluster):
         config.model.attention = "batched" if on_cpu else "xla"
     return config
+
+
+def scans_layers(scan_layers: bool | str, remat: str) -> bool:
+    """Return whether layers are scanned with these values of config.model."""
+    return remat != "none" if scan_layers == "auto" else bool(scan_layers)
 
 
 def check_attention(config: ConfigDict, cluster: Cluster) -> None:

@@ -104,13 +104,13 @@ def test_products_of_all_tokens(norm: str) -> None:
         ("cpu", {}, False),
         ("cpu", {"remat": "dots"}, True),
         ("cpu", {"scan_layers": True}, True),
-        ("H100", {}, True),
-        ("V100", {}, True),
-        ("H100", {"scan_layers": False}, False),
+        ("H100", {}, False),
+        ("H100", {"remat": "full"}, True),
+        ("H100", {"scan_layers": False, "remat": "full"}, False),
     ],
 )
 def test_scan_of_auto(cluster: str, overrides: dict[str, Any], scan: bool) -> None:
-    """Layers are unrolled on CPUs without remat. The config of the user does not change."""
+    """Layers are unrolled without remat. The config of the user does not change."""
     config = small_config("bert", "classification", **overrides)
     assert decide_computation(config, named_cluster(cluster, 1)).model.scan_layers is scan
     assert config.model.scan_layers == overrides.get("scan_layers", "auto")

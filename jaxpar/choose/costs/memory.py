@@ -56,8 +56,7 @@ def replica_bytes(
     scans: list[range] = []  # for each layer, the layers that are computed with it in one scan, or only its own
     for run in model.runs:
         together = range(run.start, run.stop)
-        is_together = is_scanned or gathers_layers
-        scans += [together if is_together else range(number, number + 1) for number in together]
+        scans += [together if is_scanned else range(number, number + 1) for number in together]
     copied = [
         weight if len(scan) > 1 and (remat != "none" or not narrow) else narrow
         for scan, weight, narrow in zip(scans, weights, narrowed, strict=True)

@@ -21,6 +21,7 @@ from jaxpar.core.mesh import CONTEXT, DATA, STAGE, TENSOR
 from jaxpar.core.plan import COPY, Traffic
 from jaxpar.core.ring import PERMUTE
 from jaxpar.models.model import Model
+from jaxpar.models.options import scans_layers
 from jaxpar.strategies.pipeline.executor.enqueue import ENQUEUE_SECONDS
 from jaxpar.strategies.pipeline.schedules import LOCKSTEP
 from jaxpar.strategies.pipeline.tables.periodic import num_in_flight, unroll
@@ -83,7 +84,7 @@ def replicas_costs(
     axis, layers and model are those of a device of a group, which is a replica.
     """
     accumulation, remat, scan_layers = (settings[key] for key in REPLICA_KEYS)
-    is_scanned, is_accumulated = scan_layers is not False and machine.overlaps, accumulation > 1
+    is_scanned, is_accumulated = scans_layers(scan_layers, remat) and machine.overlaps, accumulation > 1
     flags = {"is_scanned": is_scanned, "is_accumulated": is_accumulated, "gathers_layers": gathers_layers}
     nbytes = replica_bytes(layers, model, state, size, remat, **flags)
     profile = layers.profile(size, remat)
