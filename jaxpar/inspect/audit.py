@@ -275,7 +275,7 @@ def _kinds(argument: Tree, of_stage: str) -> Tree:
         case PackedState(private=WorkInFlight()):
             buffers = dict.fromkeys(BUFFERS, "transfers") | {"stashes": "stashes", "grads": "gradients"}
             return PackedState(
-                INPUTS, INPUTS, "parameters", "optimizer", WorkInFlight(INPUTS, "private", buffers, "batches")
+                INPUTS, INPUTS, "parameters", "optimizer", WorkInFlight(INPUTS, "private", buffers, "batches", INPUTS)
             )
         case PackedState():
             return PackedState(INPUTS, INPUTS, "parameters", "optimizer", "private")
