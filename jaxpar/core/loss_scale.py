@@ -6,6 +6,8 @@ row (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2). It is 
 digit. It is a part of the optimizer state, which every checkpoint has.
 """
 
+from collections.abc import Sequence
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -59,6 +61,11 @@ def after_step(scaling: LossScale, is_finite: jax.Array, used: jax.Array) -> Los
 def with_scale(optimizer: Any, scaling: LossScale) -> Any:
     """Return an optimizer state with another scale."""
     return jax.tree.map(lambda node: scaling if _is_scale(node) else node, optimizer, is_leaf=_is_scale)
+
+
+def least_scale(scalings: Sequence[Any]) -> Any:
+    """Return the smallest of several scales, which are of one optimizer in several places, and number of updates."""
+    return reduce(partial(jax.tree.map, jnp.minimum), scalings)
 
 
 def _is_scale(node: Any) -> bool:

@@ -69,7 +69,7 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None = None) -> 
 def _check_scaled(config: ConfigDict) -> None:
     """Raise UserError unless the strategy, and its exchange, scale the loss, which a model in float16 needs."""
     exchange = config.exchange if config.strategy == "data_parallel" else ""
-    if config.strategy not in ("single", "data_parallel", "pipeline"):
+    if config.strategy not in ("single", "data_parallel", "pipeline", "async_data_parallel"):
         owner = f"config.strategy={config.strategy!r}"
     elif exchange in EXCHANGES and EXCHANGES[exchange].adamw:
         owner = f"config.exchange={exchange!r}"

@@ -87,14 +87,16 @@ def test_steps_equal_a_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_limits(scale: float, is_finite: bool, after: float) -> None:
     before = LossScale(jnp.float32(scale), jnp.int32(loss_scale.UPDATES_AT_A_SCALE - 1))
-    assert tuple(loss_scale.after_step(before, jnp.asarray(is_finite), before.scale)) == (after, 0)
+    changed = loss_scale.after_step(before, jnp.asarray(is_finite), before.scale)
+    assert (float(changed.scale), int(changed.updates)) == (after, 0)
 
 
 @pytest.mark.parametrize(("used", "after"), [(8.0, 4.0), (16.0, 4.0), (4.0, 2.0)])
 def test_a_scale_that_has_fallen_meanwhile(used: float, after: float) -> None:
     """A gradient of a loss that was multiplied by a larger scale, which had already been halved, halves it no more."""
     before = LossScale(jnp.float32(4), jnp.int32(3))
-    assert tuple(loss_scale.after_step(before, jnp.asarray(False), jnp.float32(used))) == (after, 0)
+    changed = loss_scale.after_step(before, jnp.asarray(False), jnp.float32(used))
+    assert (float(changed.scale), int(changed.updates)) == (after, 0)
 
 
 MLP = Task("mlp", "classification", "adamw", layers=2, dtype="float16")
@@ -207,20 +209,56 @@ def test_pipelines_that_never_drain(name: str) -> None:
 
 
 TOPK = ("exchange=byteps_topk", "exchange_options.min_compress_bytes=0")
+WORKERS = ("strategy=async_data_parallel", "asynchronous.num_workers=2", "mesh.data=2")
+
+
+@pytest.mark.parametrize("policy", ["async", "sync"])
+def test_servers_scale(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each update changes the scale of the steps that follow, whose shards have the scale at their beginning."""
+    monkeypatch.setattr(loss_scale, "UPDATES_AT_A_SCALE", 3)
+    strategy = built(*WORKERS, f"asynchronous.policy={policy}")
+    now, trace = train(strategy, strategy.from_canonical(begun(8.0)), range(8), bad={2, 5})
+    scale, updates = 8.0, 0
+    for number, metrics in enumerate(trace):
+        used, is_finite = scale, number not in (2, 5)
+        for _ in range(2 if policy == "async" else 1):
+            updates = updates + 1 if is_finite else 0
+            if not is_finite:
+                scale = used / 2
+            elif updates == 3:
+                scale, updates = 2 * scale, 0
+        assert (bool(metrics.finite), metrics.loss_scale) == (is_finite, scale if is_finite else used)
+    after = strategy.to_canonical(now)["optimizer"]["0"]
+    assert (after["scale"], after["updates"]) == (scale, updates)
+
+
+def test_the_least_scale_of_local_workers_is_canonical() -> None:
+    """The mean of several would be no power of 2."""
+    strategy = built(*WORKERS, "asynchronous.policy=local_sgd", "asynchronous.interval=4")
+    state = strategy.from_canonical(begun(8.0))
+    first, second = state.servers
+    optimizer = loss_scale.with_scale(second.optimizer, LossScale(jnp.float32(2), jnp.int32(5)))
+    state = state._replace(servers=(first, second._replace(optimizer=optimizer)))
+    assert strategy.to_canonical(state)["optimizer"]["0"] == {"scale": 2, "updates": 0}
+
+
 DIGITS = {
     "lockstep, residuals": (*STAGES, LOCKSTEP, "mesh.data=2", *TOPK),
     "dispatched, residuals": (*STAGES, DISPATCH, "mesh.data=2", *TOPK),
     "lockstep, never drains": (*STAGES, *CONTINUOUS["lockstep"]),
     "dispatched, never drains": (*STAGES, *CONTINUOUS["dispatched"]),
+    "async": (*WORKERS, "asynchronous.policy=async", "asynchronous.mitigations=dc_asgd"),
+    "softsync": (*WORKERS, "asynchronous.policy=softsync", "asynchronous.groups=1"),
+    "local_sgd": (*WORKERS, "asynchronous.policy=local_sgd", "asynchronous.interval=4"),
 }
 
 
 @pytest.mark.parametrize("name", DIGITS)
 def test_the_scale_changes_no_digit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a scale that each update doubles, also while batches are in flight, and after resuming there."""
+    """With a scale that two updates double, also while batches are in flight, and after resuming there."""
     strategy, number = built(*DIGITS[name]), 6
     expected, _ = train(strategy, strategy.from_canonical(begun(2.0**12)), range(number))
-    monkeypatch.setattr(loss_scale, "UPDATES_AT_A_SCALE", 1)
+    monkeypatch.setattr(loss_scale, "UPDATES_AT_A_SCALE", 2)
     strategy, private = built(*DIGITS[name]), strategy.to_private(expected)
     now, _ = train(strategy, strategy.from_canonical(begun(2.0**10)), range(3))
     now = strategy.from_canonical(*jax.device_get((strategy.to_canonical(now), strategy.to_private(now))))

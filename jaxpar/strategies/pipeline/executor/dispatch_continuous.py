@@ -10,7 +10,6 @@ what is in flight is what actions have made for later ones, so that nothing is c
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.core import step as steps
-from jaxpar.core.loss_scale import LossScale, find_scale, with_scale
+from jaxpar.core.loss_scale import LossScale, find_scale, least_scale, with_scale
 from jaxpar.core.mesh import DATA
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics
@@ -220,9 +219,9 @@ class ContinuousSteps(FlushedSteps):
         metrics = Metrics(total, jnp.sqrt(sum(squares, jnp.zeros(()))), is_finite & jnp.isfinite(total.loss))
         if entered is None:
             return metrics, None
-        lowest = reduce(jnp.minimum, failed, jnp.float32(jnp.inf))
+        lowest = least_scale([jnp.float32(jnp.inf), *failed])
         metrics = metrics._replace(loss_scale=jnp.where(jnp.isinf(lowest), entered.scale, lowest))
-        return metrics, reduce(partial(jax.tree.map, jnp.minimum), scalings)
+        return metrics, least_scale(scalings)
 
     def _make_update(self, group: int) -> Program:
         problem = self._staged.problem
