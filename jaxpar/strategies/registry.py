@@ -67,15 +67,13 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None = None) -> 
 
 
 def _check_scaled(config: ConfigDict) -> None:
-    """Raise UserError unless the strategy, and its exchange, scale the loss, which a model in float16 needs."""
-    exchange = config.exchange if config.strategy == "data_parallel" else ""
-    if config.strategy not in ("single", "data_parallel", "pipeline", "async_data_parallel"):
-        owner = f"config.strategy={config.strategy!r}"
-    elif exchange in EXCHANGES and EXCHANGES[exchange].adamw:
-        owner = f"config.exchange={exchange!r}"
-    else:
-        return
-    raise UserError(f"config.model.dtype is 'float16'; it must be one of float32, bfloat16 with {owner}")
+    """Raise UserError for an exchange that computes AdamW's update itself, without a scale of the loss."""
+    exchange = config.exchange
+    if config.strategy == "data_parallel" and exchange in EXCHANGES and EXCHANGES[exchange].adamw:
+        raise UserError(
+            "config.model.dtype is 'float16'; it must be one of float32, bfloat16 with "
+            f"config.exchange={exchange!r}, which has no scale of the loss"
+        )
 
 
 def check_other_sections(config: ConfigDict, layers: Sequence[str]) -> None:

@@ -111,6 +111,7 @@ WAYS = {
 
 CLIPPED = "optimizer.clip_norm=0.2"
 STAGES = ("strategy=pipeline", "mesh.stage=2", "pipeline.num_microbatches=4", CLIPPED)
+SWARM = ("strategy=swarm", "mesh.stage=1", "swarm.num_microbatches=4")
 LOCKSTEP, DISPATCH = "pipeline.executor=lockstep", "pipeline.executor=dispatch"
 FALLS = 2.0**21  # a first scale with which the first step is not finite
 
@@ -165,6 +166,7 @@ FLUSHED = {
     "lockstep, B and W": ("pipeline.schedule=zb_h1", LOCKSTEP),
     "dispatched": ("pipeline.schedule=interleaved_1f1b", DISPATCH),
     "dispatched, zero3": ("pipeline.schedule=1f1b", DISPATCH, "mesh.data=2", "exchange=zero3"),
+    "swarm": SWARM,
 }
 
 
@@ -249,7 +251,9 @@ DIGITS = {
     "dispatched, never drains": (*STAGES, *CONTINUOUS["dispatched"]),
     "async": (*WORKERS, "asynchronous.policy=async", "asynchronous.mitigations=dc_asgd"),
     "softsync": (*WORKERS, "asynchronous.policy=softsync", "asynchronous.groups=1"),
+    "live": (*WORKERS, "asynchronous.policy=async", "asynchronous.mode=live", "asynchronous.num_workers=1"),
     "local_sgd": (*WORKERS, "asynchronous.policy=local_sgd", "asynchronous.interval=4"),
+    "swarm, delayed": (*STAGES, *SWARM, "swarm.delayed=True"),
 }
 
 
@@ -275,7 +279,6 @@ def test_the_scale_changes_no_digit(name: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("overrides", "owner"),
     [
-        (("strategy=swarm",), "config.strategy='swarm'"),
         ((*REPLICAS, "exchange=onebit_adam"), "config.exchange='onebit_adam'"),
     ],
 )

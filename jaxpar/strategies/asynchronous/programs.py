@@ -16,7 +16,7 @@ import optax
 from jax.sharding import SingleDeviceSharding
 
 from jaxpar.core import step as steps
-from jaxpar.core.loss_scale import LossScale, find_scale, least_scale
+from jaxpar.core.loss_scale import LossScale, find_scale
 from jaxpar.core.optimizer import at_step
 from jaxpar.core.state import State
 from jaxpar.core.step import Metrics, Problem
