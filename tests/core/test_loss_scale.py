@@ -13,12 +13,11 @@ from flax import nnx
 
 from jaxpar.core import loss_scale, state, step
 from jaxpar.core.loss_scale import FIRST_SCALE, LEAST_SCALE, MOST_SCALE, LossScale, find_scale, with_loss_scale
-from jaxpar.errors import UserError
 from jaxpar.models import Context, Model
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.pipeline.executor.dispatch import dispatch_order
 from jaxpar.tasks.classification import TASK
-from tests.strategies.pipelines import Task, make, make_batch, named, plan_of, start
+from tests.strategies.pipelines import Task, make, make_batch, named, start
 
 ROWS, FEATURES, CLASSES, STEPS = 8, 5, 3, 24
 LARGE = 1000.0  # of inputs, with which products of scaled gradients are too large for float16
@@ -245,6 +244,8 @@ def test_the_least_scale_of_local_workers_is_canonical() -> None:
 
 
 DIGITS = {
+    "onebit_adam": (*REPLICAS, "exchange=onebit_adam", "exchange_options.warmup=0.3"),
+    "bagua_qadam": (*REPLICAS, "exchange=bagua_qadam", "exchange_options.warmup=0.3"),
     "lockstep, residuals": (*STAGES, LOCKSTEP, "mesh.data=2", *TOPK),
     "dispatched, residuals": (*STAGES, DISPATCH, "mesh.data=2", *TOPK),
     "lockstep, never drains": (*STAGES, *CONTINUOUS["lockstep"]),
@@ -274,14 +275,3 @@ def test_the_scale_changes_no_digit(name: str, monkeypatch: pytest.MonkeyPatch) 
     if "residuals" in name:
         for leaf, array in named(private).items():
             np.testing.assert_allclose(named(strategy.to_private(now))[leaf], array, rtol=1e-4, atol=1e-7, err_msg=leaf)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "owner"),
-    [
-        ((*REPLICAS, "exchange=onebit_adam"), "config.exchange='onebit_adam'"),
-    ],
-)
-def test_others_refuse_float16(overrides: tuple[str, ...], owner: str) -> None:
-    with pytest.raises(UserError, match=f"config.model.dtype is 'float16'; it must be one of .* with {owner}"):
-        plan_of(MLP, *(f"--config.{one}" for one in overrides))
