@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxpar.core import loss_scale, state, step
 from jaxpar.core.loss_scale import FIRST_SCALE, LEAST_SCALE, MOST_SCALE, LossScale, find_scale, with_loss_scale
+from jaxpar.inspect import audit
 from jaxpar.models import Context, Model
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.pipeline.executor.dispatch import dispatch_order
@@ -207,6 +208,8 @@ def test_pipelines_that_never_drain(name: str) -> None:
     after = strategy.to_canonical(now)["optimizer"]["0"]
     assert (after["scale"], after["updates"]) == (scale, updates)
     assert scale == 2.0
+    rows = audit.audit(strategy.compile(), strategy.plan, TASK)
+    assert [row for row in rows if not row.is_explained] == []
 
 
 TOPK = ("exchange=byteps_topk", "exchange_options.min_compress_bytes=0")

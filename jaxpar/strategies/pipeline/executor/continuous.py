@@ -162,6 +162,7 @@ class ContinuousState:
         fresh = self._begin(mesh)(self.staged.distribute(state, None, mesh))
         if not private:
             return fresh
+        private = {**private, "in_flight": {"scales": {}, **private["in_flight"]}}  # earlier versions had no scales
         like = self._private_parts(fresh)
         placed = jax.device_put(serialization.from_state_dict(like, private), jax.tree.map(lambda x: x.sharding, like))
         return fresh._replace(params=placed["versions"], optimizer=placed["optimizer"], private=placed["in_flight"])
