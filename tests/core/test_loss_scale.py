@@ -183,6 +183,22 @@ def test_pipelines_train_like_one_device(name: str) -> None:
         np.testing.assert_allclose(array, expected[leaf], rtol=1e-3, atol=2e-5, err_msg=leaf)
 
 
+def test_the_scale_moves_between_strategies() -> None:
+    """Steps that a pipeline, one device and a swarm take in turn, and the first of which is not finite."""
+    tree = begun(FALLS)
+    for number, overrides in enumerate(
+        [(*STAGES, DISPATCH), ("optimizer.accumulation_steps=4", CLIPPED), (*STAGES, *SWARM)]
+    ):
+        strategy = built(*overrides)
+        now, _ = train(strategy, strategy.from_canonical(tree), range(number, number + 1))
+        tree = jax.device_get(strategy.to_canonical(now))
+    strategy = built(*STAGES, LOCKSTEP)
+    now, _ = train(strategy, strategy.from_canonical(tree), range(3, 4))
+    got, (_, expected) = named(strategy.to_canonical(now)), after_steps("optimizer.accumulation_steps=4", CLIPPED)
+    for leaf, array in got.items():
+        np.testing.assert_allclose(array, expected[leaf], rtol=1e-3, atol=2e-5, err_msg=leaf)
+
+
 CONTINUOUS = {
     "lockstep": ("pipeline.schedule=pipedream", LOCKSTEP, "mesh.stage=4"),
     "dispatched": ("pipeline.schedule=pipedream_2bw", DISPATCH),
