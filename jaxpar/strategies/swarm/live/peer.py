@@ -224,7 +224,8 @@ class StagePeer:
         gradient = joined_shards(totals, like)
         for layer, arrays in tied.items():
             gradient[layer] = {**gradient[layer], **arrays}
-        state = self._state._replace(step=jnp.int32(ticket.step))  # a peer does not take part in skipped steps
+        # A peer does not take part in skipped steps. So passes read the scale of the loss from the scalars instead.
+        state = self._state._replace(step=jnp.int32(ticket.step))
         self._state = jax.block_until_ready(self._update(state, gradient, norm))
         self._params = stage_params(self._spec.stages, self._state.params, self._stage)
         return PeerAnswer()
