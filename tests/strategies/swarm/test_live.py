@@ -347,7 +347,7 @@ def test_divergence_bans_nobody() -> None:
 
 def test_float16() -> None:
     """All peers compute the infinite gradients of a scale that is too large, and nobody is banned."""
-    task, outcomes = MLP._replace(dtype="float16"), []
+    task, outcomes = MLP._replace(dtype="float16"), list[Any]()
     run = LiveRun(task, *live(stages=2))
     single = shared(task, f"--config.optimizer.accumulation_steps={NUM_MICROBATCHES}")
     tree = jax.tree.map(np.asarray, start(task))
