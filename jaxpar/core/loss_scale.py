@@ -6,6 +6,8 @@ row (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2). It is 
 digit. It is a part of the optimizer state, which every checkpoint has.
 """
 
+from collections.abc import Sequence
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -39,19 +41,31 @@ def find_scale(optimizer: Any) -> LossScale | None:
     return next((leaf for leaf in leaves if _is_scale(leaf)), None)
 
 
-def after_step(optimizer: Any, is_finite: jax.Array) -> Any:
-    """Return an optimizer state with the scale for the step after one whose gradients are finite, or are not."""
+def unscaled(grads: Any, scale: jax.Array | None) -> Any:
+    """Return the gradients of a loss that was multiplied by a scale, divided by it; None: there is no scale."""
+    return grads if scale is None else jax.tree.map(lambda g: g / scale, grads)
 
-    def change(node: Any) -> Any:
-        if not _is_scale(node):
-            return node
-        scale, updates = node.scale, node.updates + 1
-        is_due = updates >= UPDATES_AT_A_SCALE
-        larger = jnp.where(is_due, jnp.minimum(2 * scale, MOST_SCALE), scale)
-        smaller = jnp.maximum(scale / 2, LEAST_SCALE)
-        return LossScale(jnp.where(is_finite, larger, smaller), jnp.where(is_finite & ~is_due, updates, 0))
 
-    return jax.tree.map(change, optimizer, is_leaf=_is_scale)
+def after_step(scaling: LossScale, is_finite: jax.Array, used: jax.Array) -> LossScale:
+    """Return the scale after gradients that are finite, or are not.
+
+    used: what the loss was multiplied by. It is another scale if this one has changed since the loss was computed.
+    """
+    scale, updates = scaling.scale, scaling.updates + 1
+    is_due = updates >= UPDATES_AT_A_SCALE
+    larger = jnp.where(is_due, jnp.minimum(2 * scale, MOST_SCALE), scale)
+    smaller = jnp.maximum(jnp.minimum(scale, used / 2), LEAST_SCALE)
+    return LossScale(jnp.where(is_finite, larger, smaller), jnp.where(is_finite & ~is_due, updates, 0))
+
+
+def with_scale(optimizer: Any, scaling: LossScale) -> Any:
+    """Return an optimizer state with another scale."""
+    return jax.tree.map(lambda node: scaling if _is_scale(node) else node, optimizer, is_leaf=_is_scale)
+
+
+def least_scale(scalings: Sequence[Any]) -> Any:
+    """Return the smallest of several scales, which are of one optimizer in several places, and number of updates."""
+    return reduce(partial(jax.tree.map, jnp.minimum), scalings)
 
 
 def _is_scale(node: Any) -> bool:

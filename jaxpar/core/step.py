@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.core.loss_scale import after_step, find_scale
+from jaxpar.core.loss_scale import after_step, find_scale, unscaled, with_scale
 from jaxpar.core.optimizer import at_step
 from jaxpar.core.state import State
 from jaxpar.models.model import Batch, Model, Params
@@ -54,7 +54,7 @@ def gradients(
     if (scaling := find_scale(state.optimizer)) is not None:
         state, scale = state._replace(optimizer=()), scaling.scale
         grads, sums = gradients(problem, state, batch, weight / scale, scatter=scatter)
-        return jax.tree.map(lambda g: g / scale, grads), sums
+        return unscaled(grads, scale), sums
     key = dropout_key(state.key, state.step)
 
     def loss(params: Params, examples: Batch) -> tuple[jax.Array, Sums]:
@@ -89,16 +89,22 @@ def nonfinite_count(tree: Any) -> jax.Array:
 
 
 def update(
-    problem: Problem, state: State, grads: Params, sums: Sums, grad_norm: jax.Array | None = None
+    problem: Problem,
+    state: State,
+    grads: Params,
+    sums: Sums,
+    grad_norm: jax.Array | None = None,
+    loss_scale: jax.Array | None = None,
 ) -> tuple[State, Metrics]:
     """Apply one optimizer step to all layers, or those on this device, unless the loss or gradient is not finite.
 
     sums: over the global batch; grad_norm: the norm of the gradient of all layers; None: the norm of `grads`.
+    loss_scale: what the loss was multiplied by; None: the scale in the state, if it has one.
     """
     grad_norm = optax.tree.norm(grads) if grad_norm is None else grad_norm
     optimizer = at_step(state.optimizer, state.step)
     updates, optimizer = problem.optimizer.update(grads, optimizer, state.params, grad_norm=grad_norm)
-    return apply(state, updates, optimizer, Metrics(sums, grad_norm, is_finite(grad_norm, sums)))
+    return apply(state, updates, optimizer, Metrics(sums, grad_norm, is_finite(grad_norm, sums), loss_scale))
 
 
 def is_finite(grad_norm: jax.Array, sums: Sums) -> jax.Array:
@@ -116,7 +122,9 @@ def apply(state: State, updates: Params, optimizer: Any, metrics: Metrics) -> tu
         (state.params, state.optimizer),
     )
     if (scaling := find_scale(state.optimizer)) is not None:
-        optimizer, metrics = after_step(optimizer, finite), metrics._replace(loss_scale=scaling.scale)
+        used = scaling.scale if metrics.loss_scale is None else metrics.loss_scale
+        optimizer = with_scale(optimizer, after_step(scaling, finite, used))
+        metrics = metrics._replace(loss_scale=used)
     return State(state.step + 1, state.key, params, optimizer), metrics
 
 

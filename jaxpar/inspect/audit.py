@@ -60,7 +60,7 @@ class CollectiveRow(NamedTuple):
         """Whether theory predicts the measured bytes, within the tolerance."""
         if self.kind == COPY and not self.nbytes:  # the host makes them; only those between calls are known
             return True
-        if self.dtype == SCALARS:
+        if self.dtype == SCALARS or (self.kind == COPY and self.theory is None):
             return self.nbytes <= self.limit
         if self.theory is None:
             return False
@@ -275,7 +275,7 @@ def _kinds(argument: Tree, of_stage: str) -> Tree:
         case PackedState(private=WorkInFlight()):
             buffers = dict.fromkeys(BUFFERS, "transfers") | {"stashes": "stashes", "grads": "gradients"}
             return PackedState(
-                INPUTS, INPUTS, "parameters", "optimizer", WorkInFlight(INPUTS, "private", buffers, "batches")
+                INPUTS, INPUTS, "parameters", "optimizer", WorkInFlight(INPUTS, "private", buffers, "batches", INPUTS)
             )
         case PackedState():
             return PackedState(INPUTS, INPUTS, "parameters", "optimizer", "private")

@@ -17,7 +17,6 @@ from jaxpar.core.optimizer import check_kernels, check_optimizer
 from jaxpar.core.plan import Decision, Plan
 from jaxpar.core.step import Problem
 from jaxpar.errors import UserError, check_choice
-from jaxpar.exchange.named import EXCHANGES
 from jaxpar.models.model import Model
 from jaxpar.strategies import data_parallel
 from jaxpar.strategies.asynchronous import strategy as async_data_parallel
@@ -47,8 +46,6 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None = None) -> 
     if not 0 <= config.seed < 2**31:
         raise UserError(f"config.seed is {config.seed}; it must be between 0 and {2**31 - 1}")
     check_optimizer(config)  # the batch divisor depends on the optimizer config
-    if config.model.dtype == "float16":
-        _check_scaled(config)
     decision = STRATEGIES[config.strategy].decide(config, cluster, model)
     number, words = decision.batch_divisor, decision.batch_words
     if config.batch_size < 1 and number == 1:
@@ -64,18 +61,6 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None = None) -> 
             "the number of replicas (the data axis), or 0 to use config.batch_size"
         )
     return decision
-
-
-def _check_scaled(config: ConfigDict) -> None:
-    """Raise UserError unless the strategy, and its exchange, scale the loss, which a model in float16 needs."""
-    exchange = config.exchange if config.strategy == "data_parallel" else ""
-    if config.strategy not in ("single", "data_parallel"):
-        owner = f"config.strategy={config.strategy!r}"
-    elif exchange in EXCHANGES and EXCHANGES[exchange].adamw:
-        owner = f"config.exchange={exchange!r}"
-    else:
-        return
-    raise UserError(f"config.model.dtype is 'float16'; it must be one of float32, bfloat16 with {owner}")
 
 
 def check_other_sections(config: ConfigDict, layers: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxpar.core.loss_scale import LossScale, find_scale, least_scale, with_scale
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem
 from jaxpar.layout import Tree
@@ -72,7 +73,7 @@ class LocalEngine:
         self._table, self._rows, self._device_numbers = table, rows_by_step(table), devices
         self._devices = [devices[number] for number in numbers.of_workers]
         self._programs = Programs(problem, mitigations, table.num_workers)
-        self._mean = jax.jit(lambda trees: jax.tree.map(lambda *leaves: _mean(leaves), *trees))
+        self._mean = jax.jit(_mean)
         self._total = jax.jit(_add_up)
         self._subtract, self._add = jax.jit(optax.tree.sub), jax.jit(optax.tree.add)
         self._outer_step = jax.jit(self._outer_update)
@@ -100,9 +101,10 @@ class LocalEngine:
                 if (number, worker) in averages:  # otherwise the run began after this averaging
                     params[worker] = self._add(params[worker], averages.pop((number, worker)))
                 taken[worker] = number + 1
-            examples, weight, _ = chunks[row.chunk]
+            examples, weight, *_ = chunks[row.chunk]
             inputs = jax.device_put((state.key, np.int32(state.step), examples, weight), device)
-            made = programs.gradient(params[worker], *inputs)
+            scaling = find_scale(servers[worker].optimizer)
+            made = programs.gradient(params[worker], *inputs, None if scaling is None else scaling.scale)
             at = Arrival(np.float32(0), np.float32(1), np.float32(1), np.int32(state.step))
             params[worker], servers[worker] = programs.arrive(
                 True, True, params[worker], servers[worker], *made, None, at
@@ -112,8 +114,8 @@ class LocalEngine:
                 params = list(self._spread(meeting))
             elif row.is_last:
                 averages |= self._average(row.update, params, averages)
-        totals = jax.device_put([server.totals for server in servers], self._devices[0])
-        metrics = programs.metrics(self._total(totals))
+        of_workers = [(server.totals, find_scale(server.optimizer)) for server in servers]
+        metrics = programs.metrics(*self._total(jax.device_put(of_workers, self._devices[0])))
         for worker, device in enumerate(self._devices):
             servers[worker] = servers[worker]._replace(totals=programs.new_totals(device))
         rest = tuple(params), tuple(servers), outer, averages, tuple(taken)
@@ -191,14 +193,21 @@ def _restored(run: LocalState, private: Canonical) -> LocalState:
     return LocalState(run.step, int(private[FIRST_STEP]), run.key, params, servers, outer, averages, taken)
 
 
-def _add_up(totals: Sequence[Totals]) -> Totals:
-    """Return the totals over all workers."""
-    finite = [one.finite for one in totals]
-    added: Totals = jax.tree.map(lambda *x: sum(x[1:], x[0]), *(one._replace(finite=()) for one in totals))
-    return added._replace(finite=jnp.all(jnp.stack(finite)))
+def _add_up(of_workers: Sequence[tuple[Totals, LossScale | None]]) -> tuple[Totals, LossScale | None]:
+    """Return the totals over all workers, and the smallest scale."""
+    totals, scalings = zip(*of_workers, strict=True)
+    finite, failed = jnp.all(jnp.stack([one.finite for one in totals])), [one.failed_scale for one in totals]
+    summed = (one._replace(finite=(), failed_scale=None) for one in totals)
+    added: Totals = jax.tree.map(lambda *x: sum(x[1:], x[0]), *summed)
+    return added._replace(finite=finite, failed_scale=least_scale(failed)), least_scale(scalings)
 
 
-def _mean(leaves: Sequence[jax.Array]) -> jax.Array:
-    """Return the mean of floats, or the first of counters."""
-    total = sum(leaves[1:], leaves[0])
-    return total / len(leaves) if jnp.issubdtype(total.dtype, jnp.floating) else leaves[0]
+def _mean(trees: Sequence[Tree]) -> Tree:
+    """Return the mean of floats, the first of counters, and the smallest scale, because a mean is no power of 2."""
+
+    def of_leaves(*leaves: jax.Array) -> jax.Array:
+        total = sum(leaves[1:], leaves[0])
+        return total / len(leaves) if jnp.issubdtype(total.dtype, jnp.floating) else leaves[0]
+
+    mean = jax.tree.map(of_leaves, *trees)
+    return with_scale(mean, least_scale([find_scale(tree) for tree in trees]))

@@ -16,6 +16,7 @@ import optax
 from jax.sharding import SingleDeviceSharding
 
 from jaxpar.core import step as steps
+from jaxpar.core.loss_scale import LossScale, find_scale
 from jaxpar.core.optimizer import at_step
 from jaxpar.core.state import State
 from jaxpar.core.step import Metrics, Problem
@@ -35,6 +36,8 @@ class Totals(NamedTuple):
     square: Scalar  # sum of the squared gradient norms of the updates
     num_updates: Scalar  # number of updates that they have made
     finite: Scalar  # whether all of them are finite
+    # the smallest scale of a loss whose gradient made an update that was not finite, otherwise inf; None: no scale
+    failed_scale: Scalar | None
 
 
 class Server(NamedTuple):
@@ -61,6 +64,7 @@ class Chunk(NamedTuple):
     examples: dict[str, Any]  # the same arrays as in a batch
     weight: Scalar  # the divisor of their gradient
     step: int  # the step of the run whose batch they belong to
+    loss_scale: Scalar | None = None  # what their loss is multiplied by: the server's scale in this step; None: nothing
 
 
 def arrive(
@@ -72,10 +76,14 @@ def arrive(
     server: Server,
     grads: Params,
     sums: Sums,
+    loss_scale: Scalar | None,
     read: Params | None,
     at: Arrival,
 ) -> tuple[Params, Server]:
-    """Take a gradient of the weights `read`, and update the newest weights if it is the last one of its update."""
+    """Take a gradient of the weights `read`, and update the newest weights if it is the last one of its update.
+
+    loss_scale: what the loss was multiplied by. The gradient has been divided by it.
+    """
     before, after = server.mitigations
     arrived = steps.is_finite(optax.tree.norm(grads), sums)
     details = {"staleness": at.staleness, "read": read, "mean_share": at.mean_share}
@@ -91,13 +99,20 @@ def arrive(
         return params, server._replace(waiting=grads, totals=server.totals._replace(finite=finite))
     if not is_first:  # dividing by 1 would change no value, but could change how XLA rounds later operations
         grads = jax.tree.map(lambda x: x / at.size, grads)
-    return _update(problem, mitigations, params, server, grads, sums, at)
+    return _update(problem, mitigations, params, server, grads, sums, loss_scale, at)
 
 
 def _update(
-    problem: Problem, mitigations: Mitigations, params: Params, server: Server, grads: Params, sums: Sums, at: Arrival
+    problem: Problem,
+    mitigations: Mitigations,
+    params: Params,
+    server: Server,
+    grads: Params,
+    sums: Sums,
+    loss_scale: Any,
+    at: Arrival,
 ) -> tuple[Params, Server]:
-    """Update the weights by the gradient of a whole update. `sums` and `at` are those of its last gradient."""
+    """Update the weights by the gradient of a whole update. sums, loss_scale, at: those of its last gradient."""
     before, after = server.mitigations
     totals, grad_norm = server.totals, optax.tree.norm(grads)
     optimizer = at_step(server.optimizer, at.step)
@@ -106,12 +121,15 @@ def _update(
     updates, remembered = mitigations.updates.update(updates, after, params, mean_share=at.mean_share)
     after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), remembered, after)
     state = State(at.step, jnp.zeros(()), params, server.optimizer)
-    state, metrics = steps.apply(state, updates, optimizer, Metrics(totals.sums, grad_norm, finite))
+    state, metrics = steps.apply(state, updates, optimizer, Metrics(totals.sums, grad_norm, finite, loss_scale))
+    if (failed := totals.failed_scale) is not None:
+        failed = jnp.where(finite, failed, jnp.minimum(failed, loss_scale))
     totals = Totals(
         totals.sums,
         totals.square + jnp.where(metrics.finite, grad_norm, 0) ** 2,
         totals.num_updates + 1,
         totals.finite & metrics.finite,
+        failed,
     )
     waiting = jax.tree.map(jnp.zeros_like, server.waiting)
     return state.params, Server(state.optimizer, waiting, (before, after), totals)
@@ -123,10 +141,16 @@ class Programs:
     def __init__(self, problem: Problem, mitigations: Mitigations, num_workers: int):
         self._problem, self.mitigations, self.num_workers = problem, mitigations, num_workers
 
-        def gradient(params: Params, key: jax.Array, step: jax.Array, examples: Batch, weight: Scalar) -> Any:
-            return steps.gradients(problem, State(step, key, params, None), examples, weight)
+        self._scaling = find_scale(jax.eval_shape(problem.optimizer.init, problem.model.shapes))
 
-        # The worker's program: -> (gradient, sums over the examples).
+        def gradient(
+            params: Params, key: jax.Array, step: jax.Array, examples: Batch, weight: Scalar, loss_scale: Scalar | None
+        ) -> Any:
+            scaling = None if loss_scale is None else LossScale(jnp.asarray(loss_scale), jnp.int32(0))
+            made = steps.gradients(problem, State(step, key, params, scaling), examples, weight)
+            return *made, None if loss_scale is None else jnp.copy(loss_scale)  # the server's program donates its scale
+
+        # The worker's program: -> (gradient, sums over the examples, what the loss was multiplied by).
         # Unused arguments are kept, because the audit counts the bytes of each argument.
         self.gradient = jax.jit(gradient, keep_unused=True)
         # The server's program. The old server is donated.
@@ -135,7 +159,8 @@ class Programs:
         )
         # (batch) -> the divisor of a worker's gradient: the sum of the batch's weights / num_workers
         self.weight = jax.jit(lambda batch: steps.batch_weight(batch) / num_workers)
-        # (totals) -> a step's metrics. The norm is the root mean square over its updates; nan if one is nonfinite.
+        # (totals, scale of the loss) -> a step's metrics. The norm is the root mean square over its updates; nan if one
+        # is nonfinite.
         self.metrics = jax.jit(_metrics)
 
     def server(self, params: Params, optimizer: Tree, device: jax.Device | None, *, is_grouped: bool) -> Server:
@@ -153,7 +178,7 @@ class Programs:
 
         examples = steps.abstract_share(self._problem.batch, self.num_workers)
         number, step = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
-        inputs = (like.params, like.key, step, examples, number)
+        inputs = (like.params, like.key, step, examples, number, None if self._scaling is None else number)
         workers = [self.gradient.lower(*on(inputs, device)) for device in devices]
         server = jax.eval_shape(
             lambda state: self.server(state.params, state.optimizer, None, is_grouped=is_grouped), like
@@ -163,22 +188,32 @@ class Programs:
         updates = [self.arrive.lower(not is_grouped, True, *on(arguments, device)) for device in update_devices]
         return [*workers, *updates]
 
-    def chunks(self, step: int, batch: Mapping[str, np.ndarray], device: jax.Device) -> dict[int, Chunk]:
-        """Return the shards of a step's batch, by their number in the run. device: the device of their weight."""
+    def chunks(
+        self, step: int, batch: Mapping[str, np.ndarray], device: jax.Device, scaling: LossScale | None = None
+    ) -> dict[int, Chunk]:
+        """Return the shards of a step's batch, by their number in the run. device: the device of their weight.
+
+        scaling: the scale of their loss.
+        """
+        scale = None if scaling is None else jnp.copy(scaling.scale)
         weight, n = self.weight(jax.device_put({"weights": batch["weights"]}, device)), self.num_workers
-        return {step * n + i: Chunk({k: x[i::n] for k, x in batch.items()}, weight, step) for i in range(n)}
+        return {step * n + i: Chunk({k: x[i::n] for k, x in batch.items()}, weight, step, scale) for i in range(n)}
 
     def new_totals(self, device: jax.Device | None) -> Totals:
         """Return the totals at the start of a step. device: None if they are abstract."""
         zero: Scalar = np.zeros((), np.float32)
-        totals: Totals = jax.device_put(Totals(self._problem.task.zeros(), zero, zero, np.ones((), bool)), device)
-        return totals
+        failed = None if self._scaling is None else np.float32(np.inf)
+        totals = Totals(self._problem.task.zeros(), zero, zero, np.ones((), bool), failed)
+        placed: Totals = jax.device_put(totals, device)
+        return placed
 
 
-def _metrics(totals: Totals) -> Metrics:
+def _metrics(totals: Totals, scaling: LossScale | None) -> Metrics:
     root_mean = jnp.sqrt(totals.square / jnp.maximum(totals.num_updates, 1))
     sums, finite = jax.tree.map(jnp.copy, (totals.sums, totals.finite))  # copies: later arrivals donate `totals`
-    return Metrics(sums, jnp.where(finite, root_mean, jnp.nan), finite)
+    failed = totals.failed_scale
+    scale = None if scaling is None or failed is None else jnp.where(jnp.isinf(failed), scaling.scale, failed)
+    return Metrics(sums, jnp.where(finite, root_mean, jnp.nan), finite, scale)
 
 
 def leaves(tree: Tree) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.core.loss_scale import find_scale
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem
 from jaxpar.layout import Tree
@@ -73,19 +74,19 @@ class ServerEngine:
 
     def step(self, run: ServerRun, batch: Mapping[str, np.ndarray]) -> tuple[ServerRun, Metrics]:
         """Train on a batch, [B, ..] on the host, and return metrics of the gradients that arrived. `run` is donated."""
-        chunks = self._programs.chunks(run.step, batch, self._at)
+        chunks = self._programs.chunks(run.step, batch, self._at, find_scale(run.server.optimizer))
         run.server = run.server._replace(totals=self._programs.new_totals(self._at))
         run.step += 1
         is_last = run.step == self._problem.num_steps  # no later step could take the remaining gradients
         self._apply(run, run.transport.deliver(chunks, drain=is_last))
-        return run, self._programs.metrics(run.server.totals)
+        return run, self._metrics(run)
 
     def _apply(self, run: ServerRun, deliveries: Iterator[Delivery]) -> None:
-        for row, grads, sums, read in deliveries:
+        for row, grads, sums, loss_scale, read in deliveries:
             staleness, mean_share, size = map(np.float32, (row.staleness, row.mean_share, row.size))
             at = Arrival(staleness, mean_share, size, np.int32(run.step - 1))
             run.params, run.server = self._programs.arrive(
-                row.is_first, row.is_last, run.params, run.server, grads, sums, read, at
+                row.is_first, row.is_last, run.params, run.server, grads, sums, loss_scale, read, at
             )
             if row.is_last:
                 run.transport.publish(run.params)
@@ -93,7 +94,11 @@ class ServerEngine:
     def drain(self, run: ServerRun) -> Metrics:
         """Wait for in-flight gradients, as all methods below do, and return the last step's metrics with them."""
         self._apply(run, run.transport.deliver({}, drain=True))
-        return self._programs.metrics(run.server.totals)
+        return self._metrics(run)
+
+    def _metrics(self, run: ServerRun) -> Metrics:
+        metrics: Metrics = self._programs.metrics(run.server.totals, find_scale(run.server.optimizer))
+        return metrics
 
     def params(self, run: ServerRun) -> Params:
         """Return the weights to evaluate, on the server's device."""

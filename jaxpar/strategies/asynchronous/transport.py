@@ -24,8 +24,10 @@ from jaxpar.strategies.asynchronous.layouts import DeviceNumbers
 from jaxpar.strategies.asynchronous.programs import Chunk, Programs
 from jaxpar.strategies.asynchronous.table import COLUMNS, TIMES, GradientRow, UpdateTable
 from jaxpar.tasks import Sums
+from jaxpar.tasks.task import Scalar
 
-SentGradient = tuple[Params, Sums, Params | None]  # a gradient, its sums, and the weights it was computed from
+MadeGradient = tuple[Params, Sums, Scalar | None]  # a gradient, its sums, and what its loss was multiplied by
+SentGradient = tuple[Params, Sums, Scalar | None, Params | None]  # these, and the weights it was computed from
 
 
 class Delivery(NamedTuple):
@@ -34,6 +36,7 @@ class Delivery(NamedTuple):
     row: GradientRow  # its row of the table
     grads: Params  # the gradient
     sums: Sums  # sums over its examples
+    loss_scale: Scalar | None  # what its loss was multiplied by, and the gradient has been divided by; None: nothing
     read: Params | None  # the weights that it was computed from; None if no mitigation needs them
 
 
@@ -58,13 +61,13 @@ class Workers(NamedTuple):
         """Return a worker's device."""
         return self.devices[self.numbers.of_worker(worker)]
 
-    def compute(self, worker: int, read: Params, chunk: Chunk) -> tuple[Params, Sums]:
-        """Return a shard's gradient and the sums over its examples. `read` and results are on the worker's device."""
-        inputs = (self.key, np.int32(chunk.step), chunk.examples, chunk.weight)
-        made: tuple[Params, Sums] = self.programs.gradient(read, *jax.device_put(inputs, self.device_of(worker)))
+    def compute(self, worker: int, read: Params, chunk: Chunk) -> MadeGradient:
+        """Return a shard's gradient, with the sums and the scale. `read` and results are on the worker's device."""
+        inputs = (self.key, np.int32(chunk.step), chunk.examples, chunk.weight, chunk.loss_scale)
+        made: MadeGradient = self.programs.gradient(read, *jax.device_put(inputs, self.device_of(worker)))
         return made
 
-    def send(self, made: tuple[Params, Sums], read: Params) -> SentGradient:
+    def send(self, made: MadeGradient, read: Params) -> SentGradient:
         """Return the result of `compute`, and the weights if a mitigation needs them, on the server's device."""
         needs_read = self.programs.mitigations.needs_read
         sent: SentGradient = jax.device_put((*made, read if needs_read else None), self.server)

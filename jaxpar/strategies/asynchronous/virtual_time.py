@@ -18,7 +18,8 @@ from jaxpar.strategies.asynchronous.programs import FIRST_STEP, Chunk
 from jaxpar.strategies.asynchronous.table import UpdateTable, rows_by_step, since
 from jaxpar.strategies.asynchronous.transport import Delivery, InFlight, Workers
 
-WEIGHT = "weight of the batch"  # in the record, next to the examples of a shard
+# in the record, next to the examples of a shard
+WEIGHT, SCALE = "weight of the batch", "scale of the loss"
 
 
 class VirtualTime:
@@ -68,7 +69,9 @@ class VirtualTime:
         """Return each older version once, not per device, because the run may continue on other devices."""
         record: Canonical = {FIRST_STEP: np.int32(self._first_step)}
         for number, chunk in self._chunks.items():
-            record |= {f"{number} {name}": x for name, x in (chunk.examples | {WEIGHT: chunk.weight}).items()}
+            scalars = {WEIGHT: chunk.weight, SCALE: chunk.loss_scale}
+            named = {name: x for name, x in (chunk.examples | scalars).items() if x is not None}
+            record |= {f"{number} {name}": x for name, x in named.items()}
         return InFlight({version: x for (version, _), x in self.history.items()}, record)
 
     def restore(self, in_flight: InFlight) -> None:
@@ -83,7 +86,9 @@ class VirtualTime:
             if space:
                 arrays.setdefault(int(number), {})[field] = in_flight.record[name]
         num_workers = self._workers.numbers.num_workers
-        self._chunks = {number: Chunk(x, x.pop(WEIGHT), number // num_workers) for number, x in arrays.items()}
+        self._chunks = {
+            number: Chunk(x, x.pop(WEIGHT), number // num_workers, x.pop(SCALE, None)) for number, x in arrays.items()
+        }
 
     def table(self) -> UpdateTable | None:
         """Return the rows since the run switched to this strategy."""

@@ -20,6 +20,7 @@ from jaxpar.core import mesh as meshes
 from jaxpar.core import state as states
 from jaxpar.core import step as steps
 from jaxpar.core.groups import ReplicaGroup
+from jaxpar.core.loss_scale import LossScale, find_scale
 from jaxpar.core.mesh import DATA
 from jaxpar.core.plan import Plan, state_memory
 from jaxpar.core.state import Canonical, State, nbytes
@@ -123,7 +124,10 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         return results
 
     def run(state: DispatchedState, batch: Batch, host: Host) -> tuple[DispatchedState, Metrics]:
-        step, inputs = settled(host.call(begin, state.step, state.key, batch))
+        scaling = None
+        if staged.scaling is not None:
+            scaling = columns.everywhere([find_scale(of_group) for of_group in state.optimizer])
+        step, inputs = settled(host.call(begin, state.step, state.key, batch, scaling))
         after, metrics = at_end(each_step(state, inputs, host))
         return after._replace(step=step), metrics
 
@@ -198,16 +202,18 @@ def split_program(mesh: Mesh, of_batch: BatchPlacement, number: int) -> Program:
 
 
 def begin_program(mesh: Mesh, of_batch: BatchPlacement, group: ReplicaGroup, num_microbatches: int) -> Program:
-    """Return the program that begins a step: (step, run's key, batch) -> next step, inputs of the actions."""
+    """Return the program that begins a step: (step, run's key, batch, scale) -> next step, inputs of the actions."""
 
-    def on_device(step: jax.Array, key: jax.Array, batch: Batch) -> tuple[jax.Array, StepInputs]:
+    def on_device(
+        step: jax.Array, key: jax.Array, batch: Batch, scaling: LossScale | None
+    ) -> tuple[jax.Array, StepInputs]:
         # so that the gradient is the mean over replicas
         weight = jax.lax.pmean(group.divisor(steps.batch_weight(batch)), DATA)
         key_data = jax.random.key_data(steps.dropout_key(key, step))
-        return step + 1, StepInputs(key_data, weight, steps.microbatches(batch, num_microbatches))
+        return step + 1, StepInputs(key_data, weight, steps.microbatches(batch, num_microbatches), scaling)
 
-    specs, kinds = (ON_ALL, ON_ALL, of_batch.specs), ("inputs", "inputs", "inputs")
-    return program_on(mesh, on_device, specs, (ON_ALL, input_specs(of_batch.specs)), kinds)
+    specs = (ON_ALL, ON_ALL, of_batch.specs, ON_ALL)
+    return program_on(mesh, on_device, specs, (ON_ALL, input_specs(of_batch.specs)), ("inputs",) * len(specs))
 
 
 class StateOnGroups:

@@ -52,7 +52,7 @@ class EmulatedStep:
     stages: Stages
     devices: Sequence[jax.Device]
     params: Params  # the weights that the step reads
-    scalars: tuple[jax.Array, jax.Array]  # from `SwarmPrograms.begin`
+    scalars: tuple[jax.Array, ...]  # from `SwarmPrograms.begin`
     microbatches: Sequence[Mapping[str, np.ndarray]]
     peers: defaultdict[int, EmulatedPeer] = field(default_factory=lambda: defaultdict(EmulatedPeer))
     # the sums of each microbatch that has passed the last stage. They are sent to the trainer, and never lost.
@@ -86,7 +86,7 @@ class EmulatedStep:
         phase, microbatch, stage, peer, *_ = action
         held, device = self.peers[peer], self._device(peer)
         is_last, is_backward = stage == self.stages.num_stages - 1, phase == BACKWARD_PASS
-        key, weight = self._place("scalars", 0, device, lambda: self.scalars)
+        key, weight, *scale = self._place("scalars", 0, device, lambda: self.scalars)
         inputs = StageInputs(
             self._place("params", stage, device, lambda: stage_params(self.stages, self.params, stage)),
             self._place("microbatch", microbatch, device, lambda: self.microbatches[microbatch]),
@@ -95,6 +95,7 @@ class EmulatedStep:
             weight,
             held.messages[STAGE_INPUT, stage, microbatch] if stage else None,
             held.messages[OUTPUT_GRADIENT, stage, microbatch] if is_backward and not is_last else None,
+            *scale,
         )
         outputs = self.programs.passes[phase](self.stages.kinds[stage], inputs)
         if is_backward and stage > 0:
@@ -140,7 +141,7 @@ class SwarmExecutor:
     def step(self, before: SwarmState, batch: Mapping[str, np.ndarray]) -> tuple[SwarmState, Metrics]:
         """Take a step. batch: on the host."""
         number, state, older = before
-        scalars = self.programs.begin(state.key, np.int32(number), batch["weights"])
+        scalars = self.programs.begin(state, number, batch["weights"])
         microbatches = microbatches_of(batch, self.num_microbatches)
         params = state.params if older is None else older
         step = EmulatedStep(self.programs, self.stages, self.devices, params, scalars, microbatches)

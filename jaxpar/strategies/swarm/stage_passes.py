@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.core import step as steps
+from jaxpar.core.loss_scale import LossScale, find_scale
 from jaxpar.core.state import State, nbytes
 from jaxpar.core.step import Metrics, Problem
 from jaxpar.exchange.compress import Compressor, absmax_int8
@@ -70,15 +71,24 @@ class SwarmPrograms:
         # by FORWARD_PASS and BACKWARD_PASS, (kind, inputs) -> outputs; x, y, dy and dx are messages
         self.passes = [jax.jit(partial(self._pass, phase), static_argnums=0) for phase in (FORWARD_PASS, BACKWARD_PASS)]
         self.add = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
-        # (run's key, step, weights of the examples) -> data of the step's dropout key, divisor of the loss
-        self.begin = jax.jit(_begin)
+        self._scaling = find_scale(jax.eval_shape(problem.optimizer.init, problem.model.shapes))
+        self._begin = jax.jit(_begin)
         # (params, state without params, gradients by stage, sums by microbatch) -> state, metrics. Donates the state.
         self.update = jax.jit(self._update, donate_argnums=1 if keeps_params else (0, 1))
+
+    def begin(self, state: State, step: int, weights: np.ndarray) -> tuple[jax.Array, ...]:
+        """Return what all passes of a step read: data of its dropout key, divisor of the loss, and its scale, if any.
+
+        state: before the step; weights: of the examples.
+        """
+        scalars = self._begin(state.key, np.int32(step), weights, find_scale(state.optimizer))
+        return tuple(jax.tree.leaves(scalars))
 
     def of_stages(self, microbatch: Batch) -> StagePrograms:
         """Return the stage programs for microbatches of these shapes."""
         key = jax.eval_shape(lambda: jax.random.key(0))
-        return StagePrograms(self._stages, steps.abstract(microbatch), key, num_phases=2, remat="none")
+        scale: Any = None if self._scaling is None else self._scaling.scale
+        return StagePrograms(self._stages, steps.abstract(microbatch), key, scale, num_phases=2, remat="none")
 
     def _pass(self, phase: int, kind: int, inputs: StageInputs) -> StageOutputs:
         """Compute a pass. A backward pass computes the inside of the stage again."""
@@ -97,8 +107,9 @@ class SwarmPrograms:
         return steps.update(self._problem, rest._replace(params=params), total, added)
 
 
-def _begin(key: jax.Array, step: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return jax.random.key_data(steps.dropout_key(key, step)), steps.batch_weight({"weights": weights})
+def _begin(key: jax.Array, step: jax.Array, weights: jax.Array, scaling: LossScale | None) -> Any:
+    scale = None if scaling is None else jnp.copy(scaling.scale)  # the update donates its own
+    return jax.random.key_data(steps.dropout_key(key, step)), steps.batch_weight({"weights": weights}), scale
 
 
 def microbatches_of(batch: Mapping[str, np.ndarray], number: int) -> list[dict[str, np.ndarray]]:

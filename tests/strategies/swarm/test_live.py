@@ -345,6 +345,27 @@ def test_divergence_bans_nobody() -> None:
     assert len(first) == 1
 
 
+def test_float16() -> None:
+    """All peers compute the infinite gradients of a scale that is too large, and nobody is banned."""
+    task, outcomes = MLP._replace(dtype="float16"), list[Any]()
+    run = LiveRun(task, *live(stages=2))
+    single = shared(task, f"--config.optimizer.accumulation_steps={NUM_MICROBATCHES}")
+    tree = jax.tree.map(np.asarray, start(task))
+    tree["optimizer"]["0"]["scale"] = np.float32(2**22)
+    for strategy in (run.strategy, single):
+        state, trace = strategy.from_canonical(tree), []
+        for step in range(NUM_STEPS):
+            state, metrics = strategy.step(state, strategy.place(make_batch(task, step)))
+            trace.append((bool(metrics.finite), metrics.loss_scale))
+        outcomes.append((trace, named(strategy.to_canonical(state))))
+    (trace, got), (expected_trace, expected) = outcomes
+    assert trace == expected_trace
+    assert (trace[0], trace[-1][0]) == ((False, 2**22), True)
+    for name, array in expected.items():
+        np.testing.assert_allclose(got[name], array, rtol=1e-3, atol=2e-5, err_msg=name)
+    assert not any(one.is_hostile for one in run.trainer.members.peers)
+
+
 def test_a_later_trainer_takes_the_peers() -> None:
     """A run resumes from a checkpoint on the same peers, after its trainer is gone. An old trainer is refused."""
     first = LiveRun(MLP, *live())

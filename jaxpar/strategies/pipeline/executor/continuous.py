@@ -14,6 +14,7 @@ update of its stage, and arrays on different stages cannot be tied.
 
 import functools
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -56,6 +57,7 @@ class WorkInFlight(NamedTuple):
     residuals: Any  # private state of the gradient exchange
     buffers: Any  # the fields of `Carry` that hold values of batches in flight
     batches: Any  # the microbatches of the batches in flight, the latest batch first; empty if there are none
+    scales: Any = ()  # what the losses of the batches in flight are multiplied by, the latest first; (): nothing
 
 
 class Weights(NamedTuple):
@@ -66,6 +68,8 @@ class Weights(NamedTuple):
     residuals: Any  # private state of the gradient exchange
     squared_norm: jax.Array  # sum of the squared gradient of the last update
     nonfinite: jax.Array  # 1.0 if the gradient of an update in this step was not finite, otherwise 0.0
+    # the scale of the loss of an update in this step whose gradient was not finite, otherwise inf; None: not scaled
+    failed_scale: Any
 
 
 def read_version(versions: Packed, slot: jax.Array) -> Packed:
@@ -123,11 +127,13 @@ class ContinuousState:
         num_earlier = (lowered.shape.num_batches - 1) * lowered.shape.num_microbatches
         carried = jax.eval_shape(engine.start)
         earlier = {name: jax.ShapeDtypeStruct((num_earlier, *x.shape[1:]), x.dtype) for name, x in microbatches.items()}
+        ages = max(lowered.shape.num_batches - 1, self._age_of_update.max(), 1)
         in_flight = WorkInFlight(
             layout.replicated(axes, jax.ShapeDtypeStruct((), jnp.int32)),
             staged.private,
             layout.per_replica(axes, {name: getattr(carried, name) for name in BUFFERS}, STAGE, *group.axes, DATA),
             layout.per_replica(axes, earlier if num_earlier else {}, DATA, *([CONTEXT] if CONTEXT in axes else [])),
+            layout.replicated(axes, jax.ShapeDtypeStruct((ages,), jnp.float32) if staged.scaling else ()),
         )
         versions = [
             jax.ShapeDtypeStruct((max(lowered.shape.num_versions), *array.shape), array.dtype)
@@ -156,6 +162,7 @@ class ContinuousState:
         fresh = self._begin(mesh)(self.staged.distribute(state, None, mesh))
         if not private:
             return fresh
+        private = {**private, "in_flight": {"scales": {}, **private["in_flight"]}}  # earlier versions had no scales
         like = self._private_parts(fresh)
         placed = jax.device_put(serialization.from_state_dict(like, private), jax.tree.map(lambda x: x.sharding, like))
         return fresh._replace(params=placed["versions"], optimizer=placed["optimizer"], private=placed["in_flight"])
@@ -223,34 +230,50 @@ def continuous_step(
         microbatches = {name: jnp.concatenate([x, earlier[name]]) if earlier else x for name, x in entering.items()}
         keys = jax.vmap(lambda age: steps.dropout_key(state.key, state.step - age))(jnp.arange(shape.num_batches))
         weights = microbatches["weights"].reshape(shape.num_batches, -1).sum(axis=1)
-        batches = StepBatches(microbatches, keys, jax.lax.pmean(staged.group.divisor(weights), DATA))
+        scaling, scales = staged.find_scale(state.optimizer), None
+        if scaling is not None:
+            scales = jnp.concatenate([scaling.scale[None], in_flight.scales])
+        batches = StepBatches(microbatches, keys, jax.lax.pmean(staged.group.divisor(weights), DATA), scales)
         key = steps.dropout_key(state.key, state.step)
         engine = PipelineEngine(staged, shape, entering, key, remat, timeline)
         # 2. to 7. Continue with what is in flight, and update each stage when its gradient is complete.
-        zero = jnp.zeros(())
-        held = Weights(state.params, state.optimizer, in_flight.residuals, zero, zero)
+        zero, none_failed = jnp.zeros(()), None if scales is None else jnp.float32(jnp.inf)
+        held = Weights(state.params, state.optimizer, in_flight.residuals, zero, zero, none_failed)
         start = engine.start()._replace(**in_flight.buffers, weights=held)
         now = arrays_at_step(shape, arrays, device, in_flight.num_entered)
         stage_update = StageUpdate(staged, device)
-        update = update_of_clock(staged, shape, stage_update, state, timeline)
+        update = update_of_clock(staged, shape, stage_update, state, scales, timeline)
         end = engine.run(now, lambda held, slot: read_version(held.versions, slot), batches, start, update)
         held = end.weights
         sums, nonfinite = psum_small((end.sums, held.nonfinite), (*staged.group.batch_axes, STAGE))
         grad_norm = jnp.sqrt(jax.lax.psum(stage_update.counted(held.squared_norm), STAGE))
         metrics = Metrics(sums, grad_norm, (nonfinite == 0) & jnp.isfinite(sums.loss))
+        optimizer, later_scales = held.optimizer, in_flight.scales
+        if scaling is not None and scales is not None:
+            of_stages = staged.find_scale(optimizer), held.failed_scale
+            least, failed = jax.tree.map(partial(jax.lax.pmin, axis_name=STAGE), of_stages)
+            metrics = metrics._replace(loss_scale=jnp.where(jnp.isinf(failed), scaling.scale, failed))
+            optimizer, later_scales = staged.with_scale(optimizer, least), scales[:-1]
         kept = {name: microbatches[name][: len(x)] for name, x in earlier.items()}
         buffers = {name: getattr(end, name) for name in BUFFERS}
-        private = WorkInFlight(in_flight.num_entered + 1, held.residuals, buffers, kept)
-        after = PackedState(state.step + 1, state.key, held.versions, held.optimizer, private)
+        private = WorkInFlight(in_flight.num_entered + 1, held.residuals, buffers, kept, later_scales)
+        after = PackedState(state.step + 1, state.key, held.versions, optimizer, private)
         return state_of.packed.out(after), metrics
 
     return step
 
 
 def update_of_clock(
-    staged: StagedState, shape: TableShape, update: StageUpdate, before: PackedState, timeline: Timeline | None
+    staged: StagedState,
+    shape: TableShape,
+    update: StageUpdate,
+    before: PackedState,
+    scales: jax.Array | None,
+    timeline: Timeline | None,
 ) -> Callable[[Carry, jax.Array], Carry]:
     """Return the function that runs the update of a clock, if the table has one. before: the state before the step.
+
+    scales: of the losses of the batches, the latest first; None: they are not scaled.
 
     Its second argument is an entry of TableArrays.updates: the number of batches that have entered since the one of
     the gradient, or NONE.
@@ -268,12 +291,14 @@ def update_of_clock(
         newest = read_version(weights.versions, version_slot(version, kept))
         state = PackedState(before.step - age, before.key, newest, weights.optimizer)  # learning rate of the batch
         checked_norm = jnp.where(nonfinite_count == 0, norm, jnp.nan)
-        after, metrics = update(state, grads, staged.problem.task.zeros(), checked_norm)
+        scale = None if scales is None else scales[age]
+        after, metrics = update(state, grads, staged.problem.task.zeros(), checked_norm, scale)
         # 3. Write the version that follows it.
         versions = written_at(after.params, version_slot(version + 1, kept), weights.versions)
         residuals = kept_if(metrics.finite, residuals, weights.residuals)
         nonfinite = jnp.maximum(weights.nonfinite, 1.0 - metrics.finite)
-        return Weights(versions, after.optimizer, residuals, jnp.square(norm), nonfinite)
+        failed = None if scale is None else jnp.where(metrics.finite, weights.failed_scale, scale)
+        return Weights(versions, after.optimizer, residuals, jnp.square(norm), nonfinite, failed)
 
     def run(carry: Carry, age: jax.Array) -> Carry:
         def apply(_: jax.Array, values: tuple[Packed, Weights]) -> tuple[Packed, Weights]:

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.core import mesh as meshes
 from jaxpar.core import step as steps
+from jaxpar.core.loss_scale import LossScale
 from jaxpar.exchange.exchange import ShardSteps
 from jaxpar.models.model import Batch, Params
 from jaxpar.strategies.pipeline.executor.enqueue import (
@@ -52,11 +53,12 @@ class StepInputs(NamedTuple):
     key: Any  # data of the dropout key; None when evaluating
     weight: Any  # divisor of the loss: the weight of the global batch divided by the number of replicas
     microbatches: Batch  # [m, B, ..] the microbatches
+    scaling: LossScale | None = None  # scale of the loss; None: it is not scaled
 
 
 def input_specs(of_batch: Mapping[str, PartitionSpec]) -> StepInputs:
     """Return the partition specs of the inputs of a step. of_batch: those of a batch."""
-    return StepInputs(ON_ALL, ON_ALL, of_microbatches(of_batch))  # type: ignore[arg-type]
+    return StepInputs(ON_ALL, ON_ALL, of_microbatches(of_batch), ON_ALL)  # type: ignore[arg-type]
 
 
 class DispatchedAction(NamedTuple):
@@ -236,8 +238,9 @@ class StageDispatcher:
             microbatch = {name: at_index(x, index) for name, x in inputs.microbatches.items()}
             key = None if inputs.key is None else jax.random.wrap_key_data(inputs.key)
             x, dy = (arrived if phase == reading else None for reading in (0, 1))
-            of_stage = StageInputs(part, microbatch, key, shift, inputs.weight, x, dy)
-            like, phases = steps.abstract((microbatch, key)), self._num_phases
+            scale = None if inputs.scaling is None else inputs.scaling.scale
+            of_stage = StageInputs(part, microbatch, key, shift, inputs.weight, x, dy, scale)
+            like, phases = steps.abstract((microbatch, key, scale)), self._num_phases
             programs = StagePrograms(self._stages, *like, num_phases=phases, remat=self._remat)
             if shards and shards.stage == 3:
                 whole = gathered(part, programs.reads(number, phase), shards)

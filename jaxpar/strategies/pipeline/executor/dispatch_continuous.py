@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.core import step as steps
+from jaxpar.core.loss_scale import LossScale, find_scale, least_scale, with_scale
 from jaxpar.core.mesh import DATA
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics
@@ -50,6 +51,14 @@ class EnteredBatch(NamedTuple):
 
     step: Sequence[Any]  # number of its step, by group
     inputs: Sequence[StepInputs]  # inputs of its actions, by column
+    scaling: Sequence[LossScale | None]  # scale of its loss, by group
+
+
+def entered_batch(columns: MeshColumns, step: Any, inputs: StepInputs) -> EnteredBatch:
+    """Return a batch that enters. step, inputs: on all devices."""
+    of_groups = [restricted((step, inputs.scaling), mesh) for mesh in columns.of_group]
+    numbers, scalings = zip(*of_groups, strict=True)
+    return EnteredBatch(numbers, columns.split(inputs), scalings)
 
 
 class DispatchedFlight(NamedTuple):
@@ -72,7 +81,8 @@ class GroupWeights:
     parts: dict[int, dict[int, list[Params]]]  # the parameters of each chunk, by version and column
     optimizer: Any  # state of the optimizer
     residuals: Tree  # private state of the gradient exchange
-    # of the update in this step, the squared norm of the gradient, and 1.0 if it was not finite, otherwise 0.0
+    # of the update in this step, the squared norm of the gradient; 1.0 if it was not finite, otherwise 0.0; the scale
+    # of its loss if it was not, otherwise inf; None: it was not scaled
     checks: Sequence[Any] = ()
 
     @property
@@ -123,21 +133,25 @@ class ContinuousSteps(FlushedSteps):
         """
         flight: DispatchedFlight = state.private
         now, columns, weights = int(flight.num_entered), self._columns, self._weights(state)
-        entered = EnteredBatch([restricted(state.step, mesh) for mesh in columns.of_group], columns.split(inputs))
-        batches = {**flight.batches, now: entered}
+        batches = {**flight.batches, now: entered_batch(columns, state.step, inputs)}
         work = Work(dict(flight.work.arrived), dict(flight.work.stashes), dict(flight.work.grads), {})
         for place, action in enumerate(self._order):
             batch, group = now + action.microbatch // self._m, columns.group_of[action.column]
             if batch < 0 or not self._runs(place):
                 continue
             if action.is_update:
-                self._update_group(group, batch, now, batches[batch].step[group], weights[group], work, host)
+                self._update_group(group, batch, now, batches[batch], weights[group], work, host)
             else:
                 parts = weights[group].parts[max(batch + action.version, 0)][action.column]
                 absolute = action._replace(microbatch=now * self._m + action.microbatch)
                 self._dispatcher.act(absolute, parts, batches[batch].inputs[action.column], work, host)
-        squares, nonfinite = ([of_group.checks[i] for of_group in weights if of_group.checks] for i in (0, 1))
-        metrics = self._here(self._agree_on(work, squares, nonfinite, host), host)
+        checks = [of_group.checks for of_group in weights if of_group.checks]
+        scalings = [find_scale(of_group.optimizer) for of_group in weights]
+        metrics, scaling = self._agree_on(work, (checks, scalings, inputs.scaling), host)
+        if scaling is not None:
+            for g, of_group in enumerate(weights):
+                of_group.optimizer = with_scale(of_group.optimizer, self._to(host, g, scaling))
+        metrics = self._here(metrics, host)
         params, optimizer, residuals = zip(*(of.newest for of in weights), strict=True)
         versions = [
             {v: of for v, of in of_group.versions.items() if now + self._read_after_step[g] <= v < of_group.number}
@@ -164,16 +178,17 @@ class ContinuousSteps(FlushedSteps):
         weights.versions[version], weights.parts[version] = params, self._dispatcher.parts(group, params)
 
     def _update_group(
-        self, group: int, batch: int, now: int, step: Any, weights: GroupWeights, work: Work, host: Host
+        self, group: int, batch: int, now: int, entered: EnteredBatch, weights: GroupWeights, work: Work, host: Host
     ) -> None:
-        """Enqueue the update of a group with the gradient of a batch."""
+        """Enqueue the update of a group with the gradient of a batch. batch: its number; entered: the batch itself."""
         # Drop the versions that are not read any more before the update, which writes to the arrays of the newest one.
         oldest = min(now + self._read_after_update[group], batch + 1)
         newest = weights.newest
         for version in [v for v in weights.versions if v < oldest]:
             del weights.versions[version], weights.parts[version]
         grads = self._columns.joined(group, [work.grads.pop(column) for column in self._columns.groups[group]])
-        results = self._alone(host, self._update[group], step, *newest, grads)
+        step, scaling = entered.step[group], entered.scaling[group]
+        results = self._alone(host, self._update[group], step, *newest, grads, scaling)
         params, weights.optimizer, weights.residuals, *weights.checks = results
         weights.number = batch + 1
         self._add_version(group, weights, batch + 1, params)
@@ -195,16 +210,29 @@ class ContinuousSteps(FlushedSteps):
         }
         return min([1 + min(reads.values()), *(read for i, read in reads.items() if i > place)])
 
-    def _agreed(self, sums: Sums, squares: list[jax.Array], nonfinite: list[jax.Array]) -> Metrics:
+    def _agreed(self, sums: Sums, scalars: Any) -> tuple[Metrics, LossScale | None]:
+        """Return the metrics, and the smallest scale, and number of updates, of all stages."""
+        checks, scalings, entered = scalars
+        squares, nonfinite, failed = zip(*checks, strict=True) if checks else ((), (), ())
         total = self._over_replicas(sums)
         is_finite = sum(nonfinite, jnp.zeros(())) == 0
-        return Metrics(total, jnp.sqrt(sum(squares, jnp.zeros(()))), is_finite & jnp.isfinite(total.loss))
+        metrics = Metrics(total, jnp.sqrt(sum(squares, jnp.zeros(()))), is_finite & jnp.isfinite(total.loss))
+        if entered is None:
+            return metrics, None
+        lowest = least_scale([jnp.float32(jnp.inf), *failed])
+        metrics = metrics._replace(loss_scale=jnp.where(jnp.isinf(lowest), entered.scale, lowest))
+        return metrics, least_scale(scalings)
 
     def _make_update(self, group: int) -> Program:
         problem = self._staged.problem
 
         def on_device(
-            step: jax.Array, params: Params, optimizer: Any, residuals: Tree, of_chunks: list[Params]
+            step: jax.Array,
+            params: Params,
+            optimizer: Any,
+            residuals: Tree,
+            of_chunks: list[Params],
+            scaling: LossScale | None,
         ) -> tuple[Any, ...]:
             before, of_chunks = without_leading((residuals, of_chunks))
             # A compressor may hide infinities and NaNs, so count them before the exchange.
@@ -216,13 +244,15 @@ class ContinuousSteps(FlushedSteps):
             norm = of_stage.norm(grads)
             state = State(step, jnp.zeros(()), params, optimizer)
             checked_norm = jnp.where(nonfinite == 0, norm, jnp.nan)
-            state, metrics = steps.update(problem, state, grads, problem.task.zeros(), checked_norm)
+            scale = None if scaling is None else scaling.scale
+            state, metrics = steps.update(problem, state, grads, problem.task.zeros(), checked_norm, scale)
             after = with_leading(kept_if(metrics.finite, after, before))
-            return state.params, state.optimizer, after, jnp.square(norm), 1.0 - metrics.finite
+            failed = None if scale is None else jnp.where(metrics.finite, jnp.inf, scale)
+            return state.params, state.optimizer, after, jnp.square(norm), 1.0 - metrics.finite, failed
 
         of_state = self._state_specs(group)
-        specs, results = (ON_ALL, *of_state, LOCAL, LOCAL), (*of_state, LOCAL, ON_ALL, ON_ALL)
-        kinds = ("inputs", "parameters", "optimizer", "private", "gradients")
+        specs, results = (ON_ALL, *of_state, LOCAL, LOCAL, ON_ALL), (*of_state, LOCAL, ON_ALL, ON_ALL, ON_ALL)
+        kinds = ("inputs", "parameters", "optimizer", "private", "gradients", "inputs")
         is_read_later = self._read_after_update[group] <= -self._age_of_update[group]
         options: Any = {"donate_argnums": (2, 3) if is_read_later else (1, 2, 3), "compiler_options": IN_PLACE}
         program = program_on(self._columns.of_group[group], on_device, specs, results, kinds, **options)
@@ -289,12 +319,11 @@ class ContinuousSteps(FlushedSteps):
             flight.versions[g][version] = put(tree, columns.of_group[g], self._state_specs(g)[0])
         batches, work = {}, Work({}, {}, {}, {})
         on_all, specs = NamedSharding(columns.mesh, ON_ALL), self._dispatcher.input_specs.microbatches
-        of_batch = 0, StepInputs(0, 0, dict(programs.programs[0].inputs.microbatch))
+        of_batch = 0, StepInputs(0, 0, dict(programs.programs[0].inputs.microbatch), self._staged.scaling)
         for (number,), (step, inputs) in saved("batches", lambda _number: of_batch):
-            step, key_data, weight = put_on_devices((step, inputs.key, inputs.weight), on_all)
-            inputs = StepInputs(key_data, weight, put(inputs.microbatches, columns.mesh, specs))
-            of_groups = [restricted(step, mesh) for mesh in columns.of_group]
-            batches[number] = EnteredBatch(of_groups, columns.split(inputs))
+            step, shared = put_on_devices((step, inputs._replace(microbatches={})), on_all)
+            inputs = shared._replace(microbatches=put(inputs.microbatches, columns.mesh, specs))
+            batches[number] = entered_batch(columns, step, inputs)
         for key, tree in saved("arrived", lambda phase, *at: programs.received(program(*at), phase)):
             work.arrived[key] = put_on_devices(tree, on_column[self._devices.device(*key[1:])])
         for (stage, microbatch, made, last), tree in saved("stashes", of_stash):

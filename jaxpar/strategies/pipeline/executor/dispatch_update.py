@@ -95,7 +95,7 @@ class FlushedSteps:
         self._add = [program_on(mesh, self._added, (LOCAL,), LOCAL, scalars) for mesh in columns.of_column]
         self._root = program_on(on_group[0], _root_of_sum, (BY_REPLICA,), BY_REPLICA, scalars)
         self._total = program_on(on_group[self._last], self._over_replicas, (LOCAL,), ON_ALL, scalars)
-        self._agree = program_on(on_group[self._last], self._agreed, (LOCAL, ON_ALL, ON_ALL), ON_ALL, 3 * scalars)
+        self._agree = program_on(on_group[self._last], self._agreed, (LOCAL, ON_ALL), ON_ALL, 2 * scalars)
 
     def begin(self, state: DispatchedState) -> DispatchedState:
         """Return a state whose private state is that of step 0."""
@@ -154,7 +154,7 @@ class FlushedSteps:
             squares.append(square)
             for g in holders:
                 means[g][layer][name] = self._to(host, g, total, spec)
-        agreed = self._agree_on(work, squares, nonfinite, host)
+        agreed = self._agree_on(work, (squares, list(nonfinite)), host)
         updated = []
         for g in groups:
             step, before = restricted(state.step, columns.of_group[g]), (state.params[g], state.optimizer[g])
@@ -168,10 +168,9 @@ class FlushedSteps:
         sums: Sums = self._here(self._alone(DEVICES, self._total, self._local_sums(work, DEVICES)), DEVICES)
         return sums
 
-    def _agree_on(self, work: Work, squares: Sequence[Any], nonfinite: Sequence[Any], host: Host) -> Any:
+    def _agree_on(self, work: Work, scalars: Any, host: Host) -> Any:
         """Call `_agreed` of the last group on the metric sums of a step, and on scalars of some groups."""
-        scalars = self._to(host, self._last, (list(squares), list(nonfinite)))
-        return self._alone(host, self._agree, self._local_sums(work, host), *scalars)
+        return self._alone(host, self._agree, self._local_sums(work, host), self._to(host, self._last, scalars))
 
     def _here(self, tree: Tree, host: Host) -> Any:
         """Return scalars of the last group on devices of this process."""
@@ -211,7 +210,8 @@ class FlushedSteps:
         held = self._staged.group.reduced(sum_over_stages(of_chunks))
         return jax.lax.psum(held, STAGE) if len(self._columns.groups[group]) > 1 else held
 
-    def _agreed(self, sums: Sums, squares: list[jax.Array], nonfinite: list[jax.Array]) -> Any:
+    def _agreed(self, sums: Sums, scalars: Any) -> Any:
+        squares, nonfinite = scalars
         # With a gradient norm of NaN, nothing is updated.
         return self._over_replicas(sums), jnp.where(sum(nonfinite) == 0, _root_of_sum(squares), jnp.nan)
 

@@ -91,13 +91,15 @@ class StepBatches(NamedTuple):
     microbatches: Batch  # [number of batches x m, B, ..] the microbatches of a replica
     keys: Any  # dropout key by batch, an array or a list; None disables dropout
     weights: Any  # by batch, the divisor of the loss: the global batch weight divided by the number of replicas
+    scales: Any = None  # by batch, what the loss is multiplied by; None: nothing
 
-    def of(self, microbatch: jax.Array) -> tuple[Batch, jax.Array | None, jax.Array]:
-        """Return a microbatch, and the dropout key and the divisor of its batch."""
+    def of(self, microbatch: jax.Array) -> tuple[Batch, jax.Array | None, jax.Array, jax.Array | None]:
+        """Return a microbatch, and the dropout key, the divisor and the scale of its batch."""
         chosen: Batch = jax.tree.map(lambda x: at_index(x, microbatch), self.microbatches)
         num_batches = len(self.weights)
         batch: Any = microbatch // (len(self.microbatches["index"]) // num_batches) if num_batches > 1 else 0
-        return chosen, None if self.keys is None else self.keys[batch], self.weights[batch]
+        key, scale = (None if of_batches is None else of_batches[batch] for of_batches in (self.keys, self.scales))
+        return chosen, key, self.weights[batch], scale
 
 
 class PipelineEngine:
@@ -118,7 +120,9 @@ class PipelineEngine:
         dots: which values the forward pass saves for the backward pass. timeline: measures every action.
         """
         microbatch, like = steps.abstract(microbatches, 1), steps.abstract(key)
-        self.programs = StagePrograms(staged.stages, microbatch, like, num_phases=shape.num_phases, remat=remat)
+        scale: Any = None if staged.scaling is None else staged.scaling.scale
+        phases = shape.num_phases
+        self.programs = StagePrograms(staged.stages, microbatch, like, scale, num_phases=phases, remat=remat)
         self.packing, self.shape, self._timeline = staged.params.packing, shape, timeline
         each = self.programs.programs
         self.transfers = Packing([program.y for program in each])  # of stage outputs, by program that computes them
@@ -162,8 +166,9 @@ class PipelineEngine:
         def inputs(number: int, action: Actions, carry: Carry) -> StageInputs:
             # 4. All but x and dy, which `_act` adds.
             held = self.packing.unpack(programs.kind(number), read(carry.weights, action.version))
-            microbatch, key, weight = batches.of(action.microbatch)
-            return StageInputs(programs.params(number, held), microbatch, key, shifts[programs.chunk(number)], weight)
+            microbatch, key, weight, scale = batches.of(action.microbatch)
+            params, shift = programs.params(number, held), shifts[programs.chunk(number)]
+            return StageInputs(params, microbatch, key, shift, weight, scale=scale)
 
         def clock(carry: Carry, index: int, now: TableArrays) -> Carry:
             for phase, (action, able) in enumerate(zip(now.actions, possible[index], strict=True)):
@@ -301,7 +306,8 @@ def pipeline_step(
         weight = jax.lax.pmean(group.divisor(steps.batch_weight(batch)), DATA)
         # 2. to 7. Run the clocks.
         engine = PipelineEngine(staged, shape, microbatches, key, remat, timeline)
-        batches = StepBatches(microbatches, [key], [weight])
+        scaling = staged.find_scale(state.optimizer)
+        batches = StepBatches(microbatches, [key], [weight], None if scaling is None else [scaling.scale])
         end = engine.run(arrays, lambda _weights, _version: state.params, batches, engine.start())
         update = StageUpdate(staged, jax.lax.axis_index(STAGE))
         local_grads, replica_norm = update.over_copies(end.grads), None

@@ -47,6 +47,11 @@ class MeshColumns:
         """Return a tree on the whole mesh as it is on each column."""
         return [restricted(tree, column) for column in self.of_column]
 
+    def everywhere(self, of_groups: Sequence[Tree]) -> Tree:
+        """Return arrays that are equal on all groups as arrays on the whole mesh, without copying them."""
+        sharding = NamedSharding(self.mesh, ON_ALL)
+        return jax.tree.map(lambda *parts: _assembled(parts, parts[0].shape, sharding), *of_groups)
+
     def joined(self, group: int, trees: Sequence[Tree]) -> Tree:
         """Return trees on the columns of a group, in the form LOCAL, as one tree on the group."""
         if len(trees) == 1:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.core.loss_scale import unscaled
 from jaxpar.core.step import example_keys
 from jaxpar.models.model import Activations, Batch, Model, Params
 from jaxpar.models.remat import REMAT_POLICIES
@@ -38,6 +39,9 @@ class StageInputs(NamedTuple):
     x: Activations | None = None  # input of the stage, for F; None at stage 0, whose input is in the microbatch
     # gradient of the stage's output, for B; None at the last stage, whose output is the loss
     dy: Activations | None = None
+    # what the loss, and so every dx and dy, is multiplied by; None: nothing. The gradients of parameters are divided by
+    # it
+    scale: Any = None
 
 
 class StageOutputs(NamedTuple):
@@ -68,13 +72,23 @@ class StageProgram(NamedTuple):
 class StagePrograms:
     """The programs of all stages. Stages that differ only in their position in the model share a program."""
 
-    def __init__(self, stages: Stages, microbatch: Batch, key: jax.Array | None, *, num_phases: int, remat: str):
+    def __init__(
+        self,
+        stages: Stages,
+        microbatch: Batch,
+        key: jax.Array | None,
+        scale: jax.ShapeDtypeStruct | None = None,
+        *,
+        num_phases: int,
+        remat: str,
+    ):
         """Trace the programs.
 
         Args:
           stages: the stages.
           microbatch: shapes of a microbatch.
           key: shape of a dropout key; None disables dropout.
+          scale: shape of the scale of the loss; None if it is not scaled.
           num_phases: 1: F alone; 2: F and a fused backward; 3: F, B and W.
           remat: none, full or dots: which values the forward pass saves for the backward pass.
         """
@@ -89,7 +103,7 @@ class StagePrograms:
             if number not in traced:
                 device = stages.examples[self.kind(number)]
                 params = self.params(number, stages.select(stages.computed.shapes, device))
-                inputs = StageInputs(params, microbatch, key, scalar(jnp.int32), scalar(jnp.float32), x)
+                inputs = StageInputs(params, microbatch, key, scalar(jnp.int32), scalar(jnp.float32), x, scale=scale)
                 stage = int(stages.placement[device, self.chunk(number)])
                 traced[number] = trace_stage(stages, stage, inputs, num_phases=num_phases, remat=remat)
             x = traced[number].y
@@ -256,7 +270,8 @@ class _Stage(NamedTuple):
             return y, None
         sums_of = self.task.evaluation_sums if self.is_evaluation else self.task.sums
         sums = sums_of(y, inputs.microbatch)
-        return mean_loss(sums.loss, inputs.weight), sums
+        weight = inputs.weight if inputs.scale is None else inputs.weight / inputs.scale
+        return mean_loss(sums.loss, weight), sums
 
     def phases(self, inputs: StageInputs, *, is_bumped: bool, remat: str) -> list[StageOutputs]:
         """Return the outputs of F, B and W. is_bumped: B computes dX of the second layer."""
@@ -278,7 +293,7 @@ class _Stage(NamedTuple):
             y, sums = forward(inputs.params, inputs.x, None)
         dparams, dx, dbump = pullback(dy)
         dx = dbump if self.is_first else dx
-        return [self._outputs(y, sums), StageOutputs(dx=dx), StageOutputs(dparams=dparams)]
+        return [self._outputs(y, sums), StageOutputs(dx=dx), StageOutputs(dparams=unscaled(dparams, inputs.scale))]
 
     def _outputs(self, y: Activations, sums: Sums | None) -> StageOutputs:
         return StageOutputs(sums=sums) if self.is_last else StageOutputs(y=y)

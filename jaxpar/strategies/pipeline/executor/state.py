@@ -21,6 +21,7 @@ from jaxpar import layout
 from jaxpar.core import state as states
 from jaxpar.core import step as steps
 from jaxpar.core.groups import ReplicaGroup
+from jaxpar.core.loss_scale import LossScale, find_scale, with_scale
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem
@@ -75,6 +76,7 @@ class StagedState:
         self.mean_packing = Packing([part.local_shapes for part in self.means]) if shards else self.params.packing
         self.private = layout.made_by_replicas(axes, self._init_private, DATA, STAGE, *group.axes)
         like = states.abstract_state(problem.model, problem.optimizer)
+        self.scaling = find_scale(like.optimizer)  # shapes of the scale of the loss; None if it is not scaled
         step, key = layout.replicated(axes, like.step), layout.replicated(axes, like.key)
         # the devices that hold each leaf of the canonical state, and the layout of the private state
         self.layouts = PackedState(step, key, self.params.layout, self.optimizer.layout, self.private)
@@ -134,6 +136,19 @@ class StagedState:
         """Return the canonical state, as NumPy arrays."""
         step, key, params, optimizer = processes.fetch(state[:4])
         return State(step, key, self.params.collect(params), self.optimizer.collect(optimizer))
+
+    def find_scale(self, optimizer: Packed) -> LossScale | None:
+        """Return the scale in a device's optimizer state.
+
+        Its arrays are the first scalars of their dtypes in the trees of all kinds, so that all have them in one place.
+        """
+        return find_scale(self.optimizer.packing.unpack(0, optimizer))
+
+    def with_scale(self, optimizer: Packed, scaling: LossScale) -> Packed:
+        """Return a device's optimizer state with another scale."""
+        packing = self.optimizer.packing
+        packed = packing.pack(0, with_scale(packing.unpack(0, optimizer), scaling))
+        return tuple(old if old.ndim else new for old, new in zip(optimizer, packed, strict=True))
 
     def mean_of(self, layer: str, name: str) -> jax.ShapeDtypeStruct:
         """Return the shape of what a device has of the gradient of an array after the exchange."""
@@ -279,16 +294,20 @@ class StageUpdate:
         return jnp.where(self._counts, x, jnp.zeros_like(x)) if self._stages.has_replicas else x
 
     def __call__(
-        self, state: PackedState, grads: Packed, sums: Sums, grad_norm: jax.Array
+        self, state: PackedState, grads: Packed, sums: Sums, grad_norm: jax.Array, loss_scale: jax.Array | None = None
     ) -> tuple[PackedState, Metrics]:
-        """Take one optimizer step. sums and grad_norm: those of the whole model and the global batch."""
+        """Take one optimizer step. sums and grad_norm: those of the whole model and the global batch.
+
+        loss_scale: as in `steps.update`.
+        """
         params, optimizer = self._params, self._optimizer
 
         def of_kind(kind: int, state: PackedState, grads: Packed) -> tuple[PackedState, Metrics]:
             held = params.unpack(kind, state.params)
             held = self._shards.local(held) if self._shards else held
             before = State(state.step, state.key, held, optimizer.unpack(kind, state.optimizer))
-            after, metrics = steps.update(self._problem, before, self._mean.unpack(kind, grads), sums, grad_norm)
+            mean = self._mean.unpack(kind, grads)
+            after, metrics = steps.update(self._problem, before, mean, sums, grad_norm, loss_scale)
             packed = self._mean.pack(kind, after.params), optimizer.pack(kind, after.optimizer)
             return PackedState(after.step, after.key, *packed), metrics
 

@@ -164,7 +164,7 @@ class StagePeer:
     ) -> tuple[PeerAnswer, Arrays]:
         """Compute a pass, and return the message for the stage after it, or before it in a backward pass.
 
-        phase: FORWARD_PASS or BACKWARD_PASS; scalars: data of the step's dropout key, and the divisor of the loss;
+        phase: FORWARD_PASS or BACKWARD_PASS; scalars: from `SwarmPrograms.begin`;
         is_counted: whether to accumulate the gradient of the parameters; x: the message with the input of the stage,
         None at stage 0; dy: that with the gradient of its output, None in a forward pass and at the last stage.
         """
@@ -224,7 +224,8 @@ class StagePeer:
         gradient = joined_shards(totals, like)
         for layer, arrays in tied.items():
             gradient[layer] = {**gradient[layer], **arrays}
-        state = self._state._replace(step=jnp.int32(ticket.step))  # a peer does not take part in skipped steps
+        # A peer does not take part in skipped steps. So passes read the scale of the loss from the scalars instead.
+        state = self._state._replace(step=jnp.int32(ticket.step))
         self._state = jax.block_until_ready(self._update(state, gradient, norm))
         self._params = stage_params(self._spec.stages, self._state.params, self._stage)
         return PeerAnswer()
@@ -266,8 +267,9 @@ class StagePeer:
 
     def _inputs(self, microbatch: Examples, scalars: Arrays) -> StageInputs:
         """Return the inputs of a pass, without messages."""
-        key, weight = scalars
-        return StageInputs(self._params, microbatch, key, self._spec.stages.shifts[self._stage, 0], weight)
+        key, weight, *scale = scalars
+        shift = self._spec.stages.shifts[self._stage, 0]
+        return StageInputs(self._params, microbatch, key, shift, weight, None, None, *scale)
 
 
 def shard_sizes(size: int, number: int) -> list[int]:

@@ -68,8 +68,8 @@ class LiveStep:
     ) -> None:
         """Assign all microbatches.
 
-        number: of the step in the engine; microbatches: references to the examples of each; scalars: data of the step's
-        dropout key, and the divisor of the loss; compiled: (peer, phase, stage, key of shapes) of programs that peers
+        number: of the step in the engine; microbatches: references to the examples of each; scalars: from
+        `SwarmPrograms.begin`; compiled: (peer, phase, stage, key of shapes) of programs that peers
         have run, which is added to.
         """
         self.members, self.engine, self.number, self.shapes = members, members.engine, number, shapes

@@ -94,8 +94,7 @@ class LiveTrainer:
         """Take a step. batch: on the host. Raises TrainingError, see `Members.turn`."""
         number, state, _ = before
         members = self.members
-        key, weight = self._programs.begin(state.key, np.int32(number), batch["weights"])
-        scalars = [np.asarray(key), np.asarray(weight)]
+        scalars = [np.asarray(one) for one in self._programs.begin(state, number, batch["weights"])]
         microbatches = microbatches_of(batch, self._num_microbatches)
         references = [self._ray.put(one) for one in microbatches]
         members.step_number = number
