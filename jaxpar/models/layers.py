@@ -21,6 +21,7 @@ from jaxpar.models.group import TRANSFORMER_DIMS, TensorSplit
 from jaxpar.models.model import Context, Model, Tie
 from jaxpar.models.options import Spec
 from jaxpar.models.rotary import rotate
+from jaxpar.tasks.einsum import float32_einsum
 from jaxpar.tasks.token_logits import SplitWords, TokenLogits
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -55,9 +56,16 @@ def dropout(x: jax.Array, rate: float, context: Context, site: int) -> jax.Array
 
 
 def classifier(spec: Spec, num_classes: int, rngs: nnx.Rngs, *, bias: bool = True) -> nnx.Linear:
-    """Return the linear map to the classes, in float32 so that logits are not rounded."""
+    """Return the linear map to the classes; apply it with `class_logits`."""
     init = nnx.initializers.normal(INIT_SCALE)
-    return nnx.Linear(spec.hidden_size, num_classes, use_bias=bias, dtype=jnp.float32, kernel_init=init, rngs=rngs)
+    return nnx.Linear(spec.hidden_size, num_classes, use_bias=bias, dtype=spec.dtype, kernel_init=init, rngs=rngs)
+
+
+def class_logits(classifier: nnx.Linear, x: jax.Array) -> jax.Array:
+    """Return the logits of x, [..., C] in float32: a product of arrays in the dtype of the classifier, not rounded."""
+    kernel_DC = classifier.kernel[...].astype(classifier.dtype)
+    logits = float32_einsum("...d,dc->...c", x.astype(classifier.dtype), kernel_DC)
+    return logits if classifier.bias is None else logits + jnp.broadcast_to(classifier.bias[...], logits.shape)
 
 
 def linear(

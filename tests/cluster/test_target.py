@@ -265,7 +265,7 @@ def test_audit_of_absent_gpus(name: str) -> None:
     if name == "zero3":
         check_that_zero3_gathers_ahead(found)
     dtypes = {product["dtype"] for program in found["programs"] for product in program["products"]}
-    assert dtypes == {"float32"} | ({"bfloat16"} if name != "ddp" else set())  # the head is in float32
+    assert dtypes == {"float32" if name == "ddp" else "bfloat16"}
 
 
 def check_findings(name: str, audited: dict[str, Any]) -> None:
