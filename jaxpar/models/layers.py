@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from ml_collections import ConfigDict
 
 from jaxpar.models.attention import attend, attend_earlier
@@ -50,9 +49,23 @@ def dropout(x: jax.Array, rate: float, context: Context, site: int) -> jax.Array
         number = inputs.shape[1] if inputs.ndim == 2 else x.shape[1] * group.size  # without padding of the tensor axis
         shape = number * group.context, *x.shape[2:]
         kept = jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, shape)
-        return checkpoint_name(group.own(kept[group.positions(number)], 0), "own")  # saves only this part
+        return group.own(kept[group.positions(number)], 0)
 
-    return jnp.where(jax.vmap(keep)(context.keys_B), x / (1 - rate), jnp.zeros_like(x))
+    return _masked(rate, x, jax.vmap(keep)(context.keys_B))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _masked(rate: float, x: jax.Array, kept: jax.Array) -> jax.Array:
+    """Return x / (1 - rate) where `kept` is true, otherwise 0. The backward pass reads a bit per element."""
+    return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
+
+
+def _backward_masked(rate: float, bits: jax.Array, slope: jax.Array) -> tuple[jax.Array, None]:
+    kept = jnp.unpackbits(bits, axis=-1, count=slope.shape[-1])
+    return _masked(rate, slope, kept.astype(bool)), None
+
+
+_masked.defvjp(lambda rate, x, kept: (_masked(rate, x, kept), jnp.packbits(kept, axis=-1)), _backward_masked)
 
 
 def classifier(spec: Spec, num_classes: int, rngs: nnx.Rngs, *, bias: bool = True) -> nnx.Linear:
