@@ -25,7 +25,7 @@ LARGE_SHARE = 0.03  # of the time of a step: more is not normal, whatever the st
 EXPOSED_SHARE = 0.5  # of the time of a collective
 RECOMPUTED_SHARE = 0.1  # of the FLOPs of both passes: cuDNN attention computes its scores again, which is less
 
-SMALL = f"at most {LARGE_SHARE:.0%} of the step"
+NEGLIGIBLE = f"at most {LARGE_SHARE:.0%} of the step"
 AT_THE_END = "gradients are exchanged after the backward pass"
 AFTER_WARMUP = "compression begins after the warm-up"
 BETWEEN_PRODUCTS = "layers wait for the positions of the other devices of a group"
@@ -157,7 +157,7 @@ def _moves(
             took = f" ({share:.1%} of the bytes of all kernels)"
         if share > TIME_SHARE:
             text = f"{what} read and write {format_bytes(nbytes)}{took}"
-            reason = SMALL if share <= LARGE_SHARE else ""
+            reason = NEGLIGIBLE if share <= LARGE_SHARE else ""
             found.append(Finding(kind, text, share, reason, remedies.get(kind, "")))
     return found
 

@@ -18,7 +18,7 @@ from jaxpar.strategies.strategy import CompiledProgram
 
 SMALL = 8  # elements of a collective that is not reported, such as a norm
 NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all")
-SLICES = {"dynamic-slice", "dynamic-update-slice"}
+SLICE_MOVES = {"dynamic-slice", "dynamic-update-slice"}
 STACK = re.compile(r"[\w.]+-[\w.]+\)*/stack\b")  # the scope of what a scan over layers stacks before the loop
 
 
@@ -139,7 +139,7 @@ def _moved(program: HloProgram, computation: str, instruction: Instruction) -> s
     if operations == {"concatenate"} and any(STACK.search(one.source) for one in kernel):
         return "stack"
     if operations:
-        return "slices" if operations <= SLICES else ""
+        return "slices" if operations <= SLICE_MOVES else ""
     return "copies" if any("copy" in one.operation for one in arrays) else ""
 
 

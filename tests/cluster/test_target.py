@@ -22,6 +22,7 @@ from jaxpar.cluster.files import find_named
 from jaxpar.cluster.gpus import gpu_kinds
 from jaxpar.errors import UserError, format_bytes
 from jaxpar.exchange import EXCHANGES
+from jaxpar.inspect.audit_report import format_audit, format_findings
 from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES
 from tests.absent_gpus import TINY
@@ -264,6 +265,8 @@ def test_audit_of_absent_gpus(name: str) -> None:
     check_findings(name, found)
     if name == "zero3":
         check_that_zero3_gathers_ahead(found)
+    of_time = format_audit({key: value for key, value in found.items() if key not in ("programs", "model_flops")})
+    assert set(format_findings(found["findings"])) <= set(of_time.split("\n"))  # without --program too
     dtypes = {product["dtype"] for program in found["programs"] for product in program["products"]}
     assert dtypes == {"float32" if name == "ddp" else "bfloat16"}
 
