@@ -151,10 +151,10 @@ def _moves(
         number, nbytes = _total(summaries, kind)
         if step:
             seconds = memory_seconds(cluster, nbytes) + number * launch_seconds(cluster)
-            share, took = seconds / step, f" in {1e3 * seconds:.3g} ms ({seconds / step:.1%} of the step)"
+            share, took = seconds / step, f" in {1e3 * seconds:.3g} ms, {seconds / step:.1%} of the step"
         else:
             share = nbytes / max(_total(summaries, "kernels").nbytes, 1)
-            took = f" ({share:.1%} of the bytes of all kernels)"
+            took = f", {share:.1%} of the bytes of all kernels"
         if share > TIME_SHARE:
             text = f"{what} read and write {format_bytes(nbytes)}{took}"
             reason = NEGLIGIBLE if share <= LARGE_SHARE else ""

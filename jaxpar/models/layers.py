@@ -20,7 +20,6 @@ from jaxpar.models.group import TRANSFORMER_DIMS, TensorSplit
 from jaxpar.models.model import Context, Model, Tie
 from jaxpar.models.options import Spec
 from jaxpar.models.rotary import rotate
-from jaxpar.tasks.einsum import float32_einsum
 from jaxpar.tasks.token_logits import SplitWords, TokenLogits
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -76,9 +75,26 @@ def classifier(spec: Spec, num_classes: int, rngs: nnx.Rngs, *, bias: bool = Tru
 
 def class_logits(classifier: nnx.Linear, x: jax.Array) -> jax.Array:
     """Return the logits of x, [..., C] in float32: a product of arrays in the dtype of the classifier, not rounded."""
-    kernel_DC = classifier.kernel[...].astype(classifier.dtype)
-    logits = float32_einsum("...d,dc->...c", x.astype(classifier.dtype), kernel_DC)
+    x_ND = x.astype(classifier.dtype).reshape(-1, x.shape[-1])
+    logits_NC = _class_product(x_ND, classifier.kernel[...])
+    logits = logits_NC.reshape(*x.shape[:-1], -1)
     return logits if classifier.bias is None else logits + jnp.broadcast_to(classifier.bias[...], logits.shape)
+
+
+@jax.custom_vjp
+def _class_product(x_ND: jax.Array, kernel_DC: jax.Array) -> jax.Array:
+    """Return the float32 product with the kernel in the dtype of x. The gradient of the kernel is float32 too."""
+    return jnp.einsum("nd,dc->nc", x_ND, kernel_DC.astype(x_ND.dtype), preferred_element_type=jnp.float32)
+
+
+def _class_gradient(saved: tuple[jax.Array, jax.Array], slope_NC: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_ND, kernel_DC = saved
+    rounded_NC = slope_NC.astype(x_ND.dtype)
+    dkernel_DC = jnp.einsum("nd,nc->dc", x_ND, rounded_NC, preferred_element_type=kernel_DC.dtype)
+    return jnp.einsum("nc,dc->nd", rounded_NC, kernel_DC.astype(x_ND.dtype)), dkernel_DC
+
+
+_class_product.defvjp(lambda x_ND, kernel_DC: (_class_product(x_ND, kernel_DC), (x_ND, kernel_DC)), _class_gradient)
 
 
 def linear(

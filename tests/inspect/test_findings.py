@@ -48,7 +48,7 @@ def test_every_kind() -> None:
         [words, took] = text[kind].split(" read and write ")
         seconds = nbytes / (EFFICIENCY["memory"] * 1e9) + number * LAUNCH_SECONDS
         share = seconds / step.seconds
-        assert took == f"{format_bytes(nbytes)} in {1e3 * seconds:.3g} ms ({share:.1%} of the step)", words
+        assert took == f"{format_bytes(nbytes)} in {1e3 * seconds:.3g} ms, {share:.1%} of the step", words
     assert text["copies"].startswith("copies in loops read")
     for kind, waited in (("exposed in a loop", "5 all-reduces in loops"), ("exposed", "1 all-reduce")):
         pattern = rf"the GPU waits [\d.]+ ms \([\d.]+% of the step\) for {waited}"
@@ -154,9 +154,9 @@ def test_moves_without_a_known_rate() -> None:
     text = {one.kind: one.text for one in found}
     shares = {kind: getattr(summary, kind).nbytes / summary.kernels.nbytes for kind in ("stacks", "copies")}
     assert (
-        text["copies"] == f"copies in loops read and write 83.9 MB ({shares['copies']:.1%} of the bytes of all kernels)"
+        text["copies"] == f"copies in loops read and write 83.9 MB, {shares['copies']:.1%} of the bytes of all kernels"
     )
-    assert text["stacks"].endswith(f" read and write 16.9 MB ({shares['stacks']:.1%} of the bytes of all kernels)")
+    assert text["stacks"].endswith(f" read and write 16.9 MB, {shares['stacks']:.1%} of the bytes of all kernels")
     assert 0.5 < shares["copies"] < 0.8
 
 
