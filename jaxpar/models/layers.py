@@ -84,14 +84,19 @@ def class_logits(classifier: nnx.Linear, x: jax.Array) -> jax.Array:
 @jax.custom_vjp
 def _class_product(x_ND: jax.Array, kernel_DC: jax.Array) -> jax.Array:
     """Return the float32 product with the kernel in the dtype of x. The gradient of the kernel is float32 too."""
-    return jnp.einsum("nd,dc->nc", x_ND, kernel_DC.astype(x_ND.dtype), preferred_element_type=jnp.float32)
+    return jnp.einsum("nd,dc->nc", x_ND, _cast(kernel_DC, x_ND.dtype), preferred_element_type=jnp.float32)
+
+
+def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return x in a dtype. XLA could otherwise cast shards of x before they are gathered, unlike the plan."""
+    return jax.lax.optimization_barrier(x).astype(dtype)
 
 
 def _class_gradient(saved: tuple[jax.Array, jax.Array], slope_NC: jax.Array) -> tuple[jax.Array, jax.Array]:
     x_ND, kernel_DC = saved
     rounded_NC = slope_NC.astype(x_ND.dtype)
     dkernel_DC = jnp.einsum("nd,nc->dc", x_ND, rounded_NC, preferred_element_type=kernel_DC.dtype)
-    return jnp.einsum("nc,dc->nd", rounded_NC, kernel_DC.astype(x_ND.dtype)), dkernel_DC
+    return jnp.einsum("nc,dc->nd", rounded_NC, _cast(kernel_DC, x_ND.dtype)), dkernel_DC
 
 
 _class_product.defvjp(lambda x_ND, kernel_DC: (_class_product(x_ND, kernel_DC), (x_ND, kernel_DC)), _class_gradient)
