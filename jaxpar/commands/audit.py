@@ -16,9 +16,10 @@ a GPU with what JAX takes there: 0.75 of the memory, or XLA_CLIENT_MEM_FRACTION.
 
 --program also describes the schedule of that program, or of each program if a step has several: for every collective,
 its bytes, how many kernels and matrix products run at the same time, and of its predicted time the part in which the
-GPU only waits; the dtypes of the matrix products, attention kernels, FLOPs compared with those of the model, copies of
-large arrays in loops, the number of kernels, and how often the host waits for the GPU. Findings are what of this costs
-time without need (jaxpar/inspect/findings.py); those that are normal for the strategy have the reason.
+GPU only waits; the dtypes of the matrix products, attention kernels, FLOPs compared with those of the model, the number
+of kernels, the bytes of those that only move slices of stacked arrays and of copies in loops, and how often the host
+waits for the GPU. Findings are what of this costs time without need (jaxpar/inspect/findings.py); those that are normal
+for the strategy have the reason. --time prints them too.
 
 --time predicts the time of a step: of each kernel by its FLOPs and bytes and the rates of the GPU, of collectives by
 the link that they cross (jaxpar/inspect/step_time.py). It prints what takes longest, and MFU as a run does. The

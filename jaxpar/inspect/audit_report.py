@@ -62,9 +62,10 @@ def audit_run(
         audited["needed"] = audit.needed_bytes(programs, strategy)
         audited["host_bytes"] = max(map(audit.host_bytes_of, strategy.plan.memory))
         audited["memory_bytes"], audited["usable_bytes"] = target.memory_bytes, target.usable_bytes
-    if with_program:
+    if with_program or with_time:
         assert target is not None
-        audited |= _described(programs, strategy.devices, problem, config, target.cluster)
+        described = _described(programs, strategy.devices, problem, config, target.cluster)
+        audited |= described if with_program else {"findings": described["findings"]}
     if with_time:
         assert target is not None
         audited["time"] = _predicted(programs, problem, config.model.dtype, target.cluster)
@@ -91,16 +92,16 @@ def _described(
     if len(programs) > 1:  # it is unknown how often, and at what times, each of them runs
         return {"programs": rows, "findings": None}
     flops = model_flops(problem)
-    found = findings.find(
-        summaries, times, cluster, findings.expectations(config, cluster), dtype=config.model.dtype, model_flops=flops
-    )
-    return {"programs": rows, "model_flops": flops, "findings": [one._asdict() for one in found]}
+    expected, remedies = findings.expectations(config, cluster), findings.remedies(config)
+    found = findings.find(summaries, times, cluster, expected, remedies, dtype=config.model.dtype, model_flops=flops)
+    return {"programs": rows, "model_flops": flops, "findings": [one.as_row() for one in found]}
 
 
 def describe_program(summary: ProgramSummary, time: StepTime) -> dict[str, Any]:
     """Return the summary of a program with the predicted seconds of its collectives; None if `time` lacks them."""
     row: dict[str, Any] = summary._asdict() | {"flops": summary.flops}
     row["products"] = [product._asdict() for product in summary.products]
+    row |= {name: getattr(summary, name)._asdict() for name in ("stacks", "copies", "kernels")}
     row["collectives"] = []
     for one in summary.collectives:
         seconds, exposed = time.collectives.get(one.name, (None, None))
@@ -156,10 +157,11 @@ def format_audit(audited: dict[str, Any]) -> str:
         if audited["host_bytes"]:
             lines.append(f"For each GPU, {format_bytes(audited['host_bytes'])} of its state are on the host.")
     lines += format_programs(audited.get("programs", []))
-    if audited.get("findings") is not None:
+    if "model_flops" in audited:
         flops = sum(program["num_devices"] * program["flops"] for program in audited["programs"])
         lines += ["", f"FLOPs of all products / those of the model: {flops / audited['model_flops']:.2f}"]
-        lines += format_findings(audited["findings"])
+    if audited.get("findings") is not None:
+        lines += [*([] if "model_flops" in audited else [""]), *format_findings(audited["findings"])]
     if "time" in audited:
         lines += ["", *_format_time(audited["time"])]
     return "\n".join(lines)
@@ -233,7 +235,6 @@ def format_program(program: dict[str, Any], how_often: str = "per step") -> list
             attention[row["library"]] += row["per_step"]
     products = ", ".join(f"{number:,.0f} of {dtype}" for dtype, number in sorted(numbers.items()))
     kernels = ", ".join(f"{number:,.0f} of {name}" for name, number in attention.items())
-    copied = f"{program['copies']:,.0f} ({format_bytes(program['copied_bytes'])})" if program["copies"] else "none"
     lines += [
         f"matrix products: {products or 'none'}; attention kernels: {kernels or 'none'}",
         *(
@@ -241,16 +242,26 @@ def format_program(program: dict[str, Any], how_often: str = "per step") -> list
             for source in dict.fromkeys(row["source"] for row in program["products"] if row["dtype"] == "float32")
             if len(numbers) > 1
         ),
-        f"kernels: {program['kernels']:,.0f}; copies of 1 MiB or more in loops: {copied}; the host waits for the GPU: "
+        f"kernels: {program['kernels']['number']:,.0f}; slices of stacked arrays: {_format_moves(program['stacks'])}; "
+        f"copies in loops: {_format_moves(program['copies'])}; the host waits for the GPU: "
         f"{findings.format_times(program['synchronizations'])}",
     ]
     return lines
 
 
-def format_findings(found: list[dict[str, str]]) -> list[str]:
-    """Return the findings as lines: first those without a reason, then those that are normal for the strategy."""
-    defects = [f"finding: {row['text']}" for row in found if not row["reason"]] or ["no findings"]
-    return defects + [f"normal: {row['text']} ({row['reason']})" for row in found if row["reason"]]
+def _format_moves(moves: dict[str, float]) -> str:
+    return f"{moves['number']:,.0f} ({format_bytes(moves['nbytes'])})" if moves["number"] else "none"
+
+
+def format_findings(found: list[dict[str, Any]]) -> list[str]:
+    """Return the findings as lines: first the defects, with remedies, then those that are normal for the strategy."""
+    lines = []
+    for row in found:
+        reason = f" ({row['reason']})" if row["reason"] else ""
+        remedy = f"; {row['remedy']}" if row["remedy"] and not row["is_normal"] else ""
+        lines.append(f"{'normal' if row['is_normal'] else 'finding'}: {row['text']}{reason}{remedy}")
+    defects = [line for line in lines if line.startswith("finding")]
+    return [*(defects or ["no findings"]), *(line for line in lines if line not in defects)]
 
 
 def _format_needed(needed: dict[str, int], usable_bytes: float, memory_bytes: float) -> str:

@@ -1,27 +1,31 @@
 """Lists what makes a step on GPUs slower than it should be, and what of it is normal for the strategy.
 
-A finding is a pattern in the compiled program. EXPECTED has the patterns that a strategy has by design,
-each with the reason; all others are defects, of jaxpar or of a config.
+A finding is a pattern in the compiled program. EXPECTED has the patterns that a strategy has by design, each with the
+reason; all others are defects, of jaxpar or of a config. Waits are normal only up to LARGE_SHARE of a step. What only
+moves data is a defect above it. `remedies` has the keys of a config that help.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ml_collections import ConfigDict
 
-from jaxpar.choose.costs.rates import memory_seconds
+from jaxpar.choose.costs.rates import launch_seconds, memory_seconds
 from jaxpar.cluster import Cluster
 from jaxpar.core.mesh import GROUP_AXES
 from jaxpar.errors import format_bytes
-from jaxpar.inspect.programs import OverlappedCollective, ProgramSummary
+from jaxpar.inspect.programs import Moves, OverlappedCollective, ProgramSummary
 from jaxpar.inspect.step_time import StepTime
 
-Kind = Literal["float32", "copies", "exposed in a loop", "exposed", "synchronization", "recomputation"]
+Kind = Literal["float32", "stacks", "copies", "exposed in a loop", "exposed", "synchronization", "recomputation"]
+WAITS: tuple[Kind, ...] = ("exposed in a loop", "exposed")
 FLOAT32_SHARE = 0.01  # of the FLOPs of a step; a head for classes computes less than this in float32
 TIME_SHARE = 0.01  # of the time of a step: less is no finding
+LARGE_SHARE = 0.03  # of the time of a step: more is not normal, whatever the strategy
 EXPOSED_SHARE = 0.5  # of the time of a collective
 RECOMPUTED_SHARE = 0.1  # of the FLOPs of both passes: cuDNN attention computes its scores again, which is less
 
+NEGLIGIBLE = f"at most {LARGE_SHARE:.0%} of the step"
 AT_THE_END = "gradients are exchanged after the backward pass"
 AFTER_WARMUP = "compression begins after the warm-up"
 BETWEEN_PRODUCTS = "layers wait for the positions of the other devices of a group"
@@ -48,7 +52,18 @@ class Finding(NamedTuple):
 
     kind: Kind  # the kind of pattern
     text: str  # a description with numbers
-    reason: str = ""  # the reason why it is normal for the strategy; empty if it is not
+    share: float = 0.0  # of the time of the step, for waits and moves
+    reason: str = ""  # the reason why the strategy has it, or why it does not matter; or empty
+    remedy: str = ""  # the key of the config that avoids it, and its value; or empty
+
+    @property
+    def is_normal(self) -> bool:
+        """Whether nothing need be done about it."""
+        return bool(self.reason) and self.share <= LARGE_SHARE
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the finding as a row of an audit."""
+        return self._asdict() | {"is_normal": self.is_normal}
 
 
 def find(
@@ -56,15 +71,18 @@ def find(
     times: Sequence[StepTime],
     cluster: Cluster,
     expected: Mapping[Kind, str],
+    remedies: Mapping[str, str] = {},
     *,
     dtype: str,
     model_flops: float,
 ) -> list[Finding]:
     """Return the findings of a step, from the summaries of its programs and their predicted times.
 
-    expected: the result of `expectations`. model_flops: FLOPs of both passes of the model for the global batch.
+    expected: the result of `expectations`; remedies: that of `remedies`. model_flops: FLOPs of both passes of the model
+    for the global batch.
     """
-    found = [*_float32_products(summaries, dtype), *_copies(summaries, times, cluster), *_exposed(summaries, times)]
+    found = [*_float32_products(summaries, dtype), *_moves(summaries, times, cluster, remedies)]
+    found += _exposed(summaries, times, remedies)
     if number := sum(summary.synchronizations for summary in summaries):
         found.append(Finding("synchronization", f"the host waits for the GPU {format_times(number)}"))
     flops = sum(summary.num_devices * summary.flops for summary in summaries)
@@ -72,7 +90,7 @@ def find(
         ratio = f"{flops / model_flops:.2f}"
         text = f"the products have {ratio} times the FLOPs of both passes of the model"
         found.append(Finding("recomputation", text))
-    return [one._replace(reason=expected.get(one.kind, "")) for one in found]
+    return [one._replace(reason=one.reason or expected.get(one.kind, "")) for one in found]
 
 
 def expectations(config: ConfigDict, cluster: Cluster) -> Mapping[Kind, str]:
@@ -89,6 +107,23 @@ def expectations(config: ConfigDict, cluster: Cluster) -> Mapping[Kind, str]:
     return expected
 
 
+def remedies(config: ConfigDict) -> Mapping[str, str]:
+    """Return what avoids the findings of a run, by the kind of finding or by the collective that the GPU waits for."""
+    found, scans = {}, config.model.scan_layers and config.strategy != "pipeline"
+    if scans:
+        found["stacks"] = "config.model.scan_layers=False avoids it"
+    elif config.strategy == "pipeline":
+        found["stacks"] = "config.pipeline.executor=dispatch avoids it"
+    is_alone = all(config.mesh[axis] == 1 for axis in GROUP_AXES) and config.optimizer.accumulation_steps == 1
+    if config.strategy == "data_parallel" and is_alone and config.exchange not in ("zero3", "hsdp"):
+        if scans:
+            earlier = "with config.model.scan_layers=False, they are sent during the backward pass"
+            found |= dict.fromkeys(("all-reduce", "reduce-scatter"), earlier)
+        if config.exchange in ("zero1", "zero2"):
+            found["all-gather"] = "with config.exchange=zero3, layers gather their parameters during both passes"
+    return found
+
+
 def _float32_products(summaries: Sequence[ProgramSummary], dtype: str) -> list[Finding]:
     """Find products in float32 of a model in another dtype, by source."""
     total = sum(summary.flops for summary in summaries)
@@ -103,20 +138,38 @@ def _float32_products(summaries: Sequence[ProgramSummary], dtype: str) -> list[F
     ]
 
 
-def _copies(summaries: Sequence[ProgramSummary], times: Sequence[StepTime], cluster: Cluster) -> list[Finding]:
-    """Find copies that take a part of the step, each byte being read and written. All, if the rate is unknown."""
-    number, nbytes = (sum(getattr(one, name) for one in summaries) for name in ("copies", "copied_bytes"))
-    took = ""
-    if cluster.memory_bandwidth:
-        seconds = memory_seconds(cluster, 2 * nbytes)
-        if seconds <= TIME_SHARE * sum(time.seconds for time in times):
-            return []
-        took = f", {1e3 * seconds:.3g} ms"
-    text = f"{_counted(number, 'copy', 'copies')} of large arrays in loops, of {format_bytes(nbytes)}{took}"
-    return [Finding("copies", text)] if number else []
+def _moves(
+    summaries: Sequence[ProgramSummary], times: Sequence[StepTime], cluster: Cluster, remedies: Mapping[str, str]
+) -> list[Finding]:
+    """Find kernels that only move data. If the rates are unknown, their share is that of the bytes of all kernels."""
+    step, found = sum(time.seconds for time in times), []
+    kinds: dict[Kind, str] = {
+        "stacks": "kernels that only move slices of stacked arrays",
+        "copies": "copies in loops",
+    }
+    for kind, what in kinds.items():
+        number, nbytes = _total(summaries, kind)
+        if step:
+            seconds = memory_seconds(cluster, nbytes) + number * launch_seconds(cluster)
+            share, took = seconds / step, f" in {1e3 * seconds:.3g} ms, {seconds / step:.1%} of the step"
+        else:
+            share = nbytes / max(_total(summaries, "kernels").nbytes, 1)
+            took = f", {share:.1%} of the bytes of all kernels"
+        if share > TIME_SHARE:
+            text = f"{what} read and write {format_bytes(nbytes)}{took}"
+            reason = NEGLIGIBLE if share <= LARGE_SHARE else ""
+            found.append(Finding(kind, text, share, reason, remedies.get(kind, "")))
+    return found
 
 
-def _exposed(summaries: Sequence[ProgramSummary], times: Sequence[StepTime]) -> list[Finding]:
+def _total(summaries: Sequence[ProgramSummary], name: str) -> Moves:
+    moves: list[Moves] = [getattr(summary, name) for summary in summaries]
+    return Moves(sum(one.number for one in moves), sum(one.nbytes for one in moves))
+
+
+def _exposed(
+    summaries: Sequence[ProgramSummary], times: Sequence[StepTime], remedies: Mapping[str, str]
+) -> list[Finding]:
     """Find collectives for which the GPU waits most of their time: all of a kind, as a step can wait for small ones."""
     groups: dict[tuple[Kind, str], list[tuple[OverlappedCollective, float]]] = {}
     for summary, time in zip(summaries, times, strict=True):
@@ -125,14 +178,17 @@ def _exposed(summaries: Sequence[ProgramSummary], times: Sequence[StepTime]) -> 
             if exposed > EXPOSED_SHARE * seconds:
                 kind: Kind = "exposed in a loop" if one.per_step > 1 else "exposed"
                 groups.setdefault((kind, one.kind), []).append((one, exposed))
-    found, least = [], TIME_SHARE * sum(time.seconds for time in times)
+    found, step = [], sum(time.seconds for time in times)
     for (kind, operation), group in groups.items():
         number, exposed = sum(one.per_step for one, _ in group), sum(seconds for _, seconds in group)
-        if exposed > least:
+        if exposed > TIME_SHARE * step:
             where = " in loops" if kind == "exposed in a loop" else ""
-            text = f"the GPU waits {1e3 * exposed:.3g} ms for {_counted(number, operation)}{where}"
-            found.append(Finding(kind, text))
-    return found
+            wait = f"the GPU waits {1e3 * exposed:.3g} ms ({exposed / step:.1%} of the step)"
+            text = f"{wait} for {_counted(number, operation)}{where}"
+            found.append(Finding(kind, text, exposed / step, remedy=remedies.get(operation, "")))
+    # Several kinds of collectives can each take a small share of the step.
+    shares = {kind: sum(one.share for one in found if one.kind == kind) for kind in WAITS}
+    return [one._replace(share=shares[one.kind]) for one in found]
 
 
 def format_times(number: float) -> str:
@@ -140,6 +196,6 @@ def format_times(number: float) -> str:
     return "once" if round(number) == 1 else f"{number:,.0f} times"
 
 
-def _counted(number: float, noun: str, nouns: str = "") -> str:
+def _counted(number: float, noun: str) -> str:
     """Return a number with its noun in singular or plural."""
-    return f"{number:,.0f} {noun if round(number) == 1 else nouns or noun + 's'}"
+    return f"{number:,.0f} {noun if round(number) == 1 else noun + 's'}"

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 from jaxpar.core.ring import RING_COLLECTIVES
 from jaxpar.measure.hlo import DTYPE_NAMES, Frequency, HloArray, HloProgram, Instruction, SourceLines, by_scope
-from jaxpar.measure.kernels import call_target, is_product, product_flops
+from jaxpar.measure.kernels import call_target, is_product, kernel_bytes, product_flops
 from jaxpar.measure.liveness import FLOW, live_at_peak
 from jaxpar.strategies.strategy import CompiledProgram
 
 SMALL = 8  # elements of a collective that is not reported, such as a norm
-LARGE = 2**20  # bytes of a copy that is reported
-COPIES = ("copy", "copy-start")
 NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all")
+SLICE_MOVES = {"dynamic-slice", "dynamic-update-slice"}
+STACK = re.compile(r"[\w.]+-[\w.]+\)*/stack\b")  # the scope of what a scan over layers stacks before the loop
 
 
 class OverlappedCollective(NamedTuple):
@@ -45,6 +45,17 @@ class MatrixProduct(NamedTuple):
     source: str  # the path of named scopes in the JAX program
 
 
+class Moves(NamedTuple):
+    """Kernels that only move data."""
+
+    number: float = 0.0  # the number of runs of these kernels
+    nbytes: float = 0.0  # bytes that they read and write together
+
+    def plus(self, times: float, nbytes: float) -> "Moves":
+        """Return these and `times` runs of a kernel that reads and writes `nbytes` bytes."""
+        return Moves(self.number + times, self.nbytes + times * nbytes)
+
+
 class ProgramSummary(NamedTuple):
     """The collectives, products and copies of a program. All numbers are for one run on one device."""
 
@@ -52,9 +63,10 @@ class ProgramSummary(NamedTuple):
     num_devices: int  # the number of devices that run the program
     collectives: list[OverlappedCollective]  # the collectives of more than SMALL elements, in the order of the program
     products: list[MatrixProduct]  # the matrix products
-    copies: float  # number of copies of at least LARGE bytes in loops
-    copied_bytes: float  # bytes of these copies
-    kernels: float  # number of kernels besides collectives
+    # kernels that only move slices of stacks in loops, or stack the parameters of layers for a scan
+    stacks: Moves
+    copies: Moves  # copies in loops
+    kernels: Moves  # all kernels besides collectives
     # how often the host waits for a value of the GPU: to choose the branch of a conditional, or to end a loop whose
     # trip count XLA does not know
     synchronizations: float
@@ -72,7 +84,8 @@ def summarize(compiled: CompiledProgram) -> ProgramSummary:
     program, frequency = HloProgram.parse(text), by_scope(compiled.frequencies)
     collectives: list[OverlappedCollective] = []
     products: list[MatrixProduct] = []
-    copies = copied_bytes = kernels = synchronizations = 0.0
+    stacks = copies = kernels = Moves()
+    synchronizations = 0.0
     for computation, times in _runs(program, frequency).items():
         for place, (name, instruction) in enumerate(program.computations[computation].items()):
             operands = program.operand_types(computation, instruction)
@@ -83,14 +96,15 @@ def summarize(compiled: CompiledProgram) -> ProgramSummary:
                     collectives.append(OverlappedCollective(kind, dtype, nbytes, times, *meanwhile, source, name))
             elif instruction.operation in FLOW:
                 synchronizations += times * _synchronizations(program, instruction, frequency)
-            else:
+            elif is_kernel(instruction):
                 products += [one._replace(per_step=times) for one in _products(program, computation, instruction)]
-                if times > 1 and instruction.results and _is_copy(program, instruction):
-                    nbytes = sum(array.nbytes for array in operands)
-                    if nbytes >= LARGE:
-                        copies, copied_bytes = copies + times, copied_bytes + times * nbytes
-                kernels += times * is_kernel(instruction)
-    numbers = (copies, copied_bytes, kernels, synchronizations)
+                moved, what = kernel_bytes(program, computation, instruction), _moved(program, computation, instruction)
+                kernels = kernels.plus(times, moved)
+                if what == "stack" or (what == "slices" and times > 1):
+                    stacks = stacks.plus(times, moved)
+                elif what == "copies" and times > 1:
+                    copies = copies.plus(times, moved)
+    numbers = (stacks, copies, kernels, synchronizations)
     return ProgramSummary(program.name, program.num_devices, collectives, products, *numbers)
 
 
@@ -117,13 +131,16 @@ def _synchronizations(program: HloProgram, instruction: Instruction, frequency: 
     return 1.0 if instruction.operation == "conditional" else 0.0
 
 
-def _is_copy(program: HloProgram, instruction: Instruction) -> bool:
-    """Return whether an instruction only copies its operands: a copy, or a fusion of nothing else."""
-    if instruction.operation != "fusion":
-        return instruction.operation in COPIES
-    [called] = program.called(instruction)
-    operations = {one.operation for one in program.computations[called].values()}
-    return bool(operations & set(COPIES)) and operations <= {*COPIES, *NO_KERNELS}
+def _moved(program: HloProgram, computation: str, instruction: Instruction) -> str:
+    """Return what a kernel moves without computing: "slices", "copies", or the layers of a "stack"; otherwise ""."""
+    kernel = [one for _, one in program.inside(computation, instruction)]
+    arrays = [one for one in kernel if any(array.dims for array in one.results)]  # scalars are indices
+    operations = {one.operation.removesuffix("-start") for one in arrays} - {"fusion", "copy", *NO_KERNELS}
+    if operations == {"concatenate"} and any(STACK.search(one.source) for one in kernel):
+        return "stack"
+    if operations:
+        return "slices" if operations <= SLICE_MOVES else ""
+    return "copies" if any("copy" in one.operation for one in arrays) else ""
 
 
 def is_kernel(instruction: Instruction) -> bool:

@@ -16,6 +16,7 @@ from jaxpar.models import layers
 from jaxpar.models.model import Context, Model
 from jaxpar.models.options import BLOCK_DEFAULTS, Spec, check_task, pick, transformer_spec
 from jaxpar.tasks import Task
+from jaxpar.tasks.einsum import float32_einsum
 from jaxpar.tasks.token_logits import TokenLogits
 
 # Sizes from https://github.com/google-research/bert
@@ -73,11 +74,11 @@ class PoolingHead(nnx.Module):
         if self.pooling == "cls":
             x_BD = jnp.tanh(self.pooler(x_BTD[:, 0]))
         else:
-            weights_BT = layers.whole_texts(context.batch["mask"], context).astype(jnp.float32)
-            total_BD = jnp.einsum("btd,bt->bd", x_BTD.astype(jnp.float32), weights_BT)
-            number_B1 = jnp.maximum(weights_BT.sum(axis=1, keepdims=True), 1)  # 1 for padding examples
+            mask_BT = layers.whole_texts(context.batch["mask"], context)
+            total_BD = float32_einsum("btd,bt->bd", x_BTD, mask_BT.astype(x_BTD.dtype))
+            number_B1 = jnp.maximum(mask_BT.sum(axis=1, keepdims=True, dtype=jnp.float32), 1)  # 1 for padding examples
             x_BD = (total_BD / number_B1).astype(x_BTD.dtype)
-        return self.classifier(layers.dropout(x_BD, self.spec.dropout, context, 0))
+        return layers.class_logits(self.classifier, layers.dropout(x_BD, self.spec.dropout, context, 0))
 
 
 class TokenHead(nnx.Module):
@@ -89,7 +90,7 @@ class TokenHead(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         x_BTD = layers.all_positions(layers.dropout(x_BTD, self.spec.dropout, context, 0), self.spec, context)
-        return self.classifier(x_BTD)
+        return layers.class_logits(self.classifier, x_BTD)
 
 
 class MaskedLMHead(nnx.Module):

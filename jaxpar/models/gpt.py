@@ -91,4 +91,5 @@ class LastTokenHead(nnx.Module):
             x_BD = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)[:, 0]
         else:
             x_BD = x_BTD[:, -1]
-        return self.classifier(layers.dropout(layers.normalize(self.norm, x_BD), self.spec.dropout, context, 0))
+        x_BD = layers.dropout(layers.normalize(self.norm, x_BD), self.spec.dropout, context, 0)
+        return layers.class_logits(self.classifier, x_BD)

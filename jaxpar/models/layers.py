@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from ml_collections import ConfigDict
 
@@ -50,15 +49,58 @@ def dropout(x: jax.Array, rate: float, context: Context, site: int) -> jax.Array
         number = inputs.shape[1] if inputs.ndim == 2 else x.shape[1] * group.size  # without padding of the tensor axis
         shape = number * group.context, *x.shape[2:]
         kept = jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, shape)
-        return checkpoint_name(group.own(kept[group.positions(number)], 0), "own")  # saves only this part
+        return group.own(kept[group.positions(number)], 0)
 
-    return jnp.where(jax.vmap(keep)(context.keys_B), x / (1 - rate), jnp.zeros_like(x))
+    return _masked(rate, x, jax.vmap(keep)(context.keys_B))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _masked(rate: float, x: jax.Array, kept: jax.Array) -> jax.Array:
+    """Return x / (1 - rate) where `kept` is true, otherwise 0. The backward pass reads a bit per element."""
+    return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
+
+
+def _backward_masked(rate: float, bits: jax.Array, slope: jax.Array) -> tuple[jax.Array, None]:
+    kept = jnp.unpackbits(bits, axis=-1, count=slope.shape[-1])
+    return _masked(rate, slope, kept.astype(bool)), None
+
+
+_masked.defvjp(lambda rate, x, kept: (_masked(rate, x, kept), jnp.packbits(kept, axis=-1)), _backward_masked)
 
 
 def classifier(spec: Spec, num_classes: int, rngs: nnx.Rngs, *, bias: bool = True) -> nnx.Linear:
-    """Return the linear map to the classes, in float32 so that logits are not rounded."""
+    """Return the linear map to the classes; apply it with `class_logits`."""
     init = nnx.initializers.normal(INIT_SCALE)
-    return nnx.Linear(spec.hidden_size, num_classes, use_bias=bias, dtype=jnp.float32, kernel_init=init, rngs=rngs)
+    return nnx.Linear(spec.hidden_size, num_classes, use_bias=bias, dtype=spec.dtype, kernel_init=init, rngs=rngs)
+
+
+def class_logits(classifier: nnx.Linear, x: jax.Array) -> jax.Array:
+    """Return the logits of x, [..., C] in float32: a product of arrays in the dtype of the classifier, not rounded."""
+    x_ND = x.astype(classifier.dtype).reshape(-1, x.shape[-1])
+    logits_NC = _class_product(x_ND, classifier.kernel[...])
+    logits = logits_NC.reshape(*x.shape[:-1], -1)
+    return logits if classifier.bias is None else logits + jnp.broadcast_to(classifier.bias[...], logits.shape)
+
+
+@jax.custom_vjp
+def _class_product(x_ND: jax.Array, kernel_DC: jax.Array) -> jax.Array:
+    """Return the float32 product with the kernel in the dtype of x. The gradient of the kernel is float32 too."""
+    return jnp.einsum("nd,dc->nc", x_ND, _cast(kernel_DC, x_ND.dtype), preferred_element_type=jnp.float32)
+
+
+def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return x in a dtype. XLA could otherwise cast shards of x before they are gathered, unlike the plan."""
+    return jax.lax.optimization_barrier(x).astype(dtype)
+
+
+def _class_gradient(saved: tuple[jax.Array, jax.Array], slope_NC: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_ND, kernel_DC = saved
+    rounded_NC = slope_NC.astype(x_ND.dtype)
+    dkernel_DC = jnp.einsum("nd,nc->dc", x_ND, rounded_NC, preferred_element_type=kernel_DC.dtype)
+    return jnp.einsum("nc,dc->nd", rounded_NC, _cast(kernel_DC, x_ND.dtype)), dkernel_DC
+
+
+_class_product.defvjp(lambda x_ND, kernel_DC: (_class_product(x_ND, kernel_DC), (x_ND, kernel_DC)), _class_gradient)
 
 
 def linear(

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from jaxpar.data import DataInfo
 from jaxpar.errors import check_choice
 from jaxpar.models.bottleneck import Maker, with_bottlenecks
-from jaxpar.models.layers import ACTIVATIONS, dropout
+from jaxpar.models.layers import ACTIVATIONS, class_logits, dropout
 from jaxpar.models.model import Context, Model
 from jaxpar.models.options import BLOCK_DEFAULTS, check_task, pick
 
@@ -34,7 +34,7 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
     makers: dict[str, Maker] = {
         "embed": partial(hidden, int(np.prod(info.input_shape))),
         **with_bottlenecks(config, blocks, width),
-        "head": partial(MLPHead, width, info.num_outputs),
+        "head": partial(MLPHead, width, info.num_outputs, dtype),
     }
     applications = dict.fromkeys(blocks, values["num_applications"] or 1)
     return Model(makers, applications=applications, scan=config.model.scan_layers, remat=config.model.remat)
@@ -60,10 +60,10 @@ class Hidden(nnx.Module):
 
 
 class MLPHead(nnx.Module):
-    """A linear map to the classes, in float32: [B, D] -> [B, C]."""
+    """A linear map to the classes: [B, D] -> [B, C], float32."""
 
-    def __init__(self, num_in: int, num_classes: int, rngs: nnx.Rngs):
-        self.classifier = nnx.Linear(num_in, num_classes, dtype=jnp.float32, rngs=rngs)
+    def __init__(self, num_in: int, num_classes: int, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.classifier = nnx.Linear(num_in, num_classes, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BD: jax.Array, context: Context) -> jax.Array:
-        return self.classifier(x_BD)
+        return class_logits(self.classifier, x_BD)

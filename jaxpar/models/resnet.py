@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
-from jaxpar.models.layers import dropout, normalize
+from jaxpar.models.layers import class_logits, dropout, normalize
 from jaxpar.models.mlp import unit_range
 from jaxpar.models.model import Context, Model
 from jaxpar.models.options import check_task, pick
@@ -49,7 +49,7 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
             stride = 2 if stage and not index else 1
             makers[f"block_{len(makers) - 1}"] = partial(ResidualBlock, num_in, inner, stride, bottleneck, dtype)
             num_in = 4 * inner if bottleneck else inner
-    makers["head"] = partial(ResNetHead, num_in, info.num_outputs, values["dropout"])
+    makers["head"] = partial(ResNetHead, num_in, info.num_outputs, values["dropout"], dtype)
     return Model(makers, scan=config.model.scan_layers, remat=config.model.remat)
 
 
@@ -111,12 +111,12 @@ class ResidualBlock(nnx.Module):
 
 
 class ResNetHead(nnx.Module):
-    """The mean over the image, then a linear map to the classes, both in float32: [B, H, W, C] -> [B, classes]."""
+    """The mean over the image in float32, then a linear map to the classes: [B, H, W, C] -> [B, classes], float32."""
 
-    def __init__(self, num_in: int, num_classes: int, rate: float, rngs: nnx.Rngs):
+    def __init__(self, num_in: int, num_classes: int, rate: float, dtype: DTypeLike, rngs: nnx.Rngs):
         self.rate = rate
-        self.classifier = nnx.Linear(num_in, num_classes, dtype=jnp.float32, rngs=rngs)
+        self.classifier = nnx.Linear(num_in, num_classes, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BHWC: jax.Array, context: Context) -> jax.Array:
         x_BC = x_BHWC.astype(jnp.float32).mean(axis=(1, 2))
-        return self.classifier(dropout(x_BC, self.rate, context, 0))
+        return class_logits(self.classifier, dropout(x_BC, self.rate, context, 0))

@@ -13,7 +13,16 @@ from ml_collections import ConfigDict
 
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError, check_choice
-from jaxpar.models.layers import all_positions, classifier, dropout, embeddings, norm, normalize, transformer
+from jaxpar.models.layers import (
+    all_positions,
+    class_logits,
+    classifier,
+    dropout,
+    embeddings,
+    norm,
+    normalize,
+    transformer,
+)
 from jaxpar.models.mlp import unit_range
 from jaxpar.models.model import Context, Model
 from jaxpar.models.options import BLOCK_DEFAULTS, Spec, check_task, pick, transformer_spec
@@ -85,4 +94,4 @@ class ImageHead(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         x_BTD = all_positions(normalize(self.norm, x_BTD), self.spec, context).astype(jnp.float32)
-        return self.classifier(x_BTD[:, 0] if self.pooling == "cls" else x_BTD.mean(axis=1))
+        return class_logits(self.classifier, x_BTD[:, 0] if self.pooling == "cls" else x_BTD.mean(axis=1))

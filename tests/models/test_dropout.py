@@ -22,6 +22,14 @@ def test_keeps_the_mean_at_the_stated_rate() -> None:
         assert abs(kept.mean() - (1 - rate)) < 4 * np.sqrt(rate * (1 - rate) / kept.size)
 
 
+def test_the_backward_pass_reads_a_bit_per_element() -> None:
+    """The gradient is that of the mask of the forward pass, of which it holds 13 bytes for 100 elements."""
+    keys_B, slope = dropout_keys(), jax.random.normal(jax.random.key(1), (4, 7, 100))
+    out, backward = jax.vjp(lambda x: dropout(x, 0.3, Context({}, keys_B), 0), jnp.ones((4, 7, 100)))
+    np.testing.assert_array_equal(backward(slope)[0], np.where(out != 0, slope / np.float32(0.7), 0))
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(backward)) == 4 * 7 * 13
+
+
 def test_off_without_keys_or_rate() -> None:
     np.testing.assert_array_equal(drop(0.5, (4, 8), None), 1)
     np.testing.assert_array_equal(drop(0.0, (4, 8), dropout_keys()), 1)

@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxpar.core.state import nbytes
 from jaxpar.exchange.fetch import Fetch, fetched
+from jaxpar.measure.operations import operations
 from jaxpar.models import MODELS, Context, LayerRun, Model, Tie
 from jaxpar.models.model import read_dtypes
 from jaxpar.tasks.token_logits import whole as whole_logits
@@ -43,6 +44,18 @@ def test_output_is_float32_logits(name: str, task: str, overrides: dict[str, Any
     expected = (BATCH, CLASSES) if task == "classification" else (BATCH, LENGTH, VOCAB)
     assert (output.shape, output.dtype) == (expected, jnp.float32)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
+
+
+@every
+def test_products_in_the_dtype_of_the_model(name: str, task: str, overrides: dict[str, Any]) -> None:
+    """All products of both passes have factors in bfloat16, those of the head too."""
+    model, params, batch = small(name, task, dtype="bfloat16", **overrides)
+
+    def loss(params: Any) -> jax.Array:
+        return model.apply(params, batch, dropout_keys()).sum()
+
+    products = [one for one in operations(jax.grad(loss), params) if one.kind == "product"]
+    assert {one.dtype for one in products} == {"bfloat16"}
 
 
 def test_dtypes_in_which_arrays_are_read() -> None:

@@ -229,7 +229,7 @@ def test_zero3_of_a_bfloat16_model_trains_like_ddp() -> None:
     got, exact = (outcome(task, *sharded(exchange, schedule="zb_h1")) for exchange in ("zero3", "ddp"))
     assert_equal(got, exact)
     gathered = [one for one in shared(task, *sharded("zero3", schedule="zb_h1")).plan.traffic if "gather" in one.kind]
-    assert {one.dtype for one in gathered} == {"uint16", "float32"}  # the head is computed in float32
+    assert {one.dtype for one in gathered} == {"uint16", "float32"}  # the classifier reads float32
 
 
 # ---- executor=auto ----------------------------------------------------------------------------------

@@ -252,7 +252,7 @@ def test_zero3_of_a_bfloat16_model_trains_like_ddp() -> None:
     got, exact = (outcome(task, *replicated(exchange)) for exchange in ("zero3", "ddp"))
     assert_equal(got, exact)
     gathered = [one for one in shared(task, *replicated("zero3")).plan.traffic if one.kind == "all-gather"]
-    assert {one.dtype for one in gathered} == {"uint16", "float32"}  # the head is computed in float32
+    assert {one.dtype for one in gathered} == {"uint16", "float32"}  # the classifier reads float32
 
 
 def test_zero3_gathers_a_layer_at_a_time_inside_the_scan(monkeypatch: pytest.MonkeyPatch) -> None:
