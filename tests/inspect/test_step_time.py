@@ -44,8 +44,10 @@ def kernel(kilobytes: float, flops: float = 0.0, peak: float = 1e9, kind: str = 
 
 
 def all_reduce(kilobytes: float, size: int, rate: float = 1e9, hop: str = "host") -> float:
-    steps = 2 * (size - 1) / size
-    return steps * kilobytes * 1e3 / (EFFICIENCY[hop] * rate) + np.log2(size) * HOP_SECONDS[hop]
+    """Return the seconds of a group with the same number of GPUs on each of two hosts, or on one host."""
+    steps, hosts = 2 * (size - 1) / size, 1 if hop == "host" else 2
+    hops = 2 * (size // hosts - 1) * HOP_SECONDS["host"] + 2 * (hosts - 1) * HOP_SECONDS["network"]
+    return steps * kilobytes * 1e3 / (EFFICIENCY[hop] * rate) + hops
 
 
 def test_kernels() -> None:
