@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxpar.cluster import Cluster
-from jaxpar.cluster.gpus import LINKS, PEAK_DTYPES
+from jaxpar.cluster.gpus import PEAK_DTYPES
 from jaxpar.core.ring import PERMUTE, RING_PASSES
 from jaxpar.errors import UserError
 
@@ -30,6 +30,7 @@ LAUNCH_SECONDS = 2e-6  # from the end of a kernel to the start of the next one
 # Seconds of each message that follows another one. NCCL assumes 1.9 to 3.4 and 4 to 14 us in a ring, with its protocols
 # LL128 and Simple (NVIDIA/nccl at b647562, src/graph/tuning.cc, hwLat).
 HOP_SECONDS = {"host": 3e-6, "network": 1e-5}
+TREE_BANDWIDTH = 0.92  # of a tree between hosts / that of a ring (the same file)
 HALF_WIDTH = ("bfloat16", "float16", "f8e4m3fn", "f8e5m2")  # dtypes of products with the efficiency of bfloat16
 
 
@@ -69,18 +70,23 @@ class Hops(NamedTuple):
     network: int
 
 
-def num_hops(kind: str, size: int, num_hosts: int = 1) -> Hops:
-    """Return the hops of a collective of `size` devices on this number of hosts, as NCCL counts them (tuning.cc).
+def ring_hops(kind: str, size: int, num_hosts: int = 1) -> Hops:
+    """Return the hops of a collective of `size` devices on this number of hosts, in a ring that enters each host once.
 
-    Each pass of a ring crosses the network once for each host but one. All-reduces between hosts go up and down a
-    binary tree of the hosts (Jeaugey, "Massively Scale Your Deep Learning Training with NCCL 2.4", 2019).
+    Source: NVIDIA/nccl at b647562, src/graph/tuning.cc, nsteps and nInterSteps.
     """
     if kind == PERMUTE:
         return Hops(0, 1) if num_hosts > 1 else Hops(1, 0)
     passes = RING_PASSES[kind]
-    if kind == "all-reduce" and num_hosts > 1:
-        return Hops(passes * (math.ceil(size / num_hosts) - 1), passes * math.ceil(math.log2(num_hosts)))
     return Hops(passes * (size - num_hosts), passes * (num_hosts - 1))
+
+
+def tree_hops(size: int, num_hosts: int) -> Hops:
+    """Return the hops of an all-reduce that goes up and down a binary tree of the hosts, and a chain in each.
+
+    Source: the same file, and Jeaugey, "Massively Scale Your Deep Learning Training with NCCL 2.4", 2019.
+    """
+    return Hops(2 * (math.ceil(size / num_hosts) - 1), 2 * math.ceil(math.log2(num_hosts)))
 
 
 def collective_seconds(
@@ -88,7 +94,8 @@ def collective_seconds(
 ) -> float:
     """Return the time of `number` collectives: of their bytes on the slowest link that they cross, and of their hops.
 
-    Raises UserError if the links of the GPU are unknown.
+    They are rings, or, if it is faster, all-reduces between hosts are trees. Raises UserError if the links of the GPU
+    are unknown.
 
     groups: the devices of each group; for a permute, each pair of a sender and a receiver. nbytes: what a device sends
     in all of them together.
@@ -104,11 +111,16 @@ def collective_seconds(
         # The rings of a group share the network of all its GPUs on a host. A pair only has that of its sender.
         together = min(min(numbers.values()) for numbers in crossing)
         rate = min(rate, together * send_rate(cluster, "network"))
-    hops = {num_hops(kind, numbers.total(), len(numbers)) for numbers in on_hosts}
-    latency = max(
-        sum(count * hop_seconds(cluster, link) for link, count in zip(LINKS, one, strict=True)) for one in hops
-    )
-    return nbytes / rate + number * latency
+    sizes = {(numbers.total(), len(numbers)) for numbers in on_hosts}
+    seconds = nbytes / rate + number * max(_latency(cluster, ring_hops(kind, *size)) for size in sizes)
+    if kind == "all-reduce" and crossing:
+        tree = nbytes / (TREE_BANDWIDTH * rate) + number * max(_latency(cluster, tree_hops(*size)) for size in sizes)
+        return min(seconds, tree)
+    return seconds
+
+
+def _latency(cluster: Cluster, hops: Hops) -> float:
+    return hops.host * hop_seconds(cluster, "host") + hops.network * hop_seconds(cluster, "network")
 
 
 def send_rate(cluster: Cluster, link: str) -> float:
