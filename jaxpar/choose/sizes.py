@@ -40,7 +40,7 @@ class Training(NamedTuple):
 
     @property
     def price(self) -> float | None:
-        """What they cost; None if unknown."""
+        """The price of these hours; None if unknown."""
         return None if self.cluster.price_per_hour is None else self.gpu_hours * self.cluster.price_per_hour
 
     def __str__(self) -> str:
