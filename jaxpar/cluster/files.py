@@ -4,7 +4,7 @@ NAME is a kind of GPU (jaxpar/cluster/gpus), or the path of a file for another o
 a file of the same folder; `hosts`; `gpus_per_host`; the tables `host` and `network`, each with the `bandwidth` in
 bytes/s that a GPU sends to others of its host or of other hosts, and the `latency` of a message in seconds; if they
 differ from those of the GPU, its `memory_bytes` and a table `peak_flops` by dtype; and, if they were measured,
-`launch_seconds` and a table `efficiency` (`jaxpar.cluster.Cluster`).
+`launch_seconds` and a table `efficiency` (`jaxpar.cluster.Cluster`). `price_per_hour` is what a GPU costs.
 """
 
 import json
@@ -24,7 +24,7 @@ MOST_DEVICES = 2**16
 CLUSTER_LINKS = ("host", "network")
 CLUSTER_KEYS = (
     *("gpu", "hosts", "gpus_per_host", *CLUSTER_LINKS, "memory_bytes", "peak_flops"),
-    *("efficiency", "launch_seconds", "source"),
+    *("efficiency", "launch_seconds", "price_per_hour", "source"),
 )
 
 
@@ -88,7 +88,10 @@ def _read_cluster(content: dict[str, Any], path: str) -> tuple[GpuKind, Cluster]
             raise UserError(f"{path} has no table {link}; it must have one with bandwidth and latency")
     cluster = gpu_cluster(gpu, int(hosts * each), num_processes=int(hosts))
     memory = read_number(content, "memory_bytes", path) if "memory_bytes" in content else cluster.memory_bytes
-    launch = read_number(content, "launch_seconds", path, least=0) if "launch_seconds" in content else None
+    launch, price = (
+        read_number(content, name, path, least=0) if name in content else None
+        for name in ("launch_seconds", "price_per_hour")
+    )
     peaks = {**cluster.peak_flops, **read_peaks(content, path)}
     efficiency = content.get("efficiency", {})
     if not isinstance(efficiency, dict) or not set(efficiency) <= set(RATE_NAMES):
@@ -104,6 +107,7 @@ def _read_cluster(content: dict[str, Any], path: str) -> tuple[GpuKind, Cluster]
         latencies=latencies,
         efficiencies=efficiency,
         launch_seconds=launch,
+        price_per_hour=price,
     )
 
 

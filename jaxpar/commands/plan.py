@@ -2,6 +2,8 @@ r"""Finds the fastest way to train a config on a cluster, which need not exist.
 
     jaxpar plan --config=configs/quickstart.py --cluster=h100:8 [--verify=3] [--out=best.py]
         [--json] [--save_cluster=FILE.toml] [--config.KEY=VALUE ...]
+    jaxpar plan --config=configs/gpt.py:gpt2 --train_tokens=10e9 --hours=24 [--cluster=h100,mine.toml]
+        [--budget=1000] [--json] [--config.KEY=VALUE ...]
 
 Predicts the time and the memory of a step for every strategy that trains like one device, on every mesh, with every
 number of microbatches, schedule and rematerialization, for batches of config.batch_size examples. Compiles nothing,
@@ -21,31 +23,46 @@ The cluster is written as in --target of `jaxpar audit`, such as h100:4x8 for 4 
 (configs/clusters). `here` are the devices of this machine, which are measured first: on GPUs, the rates of matrix
 products, of the memory and of links, and the time between kernels, which --save_cluster writes as a cluster file; on
 CPUs, layers and links.
+
+With --train_tokens and --hours, prints the least number of GPUs of each cluster that trains on this number of tokens in
+this time, with its fastest plan. --cluster then lists kinds of GPUs, such as h100, and clusters, which have at most
+their GPUs; by default all known kinds. With --budget, prints the cheapest number of GPUs of each cluster, whose file
+must have `price_per_hour`, and is an error if all of them cost more.
 """
 
+import argparse
 import gc
 import json
 import time
 from collections.abc import Sequence
 
 from jaxpar import models
-from jaxpar.choose import report
+from jaxpar.choose import report, sizes
 from jaxpar.choose.asynchronous import async_candidates, predicted
 from jaxpar.choose.candidates import ranked, state_ratios
 from jaxpar.choose.planner import AUTO_STRATEGY
 from jaxpar.cluster.target import HERE, find_target
-from jaxpar.command_line import check_new_file, integer, output_path, writing
+from jaxpar.command_line import check_new_file, integer, missing, number, output_path, writing
 from jaxpar.commands.config_flags import ConfigParser, load_checked
 from jaxpar.errors import UserError, format_bytes
 from jaxpar.files import write_text
 from jaxpar.inspect import plan_report
 from jaxpar.run.unused import EFFECTS
 
+SIZE_FLAGS = {
+    "--train_tokens": "print how many GPUs train on this number of tokens",
+    "--hours": "in at most this time",
+    "--budget": "for at most this price",
+}
+
 
 def main(argv: Sequence[str]) -> None:
     parser = ConfigParser(__doc__, "jaxpar plan")
-    parser.require("--cluster", "--cluster=h100:8", metavar="FILE|NAME:HOSTSxDEVICES|here", help="the cluster")
     add = parser.add_argument
+    add("--cluster", default="", metavar="FILE|NAME:HOSTSxDEVICES|here", help="the cluster")
+    amount = number("a number greater than 0", minimum=1e-9)
+    for flag, help_text in SIZE_FLAGS.items():
+        add(flag, type=amount, help=help_text)
     add("--verify", type=integer(1), default=0, metavar="N", help="compile the first N, and correct their memory")
     add("--out", type=output_path, metavar="FILE.py", help="write the first one as a config file")
     of_here = "write the GPUs of --cluster=here as a cluster file"
@@ -54,6 +71,14 @@ def main(argv: Sequence[str]) -> None:
     arguments, overrides = parser.parse_with_overrides(argv)
     begin = time.monotonic()
     gc.set_threshold(100_000, 20, 100)  # traced programs stay alive, and frequent collections took a sixth of the time
+    if arguments.train_tokens:
+        _print_sizes(arguments, overrides)
+        return
+    for flag in SIZE_FLAGS:
+        if value := getattr(arguments, flag.removeprefix("--")):
+            raise UserError(f"{flag} is {value:g}; it must be unset without --train_tokens")
+    if not arguments.cluster:
+        raise missing("--cluster", "--cluster=h100:8")
     if arguments.cluster == HERE and arguments.verify:
         raise UserError(f"--verify is {arguments.verify}; it must be unset with --cluster={HERE}")
     target = find_target(arguments.cluster, "--cluster") if arguments.verify else None
@@ -93,3 +118,29 @@ def main(argv: Sequence[str]) -> None:
     if arguments.out:
         with writing("--out", arguments.out):
             write_text(arguments.out, report.config_file(arguments.config, overrides, best, arguments.cluster))
+
+
+def _print_sizes(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Print how many GPUs of each cluster train the tokens in time."""
+    if not arguments.hours:
+        raise missing("--hours", "--train_tokens=10e9 --hours=24", "set with --train_tokens")
+    for flag in ("verify", "out", "save_cluster"):
+        if value := getattr(arguments, flag):
+            raise UserError(f"--{flag} is {str(value)!r}; it must be unset with --train_tokens")
+    hours, budget = arguments.hours, arguments.budget
+    clusters = sizes.find_clusters(arguments.cluster)
+    if budget:
+        sizes.check_prices(clusters, budget)
+    config = load_checked(arguments.config, overrides, EFFECTS)
+    plan_report.check_strategy_name(config)
+    found = []
+    for name, cluster in clusters.items():
+        space = plan_report.make_space(config, cluster, on_all=False)
+        one = sizes.best_training(name, space, arguments.train_tokens, hours, cheapest=bool(budget))
+        found += [one] if one else []
+    found = sizes.ordered(found, hours, by_price=bool(budget))
+    if arguments.json:
+        print(json.dumps([sizes.training_json(one) for one in found], indent=1))
+    elif found:
+        print(*sizes.training_rows(found, hours), sep="\n")
+    sizes.check_found(found, hours, budget)

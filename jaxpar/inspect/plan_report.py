@@ -54,9 +54,14 @@ def cluster_of(text: str) -> Cluster:
     return find_named(text, "--cluster", others=(HERE,))[1]
 
 
-def make_space(config: ConfigDict, cluster: Cluster, target: Target | None = None) -> Space:
-    """Return what to search on GPUs, whose memory is that of the target, or else of the data sheet."""
+def make_space(config: ConfigDict, cluster: Cluster, target: Target | None = None, *, on_all: bool = True) -> Space:
+    """Return what to search on GPUs, whose memory is that of the target, or else of the data sheet.
+
+    on_all: whether all of these GPUs must be used.
+    """
     loaded, settings = _load(config, cluster)
+    if on_all:
+        check_kept(settings, cluster.num_devices)
     assert cluster.memory_bytes is not None
     usable = target.usable_bytes if target else memory_fraction() * cluster.memory_bytes
     return gpu_space(config, loaded.problem, cluster, usable, settings)
@@ -75,6 +80,7 @@ def measured_space(config: ConfigDict, save: Path | None = None) -> Space:
                 "has a kind of GPU that jaxpar knows"
             )
     loaded, settings = _load(config, cluster)
+    check_kept(settings, cluster.num_devices)
     if cluster.platform == "cpu":
         return cpu_space(config, loaded, cluster, settings)
     measured = measured_cluster(clusters.with_rates_of_kind(cluster), jax.local_devices())
@@ -92,9 +98,7 @@ def _load(config: ConfigDict, cluster: Cluster) -> tuple[build.Parts, Settings]:
     """Return data and model of a config, and the settings that a run with strategy auto keeps in all candidates."""
     with tempfile.TemporaryDirectory() as folder:
         loaded = load_problem(config, cluster, Path(folder))
-    settings = kept_settings(config) if config.strategy == AUTO_STRATEGY else {}
-    check_kept(settings, cluster.num_devices)
-    return loaded, settings
+    return loaded, kept_settings(config) if config.strategy == AUTO_STRATEGY else {}
 
 
 def plan(config: ConfigDict, cluster: str) -> list[Candidate]:

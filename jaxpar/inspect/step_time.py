@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from jaxpar.choose.costs.rates import collective_seconds, launch_seconds, memory_seconds, product_seconds
 from jaxpar.cluster import Cluster
-from jaxpar.core.ring import RING_COLLECTIVES, sent_of_operand
+from jaxpar.core.ring import PERMUTE, RING_COLLECTIVES, sent_of_operand
 from jaxpar.errors import UserError
 from jaxpar.inspect import enqueued
 from jaxpar.inspect.audit import groups_of, pairs_of
@@ -137,7 +137,7 @@ def _communicating(program: CompiledProgram) -> list[list[int]]:
 
 def _time_of_calls(programs: Sequence[CompiledProgram], times: Sequence[StepTime], cluster: Cluster) -> StepTime:
     def send(sender: int, receiver: int, nbytes: int) -> float:
-        return collective_seconds(cluster, [(sender, receiver)], nbytes)
+        return collective_seconds(cluster, PERMUTE, [(sender, receiver)], nbytes)
 
     seconds = [time.seconds for time in times]
     per_process = cluster.num_devices // cluster.num_processes
@@ -257,7 +257,7 @@ class _Roofline:
             groups = [[self._devices[number] for number in group] for group in groups]
         kind, size = instruction.operation.removesuffix("-start"), max(map(len, groups), default=1)
         nbytes = sum(array.nbytes for array in self.program.operand_types(computation, instruction))
-        return collective_seconds(self._cluster, groups, sent_of_operand(kind, size) * nbytes)
+        return collective_seconds(self._cluster, kind, groups, sent_of_operand(kind, size) * nbytes)
 
 
 def _source(name: str, instruction: Instruction) -> str:

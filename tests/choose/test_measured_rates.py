@@ -29,6 +29,7 @@ from jaxpar.commands import plan as command
 from jaxpar.core import mesh
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import Traffic
+from jaxpar.core.ring import PERMUTE
 from jaxpar.errors import UserError
 from tests.choose.test_planner import PERCEPTRON
 from tests.cluster.test_target import needs_plugin, run
@@ -51,11 +52,10 @@ def collective_seconds(n: int = 8, sizes: MeasuredSizes = GPU_SIZES) -> dict[tup
     def collective(sent: float, hops: float) -> list[float]:
         return [sent * 4 * length_of(length, n) / LINK + hops * HOP for length in (sizes.few, sizes.sent)]
 
-    hops = math.ceil(math.log2(n))
     every = {
-        "all-reduce": collective(2 * (n - 1) / n, hops),
-        "reduce-scatter": collective((n - 1) / n, hops),
-        "all-gather": collective(n - 1, hops),
+        "all-reduce": collective(2 * (n - 1) / n, 2 * (n - 1)),
+        "reduce-scatter": collective((n - 1) / n, n - 1),
+        "all-gather": collective(n - 1, n - 1),
         "collective-permute": collective(1, 1),
     }
     lengths = [length_of(length, n) for length in (sizes.few, sizes.sent)]
@@ -117,9 +117,9 @@ def test_efficiencies_of_two_links() -> None:
     """A measured link inside the host does not change the efficiency of the network."""
     cluster = replace(clusters.named_cluster("h100", 16, num_processes=2), efficiencies={"host": 0.3})
     host, network = 0.3 * 450e9, 0.8 * 50e9
-    across = rates.collective_seconds(cluster, [range(16)], 1e9, 0)
+    across = rates.collective_seconds(cluster, "all-reduce", [range(16)], 1e9, 0)
     assert across == pytest.approx(1e9 / min(host, 8 * network))
-    assert rates.collective_seconds(cluster, [(0, 8)], 1e9, 0) == pytest.approx(1e9 / network)
+    assert rates.collective_seconds(cluster, PERMUTE, [(0, 8)], 1e9, 0) == pytest.approx(1e9 / network)
 
 
 DISTURBED: dict[str, dict[Any, float]] = {

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import json
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +41,7 @@ from jaxpar.choose.costs.memory import (
     working_bytes,
 )
 from jaxpar.choose.costs.profile import LayerProfile
-from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS
+from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS, collective_seconds
 from jaxpar.choose.costs.step import (
     REPLICA_KEYS,
     StepCosts,
@@ -129,11 +128,13 @@ def costs_of_replicas(
     *,
     accumulation: int = 1,
     scan_layers: Any = False,
+    gathers_layers: bool = False,
 ) -> StepCosts:
     """Return the costs of replicas whose layers have this profile."""
     model: Any = SimpleNamespace(runs=[LayerRun(0, len(layers))])
     settings = dict(zip(REPLICA_KEYS, (accumulation, "none", scan_layers), strict=True))
-    return replicas_costs(GivenLayers(layers), model, machine, axes, 1, settings, traffic, state, update)
+    given, flags = GivenLayers(layers), {"gathers_layers": gathers_layers}
+    return replicas_costs(given, model, machine, axes, 1, settings, traffic, state, update, **flags)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -169,18 +170,36 @@ def test_a_pipeline_that_never_drains_takes_its_period() -> None:
 
 
 @pytest.mark.parametrize(
-    ("axis", "axes", "size", "rate", "hop"),
+    ("axis", "axes", "size", "rate", "reduced", "gathered"),
     [
-        (DATA, {DATA: 2, STAGE: 8}, 2, NETWORK, "network"),  # replicas of a stage are on different hosts
-        (DATA, {DATA: 8, STAGE: 2}, 8, min(4 * NETWORK, HOST), "network"),  # four of them share a host
-        (DATA, {DATA: 16, STAGE: 1}, 16, min(8 * NETWORK, HOST), "network"),
-        (STAGE, {DATA: 2, STAGE: 8}, 8, HOST, "host"),
+        (DATA, {DATA: 2, STAGE: 8}, 2, NETWORK, (0, 2), (0, 1)),  # replicas of a stage are on different hosts
+        (DATA, {DATA: 8, STAGE: 2}, 8, min(4 * NETWORK, HOST), (12, 2), (6, 1)),  # four of them share a host
+        (DATA, {DATA: 16, STAGE: 1}, 16, min(8 * NETWORK, HOST), (28, 2), (14, 1)),
+        (STAGE, {DATA: 2, STAGE: 8}, 8, HOST, (14, 0), (7, 0)),
     ],
 )
-def test_collectives(axis: str, axes: dict[str, int], size: int, rate: float, hop: str) -> None:
-    sent = Traffic("all-reduce", "float32", axis, 1e9, 3 * 2 * (size - 1))  # of three vectors
-    expected = 1e9 / rate + 3 * math.log2(size) * HOP_SECONDS[hop]
-    assert GPUS.collective(sent, axes) == pytest.approx(expected)
+def test_collectives(
+    axis: str, axes: dict[str, int], size: int, rate: float, reduced: tuple[int, int], gathered: tuple[int, int]
+) -> None:
+    """reduced and gathered: hops of an all-reduce and of an all-gather inside a host and between hosts."""
+    for kind, passes, hops in (("all-reduce", 2, reduced), ("all-gather", 1, gathered)):
+        sent = Traffic(kind, "float32", axis, 1e9, 3 * passes * (size - 1))  # of three vectors
+        latency = hops[0] * HOP_SECONDS["host"] + hops[1] * HOP_SECONDS["network"]
+        assert GPUS.collective(sent, axes) == pytest.approx(1e9 / rate + 3 * latency), kind
+
+
+def test_hops_over_many_hosts() -> None:
+    """Rings pass every GPU of 96 hosts. The tree of an all-reduce has 7 levels of hosts, but 0.92 of the bandwidth."""
+    cluster = clusters.named_cluster("a100-80gb", 768, num_processes=96)
+    rate, ring, tree = 8 * 0.8 * 25e9, 672 * 3e-6 + 95 * 1e-5, 14 * 3e-6 + 14 * 1e-5
+
+    def seconds(kind: str, nbytes: float) -> float:
+        return collective_seconds(cluster, kind, [range(768)], nbytes)
+
+    assert [seconds(kind, 0.0) for kind in ("all-gather", "reduce-scatter")] == pytest.approx([ring] * 2)
+    assert seconds("all-reduce", 0.0) == pytest.approx(tree)
+    assert seconds("all-reduce", 1e9) == pytest.approx(1e9 / rate / 0.92 + tree)
+    assert seconds("all-reduce", 100e9) == pytest.approx(100e9 / rate + 2 * ring)
 
 
 def test_neighbours_send_over_one_network_card() -> None:
@@ -196,8 +215,8 @@ def test_groups_within_a_host_do_not_cross_the_network() -> None:
     axes = {DATA: 16, STAGE: 1}
     within = Traffic("all-gather", "float32", DATA, 1e9, 7, members=tuple(range(8)))
     between = Traffic("all-reduce", "float32", DATA, 1e9, 2, members=(0, 8))
-    assert GPUS.collective(within, axes) == pytest.approx(1e9 / HOST + 3 * HOP_SECONDS["host"])
-    assert GPUS.collective(between, axes) == pytest.approx(1e9 / NETWORK + HOP_SECONDS["network"])
+    assert GPUS.collective(within, axes) == pytest.approx(1e9 / HOST + 7 * HOP_SECONDS["host"])
+    assert GPUS.collective(between, axes) == pytest.approx(1e9 / NETWORK + 2 * HOP_SECONDS["network"])
 
 
 def test_devices_that_share_cores() -> None:
@@ -225,6 +244,19 @@ def test_exposed_communication() -> None:
     assert exposed(9.0, 10) == pytest.approx(0.05, rel=0.01)  # which has half of the weights
     assert exposed(1.0, 2) == pytest.approx(0.05, rel=0.01)  # or of the message that contains them
     assert exposed(1.0, 10, is_scanned=True) == pytest.approx(0.1 - 0.02, rel=0.2)
+
+
+@pytest.mark.parametrize(("gather", "exposed"), [(0.15, 0.005), (0.3, 0.05 + 0.005), (0.5, 0.15 + 0.1)])
+def test_exposed_gathers(gather: float, exposed: float) -> None:
+    """The forward pass of 100 ms hides half of the gathers, and the backward pass of 200 ms the rest and reductions."""
+    axes, cluster = {DATA: 8, STAGE: 1}, GpuMachine(clusters.named_cluster("h100", 8))
+    layers = [layer(0.01)._replace(weight_bytes=1.0)] * 10
+    sent = [
+        Traffic("all-gather", "float32", DATA, gather * HOST, 0),
+        Traffic("reduce-scatter", "float32", DATA, 0.05 * HOST, 70),
+    ]
+    costs = costs_of_replicas(layers, cluster, axes, sent, gathers_layers=True)
+    assert costs.exposed == pytest.approx(exposed, rel=0.01)
 
 
 def test_xla_combines_all_reduces() -> None:

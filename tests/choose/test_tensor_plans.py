@@ -87,9 +87,9 @@ def test_groups_are_neighbours() -> None:
     assert axis_groups(DATA, 2, 1, 4) == ((0, 4), (1, 5), (2, 6), (3, 7))
     machine, sent = GpuMachine(H100), Traffic("all-reduce", "float32", DATA, 1e9, 2)
     axes = {DATA: 2, STAGE: 1, TENSOR: 8}
-    assert machine.collective(sent, axes) == pytest.approx(1e9 / NETWORK + HOP_SECONDS["network"])
+    assert machine.collective(sent, axes) == pytest.approx(1e9 / NETWORK + 2 * HOP_SECONDS["network"])
     within = sent._replace(axis=TENSOR, messages=14)
-    assert machine.collective(within, axes) == pytest.approx(1e9 / HOST + 3 * HOP_SECONDS["host"])
+    assert machine.collective(within, axes) == pytest.approx(1e9 / HOST + 14 * HOP_SECONDS["host"])
 
 
 def test_a_device_has_a_part_of_each_layer(space: Space) -> None:
@@ -203,7 +203,7 @@ def test_pipelines_whose_stages_are_groups() -> None:
     assert again.name == one.name
     assert again.costs.seconds == pytest.approx(one.costs.seconds, rel=0.05)
     assert again.costs.nbytes == pytest.approx(one.costs.nbytes, rel=0.05)
-    assert again.costs.exposed == pytest.approx(one.costs.exposed, rel=0.2)  # of the last stage, and of all on average
+    assert again.costs.exposed == pytest.approx(one.costs.exposed, rel=0.25)  # of the last stage, and of all on average
 
 
 def test_actions_wait_for_the_devices_of_a_group() -> None:

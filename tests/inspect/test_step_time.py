@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar import config as configs
-from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS, LAUNCH_SECONDS, check_rates
+from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS, LAUNCH_SECONDS, TREE_BANDWIDTH, check_rates
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError
 from jaxpar.inspect import step_time
@@ -44,8 +44,11 @@ def kernel(kilobytes: float, flops: float = 0.0, peak: float = 1e9, kind: str = 
 
 
 def all_reduce(kilobytes: float, size: int, rate: float = 1e9, hop: str = "host") -> float:
-    steps = 2 * (size - 1) / size
-    return steps * kilobytes * 1e3 / (EFFICIENCY[hop] * rate) + np.log2(size) * HOP_SECONDS[hop]
+    """Return the seconds of a group with the same number of GPUs on each of two hosts, or on one host."""
+    seconds, hosts = 2 * (size - 1) / size * kilobytes * 1e3 / (EFFICIENCY[hop] * rate), 1 if hop == "host" else 2
+    network = 2 * (hosts - 1) * HOP_SECONDS["network"]
+    ring, tree = (2 * number * HOP_SECONDS["host"] + network for number in (size - hosts, size // hosts - 1))
+    return min(seconds + ring, seconds / TREE_BANDWIDTH + tree)
 
 
 def test_kernels() -> None:

@@ -33,11 +33,6 @@ KERNEL_REPEATS = 2.0  # updates compiled for H100s move 1.8 to 2.4 times the byt
 CLOCK_KERNELS = 10  # launches that a clock of a pipeline needs besides those of its actions
 
 
-def num_hops(kind: str, size: int) -> int:
-    """Return the number of messages that follow each other in a collective of `size` devices."""
-    return 1 if kind == PERMUTE else math.ceil(math.log2(size))
-
-
 def num_collectives(sent: Traffic, size: int) -> float:
     """Return the number of collectives of a traffic over an axis of this size."""
     passes = RING_PASSES.get(sent.kind, 0) * (size - 1)  # of one of them; 0 if it is one message, or there are none
@@ -81,10 +76,10 @@ class GpuMachine(NamedTuple):
         size = len(within[0])
         if size == 1:
             return 0.0
-        number, hops = num_collectives(sent, size), num_hops(sent.kind, size)
+        number = num_collectives(sent, size)
         if sent.kind == PERMUTE:  # between neighbours
             within = tuple(pair for group in within for pair in pairwise(group))
-        return collective_seconds(self.cluster, within, sent.nbytes, number, hops=hops)
+        return collective_seconds(self.cluster, sent.kind, within, sent.nbytes, number)
 
     def started(self, num_devices: int) -> float:
         """The host starts a step while GPUs compute the one before."""

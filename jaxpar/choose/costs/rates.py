@@ -8,9 +8,11 @@ predicted rates of training with published ones.
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxpar.cluster import Cluster
 from jaxpar.cluster.gpus import PEAK_DTYPES
+from jaxpar.core.ring import PERMUTE, RING_PASSES
 from jaxpar.errors import UserError
 
 EFFICIENCY = {
@@ -25,7 +27,10 @@ EFFICIENCY = {
 # attention 50% to 73% (Dao, "FlashAttention-2", 2023, abstract and section 1).
 EFFICIENCY_OF = {"8": {"float32": 0.85, "bfloat16": 0.85, "attention": 0.6}}
 LAUNCH_SECONDS = 2e-6  # from the end of a kernel to the start of the next one
-HOP_SECONDS = {"host": 3e-6, "network": 1e-5}  # of each of the log2(n) hops of a collective of n GPUs
+# Seconds of each message that follows another one. NCCL assumes 1.9 to 3.4 and 4 to 14 us in a ring, with its protocols
+# LL128 and Simple (NVIDIA/nccl at b647562, src/graph/tuning.cc, hwLat).
+HOP_SECONDS = {"host": 3e-6, "network": 1e-5}
+TREE_BANDWIDTH = 0.92  # of a tree between hosts / that of a ring (the same file)
 HALF_WIDTH = ("bfloat16", "float16", "f8e4m3fn", "f8e5m2")  # dtypes of products with the efficiency of bfloat16
 
 
@@ -58,30 +63,64 @@ def memory_seconds(cluster: Cluster, nbytes: float) -> float:
     return nbytes / (efficiency(cluster, "memory") * cluster.memory_bandwidth)
 
 
-def collective_seconds(
-    cluster: Cluster, groups: Sequence[Sequence[int]], nbytes: float, number: float = 1.0, *, hops: int | None = None
-) -> float:
-    """Return the time of `number` collectives, each of which takes that of a ring on the slowest link that it crosses.
+class Hops(NamedTuple):
+    """The messages of a collective that follow each other, by the link that they cross."""
 
-    Raises UserError if the links of the GPU are unknown.
+    host: int
+    network: int
+
+
+def ring_hops(kind: str, size: int, num_hosts: int = 1) -> Hops:
+    """Return the hops of a collective of `size` devices on this number of hosts, in a ring that enters each host once.
+
+    Source: NVIDIA/nccl at b647562, src/graph/tuning.cc, nsteps and nInterSteps.
+    """
+    if kind == PERMUTE:
+        return Hops(0, 1) if num_hosts > 1 else Hops(1, 0)
+    passes = RING_PASSES[kind]
+    return Hops(passes * (size - num_hosts), passes * (num_hosts - 1))
+
+
+def tree_hops(size: int, num_hosts: int) -> Hops:
+    """Return the hops of an all-reduce that goes up and down a binary tree of the hosts, and a chain in each.
+
+    Source: the same file, and Jeaugey, "Massively Scale Your Deep Learning Training with NCCL 2.4", 2019.
+    """
+    return Hops(2 * (math.ceil(size / num_hosts) - 1), 2 * math.ceil(math.log2(num_hosts)))
+
+
+def collective_seconds(
+    cluster: Cluster, kind: str, groups: Sequence[Sequence[int]], nbytes: float, number: float = 1.0
+) -> float:
+    """Return the time of `number` collectives: of their bytes on the slowest link that they cross, and of their hops.
+
+    They are rings, or, if it is faster, all-reduces between hosts are trees. Raises UserError if the links of the GPU
+    are unknown.
 
     groups: the devices of each group; for a permute, each pair of a sender and a receiver. nbytes: what a device sends
-    in all of them together. hops: messages that follow each other in one; None: log2 of the size of a group.
+    in all of them together.
     """
-    size = max(map(len, groups), default=1)
-    if size == 1:
+    if max(map(len, groups), default=1) == 1:
         return 0.0
     if not cluster.send_rates:
         raise _unknown_links(cluster)
     per_host = cluster.num_devices // cluster.num_processes
-    hops = math.ceil(math.log2(size)) if hops is None else hops
-    rate, hop = send_rate(cluster, "host"), hop_seconds(cluster, "host")
     on_hosts = [Counter(device // per_host for device in group) for group in groups]
+    rate = send_rate(cluster, "host")
     if crossing := [numbers for numbers in on_hosts if len(numbers) > 1]:
         # The rings of a group share the network of all its GPUs on a host. A pair only has that of its sender.
         together = min(min(numbers.values()) for numbers in crossing)
-        rate, hop = min(rate, together * send_rate(cluster, "network")), hop_seconds(cluster, "network")
-    return nbytes / rate + number * hops * hop
+        rate = min(rate, together * send_rate(cluster, "network"))
+    sizes = {(numbers.total(), len(numbers)) for numbers in on_hosts}
+    seconds = nbytes / rate + number * max(_latency(cluster, ring_hops(kind, *size)) for size in sizes)
+    if kind == "all-reduce" and crossing:
+        tree = nbytes / (TREE_BANDWIDTH * rate) + number * max(_latency(cluster, tree_hops(*size)) for size in sizes)
+        return min(seconds, tree)
+    return seconds
+
+
+def _latency(cluster: Cluster, hops: Hops) -> float:
+    return hops.host * hop_seconds(cluster, "host") + hops.network * hop_seconds(cluster, "network")
 
 
 def send_rate(cluster: Cluster, link: str) -> float:

@@ -117,7 +117,12 @@ def replicas_costs(
         hidden = sum(layer.backward_s for layer in profile[:1]) if is_scanned else backward - beside / accumulation
         # Nothing is left to compute when the gradients of the first layer, and the others in their message, are sent.
         last = max(profile[0].weight_bytes / max(weights, 1.0), 1 / number) if number else 1.0
-        waiting = max(gather - (compute - beside), 0.0) + max(reduce - hidden, reduce * min(last, 1.0))
+        # Layers are gathered in the forward pass, and again in the backward pass, where reductions use the same links.
+        of_forward = compute * forward / (forward + backward)
+        of_backward = max(
+            gather / 2 + reduce - (compute - of_forward - beside), reduce - hidden, reduce * min(last, 1.0)
+        )
+        waiting = max(gather / 2 - of_forward, 0.0) + of_backward
         exposed = waiting + copied + (between - beside)
     update = machine.moved(moved.exchange + machine.update_repeats * moved.update, devices)
     seconds = machine.started(devices) + compute + exposed + update
