@@ -107,7 +107,7 @@ def weighted_sums(
     return jnp.sum(losses * weights), jnp.sum(correct * weights)
 
 
-def _sums_and_derivative(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[LossAndCorrect, jax.Array]:
+def _sums_and_derivative(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[LossAndCorrect, Any]:
     """Return `weighted_sums` of all words and the derivative of the loss, reading the logits only three times."""
     best = jnp.argmax(logits, axis=-1)
     top, of_label = (jnp.take_along_axis(logits, place[..., None], axis=-1) for place in (best, labels))
