@@ -246,7 +246,8 @@ class _Roofline:
                 of_product = product_flops(inner, operands)
                 kind = "attention" if call_target(inner).startswith(ATTENTION) else "product"
                 dtype = DTYPE_NAMES.get(operands[0].dtype, operands[0].dtype)
-                flops, seconds = flops + of_product, seconds + product_seconds(self._cluster, kind, dtype, of_product)
+                flops += of_product
+                seconds += product_seconds(self._cluster, kind, dtype, of_product, operands[0].dims[-1])
         memory = memory_seconds(self._cluster, kernel_bytes(self.program, computation, instruction))
         seconds = max(seconds, memory) + launch_seconds(self._cluster)
         return StepTime(seconds, 0.0, flops, {Part(kind, _source(name, instruction)): seconds})

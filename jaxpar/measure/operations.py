@@ -55,6 +55,7 @@ class Operation(NamedTuple):
     flops: float  # FLOPs of the products in one call
     nbytes: float  # bytes that are read and written in one call
     calls: float = 1.0  # number of calls
+    head: int = 0  # size of the heads of attention
 
 
 def operations(function: Callable[..., Any], *args: Any) -> list[Operation]:
@@ -179,7 +180,8 @@ def _kernel(one: FlatEquation, flat: FlatJaxpr) -> Iterator[Operation]:
             flops = attention_flops(equation) * (BACKWARD_RATIO if name in ATTENTION_BACKWARD else 1)
             # A causal kernel skips the positions after each position.
             is_causal = equation.params.get("is_causal", "CAUSAL" in str(equation.params.get("mask_type", "")))
-            yield Operation(ATTENTION_KERNEL, dtype, flops * (0.5 if is_causal else 1), read + written)
+            head = equation.invars[0].aval.shape[-1]  # type: ignore[attr-defined]
+            yield Operation(ATTENTION_KERNEL, dtype, flops * (0.5 if is_causal else 1), read + written, head=head)
         else:
             yield Operation(PRODUCT, dtype, equation_flops(equation), read + written)
 

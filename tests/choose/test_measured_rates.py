@@ -82,7 +82,8 @@ def test_known_rates_are_read(n: int) -> None:
     assert rates.memory_seconds(cluster, MEMORY) == pytest.approx(1)
     for dtype, rate in PRODUCTS.items():
         assert rates.product_seconds(cluster, "product", dtype, rate) == pytest.approx(1)
-    assert rates.product_seconds(cluster, "attention", "bfloat16", 0.5 * 989.5e12) == pytest.approx(1)  # is assumed
+    for head, assumed in ((64, 0.25), (128, 0.5)):
+        assert rates.product_seconds(cluster, "attention", "bfloat16", assumed * 989.5e12, head) == pytest.approx(1)
     assert cluster.peak_flops == H100.peak_flops  # MFU is still relative to these
     assert GpuMachine(cluster).clock_seconds == pytest.approx(10 * LAUNCH, rel=1e-3)
     if n > 1:

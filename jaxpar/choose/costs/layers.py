@@ -324,7 +324,7 @@ class _Kernels:
         few, many = of_sizes
         if [one[:2] for one in few] != [one[:2] for one in many]:  # only the larger one has a loss in chunks
             few = [one._replace(calls=one.calls * SIZES[0] / SIZES[1]) for one in many]
-        self._kinds = [(one.kind, one.dtype) for one in few]
+        self._kinds = [(one.kind, one.dtype, one.head) for one in few]
         self._flops = np.array([[one.calls * one.flops for one in found] for found in (few, many)])
         self._nbytes = np.array([[one.calls * one.nbytes for one in found] for found in (few, many)])
         self._calls = np.array([[one.calls for one in found] for found in (few, many)])
@@ -333,12 +333,12 @@ class _Kernels:
         """Return the time for `size` examples."""
         total, launch = 0.0, launch_seconds(cluster)
         rows = (_at(size, few, many) for few, many in (self._flops, self._nbytes, self._calls))
-        for (kind, dtype), flops, moved, calls in zip(self._kinds, *rows, strict=True):
+        for (kind, dtype, head), flops, moved, calls in zip(self._kinds, *rows, strict=True):
             memory = memory_seconds(cluster, float(moved))
             if kind == PASS:
                 total += memory + PASS_KERNELS * launch * bool(moved)
             else:
-                total += max(product_seconds(cluster, kind, dtype, float(flops)), memory) + calls * launch
+                total += max(product_seconds(cluster, kind, dtype, float(flops), head), memory) + calls * launch
         return total
 
 

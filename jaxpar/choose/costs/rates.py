@@ -26,6 +26,9 @@ EFFICIENCY = {
 # By the first digit of the compute capability, if it differs. A100s: matrix products reach 80% to 90% of the peak, and
 # attention 50% to 73% (Dao, "FlashAttention-2", 2023, abstract and section 1).
 EFFICIENCY_OF = {"8": {"float32": 0.85, "bfloat16": 0.85, "attention": 0.6}}
+# Attention of Hopper with heads below 128, whose softmax takes longer than its products / that with larger heads. Heads
+# of 64 reach 0.25 (1,024 tokens) to 0.33 (4,096 tokens) of the peak: docs/benchmarks.md, "On one GPU".
+HOPPER, WIDE_HEAD, OF_NARROW_HEADS = "9", 128, 0.5
 LAUNCH_SECONDS = 2e-6  # from the end of a kernel to the start of the next one
 # Seconds of each message that follows another one. NCCL assumes 1.9 to 3.4 and 4 to 14 us in a ring, with its protocols
 # LL128 and Simple (NVIDIA/nccl at b647562, src/graph/tuning.cc, hwLat).
@@ -36,8 +39,11 @@ HALF_WIDTH = ("bfloat16", "float16", "f8e4m3fn", "f8e5m2")  # dtypes of products
 
 def efficiency(cluster: Cluster, rate: str) -> float:
     """Return the measured efficiency of one of `jaxpar.cluster.RATE_NAMES`, or else the assumed one."""
-    generation = cluster.compute_capability.partition(".")[0]
-    return (EFFICIENCY | EFFICIENCY_OF.get(generation, {}) | dict(cluster.efficiencies))[rate]
+    return (EFFICIENCY | EFFICIENCY_OF.get(_generation(cluster), {}) | dict(cluster.efficiencies))[rate]
+
+
+def _generation(cluster: Cluster) -> str:
+    return cluster.compute_capability.partition(".")[0]
 
 
 def launch_seconds(cluster: Cluster) -> float:
@@ -45,16 +51,19 @@ def launch_seconds(cluster: Cluster) -> float:
     return LAUNCH_SECONDS if cluster.launch_seconds is None else cluster.launch_seconds
 
 
-def product_seconds(cluster: Cluster, kind: str, dtype: str, flops: float) -> float:
+def product_seconds(cluster: Cluster, kind: str, dtype: str, flops: float, head: int = WIDE_HEAD) -> float:
     """Return the time of matrix products. Raises UserError if the peak FLOP/s of the GPU are unknown.
 
-    kind: product or attention; dtype: the NumPy name of that of the first operand.
+    kind: product or attention; dtype: the NumPy name of that of the first operand; head: the size of attention heads.
     """
     wide = "bfloat16" if dtype in HALF_WIDTH else "float32"
     peak = cluster.peak_flops.get("float16" if dtype == "float16" else wide)
     if peak is None:
         raise _unknown_peak(cluster)
-    return flops / (efficiency(cluster, "attention" if kind == "attention" else wide) * peak)
+    if kind != "attention":
+        return flops / (efficiency(cluster, wide) * peak)
+    is_slow = head < WIDE_HEAD and _generation(cluster) == HOPPER and "attention" not in cluster.efficiencies
+    return flops / (efficiency(cluster, "attention") * (OF_NARROW_HEADS if is_slow else 1.0) * peak)
 
 
 def memory_seconds(cluster: Cluster, nbytes: float) -> float:
