@@ -54,7 +54,7 @@ def test_kernel(kernel: str) -> None:
     space = space_of(clusters.named_cluster("h100", 4), f"model.attention={kernel}", "model.dtype=bfloat16")
     layers = space.layers.in_group(1, 2)
     assert isinstance(layers, TracedLayers)
-    kinds = {kind for of in layers._kernels("none", 2).values() for one in of for kind, _ in one._kinds}
+    kinds = {kind for of in layers._kernels("none", 2).values() for one in of for kind, *_ in one._kinds}
     assert (ATTENTION_KERNEL in kinds) == (kernel == "cudnn")
 
 
