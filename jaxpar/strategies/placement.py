@@ -1,7 +1,5 @@
 """Puts states and batches on the devices of a mesh according to the layouts of a plan. Strategies share this code."""
 
-import contextlib
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,28 +19,11 @@ from jaxpar.layout import Layout
 # Lets XLA on CPUs write moments in place. Otherwise it copies them when the step begins, because the new parameters and
 # the new moments are computed from them by different instructions.
 IN_PLACE: dict[str, Any] = {"xla_cpu_copy_insertion_use_region_analysis": True}
-# Leave to the library YNNPACK only reductions on CPUs, and matrix products to XLA's own kernels, which are faster.
-REDUCTIONS_ALONE: dict[str, Any] = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
 # Let XLA overlap the exchange with the backward pass on GPUs: do not combine the buckets again, as the combined
 # collective would wait for the whole backward pass, and schedule collectives to hide their latency.
 OVERLAP: dict[str, Any] = {
     f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_reduce", "all_gather", "reduce_scatter")
 } | {"xla_gpu_enable_latency_hiding_scheduler": True}
-
-
-def first_known(*choices: dict[str, Any]) -> dict[str, Any]:
-    """Return the first of these compiler options that this XLA knows. Raises RuntimeError if it knows none."""
-    for options in choices:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            jax.jit(lambda: 0).lower().compile(options)
-            return options
-    raise RuntimeError(f"XLA knows none of the options {', '.join(name for one in choices for name in one)}")
-
-
-@functools.cache
-def cpu_options() -> dict[str, Any]:
-    """Return the compiler options of training steps that matter on CPUs."""
-    return IN_PLACE | first_known(REDUCTIONS_ALONE, {})
 
 
 def on_all(mesh: Mesh) -> NamedSharding:

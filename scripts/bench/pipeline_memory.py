@@ -13,7 +13,6 @@ from jaxpar.strategies.pipeline.executor.engine import PipelineEngine
 from jaxpar.strategies.pipeline.executor.packing import Packed
 from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs
 from jaxpar.strategies.pipeline.lockstep import STASH_IN_PLACE
-from jaxpar.strategies.placement import cpu_options
 from scripts.bench.pipeline_case import FAST, Case, Parts, nbytes, temporary_bytes
 
 Stashes = dict[tuple[int, int], Packed]
@@ -64,7 +63,7 @@ def single_microbatch(case: Case) -> int:
 
 
 def _temporary(function: Callable[..., Any], *arguments: Any, donated: tuple[int, ...] = ()) -> int:
-    jitted = jax.jit(function, donate_argnums=donated, compiler_options=cpu_options() | STASH_IN_PLACE | FAST)
+    jitted = jax.jit(function, donate_argnums=donated, compiler_options=STASH_IN_PLACE | FAST)
     return temporary_bytes(jitted.lower(*arguments).compile())
 
 

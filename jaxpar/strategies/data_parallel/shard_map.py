@@ -3,6 +3,8 @@
 jaxpar/exchange defines the communication between replicas, and the part of the state that each replica holds.
 """
 
+import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +32,7 @@ from jaxpar.exchange.reduce import psum_small
 from jaxpar.layout import PER_REPLICA, Layout
 from jaxpar.models.model import Batch
 from jaxpar.strategies import exchanges, groups
-from jaxpar.strategies.placement import OVERLAP, BatchPlacement, PlacedState, cpu_options, first_known, on_all
+from jaxpar.strategies.placement import IN_PLACE, OVERLAP, BatchPlacement, PlacedState, on_all
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
@@ -119,7 +121,7 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
         return [CompiledProgram(compiled_step.lower(placed.abstract, of_batch.abstract).compile(), exchange.branches)]
 
     shardings = jax.tree.map(lambda x: x.sharding, placed.abstract), on_all(mesh)
-    options = cpu_options() | OVERLAP | (first_known(*AHEAD) | ALTERNATE if exchange.fetch else {})
+    options = IN_PLACE | OVERLAP | (gather_ahead() | ALTERNATE if exchange.fetch else {})
     compiled_step = jax.jit(step, donate_argnums=0, out_shardings=shardings, compiler_options=options)
     waiting_evaluate = meshes.one_at_a_time(evaluate, mesh)
     return Strategy(
@@ -135,6 +137,16 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
         to_private=placed.to_private,
         num_in_flight=num_in_flight,
     )
+
+
+@functools.cache
+def gather_ahead() -> dict[str, Any]:
+    """Return the first of AHEAD that this version of XLA knows. Raises RuntimeError if it knows none."""
+    for options in AHEAD:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.jit(lambda: 0).lower().compile(options)
+            return options
+    raise RuntimeError(f"XLA knows no option to gather ahead: {', '.join(name for one in AHEAD for name in one)}")
 
 
 def fetching(problem: Problem, exchange: Exchange) -> Problem:

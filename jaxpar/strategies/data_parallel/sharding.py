@@ -24,7 +24,7 @@ from jaxpar.exchange.named import EXCHANGES
 from jaxpar.models.model import Model
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.data_parallel import shard_map
-from jaxpar.strategies.placement import PlacedState, batch_placer, by_replica, cpu_options, on_all
+from jaxpar.strategies.placement import IN_PLACE, PlacedState, batch_placer, by_replica, on_all
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
@@ -99,7 +99,7 @@ def build(plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device]) -> S
         return steps.evaluate(problem, state.params, batch)
 
     compiled_step = jax.jit(
-        step, donate_argnums=0, out_shardings=(placed.shardings, on_all(mesh)), compiler_options=cpu_options()
+        step, donate_argnums=0, out_shardings=(placed.shardings, on_all(mesh)), compiler_options=IN_PLACE
     )
     arguments = placed.abstract, with_shardings(problem.batch, by_replica(mesh))
     return Strategy(

@@ -40,12 +40,12 @@ from jaxpar.strategies.pipeline.executor.lowering import (
 from jaxpar.strategies.pipeline.executor.state import PackedState
 from jaxpar.strategies.pipeline.executor.timeline import Timeline
 from jaxpar.strategies.pipeline.tables.schedule import forward_only
-from jaxpar.strategies.placement import BatchPlacement, cpu_options
+from jaxpar.strategies.placement import IN_PLACE, BatchPlacement
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
 # Lets XLA write to a stash in place inside the branch of an action. Otherwise it copies whole stashes in every clock.
-STASH_IN_PLACE: dict[str, Any] = {"xla_gpu_copy_insertion_use_region_analysis": True}
+STASH_IN_PLACE = IN_PLACE | {"xla_gpu_copy_insertion_use_region_analysis": True}
 
 
 def resources(details: PipelineDetails, *, on_cpu: bool) -> ExecutorResources:
@@ -185,4 +185,4 @@ def jit_on_mesh(
             state, batch, arrays
         )
 
-    return jax.jit(mapped, static_argnums=0, compiler_options=cpu_options() | STASH_IN_PLACE, **options)
+    return jax.jit(mapped, static_argnums=0, compiler_options=STASH_IN_PLACE, **options)

@@ -43,7 +43,7 @@ from jaxpar.strategies.pipeline.executor.packing import at_index
 from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs, StagePrograms
 from jaxpar.strategies.pipeline.executor.state import StagedState
 from jaxpar.strategies.pipeline.tables.table import ACTION_KINDS, StageDevices, Table, U, receiver
-from jaxpar.strategies.placement import OVERLAP, cpu_options
+from jaxpar.strategies.placement import OVERLAP
 from jaxpar.tasks import Sums
 
 
@@ -256,6 +256,6 @@ class StageDispatcher:
 
         specs = (self._specs(column, chunk), self.input_specs, ON_ALL, ON_ALL, LOCAL, LOCAL, LOCAL)
         kinds = ("parameters", "inputs", "inputs", "inputs", "transfers", "stashes", "gradients")
-        options = {"donate_argnums": 6, "compiler_options": cpu_options() | (OVERLAP if self._has_collectives else {})}
+        options = {"donate_argnums": 6, "compiler_options": OVERLAP if self._has_collectives else None}
         program = program_on(self._columns.of_column[column], on_device, specs, LOCAL, kinds, **options)
         return program._replace(is_action=True)

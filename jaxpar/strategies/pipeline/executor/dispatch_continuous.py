@@ -42,7 +42,7 @@ from jaxpar.strategies.pipeline.executor.enqueue import (
 from jaxpar.strategies.pipeline.executor.stage_programs import StagePrograms
 from jaxpar.strategies.pipeline.executor.state import StagedState, kept_if
 from jaxpar.strategies.pipeline.tables.table import StageDevices
-from jaxpar.strategies.placement import cpu_options
+from jaxpar.strategies.placement import IN_PLACE
 from jaxpar.tasks import Sums
 
 
@@ -254,7 +254,7 @@ class ContinuousSteps(FlushedSteps):
         specs, results = (ON_ALL, *of_state, LOCAL, LOCAL, ON_ALL), (*of_state, LOCAL, ON_ALL, ON_ALL, ON_ALL)
         kinds = ("inputs", "parameters", "optimizer", "private", "gradients", "inputs")
         is_read_later = self._read_after_update[group] <= -self._age_of_update[group]
-        options: Any = {"donate_argnums": (2, 3) if is_read_later else (1, 2, 3), "compiler_options": cpu_options()}
+        options: Any = {"donate_argnums": (2, 3) if is_read_later else (1, 2, 3), "compiler_options": IN_PLACE}
         program = program_on(self._columns.of_group[group], on_device, specs, results, kinds, **options)
         return program._replace(is_action=True)
 

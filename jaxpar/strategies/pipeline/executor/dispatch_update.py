@@ -46,7 +46,7 @@ from jaxpar.strategies.pipeline.executor.enqueue import (
 from jaxpar.strategies.pipeline.executor.stages import sum_over_stages
 from jaxpar.strategies.pipeline.executor.state import StagedState, kept_if
 from jaxpar.strategies.pipeline.tables.table import StageDevices
-from jaxpar.strategies.placement import cpu_options
+from jaxpar.strategies.placement import IN_PLACE
 from jaxpar.tasks import Sums
 
 
@@ -306,9 +306,7 @@ class FlushedSteps:
         others = ("gradients", self._specs[group]), ("residuals", LOCAL), ("inputs", ON_ALL), ("inputs", ON_ALL)
         kinds, specs = zip(*state, *others, strict=True)  # of the arguments of `on_device`
         mesh, donated, results = self._columns.of_group[group], (1, 2, 3), (of_params, of_optimizer, LOCAL, ON_ALL)
-        return program_on(
-            mesh, on_device, specs, results, kinds, compiler_options=cpu_options(), donate_argnums=donated
-        )
+        return program_on(mesh, on_device, specs, results, kinds, compiler_options=IN_PLACE, donate_argnums=donated)
 
 
 def _root_of_sum(squares: list[jax.Array]) -> jax.Array:
