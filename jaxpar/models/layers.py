@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental.layout import Layout, with_layout_constraint
 from ml_collections import ConfigDict
 
 from jaxpar.models.attention import attend, attend_earlier
@@ -160,21 +159,6 @@ def from_inputs(function: Callable[..., jax.Array], dtype: Any) -> Callable[...,
     return computed
 
 
-@jax.custom_vjp
-def with_gradient_in_order(x: jax.Array) -> jax.Array:
-    """Return x, whose gradient is stored with the last dim contiguous.
-
-    The sum of the gradient over dim 0 would be faster with that dim contiguous. XLA for GPUs then stores the arrays of
-    all layers so, in which norms and matrix products are slower, or transposes them.
-    """
-    return x
-
-
-with_gradient_in_order.defvjp(
-    lambda x: (x, None), lambda _, dy: (with_layout_constraint(dy, Layout(tuple(range(dy.ndim)))),)
-)
-
-
 class Embed(nnx.Module):
     """Token, position and segment embeddings: [B, T] -> [B, T, D]. Heads can be tied to the arrays."""
 
@@ -195,10 +179,12 @@ class Embed(nnx.Module):
         if spec.positions == "learned":
             rows = self.positions[...]
             if context.cache is not None:
-                rows_BTD = rows[context.cache.positions(number)]
+                positions = context.cache.positions(number)
             else:
-                rows_BTD = rows[None, :number] if group is None else rows[group.positions(number)][None]
-                rows_BTD = with_gradient_in_order(jnp.broadcast_to(rows_BTD, (tokens_BT.shape[0], *rows_BTD.shape[1:])))
+                positions = jnp.arange(number) if group is None else group.positions(number)
+            # Looked up for each example: with a sum over examples as the gradient, XLA for GPUs stores the arrays of
+            # all layers with the examples contiguous, and transposes them for norms and products.
+            rows_BTD = rows[jnp.broadcast_to(positions, (tokens_BT.shape[0], positions.shape[-1]))]
             x_BTD += rows_BTD if group is None else group.own(rows_BTD, 1)
         if spec.token_types:
             segments_BT = context.batch["segments"] if "segments" in context.batch else jnp.zeros_like(tokens_BT)
