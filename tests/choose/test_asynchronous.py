@@ -133,8 +133,8 @@ def test_bytes_of_workers_and_server(free: Space) -> None:
     plan = strategies.plan(config, free.problem, H100)
     assert sum(found.sent_bytes) == pytest.approx(sum(one.nbytes for one in plan.traffic))
     assert found.sent_bytes == pytest.approx([params, params, params, 3 * params])
-    # A worker has a copy of the newest weights, those that it reads, its gradient, and the stack of its two blocks.
-    assert found.device_bytes[:3] == pytest.approx([2 * params + 4 * WEIGHTS + 2 * WEIGHTS] * 3)
+    # A worker has a copy of the newest weights, those that it reads, and its gradient.
+    assert found.device_bytes[:3] == pytest.approx([2 * params + 4 * WEIGHTS] * 3)
     assert found.device_bytes[3] == pytest.approx(params + 2 * params + params, rel=1e-3)
 
 

@@ -15,6 +15,7 @@ WEIGHTS, SAVED, NARROWED = (60.0, 8.0, 8.0, 20.0), (1.0, 5.0, 5.0, 2.0), (0.0, 4
 MODEL: Any = SimpleNamespace(runs=(LayerRun(0, 1), LayerRun(1, 3), LayerRun(3, 4)))
 OUTPUT, LOOPED, STACKED = 3.0, 100.0, 0.5  # STACKED: what a scan saves in addition
 STATE = StateBytes(1000.0, 2000.0, 96.0)
+SCANNED_ZERO3 = {"gathers_layers": True, "is_scanned": True}
 
 
 class FixedSizes(Layers):
@@ -56,8 +57,11 @@ class FixedSizes(Layers):
         ({"looped": LOOPED, "is_scanned": True}, 18 + (1 + 5 + 5 + 2) + 2 * STACKED + LOOPED),
         # zero3, a quarter of the state: head: gathered for it and the next one, its gradient, stacks of both blocks
         # and of their gradients, and the zeros of the embedding's gradient. The embedding: gathered in float32.
-        ({"gathers_layers": True, "looped": LOOPED}, (1 + 5 + 5 + 2) + 2 * STACKED + LOOPED + 2 * 10 + 20 + 8 + 60),
-        ({"gathers_layers": True}, 1 + (1 + 3) + 3 * 60 + 2 * 4 + (8 + 8 + 20) / 4),
+        (SCANNED_ZERO3 | {"looped": LOOPED}, (1 + 5 + 5 + 2) + 2 * STACKED + LOOPED + 2 * 10 + 20 + 8 + 60),
+        (SCANNED_ZERO3, 1 + (1 + 3) + 3 * 60 + 2 * 4 + (8 + 8 + 20) / 4),
+        # The same without stacks.
+        ({"gathers_layers": True, "looped": LOOPED}, (1 + 5 + 5 + 2) + LOOPED + 2 * 10 + 20 + 60),
+        ({"gathers_layers": True}, 1 + (1 + 3) + 3 * 60 + (8 + 8 + 20) / 4),
     ],
 )
 def test_a_replica(settings: dict[str, Any], expected: float) -> None:

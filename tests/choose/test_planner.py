@@ -238,7 +238,7 @@ def test_exposed_communication() -> None:
     def exposed(first_weights: float, num_messages: int, *, is_scanned: bool = False) -> float:
         layers = [layer(0.01)._replace(weight_bytes=weights) for weights in (first_weights, *(1.0,) * 9)]
         sent = [Traffic("all-reduce", "float32", DATA, 0.1 * HOST, 14 * num_messages)]
-        return costs_of_replicas(layers, cluster, axes, sent, scan_layers="auto" if is_scanned else False).exposed
+        return costs_of_replicas(layers, cluster, axes, sent, scan_layers=is_scanned).exposed
 
     assert exposed(1.0, 10) == pytest.approx(0.01, rel=0.01)  # that of the first layer
     assert exposed(9.0, 10) == pytest.approx(0.05, rel=0.01)  # which has half of the weights

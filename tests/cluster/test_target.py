@@ -218,9 +218,10 @@ def test_without_the_plugin() -> None:
 
 
 IN_BFLOAT16 = ["--config.model.dtype=bfloat16", "--config.model.attention=xla"]
+SCANNED = ["--config.model.scan_layers=True"]
 STRATEGIES = {
     "ddp": [*TINY],
-    "zero3": ["--config.exchange=zero3", *TINY, "--config.model.num_layers=6", *IN_BFLOAT16],
+    "zero3": ["--config.exchange=zero3", *TINY, "--config.model.num_layers=6", *SCANNED, *IN_BFLOAT16],
     "1f1b": [
         *("--config.strategy=pipeline", "--config.pipeline.schedule=1f1b", "--config.mesh.stage=2"),
         *TINY,
