@@ -112,7 +112,7 @@ def check_prices(clusters: Mapping[str, Cluster], budget: float) -> None:
         if cluster.price_per_hour is None:
             raise UserError(
                 f"--budget is {budget:g}, but {name} has no price; --cluster must list cluster files with "
-                "price_per_hour, which a GPU costs"
+                "price_per_hour, the price of a GPU for an hour"
             )
 
 
@@ -141,18 +141,24 @@ def _price(one: Training) -> float:
     return one.price
 
 
-def training_rows(found: Sequence[Training], hours: float) -> list[str]:
-    """Return the lines of a table. hours: what a run may take."""
+def training_rows(found: Sequence[Training], hours: float, budget: float | None) -> list[str]:
+    """Return the lines of a table. hours, budget: what a run may take and cost."""
     width = max(len(name) for name in ("cluster", *(one.name for one in found)))
     lines = [f"{'cluster':{width}} {'GPUs':>6} {'tokens/s':>12} {'hours':>8} {'GPU-hours':>10} {'price':>10}  strategy"]
     for one in found:
-        price = "" if one.price is None else f"{one.price:,.0f}"
+        price = "" if one.price is None else _number(one.price)
         lines.append(
             f"{one.name:{width}} {one.cluster.num_devices:6,} {report.format_rate(one.tokens_per_second):>12} "
-            f"{one.hours:8.3g} {one.gpu_hours:10,.0f} {price:>10}  {one.plan.name}{report.details(one.plan.settings)}"
+            f"{one.hours:8.3g} {_number(one.gpu_hours):>10} {price:>10}  {one.plan.name}"
+            f"{report.details(one.plan.settings)}"
             f"{', too slow' if one.hours > hours else ''}"
+            f"{', too expensive' if budget is not None and _price(one) > budget else ''}"
         )
     return lines
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def training_json(one: Training) -> dict[str, object]:

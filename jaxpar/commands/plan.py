@@ -142,5 +142,5 @@ def _print_sizes(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
     if arguments.json:
         print(json.dumps([sizes.training_json(one) for one in found], indent=1))
     elif found:
-        print(*sizes.training_rows(found, hours), sep="\n")
+        print(*sizes.training_rows(found, hours, budget), sep="\n")
     sizes.check_found(found, hours, budget)

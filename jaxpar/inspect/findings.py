@@ -16,6 +16,7 @@ from jaxpar.core.mesh import GROUP_AXES
 from jaxpar.errors import format_bytes
 from jaxpar.inspect.programs import Moves, OverlappedCollective, ProgramSummary
 from jaxpar.inspect.step_time import StepTime
+from jaxpar.models.options import scans_layers
 
 Kind = Literal["float32", "stacks", "copies", "exposed in a loop", "exposed", "synchronization", "recomputation"]
 WAITS: tuple[Kind, ...] = ("exposed in a loop", "exposed")
@@ -71,7 +72,7 @@ def find(
     times: Sequence[StepTime],
     cluster: Cluster,
     expected: Mapping[Kind, str],
-    remedies: Mapping[str, str] = {},
+    remedies: Mapping[str, str],
     *,
     dtype: str,
     model_flops: float,
@@ -102,17 +103,18 @@ def expectations(config: ConfigDict, cluster: Cluster) -> Mapping[Kind, str]:
     if config[section].remat != "none":
         expected["recomputation"] = f"config.{section}.remat is {config[section].remat!r}"
     generation = cluster.compute_capability.partition(".")[0]
-    if generation.isdigit() and int(generation) < 8:
+    if generation.isdigit() and int(generation) < 8 and config.model.dtype == "bfloat16":
         expected["float32"] = f"{cluster.device_kind} computes bfloat16 in float32"
     return expected
 
 
 def remedies(config: ConfigDict) -> Mapping[str, str]:
     """Return what avoids the findings of a run, by the kind of finding or by the collective that the GPU waits for."""
-    found, scans = {}, config.model.scan_layers and config.strategy != "pipeline"
+    found, is_pipeline = {}, config.strategy == "pipeline"
+    scans = scans_layers(config.model.scan_layers, config.model.remat) and not is_pipeline
     if scans:
         found["stacks"] = "config.model.scan_layers=False avoids it"
-    elif config.strategy == "pipeline":
+    elif is_pipeline and config.pipeline.executor != "dispatch":
         found["stacks"] = "config.pipeline.executor=dispatch avoids it"
     is_alone = all(config.mesh[axis] == 1 for axis in GROUP_AXES) and config.optimizer.accumulation_steps == 1
     if config.strategy == "data_parallel" and is_alone and config.exchange not in ("zero3", "hsdp"):

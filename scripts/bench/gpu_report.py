@@ -4,7 +4,7 @@
 
 Each of SECTIONS is a command of its own, because the memory of a process that used a GPU is not free until it ends. A
 section that fails or needs too long is a line of the page, and the others run. --minutes limits the whole report: what
-is left then does not start.
+is left then does not start. The exit code is 1 unless all sections succeeded.
 
   equality    jaxpar certify, with every strategy that the GPUs of this machine allow
   attention   cuDNN attention against XLA's, whole and in the chunks of a context axis
@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.command_line import Parser, integer
-from jaxpar.errors import UserError, exit_code
+from jaxpar.errors import TrainingError, UserError, exit_code, format_count
 
 ROOT = Path(__file__).parents[2]
+STEPS, LINES = "steps.json", 40  # the file of the rows of one_gpu.py, and the lines of a command that are kept
 QUICKSTART = "--config=configs/quickstart.py"
 CERTIFY = ["scripts/jaxpar", "certify", QUICKSTART, "--num_steps=3"]
 MACHINE = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,pcie.link.gen.current", "--format=csv,noheader"]
@@ -54,7 +55,7 @@ def sections(number: int, torch_python: str | None, runs: Path) -> dict[str, lis
     found = {
         "equality": [[*CERTIFY, *one] for one in strategies],
         "attention": [bench("attention"), bench("attention_chunks")],
-        "steps": [bench("one_gpu", f"--json={runs / 'steps.json'}")],
+        "steps": [bench("one_gpu", f"--json={runs / STEPS}")],
         "float16": [trained("float32"), trained("float16")],
         "torch": [bench("peers", "--gpu", "--norms=layernorm", f"--torch_python={torch_python}")],
         "strategies": [bench("planner_gpu")],
@@ -66,7 +67,7 @@ def sections(number: int, torch_python: str | None, runs: Path) -> dict[str, lis
 
 
 def run(command: list[str], seconds: float) -> dict[str, Any]:
-    """Run a command in the repository. Return its exit code (None: it took too long), seconds, and last lines."""
+    """Run a command in the repository. Return its exit code (None: it did not end), seconds, and last lines."""
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -74,9 +75,15 @@ def run(command: list[str], seconds: float) -> dict[str, Any]:
         )
         code, output = done.returncode, done.stdout
     except subprocess.TimeoutExpired as error:
-        code, output = None, (error.stdout or b"").decode()
-    lines = output.splitlines()[-40:]
+        return unfinished(command, "took too long", (error.stdout or b"").decode())
+    lines = output.splitlines()[-LINES:]
     return {"command": " ".join(command), "code": code, "seconds": time.monotonic() - start, "output": lines}
+
+
+def unfinished(command: list[str], why: str, output: str = "") -> dict[str, Any]:
+    """Return the entry of a command that did not end."""
+    lines = [*output.splitlines()[-LINES:], f"The command {why}."]
+    return {"command": " ".join(command), "code": None, "seconds": 0.0, "output": lines}
 
 
 def page(report: dict[str, Any]) -> str:
@@ -86,8 +93,8 @@ def page(report: dict[str, Any]) -> str:
     for name, done in report["sections"].items():
         lines += [f"## {name}", ""]
         for one in done:
-            state = "needed too long" if one["code"] is None else f"exit code {one['code']}"
-            lines += ["```text", f"$ {one['command']}", *one["output"], "```", f"{state}, {one['seconds']:.0f} s", ""]
+            state = "" if one["code"] is None else f"exit code {one['code']}, {one['seconds']:.0f} s"
+            lines += ["```text", f"$ {one['command']}", *one["output"], "```", state, ""]
     return "\n".join(lines)
 
 
@@ -102,30 +109,40 @@ def main() -> None:
     arguments = parser.parse()
     if shutil.which(MACHINE[0]) is None:
         raise UserError(f"{MACHINE[0]} was not found; this machine must have an NVIDIA GPU and its driver")
+    torch_python, only = arguments.torch_python, arguments.only
+    if torch_python is None and only == ["torch"]:
+        raise UserError("--torch_python is None; it must be an interpreter with torch for --only=torch")
+    only = [name for name in only if torch_python or name != "torch"]
     start, out = time.monotonic(), arguments.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    gpus = run(MACHINE, 60)["output"]
+    shutil.rmtree(out / "runs", ignore_errors=True)
+    (out / "runs").mkdir()
+    machine = run(MACHINE, 60)
+    if machine["code"] != 0:
+        raise UserError(f"{MACHINE[0]} failed: {' '.join(machine['output'])}")
     report: dict[str, Any] = {
-        "gpus": gpus,
+        "gpus": machine["output"],
         "versions": " ".join(run(["scripts/python", "-c", VERSIONS], 300)["output"]),
         "commit": " ".join(run(["git", "log", "-1", "--format=%h %cs"], 60)["output"]),
         "sections": {},
     }
-    todo = sections(len(gpus), arguments.torch_python, out / "runs")
-    for name in arguments.only:
+    todo, rows = sections(len(report["gpus"]), torch_python, out / "runs"), out / "runs" / STEPS
+    for name in only:
         done = report["sections"].setdefault(name, [])
-        for command in todo.get(name, []):
+        for command in todo[name]:
             left = 60 * arguments.minutes - (time.monotonic() - start)
-            if left <= 0:
-                print(f"not started, because {arguments.minutes} minutes are over: {' '.join(command)}")
-                continue
             print(f"$ {' '.join(command)}", flush=True)
-            done.append(run(command, left))
+            done.append(run(command, left) if left > 0 else unfinished(command, "was not started"))
             print("\n".join(done[-1]["output"]), flush=True)
+            if rows.exists():
+                report["steps"] = [json.loads(line) for line in rows.read_text().splitlines()]
             report["seconds"] = time.monotonic() - start
             (out / "report.json").write_text(json.dumps(report, indent=1))
             (out / "report.md").write_text(page(report))
     print(f"Send back {out}/report.json and report.md.")
+    failed = [one["command"] for done in report["sections"].values() for one in done if one["code"] != 0]
+    if failed:
+        raise TrainingError(f"{format_count(len(failed), 'command')} failed, the first of which is {failed[0]}")
 
 
 if __name__ == "__main__":

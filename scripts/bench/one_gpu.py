@@ -29,7 +29,7 @@ from jaxpar.cluster.target import HERE, Target, find_target
 from jaxpar.command_line import Parser, integer
 from jaxpar.core import mesh
 from jaxpar.core.step import Problem
-from jaxpar.errors import check_choice, exit_code, format_bytes
+from jaxpar.errors import TrainingError, check_choice, exit_code, format_bytes
 from jaxpar.inspect import audit, step_time
 from jaxpar.inspect.audit_report import model_flops
 from jaxpar.strategies import Strategy
@@ -88,8 +88,11 @@ def main() -> None:
         return
     print(title, flush=True)
     others = [argument for argument in sys.argv[1:] if not argument.startswith("--only")]
-    for name in names:  # the peak of a process cannot be reset
-        subprocess.run([sys.executable, __file__, *others, f"--only={name}"], check=False)
+    codes = [  # the peak of a process cannot be reset
+        subprocess.run([sys.executable, __file__, *others, f"--only={name}"], check=False).returncode for name in names
+    ]
+    if any(codes):
+        raise TrainingError(f"{sum(map(bool, codes))} of {len(names)} cases failed")
 
 
 def measured(name: str, rounds: int, profile: Path | None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ Make the environment of torch with
 """
 
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -164,7 +165,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=integer(1), default=7, help="steps of each, after those that do not count")
     parser.add_argument("--gpu", action="store_true", help="compare on one GPU")
     parsed, overrides = parser.parse_with_overrides()
-    if not Path(parsed.torch_python).is_file():
+    if shutil.which(parsed.torch_python) is None:
         raise UserError(f"--torch_python is {parsed.torch_python!r}, which does not exist; it must be an interpreter")
     if parsed.gpu:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.4")  # torch needs the rest

@@ -125,7 +125,7 @@ def test_what_is_nearest(
 
     out, message = error("--hours=1")
     assert message == f"--hours is 1; it must be at least 1.9, on 16 GPUs of {cluster}"
-    assert [line.split()[1:6] for line in out.splitlines()[1:]] == [["16", "67.4", "1.9", "30", "76"]]
+    assert [line.split()[1:6] for line in out.splitlines()[1:]] == [["16", "67.4", "1.9", "30.4", "76"]]
     assert out.endswith("  ddp, too slow\n")
     _, message = error("--hours=5", "--budget=20")  # two GPUs for five hours
     assert message == f"--budget is 20; it must be at least 25 for at most 5 hours, on 2 GPUs of {cluster}"

@@ -105,7 +105,9 @@ def test_expectations() -> None:
     assert kinds(strategy="pipeline") == {"exposed", "synchronization"}
     assert kinds(strategy="single", **{"model.remat": "dots"}) == {"recomputation"}
     assert kinds(strategy="single", **{"pipeline.remat": "full"}) == set()
-    assert set(findings.expectations(config, named_cluster("v100", 8))) == {"exposed", "float32"}
+    for dtype, more in (("bfloat16", {"float32"}), ("float16", set[str]())):  # V100s multiply float16, not bfloat16
+        config.model.dtype = dtype
+        assert set(findings.expectations(config, named_cluster("v100", 8))) == {"exposed"} | more
     every = {kind for reasons in findings.EXPECTED.values() for kind in reasons}
     assert every.isdisjoint({"float32", "copies", "recomputation"})
 
@@ -136,7 +138,7 @@ def test_many_small_collectives() -> None:
         compiled = program(f"{before}{sends}{kernel.format(size)}}}\n")
         gpus = cluster(num_processes=1)
         return findings.find(
-            [summarize(compiled)], [predict([compiled], gpus)], gpus, {}, dtype="float32", model_flops=1
+            [summarize(compiled)], [predict([compiled], gpus)], gpus, {}, {}, dtype="float32", model_flops=1
         )
 
     [found] = of(1000)
@@ -150,7 +152,7 @@ def test_many_small_collectives() -> None:
 def test_moves_without_a_known_rate() -> None:
     """On GPUs of an unknown kind, the share is that of the bytes of all kernels."""
     gpus, summary = cluster(num_processes=1, memory_bandwidth=None), summarize(program(ALL))
-    found = findings.find([summary], [NOTHING], gpus, {}, dtype="float32", model_flops=PRODUCTS)
+    found = findings.find([summary], [NOTHING], gpus, {}, {}, dtype="float32", model_flops=PRODUCTS)
     text = {one.kind: one.text for one in found}
     shares = {kind: getattr(summary, kind).nbytes / summary.kernels.nbytes for kind in ("stacks", "copies")}
     assert (
@@ -218,7 +220,10 @@ def test_remedies() -> None:
     assert kinds() == {"stacks", *at_the_end}
     assert kinds(exchange="zero2") == {"stacks", *at_the_end, "all-gather"}
     assert kinds(strategy="pipeline") == {"stacks"}
-    assert kinds(exchange="zero2", **{"model.scan_layers": False}) == {"all-gather"}
+    assert kinds(strategy="pipeline", **{"pipeline.executor": "dispatch"}) == set()
+    for unrolled in (False, "auto"):
+        assert kinds(exchange="zero2", **{"model.scan_layers": unrolled}) == {"all-gather"}
+    assert kinds(**{"model.scan_layers": "auto", "model.remat": "full"}) == {"stacks", *at_the_end}
     others: Mapping[str, Any]
     for others in (
         {"exchange": "zero3"},
