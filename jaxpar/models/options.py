@@ -181,8 +181,7 @@ def decide_computation(config: ConfigDict, cluster: Cluster) -> ConfigDict:
     """
     config, on_cpu = config.copy_and_resolve_references(), cluster.platform == "cpu"
     with config.ignore_type():  # a resolved reference has the type of its value
-        if config.model.scan_layers == "auto":
-            config.model.scan_layers = scans_layers("auto", config.model.remat)
+        config.model.scan_layers = scans_layers(config.model.scan_layers, config.model.remat)
         if config.model.flatten_positions == "auto":
             config.model.flatten_positions = on_cpu
     if config.model.attention == "auto" and not _has_cudnn_attention(cluster):

@@ -127,7 +127,7 @@ def train(strategy: Strategy[Any], now: Any, steps: range, bad: Set[int] = froze
     return now, trace
 
 
-def begun(scale: float) -> Any:
+def start_at(scale: float) -> Any:
     """Return a canonical state at step 0 with a scale."""
     tree = jax.tree.map(np.asarray, start(MLP))
     tree["optimizer"]["0"]["scale"] = np.float32(scale)
@@ -142,7 +142,7 @@ def built(*overrides: str) -> Strategy[Any]:
 def after_steps(*overrides: str, first: float = FALLS) -> tuple[list[bool], dict[str, np.ndarray]]:
     """Return which of four steps were finite, and the state after them. first: the scale before them."""
     strategy = built(*overrides)
-    now, trace = train(strategy, strategy.from_canonical(begun(first)), range(4))
+    now, trace = train(strategy, strategy.from_canonical(start_at(first)), range(4))
     finite = [bool(metrics.finite) for metrics in trace]
     scales, expected = [float(metrics.loss_scale) for metrics in trace], [first]
     for is_finite in finite[:-1]:
@@ -185,7 +185,7 @@ def test_pipelines_train_like_one_device(name: str) -> None:
 
 def test_the_scale_moves_between_strategies() -> None:
     """Steps that a pipeline, one device and a swarm take in turn, and the first of which is not finite."""
-    tree = begun(FALLS)
+    tree = start_at(FALLS)
     for number, overrides in enumerate(
         [(*STAGES, DISPATCH), ("optimizer.accumulation_steps=4", CLIPPED), (*STAGES, *SWARM)]
     ):
@@ -213,7 +213,7 @@ def test_pipelines_that_never_drain(name: str) -> None:
     table = strategy.plan.details.table  # type: ignore[attr-defined]
     ages = [-(a.microbatch // table.num_microbatches) for a in dispatch_order(table) if a.is_update]
     assert len(set(ages)) > 1
-    now, trace = train(strategy, strategy.from_canonical(begun(8.0)), range(9), bad={2, 5})
+    now, trace = train(strategy, strategy.from_canonical(start_at(8.0)), range(9), bad={2, 5})
     scale, updates, scales = 8.0, 0, []
     for number, metrics in enumerate(trace):
         scales.append(scale)
@@ -240,7 +240,7 @@ def test_servers_scale(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each update changes the scale of the steps that follow, whose shards have the scale at their beginning."""
     monkeypatch.setattr(loss_scale, "UPDATES_AT_A_SCALE", 3)
     strategy = built(*WORKERS, f"asynchronous.policy={policy}")
-    now, trace = train(strategy, strategy.from_canonical(begun(8.0)), range(8), bad={2, 5})
+    now, trace = train(strategy, strategy.from_canonical(start_at(8.0)), range(8), bad={2, 5})
     scale, updates = 8.0, 0
     for number, metrics in enumerate(trace):
         used, is_finite = scale, number not in (2, 5)
@@ -258,7 +258,7 @@ def test_servers_scale(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_least_scale_of_local_workers_is_canonical() -> None:
     """The mean of several would be no power of 2."""
     strategy = built(*WORKERS, "asynchronous.policy=local_sgd", "asynchronous.interval=4")
-    state = strategy.from_canonical(begun(8.0))
+    state = strategy.from_canonical(start_at(8.0))
     first, second = state.servers
     optimizer = loss_scale.with_scale(second.optimizer, LossScale(jnp.float32(2), jnp.int32(5)))
     state = state._replace(servers=(first, second._replace(optimizer=optimizer)))
@@ -284,10 +284,10 @@ DIGITS = {
 def test_the_scale_changes_no_digit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a scale that two updates double, also while batches are in flight, and after resuming there."""
     strategy, middle, end = built(*DIGITS[name]), 5, 8
-    expected, _ = train(strategy, strategy.from_canonical(begun(2.0**12)), range(end))
+    expected, _ = train(strategy, strategy.from_canonical(start_at(2.0**12)), range(end))
     monkeypatch.setattr(loss_scale, "UPDATES_AT_A_SCALE", 2)
     strategy, private = built(*DIGITS[name]), strategy.to_private(expected)
-    now, _ = train(strategy, strategy.from_canonical(begun(2.0**10)), range(middle))
+    now, _ = train(strategy, strategy.from_canonical(start_at(2.0**10)), range(middle))
     now = strategy.from_canonical(*jax.device_get((strategy.to_canonical(now), strategy.to_private(now))))
     now, trace = train(strategy, now, range(middle, end))
     assert trace[-1].loss_scale > trace[0].loss_scale > 2.0**10

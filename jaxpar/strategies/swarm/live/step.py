@@ -69,8 +69,8 @@ class LiveStep:
         """Assign all microbatches.
 
         number: of the step in the engine; microbatches: references to the examples of each; scalars: from
-        `SwarmPrograms.begin`; compiled: (peer, phase, stage, key of shapes) of programs that peers
-        have run, which is added to.
+        `SwarmPrograms.begin`; compiled: (peer, phase, stage, key of shapes) of programs that peers have run, which is
+        added to.
         """
         self.members, self.engine, self.number, self.shapes = members, members.engine, number, shapes
         self._microbatches, self._scalars, self._compiled = microbatches, scalars, compiled
