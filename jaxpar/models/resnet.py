@@ -8,6 +8,7 @@ Array dims: B examples, H height, W width, C channels (in logits: classes).
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from ml_collections import ConfigDict
 
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
-from jaxpar.models.layers import class_logits, dropout, normalize
+from jaxpar.models.layers import class_logits, dropout
 from jaxpar.models.mlp import unit_range
 from jaxpar.models.model import Context, Model
 from jaxpar.models.options import check_task, pick
@@ -62,8 +63,32 @@ def conv(num_in: int, num_out: int, size: int, stride: int, dtype: DTypeLike, rn
 
 
 def group_norm(channels: int, rngs: nnx.Rngs, *, scale: float = 1.0) -> nnx.GroupNorm:
-    """Return a group norm with initial scale `scale`; apply it with `normalize`."""
+    """Return a group norm with initial scale `scale`; apply it with `normalize_groups`."""
     return nnx.GroupNorm(channels, num_groups=GROUPS, scale_init=nnx.initializers.constant(scale), rngs=rngs)
+
+
+def normalize_groups(norm: nnx.GroupNorm, x_BHWC: jax.Array) -> jax.Array:
+    """Apply a norm in float32, and return the result in the dtype of x.
+
+    In 16 bits, only the inputs are saved for the backward pass, also inside a `jax.checkpoint` whose policy saves more.
+    In float32, arrays of several operations are saved, which takes less time.
+    """
+    graphdef, weights = nnx.split(norm)
+
+    def apply(weights: Any, x: jax.Array) -> jax.Array:
+        y: jax.Array = nnx.merge(graphdef, weights)(x.astype(jnp.float32))
+        return y.astype(x.dtype)
+
+    def backward(inputs: tuple[Any, ...], slope: jax.Array) -> tuple[Any, ...]:
+        apart = jax.tree.map(jax.lax.optimization_barrier, inputs)  # else XLA may keep the values of the forward pass
+        grads: tuple[Any, ...] = jax.vjp(apply, *apart)[1](slope)
+        return grads
+
+    if x_BHWC.dtype == jnp.float32:
+        return apply(weights, x_BHWC)
+    computed = jax.custom_vjp(apply)
+    computed.defvjp(lambda *inputs: (apply(*inputs), inputs), backward)
+    return computed(weights, x_BHWC)
 
 
 class Stem(nnx.Module):
@@ -75,7 +100,7 @@ class Stem(nnx.Module):
         self.norm = group_norm(width, rngs)
 
     def __call__(self, pixels_BHWC: jax.Array, context: Context) -> jax.Array:
-        x_BHWC = jax.nn.relu(normalize(self.norm, self.conv(unit_range(pixels_BHWC, self.dtype))))
+        x_BHWC = jax.nn.relu(normalize_groups(self.norm, self.conv(unit_range(pixels_BHWC, self.dtype))))
         if self.small:
             return x_BHWC
         return nnx.max_pool(x_BHWC, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
@@ -104,9 +129,9 @@ class ResidualBlock(nnx.Module):
     def __call__(self, x_BHWC: jax.Array, context: Context) -> jax.Array:
         y_BHWC = x_BHWC
         for index, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
-            y_BHWC = normalize(norm, conv(jax.nn.relu(y_BHWC) if index else y_BHWC))
+            y_BHWC = normalize_groups(norm, conv(jax.nn.relu(y_BHWC) if index else y_BHWC))
         if self.projects:
-            x_BHWC = normalize(self.projection_norm, self.projection(x_BHWC))
+            x_BHWC = normalize_groups(self.projection_norm, self.projection(x_BHWC))
         return jax.nn.relu(x_BHWC + y_BHWC)
 
 

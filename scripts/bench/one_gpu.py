@@ -1,9 +1,9 @@
 """Compares predicted with measured times and memory of training steps, on a GPU of this machine.
 
-    scripts/python scripts/bench/one_gpu.py [--only=gpt2] [--rounds=20] [--profile=FOLDER] [--json=FILE]
+    scripts/python scripts/bench/one_gpu.py [--only=gpt2] [--rounds=5] [--profile=FOLDER] [--json=FILE]
 
 Trains each of CASES in bfloat16 on random tokens, in a process of its own, and prints the time of a step, MFU, the peak
-memory of the process, and predicted / measured:
+memory of the process, and predicted / measured. The host enqueues steps ahead of the GPU, as the training loop does:
 
   planner   time and memory that `jaxpar plan` predicts
   program   time and memory that `jaxpar audit --target=here --time` predicts for the compiled step
@@ -63,13 +63,14 @@ CASES = {
     "bert_base, float32": (BERT, ("model.dtype=float32",)),
 }
 PROFILED = 3  # steps of a profile
+STEPS = 8  # in flight
 
 
 def main() -> None:
     """Print a row for each case."""
     parser = Parser(__doc__)
     parser.add_argument("--only", help="the cases, separated by semicolons; without it, all")
-    parser.add_argument("--rounds", type=integer(1), default=20, help="measured steps")
+    parser.add_argument("--rounds", type=integer(1), default=5, help=f"measured rounds of {STEPS} steps")
     parser.add_argument("--profile", type=Path, help="the folder of the profiles")
     parser.add_argument("--json", type=Path, help="the file of the rows")
     arguments = parser.parse()
@@ -106,7 +107,7 @@ def measured(name: str, rounds: int, profile: Path | None) -> dict[str, Any]:
     space = gpu_space(config, make_problem(without, case, target.cluster), target.cluster, 0.0, {})
     planned = planner.candidate_of_plan(space, config, strategy.plan).costs
     batch = random_batch(problem, case.words)
-    seconds = race({name: strategy}, batch, rounds=rounds)[name].seconds
+    seconds = race({name: strategy}, batch, rounds=rounds, steps=STEPS)[name].seconds
     peak = target.devices[0].memory_stats()["peak_bytes_in_use"]
     mfu = model_flops(problem) / seconds / target.cluster.peak_flops[config.model.dtype]
     found: dict[str, Any] = {"case": name, "seconds": seconds, "mfu": mfu, "bytes": peak}

@@ -67,9 +67,16 @@ def measure(
 
 
 def race(
-    contenders: Mapping[str, Contender], batch: Mapping[str, np.ndarray], *, rounds: int, warm_up: int = 2
+    contenders: Mapping[str, Contender],
+    batch: Mapping[str, np.ndarray],
+    *,
+    rounds: int,
+    warm_up: int = 2,
+    steps: int = 1,
 ) -> dict[str, Timing]:
     """Time a step of each contender on the same batch.
+
+    A round is a number of steps, of which the host enqueues each before the last one is complete.
 
     Rounds alternate between contenders, so that a slow phase of the machine affects all of them. The batch is on the
     devices before the timing starts. The first `warm_up` rounds do not count; the first round compiles.
@@ -84,10 +91,13 @@ def race(
         for name, item in running.items():
             contender, state, placed = item
             start, cpu_start = time.perf_counter(), time.process_time()
-            item[1], metrics = contender.step(state, placed)
-            jax.block_until_ready((item[1], metrics))
+            for _ in range(steps):
+                state, metrics = contender.step(state, placed)
+            jax.block_until_ready((state, metrics))
+            item[1] = state
             if number >= warm_up:
-                times[name].append((time.perf_counter() - start, time.process_time() - cpu_start))
+                seconds = time.perf_counter() - start, time.process_time() - cpu_start
+                times[name].append((seconds[0] / steps, seconds[1] / steps))
             losses.setdefault(name, float(mean_loss(metrics.sums.loss, metrics.sums.weight)))
     medians = {name: [statistics.median(values) for values in zip(*times[name], strict=True)] for name in contenders}
     return {name: Timing(seconds, cpu, losses[name]) for name, (seconds, cpu) in medians.items()}

@@ -80,6 +80,41 @@ def test_attention(
     assert operands == [({"float32": "f32", "bfloat16": "bf16"}[dtype],) * 2] * 5  # y is not needed
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("make", [nnx.LayerNorm, nnx.RMSNorm])
+def test_norms(make: Any, dtype: str) -> None:
+    """Values and gradients of Flax. The backward pass reads x in its own dtype, and the statistics of each position."""
+    module = make(K, rngs=nnx.Rngs(0), epsilon=1e-3) if make is nnx.RMSNorm else make(K, rngs=nnx.Rngs(0))
+    if make is nnx.LayerNorm:
+        module.use_fast_variance = False
+    graphdef, weights = nnx.split(module)
+    weights = jax.tree.map(lambda w: w + draw(*w.shape, seed=3), weights)
+    x = (5 + 3 * draw(B, T, K, seed=0)).astype(dtype)
+
+    def ours(weights: Any, x: Any) -> Any:
+        return layers.normalize(nnx.merge(graphdef, weights), x)
+
+    def usual(weights: Any, x: Any) -> Any:
+        return nnx.merge(graphdef, weights)(x.astype(jnp.float32)).astype(x.dtype)
+
+    found, expected = (values_and_gradients(function, weights, x) for function in (ours, usual))
+    check_equal(found, expected, 1e-5 if dtype == "float32" else 1e-2)
+    saved = jax.eval_shape(lambda *args: jax.vjp(ours, *args)[1], weights, x)
+    sizes = [(leaf.size, leaf.dtype) for leaf in jax.tree.leaves(saved) if leaf.size > K]
+    assert sorted(sizes, key=str) == sorted(
+        [(B * T * K, x.dtype), *[(B * T, jnp.dtype("float32"))] * (1 + (make is nnx.LayerNorm))], key=str
+    )
+
+
+@pytest.mark.parametrize("name", layers.ACTIVATIONS)
+def test_activations(name: str) -> None:
+    x = 3 * draw(B, T, K, seed=0)
+    found = values_and_gradients(lambda x: layers.activate(name, x), x)
+    check_equal(found, values_and_gradients(layers.ACTIVATIONS[name], x))
+    saved = jax.eval_shape(lambda x: jax.vjp(lambda x: layers.activate(name, x), x)[1], x.astype("bfloat16"))
+    assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(saved)] == [((B, T, K), jnp.bfloat16)]
+
+
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_products_of_all_tokens(norm: str) -> None:
     """With flatten_positions, an MLP and a decoder on [B x T, D] equal products with a dim for B and one for T."""

@@ -87,6 +87,19 @@ def test_bfloat16(num_chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(":f32[" in line for line in products)
 
 
+def test_equal_logits() -> None:
+    """The first of the best logits is the answer of the model, with and without a gradient, as in argmax."""
+    x, tokens = jnp.ones((2, 3, 1)), jnp.array([[1.0], [2.0], [2.0], [0.0]])
+    logits = TokenLogits(x, tokens)
+    labels, weights = np.array([[0, 1, 2], [1, 3, 2]]), np.ones((2, 3), np.float32)
+
+    def chunked(logits: TokenLogits) -> Any:
+        return token_logits.chunked_sums(3, logits, labels, weights)
+
+    (_, correct), _ = jax.vjp(chunked, logits)
+    assert float(correct) == float(chunked(logits)[1]) == 2
+
+
 def test_the_forward_pass_computes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, batch = make_logits()
     whole = forward_flops(cross_entropy.sums, logits, batch)
