@@ -10,6 +10,7 @@ from jaxpar.errors import UserError, exit_code, nearest
 COMMANDS = {
     "train": "trains a model from a config, or resumes a run",
     "launch": "starts several processes of one run on this machine",
+    "doctor": "examines what a run needs before it starts: versions, network, clocks, files",
     "plan": "finds the fastest strategy on a cluster, which need not exist",
     "fit": "finds the largest batch that fits on GPUs",
     "audit": "compares the traffic and memory of a compiled step with theory",
