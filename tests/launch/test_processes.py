@@ -775,7 +775,7 @@ def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
         return FakeProcess()
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    launcher.Group(["--config=x"], 2, launcher.visible_gpus(), "")
+    launcher.Group(launcher.Launch((1, 2), 0, 60.0, 0, ["--config=x"], launcher.visible_gpus()), [0, 1])
     assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["0,1", "5,7"]
     assert [env["JAXPAR_PROCESS_ID"] for env in started] == ["0", "1"]
     assert len({env["JAXPAR_COORDINATOR_ADDRESS"] for env in started}) == 1
