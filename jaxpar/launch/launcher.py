@@ -25,7 +25,7 @@ ORDER = {HANGS: 0, USER_ERROR: 1, -signal.SIGABRT: 3}
 # Texts in lines that Gloo prints about its connections, and JAX about runs that continue without processes.
 NOISE = ("[Gloo] Rank ", "Using experimental recoverable task feature")
 
-CONTINUES = "lost "  # prefix of the line of process 0 when the others continue without lost processes
+HEADER = "platform "  # prefix of the first line of process 0, which it prints once all processes have met
 PROCESS_BYTES = 250_000_000  # memory of a process that trains the smallest model, without what it shares with others
 PROCESS_THREADS = 40  # that JAX starts on two CPU cores; more on more cores
 POLL_SECONDS = 0.05
@@ -109,7 +109,7 @@ class Group:
         self._least, self._grow_seconds, self._elastic_seconds = least, launch.grow_seconds, launch.elastic_seconds
         self.lost: set[int] = set()  # processes that failed, without which the others continue
         self._lost_at = -math.inf  # when the last of them was lost
-        self._has_met = True  # whether process 0 has reported since then that the others continue
+        self._has_met = False  # whether the processes have met since then
         self.grows = False  # whether the processes were asked to stop, so that all are started again
         self._grow_at = time.monotonic() + launch.grow_seconds if number < most else math.inf
         address = f"127.0.0.1:{free_ports(most) if launch.elastic_seconds else free_port()}"
@@ -194,13 +194,13 @@ class Group:
         """Return whether the other processes can continue without these numbers, which failed with these codes."""
         left = len(self._processes) - len(self.lost) - len(failed)
         is_possible = all(number != 0 and code != USER_ERROR for number, code in failed) and left >= self._least
-        # Survivors that have left to meet again cannot agree on another loss.
+        # Processes that wait to meet cannot agree on a loss: at the start, and when survivors start again.
         is_meeting = not self._has_met and time.monotonic() - self._lost_at > self._elastic_seconds / 2
         return self._elastic_seconds > 0 and is_possible and not is_meeting
 
     def _read(self, number: int, line: str) -> None:
         """Read a line of the output of a process."""
-        self._has_met |= number == 0 and line.startswith(CONTINUES)
+        self._has_met |= number == 0 and line.startswith(HEADER)
 
     def _end(self) -> None:
         self._send(signal.SIGKILL)

@@ -273,7 +273,7 @@ def describe_run(run: Run) -> str:
     if not contains_run(run.workdir):
         length = advise_length(config, len(run.dataset.train), run.num_steps, plan.decision.batch_divisor)
         others.append(("advice", length))
-    lines = {
+    lines = {  # the launcher waits for the first one
         "platform": f"{cluster.platform}, {format_count(cluster.num_devices, 'device')}{processes_text} ({kinds}), "
         f"jax {jax.__version__}",
         "strategy": f"{config.strategy}, {replicas}: {plan.summary}",

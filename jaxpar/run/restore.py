@@ -80,7 +80,7 @@ def start(run: Run) -> tuple[StrategyState, Past]:
     like = state.to_canonical(state.abstract_state(run.problem.model, run.problem.optimizer))
     kept, lost = survived(like), describe_survivor(find_survivor())
     if lost:
-        print(f"lost      {lost}", flush=True)  # read by the launcher
+        print(f"lost      {lost}", flush=True)
     saved = kept or checkpoint.restore(run.workdir / "checkpoints", like, log=print)
     processes.check_same_value(f"the newest intact checkpoint (-1: none) in {run.workdir}", saved.step if saved else -1)
     if saved is None:
