@@ -15,6 +15,7 @@ from jaxpar.run import resume
 from jaxpar.run.build import Run
 
 STARTS = "starts.jsonl"
+LOST = "lost "  # prefix of a text in Start.changed that reports lost processes
 
 
 class Start(NamedTuple):
@@ -25,9 +26,6 @@ class Start(NamedTuple):
     strategy: str  # value of config.strategy
     devices: int  # number of devices of the strategy
     changed: list[str]  # `config.KEY: OLD -> NEW` for each key that differs from the checkpoint, and lost processes
-
-
-LOST = "lost "  # how a text in Start.changed begins that reports lost processes
 
 
 def record_start(run: Run, step: int, lost: str = "") -> None:
