@@ -2,9 +2,10 @@
 
 scripts/python scripts/bench/elastic.py [--runs=30] [--first_runs=10] [--stop_runs=2] [--at_once=2] [--seed=0]
 
-Each run trains a tiny MLP on 3 or 4 processes that the launcher starts. A moment is random between the start and the
-end of the run. The line of a run contains the processes and the moments, its seconds, how it continued, and the largest
-relative difference of a parameter from the run without losses.
+Each run trains a tiny MLP on 3 or 4 processes that the launcher starts. In half of the runs, a moment is random between
+the start of the run and its end, in the others between its first log line and LATEST seconds after it. The line of a run
+contains the processes and the moments, its seconds, how it continued, and the largest relative difference of a parameter
+from the run without losses.
 
 runs        one or two processes are killed (SIGKILL), never process 0, and nobody is started again
 first_runs  process 0 is killed once; the launcher restarts the run with one process less
@@ -37,7 +38,8 @@ from jaxpar.run.history import LOST, read_starts
 TIMEOUT = 5  # config.elastic_seconds
 STOPPED_SECONDS = 20.0  # until a stopped process continues
 LARGEST_ERROR = 1e-6
-STEPS = 400
+LATEST = 10.0  # seconds after the first log line
+STEPS = 600
 RUN = {
     "data.source": "synthetic",
     "data.synthetic_examples": 400,
@@ -45,12 +47,12 @@ RUN = {
     "batch_size": 26,  # that 3 and 4 processes do not divide
     "num_steps": STEPS,
     "optimizer.name": "sgd",
-    "log.every_steps": 50,
+    "log.every_steps": 20,
     "log.tensorboard": False,
     "log.curves": False,
     "log.report": False,
-    "checkpoint.every_steps": 50,
-    "eval.every_steps": 80,
+    "checkpoint.every_steps": 100,
+    "eval.every_steps": 70,
     "elastic_seconds": TIMEOUT,
 }
 
@@ -59,7 +61,8 @@ class Kill(NamedTuple):
     """A signal to a process."""
 
     process: int
-    seconds: float  # after the start of the run
+    seconds: float  # after the start of the run, or its first log line
+    is_late: bool  # whether after its first log line
     number: signal.Signals = signal.SIGKILL
 
 
@@ -107,7 +110,7 @@ def main() -> None:
         ended = []
         for kind, (number, kills), future in zip(kinds, planned, futures, strict=True):
             ended.append(one := future.result())
-            where = ", ".join(f"{kill.process} at {kill.seconds:.1f} s" for kill in kills[: one.sent]) or "nobody"
+            where = ", ".join(map(name_kill, kills[: one.sent])) or "nobody"
             print(
                 f"{kind:9} {number} processes, {where}: {describe(one)}{'' if one.is_right else '  WRONG'}", flush=True
             )
@@ -125,11 +128,17 @@ def plan(kind: str, longest: float, draw: random.Random) -> tuple[int, list[Kill
     """Return the number of processes of a run, and the signals in order. longest: seconds of a run without losses."""
     number = draw.choice((3, 4))
     processes = draw.sample(range(1, number), draw.choice((1, 2)) if kind == "kill" else 1)
-    moments = sorted(draw.uniform(0, longest) for _ in processes)
+    is_late = draw.random() < 0.5
+    moments = sorted(draw.uniform(0, LATEST if is_late else longest) for _ in processes)
     if kind == "first":
         processes = [0]
     sent = signal.SIGSTOP if kind == "stop" else signal.SIGKILL
-    return number, [Kill(process, at, sent) for process, at in zip(processes, moments, strict=True)]
+    return number, [Kill(process, at, is_late, sent) for process, at in zip(processes, moments, strict=True)]
+
+
+def name_kill(kill: Kill) -> str:
+    """Return the process and the moment of a signal, for the line of a run."""
+    return f"{kill.process} at {kill.seconds:.1f} s{' after the first step' * kill.is_late}"
 
 
 def describe(one: Ended) -> str:
@@ -148,8 +157,12 @@ def go(workdir: Path, number: int, kills: list[Kill], folder: Path, limit: float
     since, sent = time.monotonic(), 0
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        began = since
+        while kills and kills[0].is_late and process.poll() is None and "[0] step" not in log.read_text():
+            time.sleep(0.05)
+            began = time.monotonic()
         for kill in kills:
-            time.sleep(max(0.0, since + kill.seconds - time.monotonic()))
+            time.sleep(max(0.0, began + kill.seconds - time.monotonic()))
             sent += kill_worker(process, kill)
         if kills and kills[0].number == signal.SIGSTOP:
             time.sleep(STOPPED_SECONDS)
