@@ -37,7 +37,7 @@ from jaxpar.launch import processes
 from jaxpar.launch.place import BIND, MEET, MEET_SECONDS, SURVIVOR, Place, Survivor, find_survivor
 from jaxpar.launch.signals import SIGNALS
 
-POLL_SECONDS = 0.5  # between two calls for the list of processes that are left
+LOOK_SECONDS = 0.5  # between two calls for the list of processes that are left
 LEAD_SECONDS = 1.0  # by which the others exec before process 0, whose service ends with its program
 
 GRACE_SECONDS = 10.0  # for a lost process to be noticed, in addition to the timeout
@@ -102,7 +102,7 @@ class Survival:
             if self._is_over:
                 ready = alive
             elif len(alive) == len(everyone):
-                time.sleep(POLL_SECONDS)
+                time.sleep(LOOK_SECONDS)
             elif alive == ready:
                 self._exec(sorted(alive), file)
             else:

@@ -47,7 +47,7 @@ def check_capacity(num_processes: int) -> None:
 
 
 class Launch(NamedTuple):
-    """What to start, and when to start it again."""
+    """The processes of a run to start, and when to start them again."""
 
     counts: tuple[int, int]  # fewest and most processes of the run
     max_restarts: int  # number of failures of the whole run after which it is not restarted
@@ -162,8 +162,9 @@ class Group:
             self._end()
 
     def _ended(self, *, is_stopping: bool) -> tuple[int, int] | None:
-        """Return the result of `wait`, or None if the processes go on. is_stopping: whether a signal was forwarded."""
-        codes = {number: code for number, process in enumerate(self._processes) if (code := process.poll()) is not None}
+        """Return the result of `wait`, or None if the run continues. is_stopping: whether a signal was forwarded."""
+        polled = enumerate(process.poll() for process in self._processes)
+        codes = {number: code for number, code in polled if code is not None}
         if self._elastic_seconds and 0 in codes and not is_failure(codes[0]):
             # Processes that were lost, but not to this machine, never end.
             with contextlib.suppress(subprocess.TimeoutExpired):

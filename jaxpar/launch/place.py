@@ -42,7 +42,7 @@ SLURM = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM
 MEET = "JAXPAR_MEET_SECONDS"  # variable with the time within which all processes must start; without it, JAX's 300 s
 MEET_SECONDS = 60  # its value for survivors, and for processes of an elastic run that start together
 SURVIVOR = "JAXPAR_SURVIVOR"  # variable with the Survivor, as JSON, of a process that continues without lost ones
-# Ports that Linux gives to no connection by itself, among which a survivor expects the next one to be free.
+# Ports that Linux gives to no connection that does not ask for them, so that the next one of a used port stays free.
 QUIET_PORTS = range(20_000, 32_000)
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # variable with the HOST:PORT on which process 0 listens, instead of its own
 

@@ -118,7 +118,7 @@ def any_of(value: bool) -> bool:
     return value if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.int32(value)).any())
 
 
-def broadcast(tree: Tree) -> Tree:
+def from_first_process(tree: Tree) -> Tree:
     """Return the host arrays of process 0 in all processes, one after another."""
     return tree if jax.process_count() == 1 else jax.tree.map(multihost_utils.broadcast_one_to_all, tree)
 

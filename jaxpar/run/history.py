@@ -15,7 +15,7 @@ from jaxpar.run import resume
 from jaxpar.run.build import Run
 
 STARTS = "starts.jsonl"
-LOST = "lost "  # prefix of a text in Start.changed that reports lost processes
+LOST_PREFIX = "lost "  # prefix of a text in Start.changed that reports lost processes
 
 
 class Start(NamedTuple):
@@ -40,7 +40,7 @@ def record_start(run: Run, step: int, lost: str = "") -> None:
         run.config.strategy,
         len(run.strategy.devices),
         [
-            *([LOST + lost] if lost else []),
+            *([LOST_PREFIX + lost] if lost else []),
             *([] if before is None else resume.differences(before, run.config).values()),
         ],
     )

@@ -62,7 +62,7 @@ def survived(like: Canonical) -> checkpoint.Checkpoint | None:
         return None
     step, info = found
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
-    return checkpoint.Checkpoint(step, processes.broadcast(kept.tree if kept else zeros), {}, info)
+    return checkpoint.Checkpoint(step, processes.from_first_process(kept.tree if kept else zeros), {}, info)
 
 
 def describe_survivor(survivor: Survivor | None) -> str:

@@ -1,4 +1,4 @@
-"""Which configs can continue without lost processes (config.elastic_seconds), and how their batches are divided."""
+"""Checks of the configs of runs that continue without lost processes (config.elastic_seconds), and their batches."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ def check_elastic(config: ConfigDict) -> None:
     """Raise UserError for an invalid config.elastic_seconds, or if a replica alone could not continue the run."""
     seconds = config.elastic_seconds
     if seconds != 0 and not 2 <= seconds <= LONGEST_SILENCE:
-        must = f"it must be 0 (a lost process ends the run), or between 2 and {LONGEST_SILENCE:,}"
-        raise UserError(f"config.elastic_seconds is {seconds}; {must}")
+        allowed = f"0 (a lost process ends the run), or between 2 and {LONGEST_SILENCE:,}"
+        raise UserError(f"config.elastic_seconds is {seconds}; it must be {allowed}")
     if seconds == 0:
         return
     check_choice("exchange", config.exchange, EXCHANGES)
@@ -36,10 +36,10 @@ def check_elastic(config: ConfigDict) -> None:
         ("mesh.data", config.mesh.data, [-1], "as many replicas as there are"),
         *((f"mesh.{axis}", config.mesh[axis], [1], "so that a replica is a device") for axis in GROUP_AXES),
     ]
-    for key, value, allowed, reason in required:
-        if value not in allowed:
-            one_of = "one of " if len(allowed) > 1 else ""
-            listed = ", ".join(map(str, allowed))
+    for key, value, choices, reason in required:
+        if value not in choices:
+            one_of = "one of " if len(choices) > 1 else ""
+            listed = ", ".join(map(str, choices))
             where = f"with config.elastic_seconds={seconds}"
             raise UserError(f"config.{key} is {value!r}; it must be {one_of}{listed}, {reason}, {where}")
 

@@ -3,9 +3,9 @@
 scripts/python scripts/bench/elastic.py [--runs=30] [--first_runs=10] [--stop_runs=2] [--at_once=2] [--seed=0]
 
 Each run trains a tiny MLP on 3 or 4 processes that the launcher starts. In half of the runs, a moment is random between
-the start of the run and its end, in the others between its first log line and LATEST seconds after it. The line of a run
-contains the processes and the moments, its seconds, how it continued, and the largest relative difference of a parameter
-from the run without losses.
+the start of the run and its end, in the others between its first log line and LATEST seconds after it. The line of a
+run contains the processes and the moments, its seconds, how it continued, and the largest relative difference of a
+parameter from the run without losses.
 
 runs        one or two processes are killed (SIGKILL), never process 0, and nobody is started again
 first_runs  process 0 is killed once; the launcher restarts the run with one process less
@@ -33,7 +33,7 @@ from absl import logging
 from jaxpar import checkpoint
 from jaxpar.command_line import Parser, integer
 from jaxpar.errors import exit_code
-from jaxpar.run.history import LOST, read_starts
+from jaxpar.run.history import LOST_PREFIX, read_starts
 
 TIMEOUT = 5  # config.elastic_seconds
 STOPPED_SECONDS = 20.0  # until a stopped process continues
@@ -176,7 +176,7 @@ def go(workdir: Path, number: int, kills: list[Kill], folder: Path, limit: float
     if code != 0:
         print(f"{workdir.name}:\n{text[-6000:]}", flush=True)
         return Ended(code, seconds, 0, 0, float("nan"), "", sent)
-    memory = sum(line.startswith(LOST) for start in read_starts(workdir) for line in start.changed)
+    memory = sum(line.startswith(LOST_PREFIX) for start in read_starts(workdir) for line in start.changed)
     trees = [checkpoint.read(path / "checkpoints" / str(STEPS)).tree for path in (workdir, folder / f"whole{number}")]
     pairs = zip(*(map(np.asarray, jax.tree.leaves(tree["params"])) for tree in trees), strict=True)
     error = max(float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in pairs if y.any())
