@@ -193,11 +193,13 @@ class Group:
 
     def _can_continue(self, failed: Sequence[tuple[int, int]]) -> bool:
         """Return whether the other processes can continue without these numbers, which failed with these codes."""
+        if not self._elastic_seconds:
+            return False
         left = len(self._processes) - len(self.lost) - len(failed)
         is_possible = all(number != 0 and code != USER_ERROR for number, code in failed) and left >= self._least
         # Processes that wait to meet cannot agree on a loss: at the start, and when survivors start again.
         is_meeting = not self._has_met and time.monotonic() - self._lost_at > self._elastic_seconds / 2
-        return self._elastic_seconds > 0 and is_possible and not is_meeting
+        return is_possible and not is_meeting
 
     def _read(self, number: int, line: str) -> None:
         """Read a line of the output of a process."""
