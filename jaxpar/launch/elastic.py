@@ -39,7 +39,6 @@ from jaxpar.launch.signals import SIGNALS
 
 LOOK_SECONDS = 0.5  # between two calls for the list of processes that are left
 LEAD_SECONDS = 1.0  # by which the others exec before process 0, whose service ends with its program
-
 GRACE_SECONDS = 10.0  # for a lost process to be noticed, in addition to the timeout
 
 

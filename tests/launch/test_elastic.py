@@ -108,13 +108,13 @@ def test_two_of_three_processes_do_the_step_again(folder: Path, tmp_path: Path, 
 
 @pytest.mark.slow
 def test_the_run_is_restarted_without_process_0(folder: Path, tmp_path: Path, reference: Path) -> None:
-    """The checkpoint is of step 6, as its interval is 3."""
+    """The last checkpoint is of step 6, as their interval is 3, unless it was not complete yet."""
     out, launched = lose(0, folder, tmp_path, "--max_restarts=1")
     assert launched == [
         "launch: process 0 was killed by SIGKILL; the other processes were killed",
         "launch: restart 1 of 1, from the last checkpoint, with 2 processes",
     ]
-    assert "[0] resumed   from step 6" in out
+    assert {"[0] resumed   from step 3", "[0] resumed   from step 6"} & set(out)
     assert_same_run(tmp_path / "run", reference)
 
 
