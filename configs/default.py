@@ -295,6 +295,10 @@ def get_config() -> ConfigDict:
     # the loading of the data at the start.
     config.watchdog_seconds = 900.0
 
+    # Data-parallel runs of several processes: seconds without a heartbeat after which a process is lost, and the others
+    # do its step again without it (docs/processes.md); 0: a lost process ends the run
+    config.elastic_seconds = 0
+
     config.profile = (0, 0)  # (first, last) step to profile, into workdir/profile; (0, 0): none
     config.cache_dir = ""  # cache of token arrays and compiled programs; empty: $JAXPAR_CACHE, or ~/.cache/jaxpar
     return config

@@ -8,8 +8,10 @@ import contextlib
 import math
 import signal
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -20,6 +22,7 @@ from jaxpar.choose.auto import choose
 from jaxpar.core import mesh
 from jaxpar.errors import UserError, printable
 from jaxpar.launch import processes
+from jaxpar.launch.elastic import Survival
 from jaxpar.launch.signals import Interrupt
 from jaxpar.launch.watchdog import Watchdog
 from jaxpar.measure.phases import Phases
@@ -29,7 +32,7 @@ from jaxpar.run.callbacks import Callback, Callbacks, EarlyStopping, Measurement
 from jaxpar.run.evaluate import evaluate_split, load_batches
 from jaxpar.run.meter import build_meter
 from jaxpar.run.metrics import Progress
-from jaxpar.run.restore import Past, open_ledger, save_info, start, tidy
+from jaxpar.run.restore import Kept, Past, open_ledger, save_info, start, tidy
 from jaxpar.run.unused import check_unused_keys
 from jaxpar.use.pages.run_page import write_report
 
@@ -72,8 +75,12 @@ def train_config(
     interrupt: Interrupt,
     callbacks: Sequence[Callback] = (),
     given: Collection[str] = (),
+    survival: Survival | None = None,
 ) -> Result:
-    """Do what `train` does, after JAX was prepared. given: keys of the command line, which must have an effect."""
+    """Do what `train` does, after JAX was prepared.
+
+    given: keys of the command line, which must have an effect. survival: keeps the state, if processes can be lost.
+    """
     asked, (config, dataset) = config, choose(config, workdir)
     checked = build.check_run(config, workdir)
     check_unused_keys(asked, given)
@@ -84,7 +91,7 @@ def train_config(
             print(printable(build.describe_run(run), keep="\n"), flush=True)
         is_main_thread = threading.current_thread() is threading.main_thread()  # Python handles signals only there
         with Watchdog(config.watchdog_seconds, phases), interrupt if is_main_thread else contextlib.nullcontext():
-            result = run_through(run, interrupt, callbacks)
+            result = run_through(run, interrupt, callbacks, survival)
             processes.wait("the ledger is written")
             result["seconds"] = {name: round(seconds, 2) for name, seconds in phases.seconds.items()}
             if processes.is_first():
@@ -103,12 +110,14 @@ def train_config(
     return result
 
 
-def run_through(run: Run, interrupt: Interrupt, callbacks: Sequence[Callback]) -> Result:
-    """Train from the state in the workdir, or a fresh one, to the end and save the results."""
+def run_through(
+    run: Run, interrupt: Interrupt, callbacks: Sequence[Callback], survival: Survival | None = None
+) -> Result:
+    """Train from the state in memory or in the workdir, or a fresh one, to the end and save the results."""
     config, workdir, phases = run.config, run.workdir, run.phases
     with phases("start"):
         state, past = start(run)
-        tidy(run, past.step)
+        tidy(run, past)
     keep = config.checkpoint
     saver = checkpoint.Saver(workdir / "checkpoints", keep=keep.keep, keep_best=keep.keep_best)
     log = metrics.Log(workdir, first_step=past.step, tensorboard=config.log.tensorboard)
@@ -122,7 +131,7 @@ def run_through(run: Run, interrupt: Interrupt, callbacks: Sequence[Callback]) -
         if steps == run.num_steps or called.reason:
             print(describe_finished(run, steps, called.reason), flush=True)
         else:
-            state, steps = Loop(run, past, saver, log, called).run(state, interrupt)
+            state, steps = Loop(run, past, saver, log, called, survival).run(state, interrupt)
         interrupt.answer = "training has ended and the results are written"
         result = report.finish(run, state, steps, past.discarded, log, called)
         del state  # the devices may not have the memory for another one
@@ -149,10 +158,17 @@ class Loop:
     """The training loop. Two steps are in flight: the metrics of one step are read while the next one computes."""
 
     def __init__(
-        self, run: Run, past: Past, saver: checkpoint.Saver, log: metrics.Log, callbacks: Callbacks | None = None
+        self,
+        run: Run,
+        past: Past,
+        saver: checkpoint.Saver,
+        log: metrics.Log,
+        callbacks: Callbacks | None = None,
+        survival: Survival | None = None,
     ):
         """past: of the state, from `start`."""
         self._run, self._past, self._saver, self._log = run, past, saver, log
+        self._survival = survival if survival and survival.is_on else None
         self._callbacks = callbacks or Callbacks(())
         config = run.config
         self._every = {
@@ -175,6 +191,7 @@ class Loop:
             loader = load_batches(run, run.batches, first, total, with_example_ids=True)
             for step in range(first + 1, total + 1):
                 run.phases.step = step
+                self._keep(step - 1, state)
                 trace.before(step)
                 state = self._step(step, state, loader)
                 bar.advance(self._meter.loss)
@@ -195,6 +212,8 @@ class Loop:
         with phases("input"):
             batch = next(loader)
             self._ledger.add(step - 1, batch.pop("example_ids"))
+            if self._survival:
+                self._ledger.write(sync=False)  # also of a process that is lost later
         with phases("compile" if self._meter.is_new(batch) else "train"):
             state, step_metrics = strategy.step(state, strategy.place(batch))
             self._meter.add(step, batch, step_metrics)
@@ -229,9 +248,22 @@ class Loop:
             raise
         finally:
             if save or self._callbacks.reason:
+                self._keep(step, state)  # the step need not be done again if a process is lost while it is saved
                 self._save(step, state, validation_loss)
         if validation_loss is not None and is_best:
             self._best_loss = validation_loss
+
+    def _keep(self, step: int, state: StrategyState) -> None:
+        """Keep the state after `step`, if processes can be lost. Waits until the step is complete."""
+        if self._survival:
+            with self._run.phases("train"):
+                self._meter.read()
+            self._survival.keep(partial(self._kept, step, state, self._meter.interval()))
+
+    def _kept(self, step: int, state: StrategyState, interval: Mapping[str, Any]) -> Kept:
+        run = self._run
+        info = save_info(run, step, run.strategy.num_in_flight(state), self._past._replace(interval=interval))
+        return Kept(step, processes.fetch(run.strategy.to_canonical(state)), info)
 
     def _save(self, step: int, state: StrategyState, validation_loss: float | None) -> None:
         run = self._run

@@ -3,8 +3,9 @@
     workdir/ledger/PROCESS.jsonl  {"from": 0, "to": 7, "epoch": 0, "rows": [0, 24], "examples": 160, "digest": "9f.."}
 
 A line covers the steps from .. to - 1 of one epoch and one shard of their batches, and is computed from the ids of the
-examples that were passed to the strategy. A process writes its lines before each checkpoint, and a run that resumes
-removes the lines of later steps. docs/checkpoints.md explains what the ledger proves.
+examples that were passed to the strategy. A process writes its lines before each checkpoint or, in a run that continues
+without lost processes, before each step. A run that resumes removes the lines of later steps. docs/checkpoints.md
+explains what the ledger proves.
 
 The digest is the sum mod 2^64 of a hash of each example id. It does not depend on the order of examples, on restarts or
 on how batches are sharded between processes, and it changes if an example is replaced by another or used twice.
@@ -58,7 +59,8 @@ class Ledger:
         self._steps_per_epoch = steps_per_epoch
         self._shard = (shard.start, shard.stop)
         self._counted = slice(shard.start - first, shard.stop - first) if shard.stop > shard.start else slice(0)
-        self._open: list[Line] = []  # lines since the last checkpoint, one per epoch
+        self._open: list[Line] = []  # lines that are not written yet, one per epoch
+        self._is_synced = True  # whether written lines survive a failure of the machine
 
     def add(self, step: int, examples_R: np.ndarray) -> None:
         """Add the example ids of a step, counted from 0. Padding examples have the id -1."""
@@ -76,16 +78,17 @@ class Ledger:
             digest=(line.digest + digest_examples(examples)) % 2**64,
         )
 
-    def write(self) -> None:
-        """Write the lines of the steps since the last call."""
-        if not self._open:
+    def write(self, *, sync: bool = True) -> None:
+        """Write the lines of the steps since the last call. sync: wait until all lines so far are on the disk."""
+        if not self._open and (self._is_synced or not sync):
             return
         self._path.parent.mkdir(exist_ok=True)
         with files.naming(self._path), self._path.open("a") as file:
             file.writelines(map(_text, self._open))
             file.flush()
-            os.fsync(file.fileno())
-        self._open = []
+            if sync:
+                os.fsync(file.fileno())
+        self._open, self._is_synced = [], sync
 
 
 def cut(directory: Path, after: int) -> None:

@@ -164,20 +164,24 @@ def _help() -> str:
 
 def _train(config: ConfigDict, given: set[str], values: flags.FlagValues, argv: list[str]) -> int:
     # Imported late, because JAX must be configured before it is used and --help does not need it.
-    from jaxpar import data, tasks, training
+    from jaxpar import data, strategies, tasks, training
     from jaxpar.core import mesh
     from jaxpar.launch import processes
+    from jaxpar.launch.elastic import Survival
 
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    strategies.check_elastic(config)
     workdir, found = Path(values.workdir), find_place({name: values[name].value for name in FLAGS})
     if mesh.sends_between_cpus(config):
         processes.listen_for_arrays(found, config.mesh.virtual_cpu_devices)
-    processes.meet_processes(found)
+    processes.meet_processes(found, config.elastic_seconds)
     try:
-        result = training.train_config(config, workdir, Interrupt(), given=given)
-    except training.Stopped as stopped:
-        print(printable(f"{stopped}\nresume    {resume_command(argv)}", keep="\n"), flush=True)
-        return int(values.stopped_exit_code)
+        with Survival(found, config.elastic_seconds) as survival:
+            try:
+                result = training.train_config(config, workdir, Interrupt(), given=given, survival=survival)
+            except training.Stopped as stopped:
+                print(printable(f"{stopped}\nresume    {resume_command(argv)}", keep="\n"), flush=True)
+                return int(values.stopped_exit_code)
     except StoppedEarly:
         print(_stopped(argv, early=True), flush=True)
         return int(values.stopped_exit_code)

@@ -6,7 +6,7 @@ all read the same plan.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from jaxpar.core.mesh import GROUP_AXES
@@ -19,6 +19,7 @@ Details = TypeVar("Details", covariant=True)
 ARRAYS = "arrays"  # key of the hash of the private arrays in a private key
 ON_HOST = " on the host"  # suffix of the name of a part of the state that is in host memory
 ACTIVATION_PARTS = ("stashes", "transfers")  # parts of a pipeline's memory that do not belong to the state
+PREVIOUS = "previous state"  # the part of a plan's memory with the state before a step
 COPY = "copy"  # the kind of traffic that the host sends between programs
 # The purposes of the parts of a state whose names differ from their parts', and of the scalars, which are not counted.
 PURPOSES = {"params": "parameters", "copies": "parameters", "step": "", "key": ""}
@@ -110,6 +111,7 @@ class Plan(Generic[Details]):
     differs: str = ""  # the reason why the results differ from those of `single`; empty if they are the same
     advice: str = ""  # which setting is known to train badly, and what to use instead; empty if there is none
     delays: DelayedUpdates | None = None  # the delays of a pipeline that never drains; None for all other strategies
+    keeps_previous: bool = False  # whether a step leaves its input state intact, instead of reusing its memory
 
     @property
     def axes(self) -> Mapping[str, int]:
@@ -165,6 +167,12 @@ def state_memory(layouts: Mapping[str, Layout]) -> tuple[dict[str, int], ...]:
             if nbytes and purpose:
                 on_device[purpose] = on_device.get(purpose, 0) + nbytes
     return memory
+
+
+def keeping_previous(plan: Plan[Details]) -> Plan[Details]:
+    """Return the plan with steps that leave their input state intact, so that devices hold two states."""
+    memory = [{**parts, PREVIOUS: total} for parts, total in zip(plan.memory, plan.device_bytes, strict=True)]
+    return replace(plan, memory=memory, keeps_previous=True)
 
 
 def format_private_key(key: Mapping[str, Any]) -> str:

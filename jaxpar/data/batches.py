@@ -25,10 +25,14 @@ _MAX_ORDERS = 2  # in epochs: at an epoch boundary, loader threads work on the e
 class Batches:
     """The batches of a split, step by step, epoch after epoch."""
 
-    def __init__(self, split: Split, *, batch_size: int, seed: int, shuffle: bool):
-        """Create batches for training if `shuffle` (random order, augmented), otherwise for evaluation, by length."""
+    def __init__(self, split: Split, *, batch_size: int, seed: int, shuffle: bool, padded_size: int = 0):
+        """Create batches for training if `shuffle` (random order, augmented), otherwise for evaluation, by length.
+
+        padded_size: number of examples of a batch with padding examples at its end; 0: batch_size, without them.
+        """
         self._split = split
-        self.batch_size = batch_size  # padding examples included
+        self.batch_size = batch_size  # includes the padding examples of the batch with the remainder of an epoch
+        self.padded_size = padded_size or batch_size
         self._seed = seed
         self._shuffle = shuffle
         self._orders: dict[int, np.ndarray] = {}
@@ -41,24 +45,31 @@ class Batches:
     def batch(self, step: int, shard: slice = slice(None), *, with_example_ids: bool = False) -> Arrays:
         """Return the batch of step `step` >= 0, or the given shard of it. See jaxpar.data for the keys.
 
+        shard: a slice of the padded batch.
+
         with_example_ids: also return `example_ids`, int64 [R], each example's index in the split, or -1 for padding.
         """
         epoch, place = divmod(step, self.steps_per_epoch)
         examples_B = self._order(epoch)[place]
         is_real_B = examples_B >= 0
         examples_B = np.where(is_real_B, examples_B, examples_B[0])  # padding: the first example, with weight 0
-        batch = self._gather(examples_B, shard, drawn_at=step if self._shuffle else place)
-        is_real_R = is_real_B[shard]
+        positions_R = np.arange(self.padded_size)[shard]
+        first_R = np.minimum(positions_R, self.batch_size - 1)  # padding: the last example, with weight 0
+        gathered = slice(first_R[0], first_R[-1] + 1)
+        batch = self._gather(examples_B, gathered, drawn_at=step if self._shuffle else place)
+        if len(positions_R) > gathered.stop - gathered.start:
+            batch = {name: x[first_R - gathered.start] for name, x in batch.items()}
+        is_real_R = is_real_B[first_R] & (positions_R < self.batch_size)
         batch["weights"] *= is_real_R.reshape(-1, *[1] * (batch["weights"].ndim - 1))
         if with_example_ids:
-            batch["example_ids"] = np.where(is_real_R, examples_B[shard], -1)
+            batch["example_ids"] = np.where(is_real_R, examples_B[first_R], -1)
         return batch
 
     def longest(self) -> Arrays:
         """Return a batch of the largest shape: read-only views of the longest example, which take its memory alone."""
         longest = 0 if self._lengths_N is None else int(self._lengths_N.argmax())
         example = self._gather(np.array([longest]), slice(None), drawn_at=0)
-        return {name: np.broadcast_to(x, (self.batch_size, *x.shape[1:])) for name, x in example.items()}
+        return {name: np.broadcast_to(x, (self.padded_size, *x.shape[1:])) for name, x in example.items()}
 
     def examples_before(self, step: int) -> int:
         """Return the number of examples in the batches of steps [0, step), without padding examples."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import math
 import os
 import resource
 import signal
@@ -9,22 +10,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TextIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TextIO
 
-from jaxpar.errors import FAILED, HANGS, USER_ERROR, UserError, format_bytes, is_failure
+from jaxpar.errors import FAILED, HANGS, USER_ERROR, UserError, format_bytes, format_count, is_failure
 from jaxpar.host_memory import host_bytes
-from jaxpar.launch.place import BIND, COMMAND, FLAGS, command_of, free_port
+from jaxpar.launch.place import BIND, COMMAND, FLAGS, MEET, MEET_SECONDS, command_of, free_port, free_ports
 from jaxpar.launch.signals import SIGNALS
 
 LAUNCHER = "JAXPAR_LAUNCHER"  # environment variable with the launcher's process id
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # If several processes failed, the one with the lowest value is reported; 0 for other signals, 2 for other exit codes.
 ORDER = {HANGS: 0, USER_ERROR: 1, -signal.SIGABRT: 3}
-NOISE = "[Gloo] Rank "  # prefix of lines that Gloo prints about its connections
+# Texts in lines that Gloo prints about its connections, and JAX about runs that continue without processes.
+NOISE = ("[Gloo] Rank ", "Using experimental recoverable task feature")
+
+HEADER = "platform "  # prefix of the first line of process 0, which it prints once all processes have met
 PROCESS_BYTES = 250_000_000  # memory of a process that trains the smallest model, without what it shares with others
 PROCESS_THREADS = 40  # that JAX starts on two CPU cores; more on more cores
 POLL_SECONDS = 0.05
+GROW_SECONDS = 60.0  # default of --grow_seconds
+END_SECONDS = 10.0  # for the other processes to end after process 0 of an elastic run
 MAX_FORWARDED = 2  # signals that are forwarded; another one kills the processes
 
 
@@ -40,62 +46,94 @@ def check_capacity(num_processes: int) -> None:
             raise UserError(f"--num_processes is {num_processes}; it must be at most {available // needed} {reason}")
 
 
-def run_processes(
-    num_processes: int, max_restarts: int, of_process: Sequence[str], gpus: Sequence[str], signals: list[int]
-) -> int:
-    """Start the processes, restart all of them at most `max_restarts` times if one fails, and return the exit code.
+class Launch(NamedTuple):
+    """The processes of a run to start, and when to start them again."""
 
-    Args:
-      of_process: the arguments of `jaxpar train`.
-      gpus: the visible GPUs, to divide between the processes.
-      signals: the signals received so far; signal handlers append to it.
+    counts: tuple[int, int]  # fewest and most processes of the run
+    max_restarts: int  # number of failures of the whole run after which it is not restarted
+    grow_seconds: float  # after the start of fewer processes than the most, or the loss of one, until all are started
+    elastic_seconds: int  # config.elastic_seconds; 0: processes do not continue without others
+    of_process: Sequence[str]  # the arguments of `jaxpar train`
+    gpus: Sequence[str]  # the visible GPUs, to divide between the most processes
+
+    @property
+    def command(self) -> str:
+        """The user's command up to `--`, quoted for a shell."""
+        least, most = self.counts
+        flags = [f"--num_processes={most if least == most else f'{least}:{most}'}"]
+        flags += [f"--max_restarts={self.max_restarts}"] if self.max_restarts else []
+        flags += [f"--grow_seconds={self.grow_seconds:g}"] if self.grow_seconds != GROW_SECONDS else []
+        return command_of([sys.argv[0], "launch", *flags])
+
+
+def run_processes(launch: Launch, signals: list[int]) -> int:
+    """Start the processes, restart all of them at most `max_restarts` times if the run fails, and return the exit code.
+
+    A restart has one process less than failed, if fewer are allowed.
+
+    signals: the signals received so far; signal handlers append to it.
     """
-    flags = [f"--num_processes={num_processes}", *([f"--max_restarts={max_restarts}"] if max_restarts else [])]
-    command = command_of([sys.argv[0], "launch", *flags])
-    for restart in range(max_restarts + 1):
+    least, most = launch.counts
+    places, restarts = list(range(most)), 0  # the shares of the GPUs that are used
+    while True:
         try:
-            group = Group(of_process, num_processes, gpus, command)
+            group = Group(launch, places)
         except OSError as error:
             print_line(f"a process could not be started: {error.strerror}")
             return FAILED
         number, code = group.wait(signals)
+        if group.grows and not is_failure(code) and not signals:
+            places = list(range(most))
+            print_line(f"all {most} processes are started, from the last checkpoint")
+            continue
         if not is_failure(code):
             return code
-        others = "; the other processes were killed" if num_processes > 1 else ""
+        others = "; the other processes were killed" if len(places) > 1 else ""
         print_line(f"process {number} {format_exit(code)}{others}")
-        if code == USER_ERROR or signals or restart == max_restarts:
-            break
-        print_line(f"restart {restart + 1} of {max_restarts}, from the last checkpoint")
-    return code if code >= 0 else 128 - code
+        if code == USER_ERROR or signals or restarts == launch.max_restarts:
+            return code if code >= 0 else 128 - code
+        restarts += 1
+        lost = [*sorted(group.lost), number][: len(places) - least]
+        places = [place for index, place in enumerate(places) if index not in lost]
+        fewer = f", with {format_count(len(places), 'process')}" if len(places) < most else ""
+        print_line(f"restart {restarts} of {launch.max_restarts}, from the last checkpoint{fewer}")
 
 
 class Group:
     """The processes of one start of the run."""
 
-    def __init__(self, arguments: Sequence[str], num_processes: int, gpus: Sequence[str], command: str):
-        """Start the processes. See `run_processes`. command: the user's command up to `--`, quoted for a shell."""
-        share = len(gpus) // num_processes
-        address = f"127.0.0.1:{free_port()}"
+    def __init__(self, launch: Launch, places: Sequence[int]):
+        """Start a process for each of these places. See `run_processes`."""
+        least, most = launch.counts
+        share, number = len(launch.gpus) // most, len(places)
+        self._least, self._grow_seconds, self._elastic_seconds = least, launch.grow_seconds, launch.elastic_seconds
+        self.lost: set[int] = set()  # processes that failed, without which the others continue
+        self._lost_at = -math.inf  # when the last of them was lost
+        self._has_met = False  # whether the processes have met since then
+        self.grows = False  # whether the processes were asked to stop, so that all are started again
+        self._grow_at = time.monotonic() + launch.grow_seconds if number < most else math.inf
+        address = f"127.0.0.1:{free_ports(most) if launch.elastic_seconds else free_port()}"
         variables = {
             FLAGS["coordinator_address"].variable: address,
             BIND: address,
-            FLAGS["num_processes"].variable: str(num_processes),
+            FLAGS["num_processes"].variable: str(number),
             LAUNCHER: str(os.getpid()),
-            COMMAND: f"{command} --",
+            **({MEET: str(MEET_SECONDS)} if launch.elastic_seconds else {}),
+            COMMAND: f"{launch.command} --",
             "PYTHONUNBUFFERED": "1",
         }
         self._processes: list[subprocess.Popen[str]] = []
         self._printers: list[threading.Thread] = []
         try:
-            for number in range(num_processes):
+            for number, place in enumerate(places):
                 environment = os.environ | variables | {FLAGS["process_id"].variable: str(number)}
-                if gpus:
-                    environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[number * share : (number + 1) * share])
+                if launch.gpus:
+                    environment["CUDA_VISIBLE_DEVICES"] = ",".join(launch.gpus[place * share : (place + 1) * share])
                 options = ["-P"] if sys.flags.safe_path else []  # do not import from the current folder
-                command_line = [sys.executable, *options, "-m", "jaxpar", "train", *arguments]
+                command_line = [sys.executable, *options, "-m", "jaxpar", "train", *launch.of_process]
                 process = start_process(command_line, environment, subprocess.PIPE)
                 self._processes.append(process)
-                printer = threading.Thread(target=show, args=(number, process), daemon=True)
+                printer = threading.Thread(target=show, args=(number, process, self._read), daemon=True)
                 printer.start()
                 self._printers.append(printer)
         except BaseException:
@@ -103,7 +141,7 @@ class Group:
             raise
 
     def wait(self, signals: list[int]) -> tuple[int, int]:
-        """Forward signals until all processes have ended or one has failed, and kill the rest.
+        """Forward signals until all processes have ended or the run has failed, and kill the rest.
 
         Return the number and exit code of a process that failed or, if none did, that was stopped or finished.
         """
@@ -113,22 +151,59 @@ class Group:
                 for number in signals[sent:]:
                     sent += 1
                     self._send(number if sent <= MAX_FORWARDED else signal.SIGKILL)
-                codes = [process.poll() for process in self._processes]
-                ended = [(number, code) for number, code in enumerate(codes) if code is not None]
-                failed = [(number, code) for number, code in ended if is_failure(code)]
-                stopped = [(number, code) for number, code in ended if not is_failure(code)]
-                # A process that stops makes the others fail, which is expected: either there was nothing to save, or
-                # all processes have saved.
-                if signals and failed and stopped:
-                    return stopped[0]
-                # The first failure makes other processes abort or fail in a collective: report the likely cause.
-                if failed:
-                    return min(failed, key=lambda one: (ORDER.get(one[1], 0 if one[1] < 0 else 2), one[0]))
-                if len(ended) == len(codes):
-                    return max(ended, key=lambda one: one[1])
+                if not signals and time.monotonic() > self._grow_at:
+                    self.grows, self._grow_at = True, math.inf
+                    print_line("the run is stopped and saved, so that it can continue with all processes")
+                    self._send(signal.SIGTERM)
+                if ended := self._ended(is_stopping=bool(signals)):
+                    return ended
                 time.sleep(POLL_SECONDS)
         finally:
             self._end()
+
+    def _ended(self, *, is_stopping: bool) -> tuple[int, int] | None:
+        """Return the result of `wait`, or None if the run continues. is_stopping: whether a signal was forwarded."""
+        polled = enumerate(process.poll() for process in self._processes)
+        codes = {number: code for number, code in polled if code is not None}
+        if self._elastic_seconds and 0 in codes and not is_failure(codes[0]):
+            # Processes that were lost, but not to this machine, never end.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                for process in self._processes:
+                    process.wait(END_SECONDS)
+            return 0, codes[0]
+        failed = [(number, code) for number, code in codes.items() if is_failure(code) and number not in self.lost]
+        stopped = [(number, code) for number, code in codes.items() if not is_failure(code)]
+        # A process that stops makes the others fail, which is expected: either there was nothing to save, or all
+        # processes have saved.
+        if is_stopping and failed and stopped:
+            return stopped[0]
+        if failed and self._can_continue(failed):
+            for number, code in failed:
+                self.lost.add(number)
+                print_line(f"process {number} {format_exit(code)}; the others continue without it")
+            self._lost_at, self._has_met = time.monotonic(), False
+            self._grow_at = min(self._grow_at, self._lost_at + self._grow_seconds)
+            return None
+        # The first failure makes other processes abort or fail in a collective: report the likely cause.
+        if failed:
+            return min(failed, key=lambda one: (ORDER.get(one[1], 0 if one[1] < 0 else 2), one[0]))
+        if len(codes) == len(self._processes):
+            return max(codes.items(), key=lambda one: one[1])
+        return None
+
+    def _can_continue(self, failed: Sequence[tuple[int, int]]) -> bool:
+        """Return whether the other processes can continue without these numbers, which failed with these codes."""
+        if not self._elastic_seconds:
+            return False
+        left = len(self._processes) - len(self.lost) - len(failed)
+        is_possible = all(number != 0 and code != USER_ERROR for number, code in failed) and left >= self._least
+        # Processes that wait to meet cannot agree on a loss: at the start, and when survivors start again.
+        is_meeting = not self._has_met and time.monotonic() - self._lost_at > self._elastic_seconds / 2
+        return is_possible and not is_meeting
+
+    def _read(self, number: int, line: str) -> None:
+        """Read a line of the output of a process."""
+        self._has_met |= number == 0 and line.startswith(HEADER)
 
     def _end(self) -> None:
         self._send(signal.SIGKILL)
@@ -171,12 +246,13 @@ def start_process(command: list[str], environment: Mapping[str, str], output: in
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def show(number: int, process: "subprocess.Popen[str]") -> None:
-    """Print the output of a process, each line prefixed with the process number."""
+def show(number: int, process: "subprocess.Popen[str]", read: Callable[[int, str], None]) -> None:
+    """Print the output of a process, each line prefixed with the process number. read: gets each line, too."""
     assert process.stdout is not None
     with process.stdout as lines:
         for line in lines:
-            if not line.startswith(NOISE):
+            read(number, line)
+            if not any(text in line for text in NOISE):
                 with contextlib.suppress(OSError):  # stdout is closed: keep reading so that the process does not block
                     print(f"[{number}] {line}", end="" if line.endswith("\n") else "\n", flush=True)
 

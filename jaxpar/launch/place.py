@@ -2,7 +2,9 @@
 
 import contextlib
 import errno
+import json
 import os
+import random
 import re
 import shlex
 import socket
@@ -37,6 +39,11 @@ KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"  # set for the pods of an indexed Job
 # among those of its machine, and two that identify the coordinator.
 OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_MCA_orte_hnp_uri")
 SLURM = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_NODELIST")
+MEET = "JAXPAR_MEET_SECONDS"  # variable with the time within which all processes must start; without it, JAX's 300 s
+MEET_SECONDS = 60  # its value for survivors, and for processes of an elastic run that start together
+SURVIVOR = "JAXPAR_SURVIVOR"  # variable with the Survivor, as JSON, of a process that continues without lost ones
+# Ports that Linux gives to no connection that does not ask for them, so that the next one of a used port stays free.
+QUIET_PORTS = range(20_000, 32_000)
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # variable with the HOST:PORT on which process 0 listens, instead of its own
 
 
@@ -47,6 +54,24 @@ class Place(NamedTuple):
     num_processes: int  # number of processes
     process_id: int  # index of this process, from 0
     local_device: int | None = None  # index of the only GPU that this process uses; None: it uses all that it sees
+
+
+class Survivor(NamedTuple):
+    """A process that continues a run without lost processes. jaxpar/launch/elastic.py explains how."""
+
+    place: Place  # its place among the processes that are left, maybe alone
+    numbers: tuple[int, ...]  # process_id at the start of the run of each of the processes that are left
+    lost: tuple[int, ...]  # the same of the processes that were lost since the last start
+    since: float  # time of the last step that was completed with them, as of time.time()
+    file: int | None = None  # in process 0, the file descriptor of the state after that step, if there is one
+
+
+def find_survivor(environ: Mapping[str, str] = os.environ) -> Survivor | None:
+    """Return the record of this process if it survived others, or None."""
+    if SURVIVOR not in environ:
+        return None
+    place, numbers, lost, *others = json.loads(environ[SURVIVOR])
+    return Survivor(Place(*place), tuple(numbers), tuple(lost), *others)
 
 
 def command_of(argv: Sequence[str]) -> str:
@@ -65,6 +90,8 @@ def find_place(flags: Mapping[str, str | int | None], environ: Mapping[str, str]
 
     flags: the values of FLAGS on the command line by name; None for flags that are not given.
     """
+    if survivor := find_survivor(environ):
+        return survivor.place if survivor.place.num_processes > 1 else None
     values = {name: environ.get(flag.variable) if flags[name] is None else flags[name] for name, flag in FLAGS.items()}
     if str(values["num_processes"]) == "1":
         return None
@@ -165,6 +192,16 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         port: int = probe.getsockname()[1]
         return port
+
+
+def free_ports(number: int) -> int:
+    """Return the first of `number` adjacent ports of QUIET_PORTS that are free on 127.0.0.1."""
+    while True:
+        first = random.choice(QUIET_PORTS[:-number])
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for port in range(first, first + number):
+                probes.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
 
 
 def own_address(coordinator_address: str) -> str:

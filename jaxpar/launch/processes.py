@@ -10,6 +10,7 @@ import platform
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,28 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxpar import cluster
 from jaxpar.core import mesh
 from jaxpar.errors import TrainingError
-from jaxpar.launch.place import Place, bind_address, free_port, own_address
+from jaxpar.launch.place import MEET, Place, bind_address, free_port, own_address
 from jaxpar.layout import Tree
 
+KEEP_PROCESS = "--xla_gpu_nccl_terminate_on_error=false"  # otherwise, XLA ends a process whose NCCL lost another one
 
-def meet_processes(place: Place | None) -> None:
-    """Connect this process to the other processes. Call before JAX touches a device."""
+
+def meet_processes(place: Place | None, elastic_seconds: int = 0) -> None:
+    """Connect this process to the other processes. Call before JAX touches a device.
+
+    elastic_seconds: config.elastic_seconds, after which a silent process is lost; 0: a lost process ends all of them.
+    """
     if place is None:
         return
+    options: dict[str, Any] = {}
+    if elastic_seconds:
+        jax.config.update("jax_enable_recoverability", True)
+        flags = os.environ.get("XLA_FLAGS", "")
+        if find_spec("jax_plugins") and KEEP_PROCESS not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} {KEEP_PROCESS}"
+        options["heartbeat_timeout_seconds"] = elastic_seconds
+    if MEET in os.environ:
+        options["initialization_timeout"] = int(os.environ[MEET])
     jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, which the loop handles
     # JAX must not detect a cluster: in a task of SLURM or Open MPI it would restrict this process to one GPU, chosen by
     # the task id, although the launcher has already divided the GPUs. It would also listen on all addresses.
@@ -38,6 +53,7 @@ def meet_processes(place: Place | None) -> None:
         local_device_ids=device,
         cluster_detection_method="deactivate",
         coordinator_bind_address=bind_address(address) if process == 0 else None,
+        **options,
     )
     if not is_first():
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # only process 0 prints
@@ -100,6 +116,11 @@ def from_first(text: str) -> str:
 def any_of(value: bool) -> bool:
     """Return in all processes whether `value` is true in any of them."""
     return value if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.int32(value)).any())
+
+
+def from_first_process(tree: Tree) -> Tree:
+    """Return the host arrays of process 0 in all processes, one after another."""
+    return tree if jax.process_count() == 1 else jax.tree.map(multihost_utils.broadcast_one_to_all, tree)
 
 
 @contextlib.contextmanager

@@ -171,7 +171,8 @@ def load_parts(config: ConfigDict, workdir: Path, cluster: Cluster, dataset: dat
             f"config.early_stop.patience is {config.early_stop.patience}; it must be 0, because the validation split, "
             "whose loss it needs, has no examples"
         )
-    batches = data.Batches(dataset.train, batch_size=config.batch_size, seed=config.seed, shuffle=True)
+    size, padded = config.batch_size, strategies.padded_batch_size(config, cluster)
+    batches = data.Batches(dataset.train, batch_size=size, seed=config.seed, shuffle=True, padded_size=padded)
     num_steps = config.num_steps or math.ceil(config.num_epochs * batches.steps_per_epoch)
     if num_steps > MAX_STEPS:
         raise UserError(
@@ -272,7 +273,7 @@ def describe_run(run: Run) -> str:
     if not contains_run(run.workdir):
         length = advise_length(config, len(run.dataset.train), run.num_steps, plan.decision.batch_divisor)
         others.append(("advice", length))
-    lines = {
+    lines = {  # the launcher waits for the first one
         "platform": f"{cluster.platform}, {format_count(cluster.num_devices, 'device')}{processes_text} ({kinds}), "
         f"jax {jax.__version__}",
         "strategy": f"{config.strategy}, {replicas}: {plan.summary}",

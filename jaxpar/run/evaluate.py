@@ -19,7 +19,7 @@ def load_batches(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Load this process's shard of the batches [start, stop) in the background, as `data.Batches.loader` does."""
     c = run.config.data
-    shard = processes.local_shard(run.strategy.devices, run.plan.num_replicas, batches.batch_size)
+    shard = processes.local_shard(run.strategy.devices, run.plan.num_replicas, batches.padded_size)
     return batches.loader(
         start, stop, shard=shard, with_example_ids=with_example_ids, num_threads=c.num_threads, prefetch=c.prefetch
     )
@@ -28,7 +28,8 @@ def load_batches(
 def evaluate_split(run: Run, state: StrategyState, split: data.Split) -> Sums:
     """Return the task's evaluation sums over the whole split, on the host. state: the strategy's state."""
     size = run.config.eval.batch_size or run.config.batch_size
-    batches = data.Batches(split, batch_size=size, seed=run.config.seed, shuffle=False)
+    padded = -(-size // run.plan.num_replicas) * run.plan.num_replicas
+    batches = data.Batches(split, batch_size=size, seed=run.config.seed, shuffle=False, padded_size=padded)
     total: list[Sums] = []  # one, of the batches so far
     in_flight: deque[Sums] = deque()  # on the devices
     with run.phases("eval"):

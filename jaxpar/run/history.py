@@ -15,6 +15,7 @@ from jaxpar.run import resume
 from jaxpar.run.build import Run
 
 STARTS = "starts.jsonl"
+LOST_PREFIX = "lost "  # prefix of a text in Start.changed that reports lost processes
 
 
 class Start(NamedTuple):
@@ -24,18 +25,24 @@ class Start(NamedTuple):
     date: str  # date and time in UTC, in ISO 8601
     strategy: str  # value of config.strategy
     devices: int  # number of devices of the strategy
-    changed: list[str]  # `config.KEY: OLD -> NEW` for each key that differs from the checkpoint
+    changed: list[str]  # `config.KEY: OLD -> NEW` for each key that differs from the checkpoint, and lost processes
 
 
-def record_start(run: Run, step: int) -> None:
-    """Add a start after `step` completed steps. What changed is compared with the newest checkpoint."""
+def record_start(run: Run, step: int, lost: str = "") -> None:
+    """Add a start after `step` completed steps. What changed is compared with the newest checkpoint.
+
+    lost: which processes were lost, if the others continue without them.
+    """
     before = checkpoint.newest_config(run.workdir / "checkpoints") if step else None
     start = Start(
         step,
         datetime.now(UTC).isoformat(timespec="seconds"),
         run.config.strategy,
         len(run.strategy.devices),
-        [] if before is None else list(resume.differences(before, run.config).values()),
+        [
+            *([LOST_PREFIX + lost] if lost else []),
+            *([] if before is None else resume.differences(before, run.config).values()),
+        ],
     )
     rows = [*read_starts(run.workdir), start]
     files.write_text(run.workdir / STARTS, "".join(files.json_text(row._asdict()) + "\n" for row in rows))

@@ -136,11 +136,12 @@ class Meter:
 def build_meter(run: Run) -> Meter:
     """Build the meter for the model and the devices of a run."""
     devices, size = run.strategy.devices, run.config.batch_size
+    shard = processes.local_shard(devices, run.plan.num_replicas, run.batches.padded_size)
     peak = run.config.log.peak_flops or run.cluster.peak_flops.get(run.config.model.dtype)
     return Meter(
         run.problem.model,
         task=run.problem.task,
         peak_flops=peak * len(devices) if peak else None,
         max_skipped=run.config.optimizer.max_skipped_steps if run.config.optimizer.nonfinite == "skip" else 0,
-        shares=size / len(range(size)[processes.local_shard(devices, run.plan.num_replicas, size)]),
+        shares=size / max(1, len(range(size)[shard])),  # without padding examples, which may fill the shard
     )

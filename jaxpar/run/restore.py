@@ -1,10 +1,13 @@
 """Starts or resumes a run from the newest intact checkpoint in the workdir, and prepares its files."""
 
+import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jaxpar import checkpoint, data
 from jaxpar import config as configs
@@ -12,8 +15,11 @@ from jaxpar.checkpoint import ledger
 from jaxpar.checkpoint.checksums import Info
 from jaxpar.core import state
 from jaxpar.core.plan import format_private_key
+from jaxpar.core.state import Canonical
 from jaxpar.errors import UserError, format_count
 from jaxpar.launch import processes
+from jaxpar.launch.elastic import read_kept
+from jaxpar.launch.place import Survivor, find_survivor
 from jaxpar.run import resume
 from jaxpar.run.build import Run, StrategyState
 from jaxpar.run.history import record_start
@@ -31,20 +37,59 @@ class Past(NamedTuple):
     discarded: Sequence[Mapping[str, Any]] = ()
     # the log interval in which it was saved (`Meter.interval`); empty if a checkpoint lacks it
     interval: Mapping[str, Any] = {}
+    lost: str = ""  # which processes were lost at this start, and how long that took; empty if none were
+
+
+class Kept(NamedTuple):
+    """The state that process 0 keeps in memory, in case another process is lost."""
+
+    step: int
+    tree: Canonical  # the canonical state, with NumPy leaves
+    info: Info  # as in a checkpoint of this step
+
+
+def survived(like: Canonical) -> checkpoint.Checkpoint | None:
+    """Return the state that process 0 kept before this process survived others, or None.
+
+    like: tree with the structure, shapes and dtypes of the state.
+    """
+    survivor = find_survivor()
+    if survivor is None:
+        return None
+    kept: Kept | None = read_kept(survivor)
+    found = json.loads(processes.from_first(json.dumps(kept and [kept.step, kept.info])))
+    if found is None:
+        return None
+    step, info = found
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
+    return checkpoint.Checkpoint(step, processes.from_first_process(kept.tree if kept else zeros), {}, info)
+
+
+def describe_survivor(survivor: Survivor | None) -> str:
+    """Return which processes were lost, and how long ago they completed a step; empty if none were."""
+    if survivor is None:
+        return ""
+    plural = "es" if len(survivor.lost) > 1 else ""
+    lost = f"process{plural} {', '.join(map(str, survivor.lost))}"
+    left = f"{survivor.place.num_processes} left, numbers {', '.join(map(str, survivor.numbers))}"
+    return f"{lost}; {left}; {time.time() - survivor.since:.1f} s since the last step"
 
 
 def start(run: Run) -> tuple[StrategyState, Past]:
     """Return the strategy's state, from the newest intact checkpoint or fresh, and the record of earlier steps."""
     like = state.to_canonical(state.abstract_state(run.problem.model, run.problem.optimizer))
-    saved = checkpoint.restore(run.workdir / "checkpoints", like, log=print)
+    kept, lost = survived(like), describe_survivor(find_survivor())
+    if lost:
+        print(f"lost      {lost}", flush=True)
+    saved = kept or checkpoint.restore(run.workdir / "checkpoints", like, log=print)
     processes.check_same_value(f"the newest intact checkpoint (-1: none) in {run.workdir}", saved.step if saved else -1)
     if saved is None:
         if (run.workdir / "metrics.jsonl").exists():
             print(f"restarted from step 0, because {run.workdir}/checkpoints contains no checkpoint", flush=True)
-        return fresh(run), Past(0)
+        return fresh(run), Past(0, lost=lost)
     before = check_continued(run, saved)
     if saved.step < run.num_steps:
-        print(f"resumed   from step {saved.step:,}", flush=True)
+        print(f"resumed   from step {saved.step:,}{', which was kept in memory' if kept else ''}", flush=True)
     for change in resume.differences(before, run.config).values():
         print(f"changed   {change}", flush=True)
     private_key = saved_private_key(saved.info)
@@ -57,7 +102,7 @@ def start(run: Run) -> tuple[StrategyState, Past]:
         batches = f", with {format_count(number, 'batch')} in flight, whose gradients are lost" if number else ""
         print(f"discarded private state of {name}{batches}; this run uses {now}", flush=True)
         discarded.append({"step": saved.step, "private_state": name, "batches": number})
-    past = Past(saved.step, discarded, saved.info.get("log_interval", {}))
+    past = Past(saved.step, discarded, saved.info.get("log_interval", {}), lost)
     return run.strategy.from_canonical(saved.tree, saved.private if is_continued else {}), past
 
 
@@ -103,14 +148,15 @@ def fresh(run: Run) -> StrategyState:
     return run.strategy.from_canonical(tree)
 
 
-def tidy(run: Run, first_step: int) -> None:
-    """Write the files of a run that continues from `first_step`, and remove the records of later steps."""
+def tidy(run: Run, past: Past) -> None:
+    """Write the files of a run that continues after these steps, and remove the records of later steps."""
+    first_step = past.step
     processes.wait("a checkpoint was read")
     if processes.is_first():
         ledger.cut(run.workdir / "ledger", after=first_step)
         ledger.begin(run.workdir / "ledger", first_step, run.batches.steps_per_epoch)
         ledger.check_ledger(run.workdir / "ledger", run.batches, first_step)
-        record_start(run, first_step)
+        record_start(run, first_step, past.lost)
         configs.save(run.config, run.workdir)
         data.write_info(run.workdir, run.dataset.info)
         checkpoint.set_aside(run.workdir / "checkpoints", after=first_step)
@@ -120,12 +166,16 @@ def tidy(run: Run, first_step: int) -> None:
 
 def open_ledger(run: Run) -> ledger.Ledger:
     """Return the ledger of the examples that this process records."""
-    devices, size = run.strategy.devices, run.config.batch_size
+    devices, size = run.strategy.devices, run.batches.padded_size
     local, counted = (
         shard(devices, run.plan.num_replicas, size) for shard in (processes.local_shard, processes.counted_shard)
     )
+    real = range(run.batches.batch_size)[counted]
     return ledger.Ledger(
-        run.workdir / "ledger", steps_per_epoch=run.batches.steps_per_epoch, shard=counted, first=local.start
+        run.workdir / "ledger",
+        steps_per_epoch=run.batches.steps_per_epoch,
+        shard=slice(real.start, real.stop),
+        first=local.start,
     )
 
 

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxpar.strategies.registry import STRATEGIES as STRATEGIES
     from jaxpar.strategies.registry import build as build
+    from jaxpar.strategies.registry import check_elastic as check_elastic
     from jaxpar.strategies.registry import check_other_sections as check_other_sections
     from jaxpar.strategies.registry import decide as decide
     from jaxpar.strategies.registry import in_flight_bytes as in_flight_bytes
     from jaxpar.strategies.registry import make as make
+    from jaxpar.strategies.registry import padded_batch_size as padded_batch_size
     from jaxpar.strategies.registry import plan as plan
     from jaxpar.strategies.registry import possible as possible
     from jaxpar.strategies.strategy import Strategy as Strategy

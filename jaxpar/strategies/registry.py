@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from jaxpar import cluster as clusters
 from jaxpar.cluster import Cluster
 from jaxpar.core.optimizer import check_kernels, check_optimizer
-from jaxpar.core.plan import Decision, Plan
+from jaxpar.core.plan import Decision, Plan, keeping_previous
 from jaxpar.core.step import Problem
 from jaxpar.errors import UserError, check_choice
 from jaxpar.models.model import Model
@@ -22,6 +22,8 @@ from jaxpar.strategies import data_parallel
 from jaxpar.strategies.asynchronous import strategy as async_data_parallel
 from jaxpar.strategies.asynchronous.options import decide_updates
 from jaxpar.strategies.data_parallel import sharding
+from jaxpar.strategies.elastic import check_elastic as check_elastic
+from jaxpar.strategies.elastic import padded_batch_size as padded_batch_size
 from jaxpar.strategies.fits import check_memory
 from jaxpar.strategies.fits import in_flight_bytes as in_flight_bytes
 from jaxpar.strategies.pipeline import schedules
@@ -45,17 +47,19 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None = None) -> 
     check_choice("strategy", config.strategy, STRATEGIES)
     if not 0 <= config.seed < 2**31:
         raise UserError(f"config.seed is {config.seed}; it must be between 0 and {2**31 - 1}")
+    check_elastic(config)
     check_optimizer(config)  # the batch divisor depends on the optimizer config
     decision = STRATEGIES[config.strategy].decide(config, cluster, model)
     number, words = decision.batch_divisor, decision.batch_words
     if config.batch_size < 1 and number == 1:
         raise UserError(f"config.batch_size is {config.batch_size}; it must be at least 1")
-    if config.batch_size < 1 or config.batch_size % number:
+    if config.batch_size < 1 or (config.batch_size % number and not config.elastic_seconds):
         positive = "positive " if config.batch_size < 1 else ""
         raise UserError(
             f"config.batch_size is {config.batch_size}; it must be a {positive}multiple of {number}: {words}"
         )
-    if config.eval.batch_size < 0 or config.eval.batch_size % decision.num_replicas:
+    is_divided = config.elastic_seconds or config.eval.batch_size % decision.num_replicas == 0
+    if config.eval.batch_size < 0 or not is_divided:
         raise UserError(
             f"config.eval.batch_size is {config.eval.batch_size}; it must be a multiple of {decision.num_replicas}, "
             "the number of replicas (the data axis), or 0 to use config.batch_size"
@@ -88,16 +92,16 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
     ValueError if the shapes are those of a batch of another size.
     """
     for name, x in shapes.batch.items():
-        if len(x) != config.batch_size:
-            raise ValueError(
-                f"{name} of the problem has {len(x)} examples; it must have {config.batch_size}, batch_size"
-            )
+        if len(x) != (size := padded_batch_size(config, cluster)):
+            raise ValueError(f"{name} of the problem has {len(x)} examples; it must have {size}, batch_size")
     if shapes.num_steps < 1:
         raise ValueError(f"num_steps of the problem is {shapes.num_steps}; it must be at least 1")
     if decision is None:
         decision = decide(config, cluster, shapes.model)
     check_kernels(config, shapes.model.shapes)
     planned = STRATEGIES[config.strategy].plan(config, shapes, cluster, decision)
+    if config.elastic_seconds and cluster.num_processes > 1:
+        planned = keeping_previous(planned)
     check_memory(planned, cluster)
     return planned
 

@@ -43,6 +43,23 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
     )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_padded_batches_for_replicas_that_do_not_divide_them(kind: str) -> None:
+    """Shards of a padded batch contain the batch, whatever their number, and after it examples of weight 0."""
+    whole, split = batches(kind), make(kind)
+    for step in (0, 5, 12):  # the step whose batch has a remainder is among those of an epoch, too
+        expected = whole.batch(step, with_example_ids=True)
+        for num, size in ((3, 9), (5, 10), (7, 14)):
+            padded = Batches(split, batch_size=8, seed=5, shuffle=True, padded_size=size)
+            shards = [slice(start, start + size // num) for start in range(0, size, size // num)]
+            parts = [padded.batch(step, shard, with_example_ids=True) for shard in shards]
+            got = {name: np.concatenate([part[name] for part in parts]) for name in expected}
+            assert same({name: x[:8] for name, x in got.items()}, expected)
+            assert not got["weights"][8:].any()
+            assert (got["example_ids"][8:] == -1).all()
+            assert {name: len(x) for name, x in padded.longest().items()} == dict.fromkeys(padded.longest(), size)
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_example_once_an_epoch(kind: str, shuffle: bool) -> None:

@@ -3,6 +3,7 @@
 import errno
 import functools
 import io
+import math
 import os
 import re
 import resource
@@ -719,6 +720,7 @@ def test_the_process_that_failed_first_is_reported() -> None:
 
     def ended(*codes: int, signals: Sequence[int] = ()) -> Any:
         group: Any = launcher.Group.__new__(launcher.Group)
+        vars(group).update(lost=set(), _elastic_seconds=0, _grow_at=math.inf)
         group._processes = [SimpleNamespace(poll=lambda code=code: code, wait=int, send_signal=print) for code in codes]
         group._printers = [SimpleNamespace(join=lambda **_: None) for _ in codes]
         return group.wait(list(signals))
@@ -775,7 +777,7 @@ def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
         return FakeProcess()
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    launcher.Group(["--config=x"], 2, launcher.visible_gpus(), "")
+    launcher.Group(launcher.Launch((1, 2), 0, 60.0, 0, ["--config=x"], launcher.visible_gpus()), [0, 1])
     assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["0,1", "5,7"]
     assert [env["JAXPAR_PROCESS_ID"] for env in started] == ["0", "1"]
     assert len({env["JAXPAR_COORDINATOR_ADDRESS"] for env in started}) == 1

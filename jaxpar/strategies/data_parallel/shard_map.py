@@ -122,7 +122,8 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
 
     shardings = jax.tree.map(lambda x: x.sharding, placed.abstract), on_all(mesh)
     options = IN_PLACE | OVERLAP | (gather_ahead() | ALTERNATE if exchange.fetch else {})
-    compiled_step = jax.jit(step, donate_argnums=0, out_shardings=shardings, compiler_options=options)
+    donated = () if plan.keeps_previous else 0
+    compiled_step = jax.jit(step, donate_argnums=donated, out_shardings=shardings, compiler_options=options)
     waiting_evaluate = meshes.one_at_a_time(evaluate, mesh)
     return Strategy(
         plan,

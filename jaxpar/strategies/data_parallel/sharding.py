@@ -99,7 +99,10 @@ def build(plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device]) -> S
         return steps.evaluate(problem, state.params, batch)
 
     compiled_step = jax.jit(
-        step, donate_argnums=0, out_shardings=(placed.shardings, on_all(mesh)), compiler_options=IN_PLACE
+        step,
+        donate_argnums=() if plan.keeps_previous else 0,
+        out_shardings=(placed.shardings, on_all(mesh)),
+        compiler_options=IN_PLACE,
     )
     arguments = placed.abstract, with_shardings(problem.batch, by_replica(mesh))
     return Strategy(

@@ -32,8 +32,12 @@ class Series(NamedTuple):
     is_marked: bool = False  # whether each point has a marker, which shows its values to the pointer
 
 
-def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> str:
+def line_chart(
+    title: str, series: Sequence[Series], x_label: str = "step", events: Sequence[tuple[float, str]] = ()
+) -> str:
     """Return a chart with a legend that contains the last value of each curve; empty if there are no points.
+
+    events: (x, text) of vertical lines, which show the text to the pointer.
 
     The color of a curve depends on its place in `series`, so that it is the same in charts that lack other curves.
     """
@@ -58,6 +62,10 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> s
     parts += [_text(place(x, y_low)[0], bottom + 15, format_number(x), "middle") for x in x_ticks]
     parts.append(_text(right, CHART_HEIGHT - 4, x_label, "end"))
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    for x, label in events:
+        at, style = f"{place(x, y_low)[0]:.2f}", 'style="stroke-dasharray:2 2"'
+        line = f'<line class="axis" {style} x1="{at}" x2="{at}" y1="{ABOVE}" y2="{bottom}">'
+        parts.append(f"{line}<title>{escaped_text(label)}</title></line>")
     for number, one in drawn:
         color, is_dashed = f"var(--c{number % NUM_COLORS})", number // NUM_COLORS % 2
         points = thinned(one.points)

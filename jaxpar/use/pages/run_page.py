@@ -1,5 +1,6 @@
 """The page of a run, workdir/report.html: its results, curves, times, memory, traffic, starts and config."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,11 +59,16 @@ def run_page(run: RecordedRun, plan: Plan[object], num_steps: int, timelines: Ma
     result, baseline = f"Reached {headline(run)}.", run.result.get("test_majority_accuracy")
     if baseline is not None:
         result += f" Always predicting the most frequent class: {baseline:.2%}."
+    starts = [
+        (start.step, f"{before.devices} -> {format_count(start.devices, 'device')} after step {start.step:,}")
+        for before, start in itertools.pairwise(run.starts)
+        if before.devices != start.devices
+    ]
     rates = []
     for name, label in LABELS.items():
         points = run.points("train", name)
         is_drawn = any(value for _, value in points)  # not if it is 0 in all log intervals
-        rates.append(line_chart(as_title(label), [Series(label, points)] if is_drawn else []))
+        rates.append(line_chart(as_title(label), [Series(label, points)] if is_drawn else [], events=starts))
     curves = [_curve(run, "loss", loss_unit(run.task)), _curve(run, run.task.curve)]
     return document(
         title,

@@ -39,6 +39,14 @@ def test_points_are_where_the_ticks_put_them() -> None:
     np.testing.assert_allclose(read, points, atol=0.02)
 
 
+def test_events_are_where_their_values_are() -> None:
+    picture = svg(line_chart("Rate", [Series("rate", [(10.0, 1.0), (20.0, 2.0)])], events=[(20.0, "<lost>")]))
+    [path] = picture.iter("path")
+    [line] = [line for line in picture.iter("line") if list(line)]
+    assert float(line.attrib["x1"]) == float(line.attrib["x2"]) == places(path)[-1][0]
+    assert [title.text for title in line] == ["<lost>"]
+
+
 def test_the_legend_has_the_last_values_and_escapes_names() -> None:
     chart = line_chart("<t>", [Series('<b>&"', [(1, 0.25), (2, 0.125)], is_marked=True), Series("none", [])])
     assert '&lt;b&gt;&amp;&quot; <data value="0.125">0.125</data>' in chart

@@ -106,9 +106,10 @@ def test_memory_and_traffic_are_those_of_the_plan(tmp_path: Path) -> None:
 
 def test_starts_and_the_config(tmp_path: Path) -> None:
     workdir = write_run(tmp_path / "run", "data.source=csv", "data.train=<b>&.csv", "optimizer.lr=0.25")
-    _, page = page_of(workdir)
+    text, page = page_of(workdir)
     start = ["2026-11-02 10:00:00 UTC", "20", "data_parallel", "2", "config.strategy: 'single' -> 'data_parallel'"]
     assert start in page.rows
+    assert text.count("<title>1 -&gt; 2 devices after step 20</title>") == 2  # the chart of each rate
     at = page.rows.index(["key", "value", "default"])
     default = configs.keys(configs.default_config())
     assert page.rows[at + 1 : at + 4] == [

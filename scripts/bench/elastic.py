@@ -1,0 +1,202 @@
+"""Kills processes of elastic runs at random moments, and compares the results with a run that lost nobody.
+
+scripts/python scripts/bench/elastic.py [--runs=30] [--first_runs=10] [--stop_runs=2] [--at_once=2] [--seed=0]
+
+Each run trains a tiny MLP on 3 or 4 processes that the launcher starts. In half of the runs, a moment is random between
+the start of the run and its end, in the others between its first log line and LATEST seconds after it. The line of a
+run contains the processes and the moments, its seconds, how it continued, and the largest relative difference of a
+parameter from the run without losses.
+
+runs        one or two processes are killed (SIGKILL), never process 0, and nobody is started again
+first_runs  process 0 is killed once; the launcher restarts the run with one process less
+stop_runs   a process is stopped (SIGSTOP) and continued after 20 seconds
+
+Each line of the ledger must be there once. A run that is not finished after --limit seconds counts as one that hangs.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from absl import logging
+
+from jaxpar import checkpoint
+from jaxpar.command_line import Parser, integer
+from jaxpar.errors import exit_code
+from jaxpar.run.history import LOST_PREFIX, read_starts
+
+TIMEOUT = 5  # config.elastic_seconds
+STOPPED_SECONDS = 20.0  # until a stopped process continues
+LARGEST_ERROR = 1e-6
+LATEST = 10.0  # seconds after the first log line
+STEPS = 600
+RUN = {
+    "data.source": "synthetic",
+    "data.synthetic_examples": 400,
+    "model.name": "mlp",
+    "batch_size": 26,  # that 3 and 4 processes do not divide
+    "num_steps": STEPS,
+    "optimizer.name": "sgd",
+    "log.every_steps": 20,
+    "log.tensorboard": False,
+    "log.curves": False,
+    "log.report": False,
+    "checkpoint.every_steps": 100,
+    "eval.every_steps": 70,
+    "elastic_seconds": TIMEOUT,
+}
+
+
+class Kill(NamedTuple):
+    """A signal to a process."""
+
+    process: int
+    seconds: float  # after the start of the run, or its first log line
+    is_late: bool  # whether after its first log line
+    number: signal.Signals = signal.SIGKILL
+
+
+class Ended(NamedTuple):
+    """A run that has ended, or hangs."""
+
+    code: int | None  # exit code; None: it hangs
+    seconds: float
+    memory: int  # times that processes continued from memory
+    restarts: int  # times that the launcher restarted the run
+    error: float  # largest relative difference of a parameter
+    ledger: str
+    sent: int  # signals that reached a process
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the run has the result of one without losses."""
+        return self.code == 0 and self.error < LARGEST_ERROR and "exactly once" in self.ledger
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = Parser(__doc__)
+    for name, default in (("runs", 30), ("first_runs", 10), ("stop_runs", 2)):
+        parser.add_argument(f"--{name}", type=integer(0), default=default, help="number of runs")
+    parser.add_argument("--at_once", type=integer(1), default=2, help="number of runs at the same time")
+    parser.add_argument(
+        "--limit", type=integer(1), default=400, help="seconds after which a run counts as one that hangs"
+    )
+    parser.add_argument("--seed", type=integer(0), default=0, help="seed of the random moments")
+    arguments = parser.parse()
+    logging.set_verbosity(logging.FATAL)  # as in the training command
+    kinds = ["kill"] * arguments.runs + ["first"] * arguments.first_runs + ["stop"] * arguments.stop_runs
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(arguments.at_once) as pool:
+        folder = Path(name)
+        whole = [go(folder / f"whole{number}", number, [], folder, arguments.limit) for number in (3, 4)]
+        longest = max(one.seconds for one in whole)
+        print(f"elastic   without losses: {longest:.1f} s", flush=True)
+        draw = random.Random(arguments.seed)
+        planned = [plan(kind, longest, draw) for kind in kinds]
+        futures = [
+            pool.submit(go, folder / str(index), number, kills, folder, arguments.limit)
+            for index, (number, kills) in enumerate(planned)
+        ]
+        ended = []
+        for kind, (number, kills), future in zip(kinds, planned, futures, strict=True):
+            ended.append(one := future.result())
+            where = ", ".join(map(name_kill, kills[: one.sent])) or "nobody"
+            print(
+                f"{kind:9} {number} processes, {where}: {describe(one)}{'' if one.is_right else '  WRONG'}", flush=True
+            )
+    for kind in dict.fromkeys(kinds):
+        of_kind = [one for other, one in zip(kinds, ended, strict=True) if other == kind]
+        signals, memory = sum(one.sent for one in of_kind), sum(one.memory for one in of_kind)
+        restarts, error = sum(one.restarts for one in of_kind), max(one.error for one in of_kind)
+        seconds = max(one.seconds for one in of_kind)
+        right = f"{sum(one.is_right for one in of_kind)} of {len(of_kind)} runs right, {signals} signals"
+        times = f"{memory} times from memory, {restarts} restarts, error at most {error:.1e}, longest {seconds:.1f} s"
+        print(f"summary   {kind}: {right}, {times}")
+
+
+def plan(kind: str, longest: float, draw: random.Random) -> tuple[int, list[Kill]]:
+    """Return the number of processes of a run, and the signals in order. longest: seconds of a run without losses."""
+    number = draw.choice((3, 4))
+    processes = draw.sample(range(1, number), draw.choice((1, 2)) if kind == "kill" else 1)
+    is_late = draw.random() < 0.5
+    moments = sorted(draw.uniform(0, LATEST if is_late else longest) for _ in processes)
+    if kind == "first":
+        processes = [0]
+    sent = signal.SIGSTOP if kind == "stop" else signal.SIGKILL
+    return number, [Kill(process, at, is_late, sent) for process, at in zip(processes, moments, strict=True)]
+
+
+def name_kill(kill: Kill) -> str:
+    """Return the process and the moment of a signal, for the line of a run."""
+    return f"{kill.process} at {kill.seconds:.1f} s{' after the first step' * kill.is_late}"
+
+
+def describe(one: Ended) -> str:
+    """Return how a run ended, for its line."""
+    end = "hangs" if one.code is None else f"exit code {one.code}"
+    times = f"{one.memory} times from memory, {one.restarts} restarts"
+    return f"{end} after {one.seconds:.1f} s; {times}; error {one.error:.1e}"
+
+
+def go(workdir: Path, number: int, kills: list[Kill], folder: Path, limit: float) -> Ended:
+    """Run with this number of processes, send the signals, and compare the result with that without losses."""
+    values = [f"--config.{key}={value}" for key, value in RUN.items()]
+    launch = [sys.executable, "-m", "jaxpar", "launch", f"--num_processes=1:{number}", "--max_restarts=3"]
+    command = [*launch, "--grow_seconds=10000", "--", "--config=configs/default.py", f"--workdir={workdir}", *values]
+    log = folder / f"{workdir.name}.log"
+    since, sent = time.monotonic(), 0
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        began = since
+        while kills and kills[0].is_late and process.poll() is None and "[0] step" not in log.read_text():
+            time.sleep(0.05)
+            began = time.monotonic()
+        for kill in kills:
+            time.sleep(max(0.0, began + kill.seconds - time.monotonic()))
+            sent += kill_worker(process, kill)
+        if kills and kills[0].number == signal.SIGSTOP:
+            time.sleep(STOPPED_SECONDS)
+            kill_worker(process, kills[0]._replace(number=signal.SIGCONT))
+        try:
+            code: int | None = process.wait(max(0.0, since + limit - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            code = None
+            process.kill()
+    seconds, text = time.monotonic() - since, log.read_text()
+    if code != 0:
+        print(f"{workdir.name}:\n{text[-6000:]}", flush=True)
+        return Ended(code, seconds, 0, 0, float("nan"), "", sent)
+    memory = sum(line.startswith(LOST_PREFIX) for start in read_starts(workdir) for line in start.changed)
+    trees = [checkpoint.read(path / "checkpoints" / str(STEPS)).tree for path in (workdir, folder / f"whole{number}")]
+    pairs = zip(*(map(np.asarray, jax.tree.leaves(tree["params"])) for tree in trees), strict=True)
+    error = max(float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in pairs if y.any())
+    ledger = json.loads((workdir / "result.json").read_text())["ledger"]
+    return Ended(code, seconds, memory, text.count("launch: restart"), error, ledger, sent)
+
+
+def kill_worker(launcher: "subprocess.Popen[bytes]", kill: Kill) -> bool:
+    """Send a signal to a process of the launcher by its number, and return whether it was there."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
+            variables = path.read_text().split("\0") if parent == launcher.pid else []
+        except OSError:  # it has ended
+            continue
+        if f"JAXPAR_PROCESS_ID={kill.process}" in variables:
+            os.kill(int(path.parent.name), kill.number)
+            return True
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
