@@ -5,8 +5,11 @@ forward pass has saved, and those after it their gradients. A scan over layers h
 their weights: in the dtype in which they are read, or whole with rematerialization, which reads them again.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from itertools import pairwise
+from operator import or_
 from typing import NamedTuple
 
 import numpy as np
@@ -154,21 +157,22 @@ def working_bytes(work: LayerWork, spans: Spans) -> float:
 def stash_bytes(work: LayerWork, spans: Spans, peaks: Sequence[float]) -> float:
     """Return the bytes of stashes and transfers. A device has two inboxes and two outputs.
 
-    With remat full, a stage saves only its input, that of its first layer.
+    In a stash, there is a vector of each dtype, for the stage that saves most in this dtype.
     """
-    saved = [[layer.stash_bytes for layer in work.layers]]
-    if len(peaks) > 1:
-        saved = [list(of_span) for of_span in zip(*(of.split for of in work.memory), strict=True)]
-    largest = [
-        max(nbytes[first] if work.remat == "full" else sum(nbytes[first:end]) for first, end in spans)
-        for nbytes in saved
-    ]
-    stashes = sum(peak * nbytes for peak, nbytes in zip(peaks, largest, strict=True))
+    saved = [stashes_of(work, *span) for span in spans]
+    largest = (reduce(or_, of_stages) for of_stages in zip(*saved, strict=True))
+    stashes = sum(peak * sum(of_stash.values()) for peak, of_stash in zip(peaks, largest, strict=True))
     return stashes + 4 * largest_transfer(work.layers, spans)
 
 
+def stashes_of(work: LayerWork, first: int, end: int) -> list[Counter[str]]:
+    """Return the bytes that a stage of these layers saves in each stash, by dtype: with remat full, only its input."""
+    layers = work.memory[first : first + 1 if work.remat == "full" else end]
+    return [sum(map(Counter, of_layers), Counter()) for of_layers in zip(*(of.stashes for of in layers), strict=True)]
+
+
 def stash_peaks(table: Table) -> list[np.ndarray]:
-    """Return the largest numbers of stashes by device: all of them, or those of each `SplitStash`."""
+    """Return the largest number of microbatches in each stash, by device (`stash_spans`)."""
     if splits_backward(table):
         return [peak_in_flight(table), peak_stashed(table), peak_handed(table)]
     return [peak_stashed(table)]
