@@ -213,20 +213,20 @@ def needed_bytes(programs: Sequence[CompiledProgram], strategy: Strategy[Strateg
         assert analysis is not None
         arguments = _arguments(program, plan, of_stage="parameters")
         assigned = max(map(host_bytes_of, arguments.values())) - analysis.host_argument_size_in_bytes
-        inside = () if program.calls else ACTIVATION_PARTS  # temporary arrays of the program of a whole step
-        not_read = [
-            sum(
-                max(nbytes - arguments[device].get(kind, 0), 0)
-                for kind, nbytes in planned.items()
-                if kind not in inside and not kind.endswith(ON_HOST)
-            )
-            for device, planned in zip(strategy.devices, plan.memory, strict=True)
-            if device in arguments
-        ]
+        results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        # Activations are temporary arrays of the program of a whole step. Those of a plan include what a call results in.
+        inside = () if program.calls else ACTIVATION_PARTS
+        not_read = []
+        for device, planned in zip(strategy.devices, plan.memory, strict=True):
+            if device in arguments:
+                left = {kind: max(nbytes - arguments[device].get(kind, 0), 0) for kind, nbytes in planned.items()}
+                kept = {kind: n for kind, n in left.items() if kind not in inside and not kind.endswith(ON_HOST)}
+                activations = sum(kept.pop(kind, 0) for kind in ACTIVATION_PARTS)
+                not_read.append(sum(kept.values()) + max(activations - results, 0))
         found.append(
             {
                 "arguments": analysis.argument_size_in_bytes - assigned,
-                "results": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+                "results": results,
                 "temporary arrays": max(analysis.temp_size_in_bytes, assigned),
                 "machine code": analysis.generated_code_size_in_bytes,
                 "other state": max(not_read),

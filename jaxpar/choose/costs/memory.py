@@ -138,18 +138,15 @@ def largest_transfer(layers: Sequence[LayerProfile], spans: Spans) -> float:
 def working_bytes(work: LayerWork, spans: Spans) -> float:
     """Return the bytes with which the action of a stage works besides stashes.
 
-    Without rematerialization, an action reads each array of a stash where it is needed: it holds those of one layer and
-    its gradient before it is added to the accumulated one, or works on a loss. Otherwise, it first computes all arrays
-    of a stage again.
+    A backward pass first computes all arrays of a stage again, or without rematerialization as many gradients of them,
+    because XLA computes those of the weights last. It holds one of these before it is added to those of other
+    microbatches. Or an action works on a loss.
     """
     numbers = [number for span in spans for number in range(*span)]
     layers, memory = [work.layers[number] for number in numbers], [work.memory[number] for number in numbers]
-    if work.remat == "none":
-        each = zip(layers, memory, strict=True)
-        worked = max(of.looped or layer.weight_bytes + of.computed for layer, of in each)
-    else:
-        recomputed = max(sum(of.computed for of in work.memory[first:end]) for first, end in spans)
-        worked = max(layer.weight_bytes for layer in layers) + recomputed
+    together = max(sum(of.computed for of in work.memory[first:end]) for first, end in spans)
+    looped = max(of.looped for of in memory) if work.remat == "none" else 0.0
+    worked = max(looped, max(layer.weight_bytes for layer in layers) + together)
     narrowed = max(sum(of.narrowed for of in work.memory[first:end]) for first, end in spans)
     return worked + narrowed + max(layer.output_bytes for layer in layers)
 
