@@ -214,7 +214,7 @@ def needed_bytes(programs: Sequence[CompiledProgram], strategy: Strategy[Strateg
         arguments = _arguments(program, plan, of_stage="parameters")
         assigned = max(map(host_bytes_of, arguments.values())) - analysis.host_argument_size_in_bytes
         results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-        # Activations are temporary arrays of the program of a whole step. Those of a plan include what a call results in.
+        # Activations are temporary arrays of the program of a whole step. Those of the plan include results of calls.
         inside = () if program.calls else ACTIVATION_PARTS
         not_read = []
         for device, planned in zip(strategy.devices, plan.memory, strict=True):

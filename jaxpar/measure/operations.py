@@ -161,7 +161,7 @@ def _add_in_place(body: FlatJaxpr, carried: set[int]) -> None:
     uses = Counter(number for one in body.equations for number in one.read)
     for one in [one for one in body.equations if one.equation.primitive.name == "add"]:
         sums, added = carried.intersection(one.read), products.keys() & set(one.read)
-        if sums and added and uses[product := added.pop()] == 1:
+        if sums and added and uses[product := added.pop()] == 1 and product not in body.outputs:
             place = body.equations.index(products[product])
             read = [*products[product].read, *sums]
             body.equations[place] = products[product]._replace(read=read, written=one.written)

@@ -271,8 +271,8 @@ def test_the_bytes_of_stashes_count() -> None:
     slow = replace(gpus(4), memory_bandwidth=1e3)
     fused, split = (times_of(DEEP, slow, schedule) for schedule in ("1f1b", "zb_h1"))
     layers = stages.layers_of(problem_of(DEEP), slow, ())
-    of_stages = [of.split.from_backward for of in layers.memory(BATCH // NUM_MICROBATCHES, "none", is_split=True)]
-    handed = sum(of_stages) / (EFFICIENCY["memory"] * 1e3)
+    by_layer = [of.stashes[2] for of in layers.memory(BATCH // NUM_MICROBATCHES, "none", is_split=True)]
+    handed = sum(sum(of_layer.values()) for of_layer in by_layer) / (EFFICIENCY["memory"] * 1e3)
     assert handed > 0.01 * np.sum(fused)
     more = np.sum(split) - np.sum(fused)
     assert more == pytest.approx(2 * handed, rel=0.2)  # and both read some gradients that one pass reads once

@@ -134,7 +134,47 @@ def replicas_costs(
     return StepCosts(seconds, compute, 0.0, exposed, update, nbytes)
 
 
+class ActionCosts(NamedTuple):
+    """The costs of the actions of a pipeline on its devices, before gradients are exchanged."""
+
+    seconds: float  # until all actions and transfers are done
+    compute: float  # computing of the busiest device
+    waiting: float  # its waiting for other stages
+    exposed: float  # transfers, and waiting for the other devices of a group
+    executor: str
+
+
+def action_costs(
+    work: LayerWork,
+    machine: Machine,
+    axes: Mapping[str, int],
+    table: Table,
+    bounds: Sequence[int],
+    traffic: Sequence[Traffic],
+    executor: str = LOCKSTEP,
+) -> ActionCosts:
+    """Return the costs of the actions of a step; of a step in the steady state, if it never drains.
+
+    work: for a microbatch of a replica; bounds: first layer of each stage, and the number of layers; traffic: what a
+    device sends in a step.
+    """
+    devices = math.prod(axes.values())
+    transfer = send_seconds(machine, largest_transfer(work.layers, list(pairwise(bounds))), axes)
+    times = stage_times(work, bounds, machine, devices, executor)
+    busy = clock_seconds(table, times).sum(axis=0)
+    # Actions wait for the other devices of a group.
+    between = sum(machine.collective(one, axes) for one in traffic if sent_by_layers(one))
+    between *= 1 - HIDDEN_BETWEEN_PRODUCTS if machine.overlaps else 1.0
+    slowdown = 1 + between / max(float(busy.mean()), 1e-12)
+    times = Times(*((slowdown * np.array(of_stages)).tolist() for of_stages in times))
+    compute, working = float(busy.max()), slowdown * float(busy.max())
+    total, transfers = actions_seconds(table, times, transfer, machine, devices // table.num_devices, executor)
+    exposed, waiting = transfers + working - compute, max(total - working, 0.0)
+    return ActionCosts(total + transfers, compute, waiting, exposed, executor)
+
+
 def pipeline_costs(
+    actions: ActionCosts,
     work: LayerWork,
     machine: Machine,
     axes: Mapping[str, int],
@@ -144,36 +184,21 @@ def pipeline_costs(
     states: Sequence[StateBytes],
     packed_bytes: float,
     update_bytes: float,
-    *,
-    executor: str = LOCKSTEP,
 ) -> StepCosts:
-    """Return the costs of a pipeline; of a step in the steady state, if it never drains.
+    """Return the costs of a pipeline with an exchange of gradients.
 
-    work: for a microbatch of a replica; bounds: first layer of each stage, and the number of layers; traffic: what a
-    device sends in a step; states: by device; packed_bytes: of the parameters and of the optimizer on a device, which
-    lockstep packs in vectors; update_bytes: what an update moves on the fullest device.
+    actions: see `action_costs`, whose arguments have the same names; states: by device; packed_bytes: of the parameters
+    and of the optimizer on a device, which lockstep packs in vectors; update_bytes: what an update moves on the fullest
+    device.
     """
     devices = math.prod(axes.values())
-    sent = largest_transfer(work.layers, list(pairwise(bounds)))
-    transfer = send_seconds(machine, sent, axes)
-    of_layers = [one for one in traffic if sent_by_layers(one)]
-    others = [one for one in traffic if one.axis != STAGE and one not in of_layers]
+    others = [one for one in traffic if one.axis != STAGE and not sent_by_layers(one)]
     exchange = sum(machine.collective(one, axes) for one in others)
     update = machine.moved(update_bytes, devices)
-    times = stage_times(work, bounds, machine, devices, executor)
-    busy = clock_seconds(table, times).sum(axis=0)
-    # Actions wait for the other devices of a group.
-    between = sum(machine.collective(one, axes) for one in of_layers)
-    between *= 1 - HIDDEN_BETWEEN_PRODUCTS if machine.overlaps else 1.0
-    slowdown = 1 + between / max(float(busy.mean()), 1e-12)
-    times = Times(*((slowdown * np.array(of_stages)).tolist() for of_stages in times))
-    compute, working = float(busy.max()), slowdown * float(busy.max())
-    total, transfers = actions_seconds(table, times, transfer, machine, devices // table.num_devices, executor)
-    seconds = machine.started(devices) + total + transfers + exchange + update
-    is_packed = executor == LOCKSTEP
+    seconds = machine.started(devices) + actions.seconds + exchange + update
+    is_packed = actions.executor == LOCKSTEP
     nbytes = pipeline_bytes(work, table, bounds, states, packed_bytes * is_packed, in_lockstep=is_packed)
-    exposed = exchange + transfers + working - compute
-    return StepCosts(seconds, compute, max(total - working, 0.0), exposed, update, nbytes)
+    return StepCosts(seconds, actions.compute, actions.waiting, actions.exposed + exchange, update, nbytes)
 
 
 def sent_by_layers(sent: Traffic) -> bool:
@@ -227,8 +252,8 @@ def stage_times(
 ) -> Times:
     """Return the times of F, B and W by stage, if this number of devices compute at the same time.
 
-    An action adds the gradients of its weights to those of other microbatches. In lockstep, it also copies what it saves
-    into slots of stashes, and out of them what earlier ones saved.
+    An action adds the gradients of its weights to those of other microbatches. In lockstep, it also copies what it
+    saves into slots of stashes, and what earlier ones saved out of them.
     """
     of_stages = []
     for first, end in pairwise(bounds):
