@@ -192,7 +192,8 @@ def test_pipelines_whose_stages_are_groups() -> None:
     kept: dict[str, Any] = {"pipeline_schedule": "1f1b", "pipeline_num_microbatches": 4, "pipeline_remat": "none"}
     space = space_of(clusters.named_cluster("h100", 4), "pipeline.executor=dispatch", **kept)
     found = {one.name: one for one in of_pipelines(space)}
-    assert found.keys() == {"1f1b, 2 stages x 2 replicas", "1f1b, 4 stages", "1f1b, 2 stages, tensor 2"}
+    two = "1f1b, 2 stages x 2 replicas"
+    assert found.keys() == {two, f"{two}, zero1", "1f1b, 4 stages", "1f1b, 2 stages, tensor 2"}
     one, alone = found["1f1b, 2 stages, tensor 2"], found["1f1b, 2 stages x 2 replicas"]
     assert one.settings["mesh.tensor"] == 2
     assert "mesh.tensor" not in alone.settings

@@ -113,10 +113,12 @@ def pipeline_bytes(
     """
     if in_lockstep:
         peaks = [float(peak.max()) for peak in stash_peaks(table)]
-        return sum(max(states, key=sum)) + activation_bytes(work, list(pairwise(bounds)), peaks, packed_bytes)
+        of_all = list(pairwise(bounds))
+        return sum(max(states, key=sum)) + activation_bytes(work, of_all, peaks, packed_bytes, in_lockstep=True)
     spans, by_device = list(pairwise(bounds)), zip(*(peak.tolist() for peak in stash_peaks(table)), strict=True)
     return max(
-        sum(states[device]) + activation_bytes(work, [spans[stage] for stage in stages], peaks, packed_bytes)
+        sum(states[device])
+        + activation_bytes(work, [spans[stage] for stage in stages], peaks, packed_bytes, in_lockstep=False)
         for device, (stages, peaks) in enumerate(zip(table.stages.tolist(), by_device, strict=True))
     )
 
@@ -124,9 +126,11 @@ def pipeline_bytes(
 Spans = Sequence[tuple[int, int]]  # the first layer of each stage, and the one after its last
 
 
-def activation_bytes(work: LayerWork, spans: Spans, peaks: Sequence[float], packed_bytes: float) -> float:
+def activation_bytes(
+    work: LayerWork, spans: Spans, peaks: Sequence[float], packed_bytes: float, *, in_lockstep: bool
+) -> float:
     """Return the bytes besides the state of a device that can run each of these stages. peaks: see `stash_peaks`."""
-    computing = stash_bytes(work, spans, peaks) + working_bytes(work, spans)
+    computing = stash_bytes(work, spans, peaks) + working_bytes(work, spans, in_lockstep=in_lockstep)
     return max(computing, packed_bytes + max(layer.weight_bytes for layer in work.layers))
 
 
@@ -135,18 +139,21 @@ def largest_transfer(layers: Sequence[LayerProfile], spans: Spans) -> float:
     return max((layers[end - 1].output_bytes for _, end in spans if end < len(layers)), default=0.0)
 
 
-def working_bytes(work: LayerWork, spans: Spans) -> float:
+def working_bytes(work: LayerWork, spans: Spans, *, in_lockstep: bool) -> float:
     """Return the bytes with which the action of a stage works besides stashes.
 
-    A backward pass first computes all arrays of a stage again, or without rematerialization as many gradients of them,
-    because XLA computes those of the weights last. It holds one of these before it is added to those of other
-    microbatches. Or an action works on a loss.
+    Without rematerialization, an action reads each array of a stash where it is needed: it holds those of one layer and
+    its gradient before it is added to the accumulated one, or works on a loss. In lockstep, it first copies all of them
+    out of a slot. With rematerialization, it first computes all arrays of a stage again.
     """
     numbers = [number for span in spans for number in range(*span)]
     layers, memory = [work.layers[number] for number in numbers], [work.memory[number] for number in numbers]
     together = max(sum(of.computed for of in work.memory[first:end]) for first, end in spans)
-    looped = max(of.looped for of in memory) if work.remat == "none" else 0.0
-    worked = max(looped, max(layer.weight_bytes for layer in layers) + together)
+    worked = max(layer.weight_bytes for layer in layers) + together
+    if work.remat == "none":
+        each = zip(layers, memory, strict=True)
+        apart = max(of.looped or layer.weight_bytes + of.computed for layer, of in each)
+        worked = max(apart, worked) if in_lockstep else apart
     narrowed = max(sum(of.narrowed for of in work.memory[first:end]) for first, end in spans)
     return worked + narrowed + max(layer.output_bytes for layer in layers)
 
