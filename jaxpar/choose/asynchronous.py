@@ -210,7 +210,7 @@ def _swarm_candidate(space: Space, config: ConfigDict, plan: Plan[Any], ratios: 
         run = _run_crowded(space, linked(space, peers), workload, source.trace, settings)
     except UserError as error:
         return f"config.swarm: the failures must let each stage have a peer for long enough, but {error}"
-    update = space.machine.moved(space.machine.update_repeats * ratios.update * workload.gradient_bytes, 1)
+    update = space.machine.moved(ratios.update * workload.gradient_bytes, 1)
     seconds = (run.update_times[-1] - run.update_times[SWARM_WARM_UP - 1]) / (SWARM_STEPS - SWARM_WARM_UP)
     copies = 2 + ratios.optimizer + s.delayed  # parameters, gradients, optimizer and older parameters
     held = _peer_bytes(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -11,21 +11,26 @@ from jaxpar.choose.candidates import (
     DEFAULTS_OF_CHOICES,
     OF_STAGES,
     Candidate,
+    Settings,
     Space,
     StateRatios,
     divisors,
     options_of,
     state_ratios,
+    with_settings,
 )
 from jaxpar.choose.costs.memory import StateBytes, splits_backward
 from jaxpar.choose.costs.profile import LayerProfile
-from jaxpar.choose.costs.step import pipeline_costs
+from jaxpar.choose.costs.step import action_costs, pipeline_costs
 from jaxpar.choose.groups import group_sizes, layers_in, named_with_groups
 from jaxpar.core.groups import ReplicaGroup
 from jaxpar.core.mesh import DATA, GROUP_AXES, STAGE
 from jaxpar.core.plan import Plan, Traffic, ring_traffic
 from jaxpar.core.step import Problem
+from jaxpar.errors import is_refused
 from jaxpar.exchange.exchange import shared
+from jaxpar.exchange.named import EXCHANGES
+from jaxpar.strategies.exchanges import check_gradient_exchange
 from jaxpar.strategies.pipeline.executor.packing import Packing
 from jaxpar.strategies.pipeline.executor.partition import balanced
 from jaxpar.strategies.pipeline.executor.stages import Stages
@@ -35,6 +40,7 @@ from jaxpar.strategies.pipeline.tables.table import Table
 
 LARGEST_TABLE = 20_000  # devices x microbatches of the largest table that is made
 NANOSECOND = 1e-9
+EXCHANGES_OF_STAGES = ("ddp", "zero1")
 _balanced = cache(balanced)
 PackingOf = Callable[[tuple[int, ...], Table], Packing]
 
@@ -52,7 +58,7 @@ def _pipelines_of_groups(space: Space, sizes: Mapping[str, int]) -> Iterator[Can
     """
     n, batch = space.num_devices // math.prod(sizes.values()), space.config.batch_size
     num_layers = len(space.problem.model.layers)
-    others = {key: value for key, value in DEFAULTS_OF_CHOICES.items() if not key.startswith(OF_STAGES)}
+    others = {key: value for key, value in DEFAULTS_OF_CHOICES.items() if not key.startswith((*OF_STAGES, "exchange"))}
     if not space.allows(others | {f"mesh.{axis}": size for axis, size in sizes.items()}):
         return
     ratios, packing_of = state_ratios(space.problem), _packings(layers_in(space, sizes).problem)
@@ -70,7 +76,7 @@ def _pipelines_of_groups(space: Space, sizes: Mapping[str, int]) -> Iterator[Can
         replicas = n // stages
         if batch % replicas or not space.allows({"mesh.stage": stages, "mesh.data": replicas}):
             continue
-        axes = {DATA: replicas, STAGE: stages, **sizes}
+        axes, exchanges = {DATA: replicas, STAGE: stages, **sizes}, _exchanges(space, replicas)
         for number in space.choices("pipeline.num_microbatches", divisors(batch // replicas)):
             is_few = number < stages // 2 and "pipeline.num_microbatches" not in space.kept
             if batch % (replicas * number) or is_few or stages * number > LARGEST_TABLE:
@@ -86,7 +92,20 @@ def _pipelines_of_groups(space: Space, sizes: Mapping[str, int]) -> Iterator[Can
                 known.add(key)
                 for remat in space.choices("pipeline.remat", space.layers.remats):
                     within = sent(remat, replicas, number)
-                    yield _pipeline_candidate(space, schedule, table, remat, axes, ratios, packing_of, within)
+                    yield from _pipeline_candidates(
+                        space, schedule, table, remat, axes, ratios, packing_of, within, exchanges
+                    )
+
+
+def _exchanges(space: Space, num_replicas: int) -> dict[str, Settings]:
+    """Return the settings of the exchanges whose collectives are outside of actions, by name."""
+    found: dict[str, Settings] = {}
+    for name in EXCHANGES_OF_STAGES if num_replicas > 1 else EXCHANGES_OF_STAGES[:1]:
+        settings = {"exchange": name, **options_of(space, name, num_replicas)}
+        config, check = with_settings(space.config, settings), partial(check_gradient_exchange, has_flush=True)
+        if space.allows(settings) and not is_refused(check, config, num_replicas, space.machine.cluster):
+            found[name] = settings
+    return found
 
 
 def _packings(problem: Problem) -> PackingOf:
@@ -112,7 +131,7 @@ def _table(schedule: str, num_devices: int, num_microbatches: int, num_chunks: i
     return None if schedule_obstacle(schedule, **sizes) else make_table(schedule, **sizes)
 
 
-def _pipeline_candidate(
+def _pipeline_candidates(
     space: Space,
     schedule: str,
     table: Table,
@@ -121,46 +140,58 @@ def _pipeline_candidate(
     ratios: StateRatios,
     packing_of: PackingOf,
     within: list[Traffic],
-) -> Candidate:
-    """Return a pipeline, with the executor of the config, or the faster one if it has none.
+    exchanges: Mapping[str, Settings],
+) -> Iterator[Candidate]:
+    """Yield a pipeline with each exchange, and the executor of the config, or the faster one that fits.
 
-    within: what a device would send to those that compute a stage together, if it had all layers.
+    within: what a device would send to those that compute a stage together, if it had all layers; exchanges: their
+    settings, by name.
     """
     replicas = axes[DATA]
     size = space.config.batch_size // (replicas * table.num_microbatches)
     work = layers_in(space, axes).work(size, remat, is_split=splits_backward(table))
     bounds = _balanced_bounds(work.layers, table.num_stages)
-    packing = packing_of(bounds, table)
-    largest, packed = float(packing.nbytes), (1 + ratios.optimizer) * packing.vector_bytes
-    states = [StateBytes(largest, ratios.optimizer * largest, largest)] * table.num_devices
-    vectors = len(work.layers)  # of gradients; the engine packs the arrays of a device
-    traffic = [ring_traffic("all-reduce", 2, DATA, replicas, largest, "float32", num_vectors=vectors)]
-    traffic += shared(within, 1 / axes[STAGE])
-    update = ratios.update * largest
-    own = space.config.pipeline.executor
-    by_executor = {
-        executor: pipeline_costs(
-            work, space.machine, axes, table, bounds, traffic, states, packed, update, executor=executor
-        )
-        for executor in ([own] if own in EXECUTORS else [DISPATCH, LOCKSTEP])
-    }
-    executor, costs = min(by_executor.items(), key=lambda item: item[1].seconds)
-    settings = {
-        "strategy": "pipeline",
-        "mesh.data": replicas,
-        "mesh.stage": table.num_devices,
-        **{f"mesh.{axis}": axes[axis] for axis in GROUP_AXES if axis in axes},
-        "pipeline.schedule": schedule,
-        "pipeline.num_microbatches": table.num_microbatches,
-        "pipeline.num_chunks": table.num_chunks,
-        "pipeline.remat": remat,
-        "pipeline.partition": ",".join(work.layers[bound].name for bound in bounds[1:-1]),
-        **({} if executor == own else {"pipeline.executor": executor}),
-        **options_of(space, "ddp", replicas),
-    }
-    waits = space.machine.cluster.platform == "cpu" and costs.waiting > 0.0
-    name = _name(schedule, table, axes)
-    return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes, waits)
+    packing, vectors = packing_of(bounds, table), len(work.layers)  # of gradients; the engine packs a device's arrays
+    params, within, own = float(packing.nbytes), shared(within, 1 / axes[STAGE]), space.config.pipeline.executor
+    executors = [own] if own in EXECUTORS else [DISPATCH, LOCKSTEP]
+    actions = [action_costs(work, space.machine, axes, table, bounds, within, executor) for executor in executors]
+    for exchange, options in exchanges.items():
+        copies = replicas if EXCHANGES[exchange].shards else 1
+        states = [StateBytes(params, ratios.optimizer * params / copies, params)] * table.num_devices
+        packed = (1 + ratios.optimizer / copies) * packing.vector_bytes
+        kinds = (("reduce-scatter", 1), ("all-gather", 1)) if copies > 1 else (("all-reduce", 2),)
+        sent = [ring_traffic(*kind, DATA, replicas, params, "float32", num_vectors=vectors) for kind in kinds]
+        moved = update_bytes_of_stage(ratios, params, copies)
+        by_executor = [
+            pipeline_costs(one, work, space.machine, axes, table, bounds, [*sent, *within], states, packed, moved)
+            for one in actions
+        ]
+        fits = [costs.nbytes <= space.usable_bytes for costs in by_executor]
+        best = min(range(len(executors)), key=lambda number: (not fits[number], by_executor[number].seconds))
+        costs, executor = by_executor[best], executors[best]
+        settings = {
+            "strategy": "pipeline",
+            "mesh.data": replicas,
+            "mesh.stage": table.num_devices,
+            **{f"mesh.{axis}": axes[axis] for axis in GROUP_AXES if axis in axes},
+            "pipeline.schedule": schedule,
+            "pipeline.num_microbatches": table.num_microbatches,
+            "pipeline.num_chunks": table.num_chunks,
+            "pipeline.remat": remat,
+            "pipeline.partition": ",".join(work.layers[bound].name for bound in bounds[1:-1]),
+            **({} if executor == own else {"pipeline.executor": executor}),
+            **options,
+        }
+        waits = space.machine.cluster.platform == "cpu" and costs.waiting > 0.0
+        yield Candidate(_name(schedule, table, axes, exchange), settings, costs, fits[best], waits)
+
+
+def update_bytes_of_stage(ratios: StateRatios, params: float, copies: int) -> float:
+    """Return the bytes that an update of a stage moves.
+
+    copies: number of replicas that shard the state, which write gradients to a stack of shards, and parameters from it.
+    """
+    return ratios.update * params / copies + (4.0 * params if copies > 1 else 0.0)
 
 
 def _balanced_bounds(layers: Sequence[LayerProfile], num_stages: int) -> tuple[int, ...]:
@@ -180,22 +211,26 @@ def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> 
         for parts in plan.memory
     ]
     size = config.batch_size // plan.decision.batch_divisor
+    work = layers_in(space, plan.axes).work(size, details.remat, is_split=splits_backward(table))
+    machine, bounds, largest = space.machine, details.stages.bounds, max(state.parameters for state in states)
+    copies = plan.num_replicas if EXCHANGES[config.exchange].shards else 1
     costs = pipeline_costs(
-        layers_in(space, plan.axes).work(size, details.remat, is_split=splits_backward(table)),
-        space.machine,
+        action_costs(work, machine, plan.axes, table, bounds, plan.traffic, details.executor),
+        work,
+        machine,
         plan.axes,
         table,
-        details.stages.bounds,
+        bounds,
         plan.traffic,
         states,
         staged.params.packing.vector_bytes + staged.optimizer.packing.vector_bytes,
-        state_ratios(space.problem).update * max(state.parameters for state in states),
-        executor=details.executor,
+        update_bytes_of_stage(state_ratios(space.problem), largest, copies),
     )
     shown = {"pipeline.num_microbatches": table.num_microbatches, "pipeline.remat": details.remat}
-    name = _name(details.schedule, table, plan.axes)
+    name = _name(details.schedule, table, plan.axes, config.exchange)
     return Candidate(name, shown, costs, costs.nbytes <= space.usable_bytes)
 
 
-def _name(schedule: str, table: Table, axes: Mapping[str, int]) -> str:
-    return named_with_groups(f"{schedule}, {table.num_devices} stages", axes)
+def _name(schedule: str, table: Table, axes: Mapping[str, int], exchange: str) -> str:
+    name = named_with_groups(f"{schedule}, {table.num_devices} stages", axes)
+    return name if exchange == "ddp" else f"{name}, {exchange}"

@@ -157,8 +157,8 @@ def _stages(config: ConfigDict, problem: Problem, cluster: Cluster, layers: Laye
     plan, machine = _plan_in_lockstep(config, problem, cluster), machine_of(cluster)
     details = plan.details
     is_split = details.lowered.shape.num_phases > 2
-    seconds = layers.phase_seconds(config.batch_size // plan.decision.batch_divisor, details.remat, is_split=is_split)
-    times = stage_times(seconds, details.stages.bounds)
+    work = layers.work(config.batch_size // plan.decision.batch_divisor, details.remat, is_split=is_split)
+    times = stage_times(work, details.stages.bounds, machine, plan.num_devices, executor)
     transfer = send_seconds(machine, details.engine.transfers.nbytes, plan.axes)
     return _Stages(plan, times, transfer, machine, executor)
 

@@ -213,20 +213,21 @@ def needed_bytes(programs: Sequence[CompiledProgram], strategy: Strategy[Strateg
         assert analysis is not None
         arguments = _arguments(program, plan, of_stage="parameters")
         assigned = max(map(host_bytes_of, arguments.values())) - analysis.host_argument_size_in_bytes
-        inside = () if program.calls else ACTIVATION_PARTS  # temporary arrays of the program of a whole step
-        not_read = [
-            sum(
-                max(nbytes - arguments[device].get(kind, 0), 0)
-                for kind, nbytes in planned.items()
-                if kind not in inside and not kind.endswith(ON_HOST)
-            )
-            for device, planned in zip(strategy.devices, plan.memory, strict=True)
-            if device in arguments
-        ]
+        results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        # Activations are temporary arrays of the program of a whole step, and none is left for the update of a schedule
+        # with a flush. The results of a call are among what the plan has.
+        planned_results, not_read = results if program.calls else 0, []
+        for device, planned in zip(strategy.devices, plan.memory, strict=True):
+            if device in arguments:
+                has_none = not program.calls or ("optimizer" in arguments[device] and plan.delays is None)
+                kinds = [kind for kind in planned if not (has_none and kind in ACTIVATION_PARTS)]
+                on_device = (kind for kind in kinds if not kind.endswith(ON_HOST))
+                left = sum(max(planned[kind] - arguments[device].get(kind, 0), 0) for kind in on_device)
+                not_read.append(max(left - planned_results, 0))
         found.append(
             {
                 "arguments": analysis.argument_size_in_bytes - assigned,
-                "results": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+                "results": results,
                 "temporary arrays": max(analysis.temp_size_in_bytes, assigned),
                 "machine code": analysis.generated_code_size_in_bytes,
                 "other state": max(not_read),

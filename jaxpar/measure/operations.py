@@ -12,6 +12,7 @@ forward and backward. It then holds what other kernels write or read anyway. A p
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -60,7 +61,7 @@ class Operation(NamedTuple):
 
 def operations(function: Callable[..., Any], *args: Any) -> list[Operation]:
     """Return the operations of one call of a function on one device, without executing it. args: arrays or shapes."""
-    return _count(jax.make_jaxpr(function)(*args).jaxpr)
+    return _count(FlatJaxpr(jax.make_jaxpr(function)(*args).jaxpr))
 
 
 class FlatEquation(NamedTuple):
@@ -142,8 +143,7 @@ def _called(equation: core.JaxprEqn) -> core.Jaxpr | None:
     return None
 
 
-def _count(jaxpr: core.Jaxpr) -> list[Operation]:
-    flat = FlatJaxpr(jaxpr)
+def _count(flat: FlatJaxpr) -> list[Operation]:
     found, in_memory, for_products = list[Operation](), set(flat.inputs), set(flat.outputs)
     for one in flat.equations:
         name = one.equation.primitive.name
@@ -155,17 +155,32 @@ def _count(jaxpr: core.Jaxpr) -> list[Operation]:
     return [*found, _passes(flat, in_memory, for_products)]
 
 
+def _add_in_place(body: FlatJaxpr, carried: set[int]) -> None:
+    """Let the kernels of products that a loop adds up, such as gradients, read and write the sums that it carries."""
+    products = {one.written[0]: one for one in body.equations if one.equation.primitive.name in PRODUCTS}
+    uses = Counter(number for one in body.equations for number in one.read)
+    for one in [one for one in body.equations if one.equation.primitive.name == "add"]:
+        sums, added = carried.intersection(one.read), products.keys() & set(one.read)
+        if sums and added and uses[product := added.pop()] == 1 and product not in body.outputs:
+            place = body.equations.index(products[product])
+            read = [*products[product].read, *sums]
+            body.equations[place] = products[product]._replace(read=read, written=one.written)
+            body.equations.remove(one)
+
+
 def _kernel(one: FlatEquation, flat: FlatJaxpr) -> Iterator[Operation]:
     """Yield the operations of an equation that is not fused."""
     equation, name = one.equation, one.equation.primitive.name
     read, written = (sum(flat.nbytes[number] for number in numbers) for numbers in (one.read, one.written))
     if name == "scan":
         length = equation.params["length"]
-        yield from (op._replace(calls=op.calls * length) for op in _count(equation.params["jaxpr"].jaxpr))
+        body, first = FlatJaxpr(equation.params["jaxpr"].jaxpr), equation.params["num_consts"]
+        _add_in_place(body, set(range(first, first + equation.params["num_carry"])))
+        yield from (op._replace(calls=op.calls * length) for op in _count(body))
     elif name == "while":
-        yield from _count(equation.params["body_jaxpr"].jaxpr)
+        yield from _count(FlatJaxpr(equation.params["body_jaxpr"].jaxpr))
     elif name == "cond":
-        branches = [_count(branch.jaxpr) for branch in equation.params["branches"]]
+        branches = [_count(FlatJaxpr(branch.jaxpr)) for branch in equation.params["branches"]]
         yield from max(branches, key=lambda branch: sum(op.calls * (op.flops + op.nbytes) for op in branch))
     elif name in COLLECTIVES:
         return
@@ -193,10 +208,11 @@ def _passes(flat: FlatJaxpr, in_memory: set[int], wanted: set[int]) -> Operation
         name = one.equation.primitive.name
         if name in KERNELS:
             continue
-        read.update(number for number in one.read if number in in_memory)
         written.update(number for number in one.written if number in wanted)
         if name in REDUCTIONS:
-            reduced += sum(flat.nbytes[number] for number in one.read if number not in in_memory)
+            reduced += sum(flat.nbytes[number] for number in one.read)
+        else:
+            read.update(number for number in one.read if number in in_memory)
     moved = sum(flat.nbytes[number] for number in (*read, *written)) + reduced
     return Operation(PASS, "", 0.0, float(moved))
 

@@ -1,11 +1,12 @@
-"""Compares the memory that the planner predicts for a device with what the compiled step needs there.
+"""Compares the memory and time that the planner predicts with those of the compiled step.
 
-    scripts/python scripts/bench/planned_memory.py [--target=h100:8] [--held-out] [--only=TEXT]
+    scripts/python scripts/bench/planned_memory.py [--target=h100:8] [--held-out] [--large] [--only=TEXT]
 
-Compiles the step of each config for 8 GPUs, which need not exist. Prints the predicted bytes, those of XLA's buffer
-assignment (arguments + temporary arrays + results that reuse no argument, as `jaxpar audit`), the ratio, the median
-error and the share within 10%. Nothing is computed. It needs the extra `targets`. --held-out takes other models and
-sizes, with which the prediction was not developed.
+Compiles the step of each config for 8 GPUs, which need not exist. Prints the predicted time of a step, that of the
+program (as `jaxpar audit --time`) and their ratio; the predicted bytes of a device, those of XLA's buffer assignment
+(arguments + temporary arrays + results that reuse no argument, as `jaxpar audit`) and their ratio; and the median error
+of the bytes and the share within 10%. Nothing is computed. It needs the extra `targets`. --held-out takes other models
+and sizes, with which the prediction was not developed, and --large the cases of large_models.py.
 """
 
 import statistics
@@ -21,6 +22,7 @@ from jaxpar.choose import planner
 from jaxpar.choose.candidates import Space
 from jaxpar.choose.costs.layers import TracedLayers
 from jaxpar.choose.costs.machine import GpuMachine
+from jaxpar.choose.costs.step import StepCosts
 from jaxpar.cluster import Cluster
 from jaxpar.cluster.target import Target, find_target
 from jaxpar.command_line import Parser
@@ -28,7 +30,9 @@ from jaxpar.core import optimizer
 from jaxpar.core.step import Problem
 from jaxpar.data import DataInfo
 from jaxpar.errors import exit_code, format_bytes
-from jaxpar.inspect import audit
+from jaxpar.inspect import audit, step_time
+from scripts.bench.large_models import CASES as LARGE_CASES
+from scripts.bench.large_models import Case as LargeCase
 
 CLASSES, STEPS = 10, 100
 PIPELINE = ("strategy=pipeline", "mesh.stage=2", "mesh.data=4", "pipeline.num_microbatches=4")
@@ -92,28 +96,44 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--target", default="h100:8", help="compile for these GPUs (h100:8)")
     parser.add_argument("--held-out", action="store_true", help="take the models that were held out")
+    parser.add_argument("--large", action="store_true", help="take the cases of large_models.py")
     parser.add_argument("--only", default="", help="compile the configs whose model or name contains this text")
     arguments = parser.parse()
-    target, errors = find_target(arguments.target), []
-    for model, case in (HELD_OUT_CASES if arguments.held_out else CASES).items():
-        for name, settings in CONFIGS.items():
-            if arguments.only not in f"{model}: {name}":
-                continue
-            predicted, needed = compare(case, settings, target)
+    errors = []
+    models_of = HELD_OUT_CASES if arguments.held_out else CASES
+    rows = [
+        (model, name, arguments.target, case, CONFIGS[name]) for model, case in models_of.items() for name in CONFIGS
+    ]
+    if arguments.large:
+        rows = [("", name, large.target, *of_large(large)) for name, large in LARGE_CASES.items()]
+    for model, name, gpus, case, settings in rows:
+        if arguments.only in f"{model}: {name}":
+            costs, needed, seconds = compare(case, settings, find_target(gpus))
             total = sum(needed.values())
-            errors.append(abs(predicted / total - 1))
-            parts = ", ".join(f"{part} {format_bytes(nbytes)}" for part, nbytes in needed.items())
+            errors.append(abs(costs.nbytes / total - 1))
             print(
-                f"{model:20} {name:24} {format_bytes(predicted):>8} / {format_bytes(total):>8} = "
-                f"{predicted / total:.3f}  ({parts})",
+                f"{model:20} {name:24} {1e3 * costs.seconds:7.1f} / {1e3 * seconds:7.1f} ms = "
+                f"{costs.seconds / seconds:.3f}  {format_bytes(costs.nbytes):>8} / {format_bytes(total):>8} = "
+                f"{costs.nbytes / total:.3f}",
                 flush=True,
             )
     within = sum(error <= 0.1 for error in errors)
     print(f"median error {statistics.median(errors):.1%}; {within} of {len(errors)} within 10%")
 
 
-def compare(case: Case, settings: tuple[str, ...], target: Target) -> tuple[float, dict[str, int]]:
-    """Return the predicted bytes, and the parts of those that the compiled step needs."""
+def of_large(large: LargeCase) -> tuple[Case, tuple[str, ...]]:
+    """Return a case of large_models.py, and its strategy."""
+    values = {"model.dtype": "bfloat16", "data.source": "synthetic", **large.values}
+    size, length, words = (values.pop(key) for key in ("batch_size", "data.max_length", "data.vocab_size"))
+    is_model = {key: key.startswith(("model.", "task", "data.")) and key != "model.remat" for key in values}
+    of_model, others = (
+        tuple(f"{key}={value}" for key, value in values.items() if is_model[key] == wanted) for wanted in (True, False)
+    )
+    return Case(size, length, words, of_model), others
+
+
+def compare(case: Case, settings: tuple[str, ...], target: Target) -> tuple[StepCosts, dict[str, int], float]:
+    """Return the predicted costs, the parts of the bytes that the compiled step needs, and its seconds."""
     config, cluster = configured(case, settings), target.cluster
     problem = make_problem(config, case, cluster)
     plan: Any = strategies.plan(config, problem, cluster)
@@ -121,13 +141,16 @@ def compare(case: Case, settings: tuple[str, ...], target: Target) -> tuple[floa
     space = Space(config, whole, TracedLayers(whole, cluster), GpuMachine(cluster), usable_bytes=0)
     found = planner.candidate_of_plan(space, config, plan)
     strategy = strategies.build(plan, problem, target.devices)
-    return found.costs.nbytes, audit.needed_bytes(strategy.compile(), strategy)
+    programs = strategy.compile()
+    return found.costs, audit.needed_bytes(programs, strategy), step_time.predict(programs, cluster).seconds
 
 
 def configured(case: Case, settings: tuple[str, ...]) -> Any:
     """Return the config of a row."""
     config = configs.default_config()
-    lengths = (f"data.max_length={case.length}", f"model.max_length={case.length}", f"batch_size={case.size}")
+    lengths = [f"data.max_length={case.length}", f"batch_size={case.size}"]
+    if "model.positions=rotary" not in case.settings:
+        lengths.append(f"model.max_length={case.length}")
     configs.override(config, [f"--config.{value}" for value in (*lengths, *case.settings, *settings)])
     return config
 

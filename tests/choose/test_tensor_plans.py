@@ -15,7 +15,7 @@ from jaxpar.choose.costs import updates
 from jaxpar.choose.costs.layers import Layers, PartialLayers, TracedLayers
 from jaxpar.choose.costs.machine import GpuMachine, SharedCores, axis_groups
 from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS
-from jaxpar.choose.costs.step import HIDDEN_BETWEEN_PRODUCTS, UpdateBytes, pipeline_costs
+from jaxpar.choose.costs.step import HIDDEN_BETWEEN_PRODUCTS, UpdateBytes
 from jaxpar.choose.groups import tensor_sizes
 from jaxpar.choose.pipelines import of_pipelines
 from jaxpar.choose.replicas import of_replicas, update_of
@@ -26,7 +26,7 @@ from jaxpar.core.state import nbytes
 from jaxpar.errors import UserError
 from jaxpar.strategies.pipeline.tables.schedule import make_table
 from scripts.bench import planned_memory as cases
-from tests.choose.test_planner import NO_STATE, costs_of_replicas, layer, work_of
+from tests.choose.test_planner import costs_of_pipeline, costs_of_replicas, layer, work_of
 
 TEXTS, TOKENS, WORDS, WIDTH, INNER = 8, 32, 512, 64, 256
 GPT = cases.Case(
@@ -192,7 +192,8 @@ def test_pipelines_whose_stages_are_groups() -> None:
     kept: dict[str, Any] = {"pipeline_schedule": "1f1b", "pipeline_num_microbatches": 4, "pipeline_remat": "none"}
     space = space_of(clusters.named_cluster("h100", 4), "pipeline.executor=dispatch", **kept)
     found = {one.name: one for one in of_pipelines(space)}
-    assert found.keys() == {"1f1b, 2 stages x 2 replicas", "1f1b, 4 stages", "1f1b, 2 stages, tensor 2"}
+    two = "1f1b, 2 stages x 2 replicas"
+    assert found.keys() == {two, f"{two}, zero1", "1f1b, 4 stages", "1f1b, 2 stages, tensor 2"}
     one, alone = found["1f1b, 2 stages, tensor 2"], found["1f1b, 2 stages x 2 replicas"]
     assert one.settings["mesh.tensor"] == 2
     assert "mesh.tensor" not in alone.settings
@@ -210,11 +211,10 @@ def test_actions_wait_for_the_devices_of_a_group() -> None:
     """Waiting slows all actions of a pipeline down, so that the others wait longer, too."""
     axes, machine = {DATA: 1, STAGE: 2, TENSOR: 4}, GpuMachine(clusters.named_cluster("h100", 8))
     table = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1)
-    layers, states = [layer(0.01)] * 4, [NO_STATE] * 2
+    layers = [layer(0.01)] * 4
     sent = Traffic("all-gather", "float32", TENSOR, 0.05 * HOST, 3)
     alone, together = (
-        pipeline_costs(work_of(layers), machine, axes, table, (0, 2, 4), traffic, states, 0.0, 0.0)
-        for traffic in ([], [sent])
+        costs_of_pipeline(work_of(layers), machine, axes, table, (0, 2, 4), traffic) for traffic in ([], [sent])
     )
     waits = (1 - HIDDEN_BETWEEN_PRODUCTS) * machine.collective(sent, axes)
     assert together.compute == alone.compute == pytest.approx(4 * 2 * 0.03)

@@ -515,3 +515,16 @@ def test_state_that_a_program_does_not_read(name: str) -> None:
     assert needed["other state"] == pytest.approx(4 * number * size, rel=1e-4)
     read = (1 if number else 3) * 4 * size
     assert needed["arguments"] == pytest.approx(read, rel=0.02)
+
+
+def test_activations_while_a_stage_is_dispatched() -> None:
+    """What F results in is part of the planned activations, none of which are left for the update."""
+    pipeline = ("--config.strategy=pipeline", "--config.pipeline.executor=dispatch", "--config.mesh.stage=2")
+    strategy = make(ADAM, WIDE, *pipeline, "--config.mesh.data=1", "--config.pipeline.num_microbatches=2")
+    programs = strategy.compile()
+    for update in (one for one in programs if "optimizer" in one.arguments):
+        assert audit.needed_bytes([update], strategy)["other state"] == 0
+    [forward] = (one for one in programs if one.calls[0].number == 1)
+    needed, planned = audit.needed_bytes([forward], strategy), strategy.plan.memory[0]
+    assert 0 < needed["results"] <= planned["stashes"] + planned["transfers"]
+    assert needed["results"] + needed["other state"] == sum(planned.values()) - planned["parameters"]

@@ -1,5 +1,7 @@
 """Counted operations, against counts by hand."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -46,6 +48,26 @@ def test_a_reduction_ends_a_pass() -> None:
     """The input of the sum is read by it, and again by what uses the sum; what is between products is not written."""
     found = operations(lambda x: x * x - (x * x).sum(), array(100))
     assert passes(found) == 400 + 400 + 400  # read x; reduce x * x; write the result
+    found = operations(lambda x: x - x.sum(), array(100))
+    assert passes(found) == 400 + 400 + 400  # the sum reads x, too
+
+
+def test_products_are_added_in_place() -> None:
+    """A loop adds products to a sum that it carries: their kernel reads and writes it, if nothing else reads them."""
+
+    def gradient(x: jax.Array, others: jax.Array, *, is_read: bool) -> jax.Array:
+        def add(total: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+            product = x @ other
+            return total + product, product if is_read else None
+
+        return jax.lax.scan(add, jnp.zeros((5, 7)), others)[0]
+
+    operands = array(5, 3), array(4, 3, 7)
+    alone, read = (operations(partial(gradient, is_read=is_read), *operands) for is_read in (False, True))
+    [one], [other] = products(alone), products(read)
+    assert one.flops == other.flops == 2 * 5 * 3 * 7
+    assert one.nbytes - other.nbytes == 4 * 5 * 7
+    assert passes(read) - passes(alone) == 4 * 3 * 4 * 5 * 7
 
 
 def test_loops_and_branches() -> None:

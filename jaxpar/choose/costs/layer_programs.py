@@ -1,5 +1,6 @@
 """The programs of the layers of a model, each as a pipeline stage of its own, and their times on a device."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -100,6 +101,20 @@ def loss_program(
 def kept_bytes(program: StageProgram, made: int, read: int) -> int:
     """Return the bytes that phase `made` of a program saves until phase `read`."""
     return nbytes(program.cut.saved.get((made, read), []))
+
+
+def stash_spans(num_phases: int) -> list[tuple[int, int]]:
+    """Return the phase that writes each stash and the last one that reads it: F to B, or also F to W and B to W."""
+    return list(itertools.combinations(range(num_phases), 2))
+
+
+def kept_by_dtype(program: StageProgram, num_phases: int) -> tuple[dict[str, float], ...]:
+    """Return the bytes that a program saves in each stash, by dtype."""
+    found = tuple(dict[str, float]() for _ in stash_spans(num_phases))
+    for by_dtype, span in zip(found, stash_spans(num_phases), strict=True):
+        for x in program.cut.saved.get(span, []):
+            by_dtype[str(x.dtype)] = by_dtype.get(str(x.dtype), 0.0) + nbytes([x])
+    return found
 
 
 def _stages(problem: Problem, inputs: Sequence[Any]) -> Stages:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from jaxpar.choose.costs.layer_programs import BACKWARD, FORWARD, LayerPrograms, kept_bytes, loss_program
+from jaxpar.choose.costs.layer_programs import BACKWARD, FORWARD, LayerPrograms, kept_by_dtype, kept_bytes, loss_program
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.rates import launch_seconds, memory_seconds, product_seconds
 from jaxpar.cluster import Cluster
@@ -36,20 +36,15 @@ ALONE = MeshGroup(1)  # a device that computes whole layers
 T = TypeVar("T")
 
 
-class SplitStash(NamedTuple):
-    """Bytes that a layer saves if W is separate from B: from F to B, from F to W, and from B to W."""
-
-    until_backward: float
-    until_weight: float
-    from_backward: float
+Stashes = tuple[Mapping[str, float], ...]  # bytes of each stash by dtype (`stash_spans`)
 
 
 class LayerMemory(NamedTuple):
-    """Bytes that a layer holds besides its state and what its forward pass saves."""
+    """Bytes that a layer holds besides its state."""
 
     computed: float  # bytes that the forward pass saves without rematerialization, which are recomputed with it
     narrowed: float  # bytes of copies of the weights in the dtype of the computation
-    split: SplitStash = SplitStash(0.0, 0.0, 0.0)  # what it saves if W is separate from B
+    stashes: Stashes = ({},)  # what it saves
     looped: float = 0.0  # bytes with which the loop of a loss over a vocabulary works (Residuals)
 
 
@@ -96,7 +91,7 @@ class Layers:
     # Methods whose results are kept, because tracing takes seconds.
     cached: tuple[str, ...] = (
         *("profile", "work"),
-        *("_programs", "_sizes", "_splits", "_loss_program", "_residual", "_inputs", "_narrowed"),
+        *("_programs", "_sizes", "_stashes", "_loss_program", "_residual", "_inputs", "_narrowed"),
         *("_of_group", "_chunked"),
     )
 
@@ -140,10 +135,9 @@ class Layers:
 
     def memory(self, size: int, remat: str, *, is_split: bool) -> list[LayerMemory]:
         """Return what each layer holds in addition."""
-        narrowed = self._narrowed()
-        splits = self._splits(size, remat) if is_split else [SplitStash(0.0, 0.0, 0.0)] * len(narrowed)
-        each = zip(self._sizes(size, "none"), narrowed, splits, strict=True)
-        *first, last = [LayerMemory(layer.stash_bytes, narrow, split) for layer, narrow, split in each]
+        stashes = self._stashes(size, remat, 3 if is_split else 2)
+        each = zip(self._sizes(size, "none"), self._narrowed(), stashes, strict=True)
+        *first, last = [LayerMemory(layer.stash_bytes, narrow, of_layer) for layer, narrow, of_layer in each]
         return [*first, last._replace(looped=self._residual(size, "none", len(first)).looped)]
 
     def residuals(self, size: int, remat: str) -> list[Residuals]:
@@ -194,13 +188,16 @@ class Layers:
         stash = kept_bytes(self._loss_program(size, remat, 2), FORWARD, BACKWARD)
         return [*between, last[0]._replace(stash_bytes=stash)]
 
-    def _splits(self, size: int, remat: str) -> list[SplitStash]:
+    def _stashes(self, size: int, remat: str, num_phases: int) -> list[Stashes]:
         if size in SIZES:
-            programs = self._programs(size, remat, 3)
-            return [_split_stash(programs.programs.programs[number]) for number in programs.numbers]
-        *layers, _ = zip(*(self._splits(one, remat) for one in SIZES), strict=True)
-        between = [SplitStash(*(_at(size, *sizes) for sizes in zip(few, many, strict=True))) for few, many in layers]
-        return [*between, _split_stash(self._loss_program(size, remat, 3))]
+            programs = self._programs(size, remat, num_phases)
+            return [kept_by_dtype(programs.programs.programs[number], num_phases) for number in programs.numbers]
+        *layers, _ = zip(*(self._stashes(one, remat, num_phases) for one in SIZES), strict=True)
+        between = [
+            tuple({dtype: _at(size, of_few[dtype], of_many[dtype]) for dtype in of_few} for of_few, of_many in pairs)
+            for pairs in (zip(few, many, strict=True) for few, many in layers)
+        ]
+        return [*between, kept_by_dtype(self._loss_program(size, remat, num_phases), num_phases)]
 
     def _loss_program(self, size: int, remat: str, num_phases: int) -> StageProgram:
         inputs, batch, _ = self._inputs(size)
@@ -247,10 +244,6 @@ def _at(size: int, few: Any, many: Any) -> Any:
     return few + (size - SIZES[0]) / (SIZES[1] - SIZES[0]) * (many - few)
 
 
-def _split_stash(program: StageProgram) -> SplitStash:
-    return SplitStash(*(kept_bytes(program, *span) for span in ((0, 1), (0, 2), (1, 2))))
-
-
 def _apply(model: Model, task: Task | None, number: int, weights: Any, x: Any, others: Any) -> Any:
     """Return the outputs of a layer, given its weights and those that are tied to it, or the loss of the last layer.
 
@@ -268,7 +261,7 @@ def _apply(model: Model, task: Task | None, number: int, weights: Any, x: Any, o
 class TracedLayers(Layers):
     """Layers on a GPU that need not exist: their operations at its rates."""
 
-    cached = (*Layers.cached, "_kernels")
+    cached = (*Layers.cached, "_kernels", "_loss_kernels")
 
     def __init__(self, problem: Problem, cluster: Cluster, group: MeshGroup = ALONE) -> None:
         """Trace nothing yet. cluster: the GPUs."""
@@ -287,7 +280,7 @@ class TracedLayers(Layers):
         """Return the seconds of F, B and W of each layer. B writes what it hands to W into a stash."""
         if not is_split:
             return super().phase_seconds(size, remat, is_split=False)
-        handed = [memory_seconds(self._cluster, of.from_backward) for of in self._splits(size, remat)]
+        handed = [memory_seconds(self._cluster, sum(last.values())) for *_, last in self._stashes(size, remat, 3)]
         return [
             PhaseSeconds(forward, backward + extra, weight + extra)
             for (forward, backward, weight), extra in zip(self._priced(size, remat, 3), handed, strict=True)
@@ -297,24 +290,32 @@ class TracedLayers(Layers):
         """Return the seconds of each phase of each layer."""
         kernels = self._kernels(remat, num_phases)
         seconds = {number: [one.seconds(size, self._cluster) for one in kernels[number]] for number in kernels}
-        return [seconds[number] for number in self._programs(SIZES[0], remat, num_phases).numbers]
+        *numbers, _ = self._programs(SIZES[0], remat, num_phases).numbers
+        of_loss = [one.seconds(size, self._cluster) for one in self._loss_kernels(size, remat, num_phases)]
+        return [*(seconds[number] for number in numbers), of_loss]
 
     def _kernels(self, remat: str, num_phases: int) -> dict[int, list["_Kernels"]]:
-        """Return the kernels of each phase of each program."""
-        found: dict[int, list[_Kernels]] = {
-            number: [] for number in self._programs(SIZES[0], remat, num_phases).numbers
+        """Return the kernels of each phase of each program but the last one."""
+        of_sizes = [self._programs(size, remat, num_phases) for size in SIZES]
+        each = [programs.programs.programs for programs in of_sizes]
+        return {
+            number: [
+                _Kernels([self._traced(_operations, programs[number], phase) for programs in each])
+                for phase in range(num_phases)
+            ]
+            for number in set(of_sizes[0].numbers[:-1])
         }
-        for number, phases in found.items():
-            for phase in range(num_phases):
-                of_sizes = []
-                for size in SIZES:
-                    programs = self._programs(size, remat, num_phases).programs
-                    program = programs.programs[number]
-                    saved = {span: x for span, x in program.cut.saved.items() if span[0] < phase <= span[1]}
-                    run = partial(programs.run, number, phase)
-                    of_sizes.append(self._traced(operations, run, program.inputs, saved))
-                phases.append(_Kernels(of_sizes))
-        return found
+
+    def _loss_kernels(self, size: int, remat: str, num_phases: int) -> list["_Kernels"]:
+        """Return the kernels of each phase of the last layer, which computes the loss of many examples in chunks."""
+        program = self._loss_program(size, remat, num_phases)
+        return [_Kernels([self._traced(_operations, program, phase)] * 2) for phase in range(num_phases)]
+
+
+def _operations(program: StageProgram, phase: int) -> list[Operation]:
+    """Return the operations of a phase of a program."""
+    saved = {span: x for span, x in program.cut.saved.items() if span[0] < phase <= span[1]}
+    return operations(program.cut.run[phase], jax.tree.leaves(program.inputs), saved)
 
 
 class _Kernels:
@@ -322,8 +323,6 @@ class _Kernels:
 
     def __init__(self, of_sizes: list[list[Operation]]) -> None:
         few, many = of_sizes
-        if [one[:2] for one in few] != [one[:2] for one in many]:  # only the larger one has a loss in chunks
-            few = [one._replace(calls=one.calls * SIZES[0] / SIZES[1]) for one in many]
         self._kinds = [(one.kind, one.dtype, one.head) for one in few]
         self._flops = np.array([[one.calls * one.flops for one in found] for found in (few, many)])
         self._nbytes = np.array([[one.calls * one.nbytes for one in found] for found in (few, many)])

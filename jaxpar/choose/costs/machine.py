@@ -3,7 +3,6 @@
 A machine has these:
 
   overlaps                      whether a device sends and computes at the same time
-  update_repeats                bytes that an update moves / those that are counted (updates.py)
   clock_seconds                 seconds of a clock of a pipeline besides its actions and transfers
   together(seconds, copies)     how long devices take that compute at the same time, given the seconds that each takes
                                 alone, [.., device]; copies: replicas of these devices, which compute the same
@@ -29,7 +28,6 @@ from jaxpar.core.mesh import CONTEXT, DATA, STAGE, TENSOR
 from jaxpar.core.plan import COPY, Traffic
 from jaxpar.core.ring import PERMUTE, RING_PASSES
 
-KERNEL_REPEATS = 2.0  # updates compiled for H100s move 1.8 to 2.4 times the bytes, as several kernels read an array
 CLOCK_KERNELS = 10  # launches that a clock of a pipeline needs besides those of its actions
 
 
@@ -54,7 +52,6 @@ class GpuMachine(NamedTuple):
 
     cluster: Cluster
     overlaps: bool = True
-    update_repeats: float = KERNEL_REPEATS
 
     @property
     def clock_seconds(self) -> float:
@@ -95,7 +92,6 @@ class SharedCores(NamedTuple):
 
     cluster: Cluster
     overlaps: bool = False
-    update_repeats: float = 1.0
     clock_seconds: float = 0.0
 
     def together(self, seconds: np.ndarray, copies: int = 1) -> np.ndarray:
@@ -132,7 +128,6 @@ class CpuMachine(NamedTuple):
     clock_seconds: float  # what a clock of a pipeline costs
     step_seconds: Mapping[int, float]  # what a program costs that computes nothing, by number of devices
     overlaps: bool = False
-    update_repeats: float = 1.0
 
     def together(self, seconds: np.ndarray, copies: int = 1) -> np.ndarray:
         """Devices share the cores: n of them take slowdown(n) times their mean, and at least the longest."""

@@ -5,8 +5,11 @@ forward pass has saved, and those after it their gradients. A scan over layers h
 their weights: in the dtype in which they are read, or whole with rematerialization, which reads them again.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from itertools import pairwise
+from operator import or_
 from typing import NamedTuple
 
 import numpy as np
@@ -110,10 +113,12 @@ def pipeline_bytes(
     """
     if in_lockstep:
         peaks = [float(peak.max()) for peak in stash_peaks(table)]
-        return sum(max(states, key=sum)) + activation_bytes(work, list(pairwise(bounds)), peaks, packed_bytes)
+        of_all = list(pairwise(bounds))
+        return sum(max(states, key=sum)) + activation_bytes(work, of_all, peaks, packed_bytes, in_lockstep=True)
     spans, by_device = list(pairwise(bounds)), zip(*(peak.tolist() for peak in stash_peaks(table)), strict=True)
     return max(
-        sum(states[device]) + activation_bytes(work, [spans[stage] for stage in stages], peaks, packed_bytes)
+        sum(states[device])
+        + activation_bytes(work, [spans[stage] for stage in stages], peaks, packed_bytes, in_lockstep=False)
         for device, (stages, peaks) in enumerate(zip(table.stages.tolist(), by_device, strict=True))
     )
 
@@ -121,9 +126,11 @@ def pipeline_bytes(
 Spans = Sequence[tuple[int, int]]  # the first layer of each stage, and the one after its last
 
 
-def activation_bytes(work: LayerWork, spans: Spans, peaks: Sequence[float], packed_bytes: float) -> float:
+def activation_bytes(
+    work: LayerWork, spans: Spans, peaks: Sequence[float], packed_bytes: float, *, in_lockstep: bool
+) -> float:
     """Return the bytes besides the state of a device that can run each of these stages. peaks: see `stash_peaks`."""
-    computing = stash_bytes(work, spans, peaks) + working_bytes(work, spans)
+    computing = stash_bytes(work, spans, peaks) + working_bytes(work, spans, in_lockstep=in_lockstep)
     return max(computing, packed_bytes + max(layer.weight_bytes for layer in work.layers))
 
 
@@ -132,21 +139,21 @@ def largest_transfer(layers: Sequence[LayerProfile], spans: Spans) -> float:
     return max((layers[end - 1].output_bytes for _, end in spans if end < len(layers)), default=0.0)
 
 
-def working_bytes(work: LayerWork, spans: Spans) -> float:
+def working_bytes(work: LayerWork, spans: Spans, *, in_lockstep: bool) -> float:
     """Return the bytes with which the action of a stage works besides stashes.
 
     Without rematerialization, an action reads each array of a stash where it is needed: it holds those of one layer and
-    its gradient before it is added to the accumulated one, or works on a loss. Otherwise, it first computes all arrays
-    of a stage again.
+    its gradient before it is added to the accumulated one, or works on a loss. In lockstep, it first copies all of them
+    out of a slot. With rematerialization, it first computes all arrays of a stage again.
     """
     numbers = [number for span in spans for number in range(*span)]
     layers, memory = [work.layers[number] for number in numbers], [work.memory[number] for number in numbers]
+    together = max(sum(of.computed for of in work.memory[first:end]) for first, end in spans)
+    worked = max(layer.weight_bytes for layer in layers) + together
     if work.remat == "none":
         each = zip(layers, memory, strict=True)
-        worked = max(of.looped or layer.weight_bytes + of.computed for layer, of in each)
-    else:
-        recomputed = max(sum(of.computed for of in work.memory[first:end]) for first, end in spans)
-        worked = max(layer.weight_bytes for layer in layers) + recomputed
+        apart = max(of.looped or layer.weight_bytes + of.computed for layer, of in each)
+        worked = max(apart, worked) if in_lockstep else apart
     narrowed = max(sum(of.narrowed for of in work.memory[first:end]) for first, end in spans)
     return worked + narrowed + max(layer.output_bytes for layer in layers)
 
@@ -154,21 +161,22 @@ def working_bytes(work: LayerWork, spans: Spans) -> float:
 def stash_bytes(work: LayerWork, spans: Spans, peaks: Sequence[float]) -> float:
     """Return the bytes of stashes and transfers. A device has two inboxes and two outputs.
 
-    With remat full, a stage saves only its input, that of its first layer.
+    In a stash, there is a vector of each dtype, for the stage that saves most in this dtype.
     """
-    saved = [[layer.stash_bytes for layer in work.layers]]
-    if len(peaks) > 1:
-        saved = [list(of_span) for of_span in zip(*(of.split for of in work.memory), strict=True)]
-    largest = [
-        max(nbytes[first] if work.remat == "full" else sum(nbytes[first:end]) for first, end in spans)
-        for nbytes in saved
-    ]
-    stashes = sum(peak * nbytes for peak, nbytes in zip(peaks, largest, strict=True))
+    saved = [stashes_of(work, *span) for span in spans]
+    largest = (reduce(or_, of_stages) for of_stages in zip(*saved, strict=True))
+    stashes = sum(peak * sum(of_stash.values()) for peak, of_stash in zip(peaks, largest, strict=True))
     return stashes + 4 * largest_transfer(work.layers, spans)
 
 
+def stashes_of(work: LayerWork, first: int, end: int) -> list[Counter[str]]:
+    """Return the bytes that a stage of these layers saves in each stash, by dtype: with remat full, only its input."""
+    layers = work.memory[first : first + 1 if work.remat == "full" else end]
+    return [sum(map(Counter, of_layers), Counter()) for of_layers in zip(*(of.stashes for of in layers), strict=True)]
+
+
 def stash_peaks(table: Table) -> list[np.ndarray]:
-    """Return the largest numbers of stashes by device: all of them, or those of each `SplitStash`."""
+    """Return the largest number of microbatches in each stash, by device (`stash_spans`)."""
     if splits_backward(table):
         return [peak_in_flight(table), peak_stashed(table), peak_handed(table)]
     return [peak_stashed(table)]

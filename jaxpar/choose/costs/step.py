@@ -2,7 +2,7 @@
 
 A step of replicas is the forward and backward pass of each microbatch, the exchange of gradients and the update. On
 GPUs, links work at the same time as the GPU: gradients are sent while earlier layers are computed backward, unless a
-scan over the layers returns them all at its end; and parameters of zero3 are gathered while other layers compute. In a
+scan over the layers returns them all at its end; parameters of zero3 are gathered while other layers compute. In a
 pipeline, all devices step through the clocks of the table together; or, if its stages are dispatched, each action
 starts as soon as its inputs have arrived and the host has enqueued it.
 """
@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpar.choose.costs.layers import Layers, LayerWork, PhaseSeconds
+from jaxpar.choose.costs.layer_programs import stash_spans
+from jaxpar.choose.costs.layers import Layers, LayerWork
 from jaxpar.choose.costs.machine import Machine, num_collectives
-from jaxpar.choose.costs.memory import StateBytes, largest_transfer, pipeline_bytes, replica_bytes
+from jaxpar.choose.costs.memory import StateBytes, largest_transfer, pipeline_bytes, replica_bytes, stashes_of
 from jaxpar.core.mesh import CONTEXT, DATA, STAGE, TENSOR
 from jaxpar.core.plan import COPY, Traffic
 from jaxpar.core.ring import PERMUTE
@@ -29,11 +30,10 @@ from jaxpar.strategies.pipeline.tables.simulate import Times, action_graph, end_
 from jaxpar.strategies.pipeline.tables.table import StageDevices, Table
 
 # Bytes that a scan over the layers moves in addition, for each byte of the stacks of what layers save and of their
-# weights: compiled programs of GPT-2 124M for H100s with and without a scan differ by this much.
-SCAN_OF_STASH, SCAN_OF_WEIGHTS = 6.5, 16.0
-# The same for the parameters that zero3 packs into vectors, which it sends, and unpacks: from compiled GPTs of 1 and 7
-# billion parameters. Its stacks are those of the shards.
-GATHER_PASSES = 4.0
+# weights. Compiled programs of GPT-2 124M for H100s with and without a scan differ by the former. Weights are read and
+# written to a stack, and so are their gradients.
+SCAN_OF_STASH, SCAN_OF_WEIGHTS = 6.5, 4.0
+CASTS = 6.0  # bytes that casts of float32 weights in both passes read and write, for each byte in a narrower dtype
 # The assumed part of the time of collectives between products (tensor axis) that is hidden: for each pair of products,
 # the backward pass gathers the positions again while it computes their gradient, and scatters that while it computes
 # those of the kernels. For the other three of five collectives, the next operation waits.
@@ -87,16 +87,20 @@ def replicas_costs(
     is_scanned, is_accumulated = scans_layers(scan_layers, remat) and machine.overlaps, accumulation > 1
     flags = {"is_scanned": is_scanned, "is_accumulated": is_accumulated, "gathers_layers": gathers_layers}
     nbytes = replica_bytes(layers, model, state, size, remat, **flags)
-    profile = layers.profile(size, remat)
+    # The backward pass does not compute the loss again.
+    profile = [*layers.profile(size, remat)[:-1], layers.profile(size, "none")[-1]]
     n, devices = axes[DATA], math.prod(axes.values())
     forward, backward = (sum(values) for values in zip(*((x.forward_s, x.backward_s) for x in profile), strict=True))
-    stash, weights = sum(layer.stash_bytes for layer in profile), sum(layer.weight_bytes for layer in profile)
+    weights = sum(layer.weight_bytes for layer in profile)
     alone = forward + backward
     if is_scanned:
-        stacked = weights / n if gathers_layers else weights
-        alone += machine.moved(SCAN_OF_STASH * stash + SCAN_OF_WEIGHTS * stacked, 1)
-    if gathers_layers:
-        alone += machine.moved(GATHER_PASSES * weights, 1) if machine.overlaps else 0.0
+        stacked = [layer for run in model.runs if len(range(*run)) > 1 for layer in profile[run.start : run.stop]]
+        of_weights = sum(layer.weight_bytes for layer in stacked) / (n if gathers_layers else 1)
+        of_stash = sum(layer.stash_bytes for layer in stacked)
+        alone += machine.moved(SCAN_OF_STASH * of_stash + SCAN_OF_WEIGHTS * of_weights, 1)
+    if gathers_layers and machine.overlaps:  # weights are cast before they are gathered
+        narrowed = sum(of.narrowed for of in layers.memory(size, remat, is_split=False))
+        alone -= machine.moved(CASTS * (1 - 1 / n) * narrowed, 1)
     if is_accumulated:
         alone += machine.moved(3 * state.gradients, 1)
     compute = accumulation * float(machine.together(np.array([alone]), devices))
@@ -114,7 +118,8 @@ def replicas_costs(
     exposed = gather + reduce + copied + between
     if machine.overlaps:
         beside = min(HIDDEN_BETWEEN_PRODUCTS * between, accumulation * backward)  # one collective runs at a time
-        hidden = sum(layer.backward_s for layer in profile[:1]) if is_scanned else backward - beside / accumulation
+        is_late = is_scanned and not gathers_layers
+        hidden = sum(layer.backward_s for layer in profile[:1]) if is_late else backward - beside / accumulation
         # Nothing is left to compute when the gradients of the first layer, and the others in their message, are sent.
         last = max(profile[0].weight_bytes / max(weights, 1.0), 1 / number) if number else 1.0
         # Layers are gathered in the forward pass, and again in the backward pass, where reductions use the same links.
@@ -124,12 +129,52 @@ def replicas_costs(
         )
         waiting = max(gather / 2 - of_forward, 0.0) + of_backward
         exposed = waiting + copied + (between - beside)
-    update = machine.moved(moved.exchange + machine.update_repeats * moved.update, devices)
+    update = machine.moved(moved.exchange + moved.update, devices)
     seconds = machine.started(devices) + compute + exposed + update
     return StepCosts(seconds, compute, 0.0, exposed, update, nbytes)
 
 
+class ActionCosts(NamedTuple):
+    """The costs of the actions of a pipeline on its devices, before gradients are exchanged."""
+
+    seconds: float  # until all actions and transfers are done
+    compute: float  # computing of the busiest device
+    waiting: float  # its waiting for other stages
+    exposed: float  # transfers, and waiting for the other devices of a group
+    executor: str
+
+
+def action_costs(
+    work: LayerWork,
+    machine: Machine,
+    axes: Mapping[str, int],
+    table: Table,
+    bounds: Sequence[int],
+    traffic: Sequence[Traffic],
+    executor: str = LOCKSTEP,
+) -> ActionCosts:
+    """Return the costs of the actions of a step; of a step in the steady state, if it never drains.
+
+    work: for a microbatch of a replica; bounds: first layer of each stage, and the number of layers; traffic: what a
+    device sends in a step.
+    """
+    devices = math.prod(axes.values())
+    transfer = send_seconds(machine, largest_transfer(work.layers, list(pairwise(bounds))), axes)
+    times = stage_times(work, bounds, machine, devices, executor)
+    busy = clock_seconds(table, times).sum(axis=0)
+    # Actions wait for the other devices of a group.
+    between = sum(machine.collective(one, axes) for one in traffic if sent_by_layers(one))
+    between *= 1 - HIDDEN_BETWEEN_PRODUCTS if machine.overlaps else 1.0
+    slowdown = 1 + between / max(float(busy.mean()), 1e-12)
+    times = Times(*((slowdown * np.array(of_stages)).tolist() for of_stages in times))
+    compute, working = float(busy.max()), slowdown * float(busy.max())
+    total, transfers = actions_seconds(table, times, transfer, machine, devices // table.num_devices, executor)
+    exposed, waiting = transfers + working - compute, max(total - working, 0.0)
+    return ActionCosts(total + transfers, compute, waiting, exposed, executor)
+
+
 def pipeline_costs(
+    actions: ActionCosts,
     work: LayerWork,
     machine: Machine,
     axes: Mapping[str, int],
@@ -139,35 +184,21 @@ def pipeline_costs(
     states: Sequence[StateBytes],
     packed_bytes: float,
     update_bytes: float,
-    *,
-    executor: str = LOCKSTEP,
 ) -> StepCosts:
-    """Return the costs of a pipeline; of a step in the steady state, if it never drains.
+    """Return the costs of a pipeline with an exchange of gradients.
 
-    work: for a microbatch of a replica; bounds: first layer of each stage, and the number of layers; traffic: what a
-    device sends in a step; states: by device; packed_bytes: of the parameters and of the optimizer on a device, which
-    lockstep packs in vectors; update_bytes: what an update moves on the fullest device.
+    actions: see `action_costs`, whose arguments have the same names; states: by device; packed_bytes: of the parameters
+    and of the optimizer on a device, which lockstep packs in vectors; update_bytes: what an update moves on the fullest
+    device.
     """
     devices = math.prod(axes.values())
-    sent = largest_transfer(work.layers, list(pairwise(bounds)))
-    transfer = send_seconds(machine, sent, axes)
-    of_layers = [one for one in traffic if sent_by_layers(one)]
-    others = [one for one in traffic if one.axis != STAGE and one not in of_layers]
+    others = [one for one in traffic if one.axis != STAGE and not sent_by_layers(one)]
     exchange = sum(machine.collective(one, axes) for one in others)
-    update = machine.moved(machine.update_repeats * update_bytes, devices)
-    busy = clock_seconds(table, stage_times(work.seconds, bounds)).sum(axis=0)
-    # Actions wait for the other devices of a group.
-    between = sum(machine.collective(one, axes) for one in of_layers)
-    between *= 1 - HIDDEN_BETWEEN_PRODUCTS if machine.overlaps else 1.0
-    slowdown = 1 + between / max(float(busy.mean()), 1e-12)
-    times = stage_times([PhaseSeconds(*(slowdown * seconds for seconds in one)) for one in work.seconds], bounds)
-    compute, working = float(busy.max()), slowdown * float(busy.max())
-    total, transfers = actions_seconds(table, times, transfer, machine, devices // table.num_devices, executor)
-    seconds = machine.started(devices) + total + transfers + exchange + update
-    is_packed = executor == LOCKSTEP
+    update = machine.moved(update_bytes, devices)
+    seconds = machine.started(devices) + actions.seconds + exchange + update
+    is_packed = actions.executor == LOCKSTEP
     nbytes = pipeline_bytes(work, table, bounds, states, packed_bytes * is_packed, in_lockstep=is_packed)
-    exposed = exchange + transfers + working - compute
-    return StepCosts(seconds, compute, max(total - working, 0.0), exposed, update, nbytes)
+    return StepCosts(seconds, actions.compute, actions.waiting, actions.exposed + exchange, update, nbytes)
 
 
 def sent_by_layers(sent: Traffic) -> bool:
@@ -216,9 +247,24 @@ def _spans(table: Table, times: Times, transfer: float) -> list[float]:
     return [ends[order[-1]] - ends[order[0]] + durations[order[0]] if order else 0.0 for order in orders]
 
 
-def stage_times(seconds: Sequence[PhaseSeconds], bounds: Sequence[int]) -> Times:
-    """Return the times of F, B and W by stage. seconds: by layer."""
-    of_stages = [np.sum(seconds[first:end], axis=0).tolist() for first, end in pairwise(bounds)]
+def stage_times(
+    work: LayerWork, bounds: Sequence[int], machine: Machine, devices: int, executor: str = LOCKSTEP
+) -> Times:
+    """Return the times of F, B and W by stage, if this number of devices compute at the same time.
+
+    An action adds the gradients of its weights to those of other microbatches. In lockstep, it also copies what it
+    saves into slots of stashes, and what earlier ones saved out of them.
+    """
+    of_stages = []
+    for first, end in pairwise(bounds):
+        moved = [0.0, 0.0, 3.0 * sum(layer.weight_bytes for layer in work.layers[first:end])]
+        if executor == LOCKSTEP:
+            stashes = stashes_of(work, first, end)
+            for (made, last), saved in zip(stash_spans(3 if len(stashes) > 1 else 2), stashes, strict=True):
+                for phase in range(made, last + 1):
+                    moved[phase] += 2.0 * sum(saved.values())
+        seconds = np.sum(work.seconds[first:end], axis=0) + [machine.moved(nbytes, devices) for nbytes in moved]
+        of_stages.append(seconds.tolist())
     return Times(*map(list, zip(*of_stages, strict=True)))
 
 

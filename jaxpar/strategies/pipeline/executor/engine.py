@@ -236,8 +236,8 @@ class PipelineEngine:
         outputs, made = self.programs.run(number, phase, given, saved)
         # 6. Stage 0 sends no dX.
         touched = self._touched(phase, carry)
-        for stash, values in made.items():
-            slots = touched["stashes"][stash]
+        for stash, slots in touched["stashes"].items():
+            values = made.get(stash, [])
             touched["stashes"][stash] = self.stashes[stash].write(number, slots, action.stash[stash], values)
         if outputs.y is not None:
             touched["activation"] = self.transfers.pack(number, outputs.y)

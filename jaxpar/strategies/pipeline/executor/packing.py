@@ -159,8 +159,15 @@ class Packing:
         return tuple(result)
 
     def write(self, kind: int, slots: Packed, slot: jax.Array, tree: Any) -> Packed:
-        """Return `slots`, packed trees stacked along dim 0, with the tree written to number `slot`."""
+        """Return `slots`, packed trees stacked along dim 0, with the tree written to number `slot`.
+
+        In an array of which the tree has nothing, it writes a zero, which nothing reads: XLA copies whole arrays that a
+        branch returns as they are, unless it is the first branch (openxla/xla, pull request 46314).
+        """
         result = list(slots)
+        for index in set(range(len(slots))) - {place.array for place in self._places[kind]}:
+            zero = jnp.zeros((1,) * slots[index].ndim, slots[index].dtype)
+            result[index] = jax.lax.dynamic_update_slice(slots[index], zero, (slot, *[0] * (zero.ndim - 1)))
         for place, leaf in zip(self._places[kind], jax.tree.leaves(tree), strict=True):
             array = result[place.array]
             if place.offset is None:

@@ -1,6 +1,7 @@
 """Packing is compared with plain trees: it must be lossless, and need no more memory than the largest tree."""
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import jax
@@ -68,6 +69,20 @@ def test_there_and_back(lib: Any) -> None:
         assert all(isinstance(array, np.ndarray if lib is np else jax.Array) for array in packed)
         same(packing.unpack(kind, packed), held)
         assert packing.tree(kind) == jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), held)
+
+
+def test_every_array_is_written() -> None:
+    """XLA copies an array that a branch returns as it is. What is written where a tree has nothing is in its slot."""
+    packing = Packing([*TREES, {}])
+    slots = tuple(jnp.ones((3, *shape.shape), shape.dtype) for shape in packing.shapes)
+    for kind, held in enumerate([*TREES, {}]):
+        write = partial(packing.write, kind, slot=jnp.int32(1), tree=jax.tree.map(jnp.asarray, held))
+        traced = jax.make_jaxpr(write)(slots).jaxpr
+        assert not set(traced.invars) & set(traced.outvars), kind
+        written = write(slots)
+        same(packing.read(kind, written, jnp.int32(1)), held)
+        for before, after in zip(slots, written, strict=True):
+            np.testing.assert_array_equal(before[::2], after[::2])
 
 
 def test_equal_trees_have_no_vectors() -> None:
