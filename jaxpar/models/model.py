@@ -200,7 +200,7 @@ class Model:
         The batch's "inputs" are the input of the first layer. keys_B: one dropout key per example; None: no dropout.
         """
         outputs = self.apply_layers(params, batch["inputs"], batch, keys_B, 0, len(self.layers))
-        return outputs if self._change is None else self._change(outputs, len(self.layers))
+        return self._changed(outputs, len(self.layers))
 
     def apply_layers(
         self,
@@ -318,12 +318,10 @@ class Model:
     ) -> Activations:
         def call(weights: LayerParams, x: Activations) -> Activations:
             mine = context.at(index)
-            if self._change is not None:
-                x = self._change(x, index)
             weights = self.read(layer, weights, x, mine.batch, mine.keys_B, packed=in_scan)
             if layer.num_applications > 1:
                 return self._repeat(layer, weights, x, mine, scan=scan)
-            return layer.apply(weights, x, mine)
+            return layer.apply(weights, self._changed(x, index), mine)
 
         if (policy := self.policy(layer)) is not None:
             call = jax.checkpoint(call, policy=policy, prevent_cse=not in_scan)
@@ -357,7 +355,7 @@ class Model:
         """Apply a layer several times. Each application has dropout keys and a rematerialization of its own."""
 
         def apply(x: Activations, number: Index) -> tuple[Activations, None]:
-            return layer.apply(weights, x, context.at(number)), None
+            return layer.apply(weights, self._changed(x, number), context.at(number)), None
 
         if self.remat != "none":
             apply = jax.checkpoint(apply, policy=REMAT_POLICIES[self.remat])
@@ -366,6 +364,9 @@ class Model:
         for number in range(layer.num_applications):
             x, _ = apply(x, number)
         return x
+
+    def _changed(self, x: Tree, index: Index) -> Tree:
+        return x if self._change is None else self._change(x, index)
 
     def with_ties(self, params: Params, name: str) -> LayerParams:
         """Return the parameters of the layer `name`, with those that it shares with another layer."""

@@ -27,7 +27,7 @@ from jaxpar import config as configs
 from jaxpar.command_line import Parser, integer, names, output_path
 from jaxpar.core import step as steps
 from jaxpar.core.step import Problem
-from jaxpar.errors import UserError, exit_code
+from jaxpar.errors import TrainingError, UserError, exit_code
 from jaxpar.inspect import certificate, reference
 from jaxpar.inspect.reference import Reference
 from jaxpar.run.build import Run
@@ -115,7 +115,7 @@ def row(settings: str, num_steps: int, layer: str = "", error: float = 0.0) -> d
             mock.patch.object(certificate, "Reference", shared_reference),
         ):
             found = certify(config, num_steps)
-    except UserError as refusal:  # such as a schedule that a tied embedding does not allow
+    except (UserError, TrainingError) as refusal:  # such as a schedule for a tied embedding, or an overflow in float16
         return {"refused": str(refusal)}
     errors = dict(found["metrics"])
     for name, quantities in found["layers"].items():
