@@ -13,8 +13,8 @@ gradient that is zero except for rounding. The drift between two independent run
 Two transformations `recording` store the input of the optimizer and its output, the update, in their states. Rounded to
 the precision of the parameters, it would lack its smallest parts, such as the weight decay of a small learning rate.
 
-The gradient of a bfloat16 model depends on the order of its sums. So it is compared with the float32 gradient of one
-device, and the tolerance follows from the error of one device in bfloat16.
+The gradient of a model in 16 bits depends on the order of its sums. So it is compared with the float32 gradient of one
+device. All tolerances follow from samples of the rounding errors of one device (rounding.py).
 """
 
 import sys
@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.core.step import Metrics
@@ -39,42 +40,45 @@ from jaxpar.inspect.reference import (
     compare_change,
     worst,
 )
+from jaxpar.inspect.rounding import FALSE_ALARM, SEEDS, tolerances
 from jaxpar.run.build import Run, StrategyState
 from jaxpar.run.metrics import format_clock
 from jaxpar.run.restore import start
 from jaxpar.tasks import Sums, mean_loss
 
-# Relative errors. The tolerance of the gradient is larger, because a gradient can be a small sum of thousands of large
-# terms. In 16 bits, the terms of the metrics, such as the number of correct predictions, have no tolerance, because
-# rounding decides between nearly equal logits.
-OF_LAYERS = {"start": 1e-6, "gradient": 1e-5, "update": 1e-5, "moments": 1e-6, "resume": 0.0}
-TOLERANCES = {
-    "float32": {"metrics": 1e-6, "sums of the task": 1e-6, **OF_LAYERS},
-    "bfloat16": {"metrics": 2**-8, **OF_LAYERS},
-    "float16": {"metrics": 2**-11, **OF_LAYERS},
-}
-# In 16 bits an error can also be this multiple of the error of one device in the same dtype, the "rounding": two orders
-# of summation have rounding errors of about the same size.
-ROUNDINGS = 2.0
 MOST_STEPS = 100_000  # the errors of all steps are in memory: about 10 kB per step for a model of 12 layers
 FIRST_STEPS, SILENT_SECONDS = 2, 10.0  # steps that compile; how long the others can take without being announced
-METRICS = ("loss", "weight", "gradient norm")  # all other metrics are terms
+# All other metrics are terms. In 16 bits these have no tolerance: rounding decides between nearly equal logits, rarely,
+# so that a few samples do not bound how often.
+METRICS = ("loss", "weight", "gradient norm")
 EVALUATION = "evaluation "  # prefix of the metrics of an evaluation
-# Compared per layer; "rounding" and "drift" have no tolerance.
-QUANTITIES = ("start", "gradient", "rounding", "update", "moments", "resume", "drift")
+QUANTITIES = ("start", "gradient", "update", "moments", "resume", "drift")  # compared per layer; drift has no tolerance
+SAMPLED = ("gradient", "update", "moments")
+
+
+class Largest(NamedTuple):
+    """The largest errors of several steps. If they have tolerances, `relative` is the largest relative to its one."""
+
+    bitwise: bool
+    ulps: float
+    relative: float
+    tolerance: float | None  # of the step of `relative`
 
 
 class Measured(NamedTuple):
-    """The largest errors that a comparison found."""
+    """The largest errors that a comparison found.
 
-    # the errors of the loss, the gradient norm and the sums of the task, in a step and in an evaluation. For a bfloat16
-    # model also "rounding of METRIC", the error of one device in bfloat16.
-    metrics: dict[str, Error]
-    # {layer: {quantity: error}}. If the strategy differs by design, gradient and metrics are compared only at the first
-    # step, and update and moments are not compared.
-    layers: dict[str, dict[str, Error]]
-    # for a bfloat16 model, {"loss", "gradient norm" or "gradient of LAYER": (error, rounding) of each step}
-    by_step: dict[str, list[tuple[float, float]]]
+    If the strategy differs by design, gradient and metrics are compared only at the first step, update and moments are
+    not compared, and there are no tolerances.
+    """
+
+    metrics: dict[
+        str, Largest
+    ]  # of the loss, the gradient norm and the sums of the task, in steps and in an evaluation
+    layers: dict[str, dict[str, Largest]]  # {layer: {quantity: errors}}
+    # the smallest error of the scale of the gradient of one layer that is outside the tolerance of some step
+    smallest_scale_errors: dict[str, float]
+    num_tolerances: int  # over all steps
     counters: list[str]  # names of the counters whose values differ from the reference
     batches: list[int]  # indices of the batches used
 
@@ -109,41 +113,35 @@ class Comparison:
 
     def __init__(self, runs: Runs):
         self.single = Reference(runs.one_device)  # the reference with the dtype of the model
-        exact = runs.exact is runs.one_device
-        # the references of gradients and metrics: the exact one, and `single` if its model is not exact
-        self.references = [self.single] if exact else [Reference(runs.exact), self.single]
+        # the reference of gradients and metrics; not `single` if the model computes in 16 bits
+        self.exact = self.single if runs.exact is runs.one_device else Reference(runs.exact)
         self.counters: set[str] = set()  # names of the counters whose values differ from the reference
-        self._errors: dict[tuple[str, str], list[Error]] = {}  # by (layer, quantity), or (metric, "")
+        # of each step, by (layer, quantity), or (metric, ""): the error, and samples of the rounding error
+        self._errors: dict[tuple[str, str], list[Error]] = {}
+        self._samples: dict[tuple[str, str], list[list[float]]] = {}
 
-    def add(self, quantity: str, got: Mapping[str, Leaves], expected: Mapping[str, Leaves]) -> None:
+    def add(
+        self,
+        quantity: str,
+        got: Mapping[str, Leaves],
+        expected: Mapping[str, Leaves],
+        samples: Sequence[Mapping[str, Leaves]] = (),
+    ) -> None:
         """Compare a quantity of each layer with the reference; for quantity "", compare metrics."""
         for name, leaves in got.items():
-            self._append(name, quantity, compare(leaves, expected[name]))
-
-    def gradients(
-        self, got: Mapping[str, Leaves], exact: Mapping[str, Leaves], rounded: Mapping[str, Leaves] | None = None
-    ) -> None:
-        """Compare the gradient of a batch with that of each reference."""
-        self.add("gradient", got, exact)
-        if rounded is not None:
-            self.add("rounding", rounded, exact)
-            # The norms of two gradients differ by at most the norm of their difference.
-            self._append("rounding of gradient norm", "", compare(joined(rounded), joined(exact)))
-
-    def metrics(self, got: Metrics, exact: Metrics, rounded: Metrics | None = None) -> None:
-        """Compare the metrics of a step with those of each reference."""
-        self.add("", step_metrics(got), step_metrics(exact))
-        if rounded is not None:
-            loss, exact_loss = (step_metrics(of)["loss"] for of in (rounded, exact))
-            self._append("rounding of loss", "", compare(loss, exact_loss))
+            self._errors.setdefault((name, quantity), []).append(compare(leaves, expected[name]))
+            errors = [compare(sample[name], expected[name]).relative for sample in samples]
+            self._samples.setdefault((name, quantity), []).append(errors)
 
     def update(self, before: Snapshot, after: Snapshot, metrics: Metrics) -> None:
         """Compare the update of a step with the update of one device for the same gradient."""
-        expected = self.single.update(before.tree, after.tree, metrics)
-        self.add("update", after.update, expected.update)
+        expected, *samples = (self.single.update(before.tree, after.tree, metrics, seed) for seed in (0, *SEEDS))
+        self.add("update", after.update, expected.update, [sample.update for sample in samples])
         for layer, params in after.params.items():
-            self._append(layer, "update", compare_change(before.params[layer], params, expected.params[layer]))
-        self.add("moments", after.optimizer, expected.optimizer)
+            errors = self._errors[layer, "update"]
+            change = compare_change(before.params[layer], params, expected.params[layer])
+            errors[-1] = worst([errors[-1], change])
+        self.add("moments", after.optimizer, expected.optimizer, [sample.optimizer for sample in samples])
         self._compare_counters(after, expected)
 
     def resumed(self, saved: Snapshot, resumed: Snapshot) -> None:
@@ -154,26 +152,46 @@ class Comparison:
 
     def evaluation(self, got: Sums, alone: StrategyState, after: Snapshot, batch: HostBatch) -> None:
         """Compare the evaluation of a state on a batch with that of the reference. alone: any state of the latter."""
-        expected = self.references[0].evaluate(alone, after.tree["params"], batch)
-        self.add("", *(sums_by_name(sums, EVALUATION) for sums in (jax.device_get(got), expected)))
+        expected = self.exact.evaluate(alone, after.tree["params"], batch)
+        self.add("", sums_by_name(jax.device_get(got), EVALUATION), sums_by_name(expected, EVALUATION))
 
-    def measured(self, run: Run, batches: list[int]) -> Measured:
-        """Return the largest errors of all steps."""
-        of, errors_of = {key: worst(errors) for key, errors in self._errors.items()}, self._errors.__getitem__
+    def measured(self, run: Run, batches: list[int], *, differs: bool) -> Measured:
+        """Return the largest errors of all steps. differs: whether there are no tolerances."""
+        allowed = {} if differs else self._tolerances(has_terms=run.config.model.dtype == "float32")
+        of = {key: largest(errors, allowed.get(key)) for key, errors in self._errors.items()}
         layers = [layer.name for layer in run.problem.model.layers if (layer.name, "start") in of]
-        by_layer = {layer: {q: of[layer, q] for q in QUANTITIES if (layer, q) in of} for layer in layers}
-        by_metric = {name: error for (name, quantity), error in of.items() if not quantity}
-        keys = {f"gradient of {layer}": ((layer, "gradient"), (layer, "rounding")) for layer in layers}
-        keys |= {name: ((name, ""), (f"rounding of {name}", "")) for name in METRICS}
-        by_step = {
-            name: [(error.relative, rounding.relative) for error, rounding in zip(*map(errors_of, pair), strict=True)]
-            for name, pair in keys.items()
-            if of.keys() >= set(pair)
-        }
-        return Measured(by_metric, by_layer, by_step, sorted(self.counters), batches)
+        return Measured(
+            {name: found for (name, quantity), found in of.items() if not quantity},
+            {layer: {q: of[layer, q] for q in QUANTITIES if (layer, q) in of} for layer in layers},
+            {layer: min(allowed[layer, "gradient"]) for layer in layers if (layer, "gradient") in allowed},
+            sum(map(len, allowed.values())),
+            sorted(self.counters),
+            batches,
+        )
 
-    def _append(self, name: str, quantity: str, error: Error) -> None:
-        self._errors.setdefault((name, quantity), []).append(error)
+    def _tolerances(self, *, has_terms: bool) -> dict[tuple[str, str], list[float]]:
+        """Return the tolerances of all steps by (layer, quantity), or (metric, ""). has_terms: also those of terms."""
+        keys = [(name, q) for name, q in self._errors if q != "drift"]
+        if not has_terms:
+            keys = [(name, q) for name, q in keys if q or name.removeprefix(EVALUATION) in METRICS]
+        probability = FALSE_ALARM / sum(len(self._errors[key]) for key in keys)
+        allowed: dict[tuple[str, str], list[float]] = {}
+        for name, quantity in keys:
+            # The loss of an evaluation has the rounding errors of that of a step: the operations are the same.
+            samples = self._samples.get((name.removeprefix(EVALUATION), quantity), [[]])
+            if quantity == "resume":
+                allowed[name, quantity] = [0.0] * len(samples)
+            elif quantity not in SAMPLED:
+                bound = tolerances(samples if all(samples) else [[0.0]], probability, scalar=True)[0]
+                allowed[name, quantity] = [bound] * len(self._errors[name, quantity])
+        for quantity in SAMPLED:
+            layers = [name for name, q in keys if q == quantity]
+            by_step = zip(*(self._samples[layer, quantity] for layer in layers), strict=True)
+            bounds = [tolerances(samples, probability, scalar=False) for samples in by_step]
+            allowed |= {
+                (layer, quantity): list(of) for layer, of in zip(layers, zip(*bounds, strict=True), strict=True)
+            }
+        return allowed
 
     def _compare_counters(self, got: Snapshot, expected: Snapshot) -> None:
         self.counters |= {name for name, value in expected.counters.items() if (got.counters[name] != value).any()}
@@ -194,9 +212,12 @@ def measure(runs: Runs) -> Measured:
         check_finite(number, metrics, metrics_alone)
         after = snapshot(strategy, state)
         if not strategy.plan.differs:
-            expected = [reference.step(before.tree, batch) for reference in compared.references]
-            compared.gradients(after.gradient, *(of_reference.gradient for of_reference, _ in expected))
-            compared.metrics(metrics, *(of_step for _, of_step in expected))
+            exact, exact_metrics = compared.exact.step(before.tree, batch)
+            weight = batch["weights"].sum()
+            samples = [compared.single.gradient(before.tree, batch, weight, seed) for seed in SEEDS]
+            compared.add("gradient", after.gradient, exact.gradient, [gradient for gradient, _ in samples])
+            of_samples = [host_metrics(sums, squared_norm(gradient)) for gradient, sums in samples]
+            compared.add("", step_metrics(metrics), step_metrics(exact_metrics), [*map(step_metrics, of_samples)])
             compared.update(before, after, metrics)
         elif count == 0:  # both started from the same state
             compared.add("gradient", after.gradient, snapshot(single, alone).gradient)
@@ -206,7 +227,7 @@ def measure(runs: Runs) -> Measured:
             compared.resumed(after, snapshot(strategy, state))
     compared.evaluation(strategy.evaluate(state, strategy.place(batch)), alone, after, batch)
     compared.add("drift", after.params, snapshot(single, alone).params)
-    return compared.measured(run, batches(run))
+    return compared.measured(run, batches(run), differs=bool(strategy.plan.differs))
 
 
 def check_finite(number: int, *metrics: Metrics) -> None:
@@ -229,30 +250,42 @@ def sums_by_name(sums: Sums, prefix: str = "") -> dict[str, Leaves]:
     return {prefix + name: {"": value} for name, value in values.items()}
 
 
-def joined(layers: Mapping[str, Leaves]) -> Leaves:
-    """Return the leaves of all layers as those of one."""
-    return {f"{layer}.{path}": leaf for layer, leaves in layers.items() for path, leaf in leaves.items()}
+def squared_norm(gradient: Mapping[str, Leaves]) -> float:
+    """Return the squared norm of the gradient of some layers."""
+    leaves = [leaf for leaves in gradient.values() for leaf in leaves.values()]
+    return sum(float((leaf.astype(np.float64) ** 2).sum()) for leaf in leaves)
 
 
-def outside(measured: Measured, tolerance: Mapping[str, float]) -> list[str]:
-    """Return one line for each quantity with an error above the tolerance and ROUNDINGS times the rounding of its step.
+def host_metrics(sums: Sums, squared_norm: float) -> Metrics:
+    """Return the metrics of a step in float32, from sums and the squared norm of the gradient."""
+    return Metrics(sums, jnp.asarray(squared_norm**0.5, jnp.float32), jnp.asarray(True))
 
-    The line is about the step whose error exceeds what is allowed by the largest factor.
+
+def largest(errors: Sequence[Error], allowed: Sequence[float] | None) -> Largest:
+    """Return the largest errors of several steps. allowed: the tolerance of each step."""
+    of_all = worst(errors)
+    if allowed is None:
+        return Largest(*of_all, None)
+    # NaN is outside every tolerance.
+    excess = [
+        0.0 if error.relative == 0 else error.relative / bound if bound and error.relative == error.relative else np.inf
+        for error, bound in zip(errors, allowed, strict=True)
+    ]
+    step = max(range(len(excess)), key=lambda step: (excess[step], -allowed[step]))
+    return Largest(of_all.bitwise, of_all.ulps, errors[step].relative, allowed[step])
+
+
+def outside(measured: Measured) -> list[str]:
+    """Return one line for each quantity with an error above its tolerance.
+
+    The line is about the step whose error exceeds its tolerance by the largest factor.
     """
-    errors: dict[str, tuple[float, float]] = {}  # the largest error of a quantity, and its tolerance
-    for name, error in measured.metrics.items():
-        kind = "metrics" if name.removeprefix(EVALUATION) in METRICS else "sums of the task"
-        if kind in tolerance and not name.startswith("rounding"):
-            errors[name] = error.relative, tolerance[kind]
+    found = dict(measured.metrics)
     for layer, quantities in measured.layers.items():
-        for quantity, error in quantities.items():
-            if quantity in tolerance:
-                errors[f"{quantity} of {layer}"] = error.relative, tolerance[quantity]
-    lines = []
-    for name, (largest, most) in errors.items():
-        steps = [(of_step, max(most, ROUNDINGS * rounding)) for of_step, rounding in measured.by_step.get(name, [])]
-        wrong = [(of_step, allowed) for of_step, allowed in steps or [(largest, most)] if not of_step <= allowed]
-        if wrong:
-            of_step, allowed = max(wrong, key=lambda pair: pair[0] / (pair[1] or 1))
-            lines.append(f"{name}: {of_step:.1e}, tolerance {allowed:.1e}")
+        found |= {f"{quantity} of {layer}": error for quantity, error in quantities.items()}
+    lines = [
+        f"{name}: {error.relative:.1e}, tolerance {error.tolerance:.1e}"
+        for name, error in found.items()
+        if error.tolerance is not None and not error.relative <= error.tolerance
+    ]
     return lines + [f"{name}: differs from the reference" for name in measured.counters]

@@ -15,8 +15,9 @@ from jaxpar.command_line import format_rows
 from jaxpar.core import mesh
 from jaxpar.errors import UserError, format_count
 from jaxpar.inspect import certificate, delayed, reference
-from jaxpar.inspect.certificate import QUANTITIES, ROUNDINGS, TOLERANCES
+from jaxpar.inspect.certificate import QUANTITIES, Measured
 from jaxpar.inspect.reference import Runs
+from jaxpar.inspect.rounding import FALSE_ALARM, SEEDS
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build, report
 
@@ -53,15 +54,14 @@ def issue(runs: Runs) -> dict[str, Any]:
     config, delays = run.config, run.plan.delays
     measured = delayed.measure_recurrence(runs) if delays else certificate.measure(runs)
     differs = delays.differs if delays else run.plan.differs
-    tolerance = None if differs else TOLERANCES[config.model.dtype]
     updates = " with delayed updates" if delays else ""
     return {
         "strategy": f"{config.strategy}: {run.plan.summary}",
         "model": f"{config.model.name}, {config.model.dtype}",
         "differs": differs,
         "delays": [stage._asdict() for stage in delays.stages] if delays else [],
-        "tolerance": tolerance,
-        "outside": certificate.outside(measured, tolerance) if tolerance else [],
+        "tolerance": None if differs else derivation(measured),
+        "outside": certificate.outside(measured),
         "metrics": {name: files.without_nonfinite(error._asdict()) for name, error in measured.metrics.items()},
         "layers": {
             layer: {quantity: files.without_nonfinite(error._asdict()) for quantity, error in errors.items()}
@@ -83,6 +83,16 @@ def issue(runs: Runs) -> dict[str, Any]:
     }
 
 
+def derivation(measured: Measured) -> dict[str, Any]:
+    """Return how the tolerances were derived, and the errors of the scale of a gradient that are outside of them."""
+    return {
+        "false_alarm": FALSE_ALARM,
+        "number": measured.num_tolerances,
+        "samples": len(SEEDS),
+        "smallest_scale_errors": measured.smallest_scale_errors,
+    }
+
+
 def format_certificate(certified: dict[str, Any]) -> str:
     """Return the certificate as a table."""
     sums, on, versions = certified["sums"], certified["devices"], certified["versions"]
@@ -96,7 +106,7 @@ def format_certificate(certified: dict[str, Any]) -> str:
     lines += [f"devices    {on['number']} x {', '.join(on['kinds'])}", f"versions   {packages}", ""]
     present = [q for q in QUANTITIES if any(q in errors for errors in layers.values())]
     lines += [
-        format_rows([["", "relative error, max error in ULPs"], *([n, cell(e)] for n, e in metrics.items())]),
+        format_rows([["", "relative error / tolerance"], *([n, cell(e)] for n, e in metrics.items())]),
         "",
         format_rows([["layer", *present], *([n, *(cell(of.get(q)) for q in present)] for n, of in layers.items())]),
         "",
@@ -106,9 +116,13 @@ def format_certificate(certified: dict[str, Any]) -> str:
     elif certified["outside"]:
         lines += ["verdict    failed, outside the tolerance", *(f"outside    {one}" for one in certified["outside"])]
     else:
-        most = ", ".join(f"{name} {_scientific(value)}" for name, value in certified["tolerance"].items())
-        rounded = f", or {ROUNDINGS:g} x rounding" if "rounding" in present else ""
-        lines.append(f"verdict    passed, within the tolerance: {most}{rounded}")
+        of, layers = certified["tolerance"], certified["tolerance"]["smallest_scale_errors"].items()
+        (first, least), (last, most) = (pick(layers, key=lambda item: item[1]) for pick in (min, max))
+        lines += [
+            f"verdict    passed: {of['number']} errors are within their tolerances, which rounding alone exceeds with "
+            f"a probability of {of['false_alarm']:g}",
+            f"finds      a scale error of one layer's gradient of {least:.1e} ({first}) to {most:.1e} ({last})",
+        ]
     return "\n".join(lines)
 
 
@@ -121,16 +135,15 @@ def format_delays(stage: dict[str, Any]) -> str:
 
 
 def cell(error: dict[str, Any] | None) -> str:
-    """Return an error as text for a table."""
+    """Return a relative error and its tolerance as text for a table."""
     if error is None:
         return "-"
-    if error["bitwise"]:
-        return "bitwise"
+    relative = "bitwise" if error["bitwise"] else _scientific(error["relative"])
     if error["ulps"] is None:
-        return "not finite"
-    relative = "inf" if error["relative"] is None else _scientific(error["relative"])  # None: the norm is zero
-    spec = ".1f" if error["ulps"] < 1e6 else ".1e"
-    return f"{relative}, {error['ulps']:{spec}}"
+        relative = "not finite"
+    elif error["relative"] is None:  # the norm of the reference is zero
+        relative = "inf"
+    return relative if not error["tolerance"] else f"{relative} / {_scientific(error['tolerance'])}"
 
 
 def _scientific(value: float) -> str:

@@ -32,8 +32,18 @@ from jaxpar.core.leaf_paths import leaf_paths
 from jaxpar.core.plan import DelayedUpdates, StageDelay
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem
-from jaxpar.inspect.certificate import Comparison, Measured, announced, batches, check_finite
+from jaxpar.inspect.certificate import (
+    Comparison,
+    Measured,
+    announced,
+    batches,
+    check_finite,
+    host_metrics,
+    squared_norm,
+    step_metrics,
+)
 from jaxpar.inspect.reference import HostBatch, Leaves, Reference, Runs
+from jaxpar.inspect.rounding import SEEDS
 from jaxpar.models import Params
 from jaxpar.run.restore import start
 from jaxpar.tasks import Sums, add_up
@@ -76,23 +86,17 @@ class Versions:
         return self._kept[max(version, 0) - self.num]
 
 
-def squared_norm(gradient: Mapping[str, Leaves], layers: Sequence[str]) -> float:
-    """Return the squared norm of the gradient of some layers."""
-    leaves = [leaf for layer in layers for leaf in gradient.get(layer, {}).values()]
-    return sum(float((leaf.astype(np.float64) ** 2).sum()) for leaf in leaves)
-
-
-def host_metrics(sums: Sums, squared_norm: float) -> Metrics:
-    """Return the metrics of a step in float32, from sums and the squared norm of the gradient."""
-    return Metrics(sums, jnp.asarray(squared_norm**0.5, jnp.float32), jnp.asarray(True))
+def of_stage(layers: Mapping[str, Leaves], stage: StageDelay) -> dict[str, Leaves]:
+    """Return the leaves of the layers of a stage."""
+    return {layer: leaves for layer, leaves in layers.items() if layer in stage.layers}
 
 
 class Recurrence:
     """The gradients and metrics of the recurrence, computed by one of the references."""
 
-    def __init__(self, reference: Reference, stages: Sequence[StageDelay], zeros: Sums):
+    def __init__(self, reference: Reference, stages: Sequence[StageDelay], zeros: Sums, seed: int = 0):
         """zeros: the sums of no examples."""
-        self._reference, self._stages, self.zeros = reference, stages, zeros
+        self._reference, self._stages, self.zeros, self._seed = reference, stages, zeros, seed
         # The microbatches of a batch with the same delays: the lags by stage, and the number of steps from the step in
         # which the batch enters to the step whose metrics count them.
         self._microbatches: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
@@ -115,12 +119,12 @@ class Recurrence:
             weights = batch["weights"].copy()
             weights[~np.isin(microbatch, microbatches)] = 0
             tree, examples = {**versions[number], "params": params}, {**batch, "weights": weights}
-            gradient, sums = self._reference.gradient(tree, examples, batch["weights"].sum())
+            gradient, sums = self._reference.gradient(tree, examples, batch["weights"].sum(), self._seed)
             parts.append(gradient)
             self._sums[number + counted_after].append(sums)
         total: Mapping[str, Leaves] = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *parts)
         for stage in self._stages:
-            self._squared_norms[number + stage.updated_after] += squared_norm(total, stage.layers)
+            self._squared_norms[number + stage.updated_after] += squared_norm(of_stage(total, stage))
         return total
 
     def metrics(self, step: int) -> Metrics:
@@ -138,14 +142,16 @@ def _compare_batch(
     """Compare the gradient and the update of the newest batch that all layers have applied."""
     number = versions.num - 2
     before, after = (compared.single.split(versions[version]) for version in (number, number + 1))
-    compared.gradients(after.gradient, *(of.gradient(versions, number, batch) for of in expected))
+    exact, *samples = (of.gradient(versions, number, batch) for of in expected)
+    compared.add("gradient", after.gradient, exact, samples)
     for stage in () if delays.differs else delays.stages:
-        metrics = host_metrics(expected[0].zeros, squared_norm(after.gradient, stage.layers))
-        of_stage = {
-            field: {layer: leaves for layer, leaves in getattr(after, field).items() if layer in stage.layers}
-            for field in ("params", "gradient", "update", "optimizer")
-        }
-        compared.update(before, after._replace(**of_stage), metrics)
+        metrics = host_metrics(expected[0].zeros, squared_norm(of_stage(after.gradient, stage)))
+        part = after._replace(
+            params=of_stage(after.params, stage),
+            update=of_stage(after.update, stage),
+            optimizer=of_stage(after.optimizer, stage),
+        )
+        compared.update(before, part, metrics)
 
 
 def measure_recurrence(runs: Runs) -> Measured:
@@ -157,7 +163,9 @@ def measure_recurrence(runs: Runs) -> Measured:
     compared, versions = Comparison(runs), Versions(problem, delays.stages)
     versions.add(jax.tree.map(np.array, strategy.to_canonical(state)))
     zeros: Sums = jax.device_get(problem.task.zeros())
-    expected = [Recurrence(reference, delays.stages, zeros) for reference in compared.references]
+    expected = [Recurrence(compared.exact, delays.stages, zeros)]  # and its samples
+    seeds = () if delays.differs else SEEDS
+    expected += [Recurrence(compared.single, delays.stages, zeros, seed) for seed in seeds]
     entered: deque[HostBatch] = deque(maxlen=versions.delay + 1)
     of_steps: list[Metrics] = []
     snapshot = compared.single.snapshot
@@ -183,8 +191,9 @@ def measure_recurrence(runs: Runs) -> Measured:
     # Compared are the metrics of the steps with only microbatches and updates of the compared batches.
     first = min(*delays.stages[-1].computed_after, *(stage.updated_after for stage in delays.stages))
     for step in range(versions.num - 1 + first):
-        compared.metrics(of_steps[step], *(of.metrics(step) for of in expected))
+        exact, *samples = (step_metrics(of.metrics(step)) for of in expected)
+        compared.add("", step_metrics(of_steps[step]), exact, samples)
     compared.evaluation(strategy.evaluate(state, strategy.place(batch)), alone, after, batch)
     newest = compared.single.split(versions[versions.num - 1])
     compared.add("drift", newest.params, snapshot(single, alone).params)
-    return compared.measured(run, numbers)
+    return compared.measured(run, numbers, differs=bool(delays.differs))

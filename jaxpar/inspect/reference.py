@@ -15,10 +15,12 @@ from jaxpar import models, strategies
 from jaxpar.core import state as states
 from jaxpar.core import step as steps
 from jaxpar.core.leaf_paths import LeafPath, leaf_paths
-from jaxpar.core.state import Canonical
+from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem
+from jaxpar.inspect.rounding import changed, changed_in_program, permuted
 from jaxpar.layout import Tree
 from jaxpar.models import Params
+from jaxpar.models.model import Batch
 from jaxpar.run.build import Run, StrategyState
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.strategy import S
@@ -79,8 +81,13 @@ class Reference:
 
         self._params = leaf_paths(lambda params: params, problem.model.shapes)
         self._moments = leaf_paths(init_moments, problem.model.shapes)
+
+        def gradients(state: State, batch: Batch, weight: jax.Array, seed: jax.Array) -> tuple[Params, Sums]:
+            model = problem.model.with_changes(functools.partial(changed_in_program, seed=seed))
+            return steps.gradients(problem._replace(model=model), state, batch, weight)
+
+        self._gradients = jax.jit(gradients)
         self._update = jax.jit(functools.partial(steps.update, problem))
-        self._gradients = jax.jit(functools.partial(steps.gradients, problem))
 
     def snapshot(self, strategy: Strategy[S], state: S) -> Snapshot:
         """Copy the state of any strategy to the host. The copy is needed because the next step donates the state."""
@@ -101,16 +108,25 @@ class Reference:
         state, metrics = self.strategy.step(self.strategy.from_canonical(tree), self.strategy.place(batch))
         return self.snapshot(self.strategy, state), metrics
 
-    def gradient(self, tree: Canonical, batch: HostBatch, weight: np.ndarray) -> tuple[dict[str, Leaves], Sums]:
-        """Return the gradient of the sum of weights * losses / weight, by layer, and the sums of a batch."""
-        state = states.State(tree["step"], tree["key"], tree["params"], ())
-        grads, sums = jax.device_get(self._gradients(state, batch, weight))
+    def gradient(
+        self, tree: Canonical, batch: HostBatch, weight: np.ndarray, seed: int = 0
+    ) -> tuple[dict[str, Leaves], Sums]:
+        """Return the gradient of the sum of weights * losses / weight, by layer, and the sums of a batch.
+
+        seed: of a sample of the rounding errors; 0: none.
+        """
+        state = states.from_canonical({**tree, "params": changed(tree["params"], seed)}, self._like)
+        grads, sums = jax.device_get(self._gradients(state, permuted(batch, seed), weight, np.uint32(seed)))
         return split_by_layer(grads, self._params)[0], sums
 
-    def update(self, before: Canonical, after: Canonical, metrics: Metrics) -> Snapshot:
-        """Update the state `before` a step on one device, with the gradient recorded in the state `after` the step."""
+    def update(self, before: Canonical, after: Canonical, metrics: Metrics, seed: int = 0) -> Snapshot:
+        """Update the state `before` a step on one device, with the gradient recorded in the state `after` the step.
+
+        seed: of a sample of the rounding errors; 0: none.
+        """
         grads = states.from_canonical(after, self._like).optimizer[0].last
         sums, norm = jax.device_get((metrics.sums, metrics.grad_norm))
+        before, grads, norm = changed((before, grads, norm), seed)
         state, _ = self._update(states.from_canonical(before, self._like), grads, sums, norm)
         return self.snapshot(self.strategy, state)
 

@@ -100,6 +100,7 @@ class Model:
         """
         self._makers, self._scan, self.remat, self.tensor = dict(makers), scan, remat, tensor
         self._group: DeviceGroup | None = None
+        self._change: Callable[[Tree, Index], Tree] | None = None
         self.ties = ties
         different = {id(make): make for make in self._makers.values()}
         abstract = {key: abstract_layer(make) for key, make in different.items()}
@@ -119,6 +120,12 @@ class Model:
         """Return the same model with another kind of rematerialization: none, full or dots."""
         model = copy.copy(self)
         model.remat = remat
+        return model
+
+    def with_changes(self, change: Callable[[Tree, Index], Tree]) -> "Model":
+        """Return the same model with change(x, i) as the input of layer i, and as the output of the last one."""
+        model = copy.copy(self)
+        model._change = change
         return model
 
     def shortened(self, depth: int) -> "Model":
@@ -192,7 +199,8 @@ class Model:
 
         The batch's "inputs" are the input of the first layer. keys_B: one dropout key per example; None: no dropout.
         """
-        return self.apply_layers(params, batch["inputs"], batch, keys_B, 0, len(self.layers))
+        outputs = self.apply_layers(params, batch["inputs"], batch, keys_B, 0, len(self.layers))
+        return self._changed(outputs, len(self.layers))
 
     def apply_layers(
         self,
@@ -313,7 +321,7 @@ class Model:
             weights = self.read(layer, weights, x, mine.batch, mine.keys_B, packed=in_scan)
             if layer.num_applications > 1:
                 return self._repeat(layer, weights, x, mine, scan=scan)
-            return layer.apply(weights, x, mine)
+            return layer.apply(weights, self._changed(x, index), mine)
 
         if (policy := self.policy(layer)) is not None:
             call = jax.checkpoint(call, policy=policy, prevent_cse=not in_scan)
@@ -347,7 +355,7 @@ class Model:
         """Apply a layer several times. Each application has dropout keys and a rematerialization of its own."""
 
         def apply(x: Activations, number: Index) -> tuple[Activations, None]:
-            return layer.apply(weights, x, context.at(number)), None
+            return layer.apply(weights, self._changed(x, number), context.at(number)), None
 
         if self.remat != "none":
             apply = jax.checkpoint(apply, policy=REMAT_POLICIES[self.remat])
@@ -356,6 +364,9 @@ class Model:
         for number in range(layer.num_applications):
             x, _ = apply(x, number)
         return x
+
+    def _changed(self, x: Tree, index: Index) -> Tree:
+        return x if self._change is None else self._change(x, index)
 
     def with_ties(self, params: Params, name: str) -> LayerParams:
         """Return the parameters of the layer `name`, with those that it shares with another layer."""

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.inspect.certificate import TOLERANCES
 from jaxpar.strategies.data_parallel import IMPLEMENTATIONS
 from tests.strategies.pipelines import (
     GRADIENTS,
@@ -44,7 +43,7 @@ def gradient(dtype: str, *keys: str) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("implementation", "dtype"), CASES)
 def test_gradient_of_a_resnet(implementation: str, dtype: str) -> None:
-    """The gradient equals that of one device within the tolerance of the certificate.
+    """The gradient equals that of one device, in bfloat16 too: each example is rounded in the same way.
 
     If XLA chose the dtype of the sums, it would round those of a bfloat16 model to 8 bits.
     """
@@ -52,7 +51,7 @@ def test_gradient_of_a_resnet(implementation: str, dtype: str) -> None:
     got, expected = gradient(dtype, *keys), gradient(dtype)
     assert got.keys() == expected.keys()
     for name, leaf in got.items():
-        assert relative_error(leaf, expected[name]) < TOLERANCES[dtype]["gradient"], name
+        assert relative_error(leaf, expected[name]) < 1e-5, name
         assert leaf.dtype == np.float32
         rounded = leaf == leaf.astype(jnp.bfloat16).astype(np.float32)
         assert rounded.mean() < 0.5, f"{name} was rounded to 8 bits"

@@ -1,0 +1,109 @@
+"""Derives tolerances: samples the errors that rounding alone may cause, and bounds a further error by them.
+
+Two orders of the same operations round differently. A certificate samples the effect on one device, as TTrace does
+(Jiang et al., arXiv 2506.09280): what passes between layers, in both directions, is changed by one unit in the last
+place at random, and so are the parameters. The examples of a batch are permuted, so that sums over them are computed in
+another order. An optimizer receives changed gradients, parameters and moments.
+
+The samples of an error are the relative errors e of a few seeds. The model of their squares is a scale, which differs
+between layers and steps, times chi-squared with d degrees of freedom / d: an error has d independent components. Their
+spread yields d = 2 mean(e^2)^2 / var(e^2), pooled over the layers of a step (Satterthwaite 1946). The square of a
+further error divided by the mean of K samples then has the F distribution with d and d K degrees of freedom. A scalar
+has d = 1.
+
+A scalar factor of a whole array, such as 1 / the weight of a batch or a learning rate, is rounded too. So a tolerance
+also contains a common error of the array with the standard deviation of one change, in float32.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import special
+
+from jaxpar.layout import Tree
+
+SEEDS = range(1, 5)  # of the samples of a step; seed 0 changes nothing
+FALSE_ALARM = 1e-6  # probability that rounding alone makes a certificate fail
+SCALAR_FACTOR = (2 / 3) ** 0.5 * float(np.finfo(np.float32).eps)  # standard deviation
+
+
+def changed(tree: Tree, seed: int) -> Tree:
+    """Return a tree of NumPy arrays with the floats multiplied by 1 - eps, 1 or 1 + eps at random."""
+    if seed == 0:
+        return tree
+    random = np.random.default_rng(seed)
+
+    def change(leaf: np.ndarray) -> np.ndarray:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        units = random.integers(-1, 2, leaf.shape, np.int8).astype(leaf.dtype)
+        return np.asarray(leaf + leaf * (units * (jnp.finfo(leaf.dtype).eps / 2)), leaf.dtype)
+
+    return jax.tree.map(change, tree)
+
+
+def permuted(batch: Mapping[str, np.ndarray], seed: int) -> Mapping[str, np.ndarray]:
+    """Return a batch with its examples in another order."""
+    if seed == 0:
+        return batch
+    order = np.random.default_rng(seed).permutation(len(batch["weights"]))
+    return {name: array[order] for name, array in batch.items()}
+
+
+def changed_in_program(tree: Tree, index: int | jax.Array, seed: jax.Array) -> Tree:
+    """Return what `changed` does, inside a program, and change the cotangents too. index: of the layer that reads it.
+
+    Adds to a program whose seed is 0 only multiplications by 1.
+    """
+    key = jax.random.fold_in(jax.random.key(seed, impl="unsafe_rbg"), index)  # which compiles fast
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(
+        structure,
+        [
+            _change(leaf, jax.random.fold_in(key, number), seed > 0)
+            if jnp.issubdtype(leaf.dtype, jnp.floating)
+            else leaf
+            for number, leaf in enumerate(leaves)
+        ],
+    )
+
+
+@jax.custom_vjp
+def _change(x: jax.Array, key: jax.Array, is_active: jax.Array) -> jax.Array:
+    units = (jax.random.bits(key, x.shape) % 3).astype(x.dtype) - 1
+    return x + x * (units * jnp.where(is_active, jnp.finfo(x.dtype).eps / 2, 0).astype(x.dtype))
+
+
+def _forward(x: jax.Array, key: jax.Array, is_active: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _change(x, key, is_active), (key, is_active)
+
+
+def _backward(saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None, None]:
+    key, is_active = saved
+    return _change(cotangent, jax.random.fold_in(key, 1), is_active), None, None
+
+
+_change.defvjp(_forward, _backward)
+
+
+def tolerances(samples: Sequence[Sequence[float]], probability: float, *, scalar: bool) -> list[float]:
+    """Return the bound that a further error exceeds with this probability, for each row of samples of an error.
+
+    samples: relative errors, [layers, seeds] of one step; if they are of a scalar, [steps, seeds], with one scale.
+    """
+    squares = np.square(np.asarray(samples, np.float64))
+    means, count = squares.mean(axis=1), squares.shape[1]
+    if scalar:
+        means, components, others = np.full(len(means), means.mean()), 1.0, float(squares.size)
+    else:
+        present = means > 0
+        spread = (squares[present].var(axis=1, ddof=1) / means[present] ** 2).mean() if present.any() else 0.0
+        components = 2 / max(spread, 1e-6)
+        others = components * count
+    # The quantile of the F distribution, from that of the share of the further error in the weighted sum of squares.
+    share = special.betainccinv(components / 2, others / 2, probability)
+    factor = others * share / (components * (1 - share))
+    common = special.ndtri(probability / 2) * SCALAR_FACTOR
+    return [float(value) for value in np.sqrt(means * factor + common**2)]
