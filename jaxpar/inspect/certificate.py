@@ -182,7 +182,7 @@ class Comparison:
             if quantity == "resume":
                 allowed[name, quantity] = [0.0] * len(samples)
             elif quantity not in SAMPLED:
-                bound = tolerances(samples if all(samples) else [[0.0]], probability, scalar=True)[0]
+                bound = tolerances(samples if all(samples) else [[0.0] * len(SEEDS)], probability, scalar=True)[0]
                 allowed[name, quantity] = [bound] * len(self._errors[name, quantity])
         for quantity in SAMPLED:
             layers = [name for name, q in keys if q == quantity]

@@ -100,7 +100,7 @@ def tolerances(samples: Sequence[Sequence[float]], probability: float, *, scalar
     else:
         present = means > 0
         spread = (squares[present].var(axis=1, ddof=1) / means[present] ** 2).mean() if present.any() else 0.0
-        components = 2 / max(spread, 1e-6)
+        components = max(2 / max(spread, 1e-6), 1.0)
         others = components * count
     # The quantile of the F distribution, from that of the share of the further error in the weighted sum of squares.
     share = special.betainccinv(components / 2, others / 2, probability)

@@ -33,7 +33,7 @@ from jaxpar.inspect.reference import Reference
 from jaxpar.run.build import Run
 from jaxpar.strategies.data_parallel import shard_map
 
-BASE = """mesh.virtual_cpu_devices=8 data.source=synthetic data.synthetic_examples=400 batch_size=24
+BASE = """mesh.virtual_cpu_devices=8 data.source=synthetic data.synthetic_examples=420 batch_size=24
   model.hidden_size=16 model.num_layers=2 model.dropout=0.2 optimizer.lr=0.01"""
 TEXTS = "data.max_length=16 data.vocab_size=128 model.num_heads=2 model.mlp_size=32"
 MODELS = {

@@ -56,6 +56,9 @@ def test_errors_exceed_their_bounds_with_the_stated_probability(components: int,
 
 
 def test_a_bound_allows_for_the_rounding_of_a_scalar_factor() -> None:
-    exact = [[0.0] * 4, [0.0] * 4]
-    for scalar in (False, True):
-        assert rounding.tolerances(exact, 1e-8, scalar=scalar) == pytest.approx([5.5775e-7] * 2, rel=1e-3)
+    """It is the least bound, however small the probability is, and a single sample that differs makes none infinite."""
+    for probability, expected in ((1e-8, 5.5775e-7), (1e-12, 6.9461e-7)):
+        for scalar in (False, True):
+            bounds = rounding.tolerances([[0.0] * 4, [0.0] * 4], probability, scalar=scalar)
+            assert bounds == pytest.approx([expected] * 2, rel=1e-3)
+            assert np.isfinite(rounding.tolerances([[0.0, 0.0, 0.0, 1e-3]], probability, scalar=scalar)).all()
