@@ -603,7 +603,7 @@ def test_sizes_equal_those_of_traced_layers() -> None:
 
 
 def test_the_loss_of_each_number_of_texts_is_traced() -> None:
-    """It has at most 32 chunks, so that the bytes of the sums of its gradients are not linear in the texts."""
+    """A loss has at most 32 chunks, so that the bytes of sums of gradients are not linear in the texts."""
     size = ("model.num_layers=1", "model.hidden_size=2048", "model.num_heads=16")
     case = cases.Case(8, 4096, 128256, (*cases.GPT, *size))
     layers = TracedLayers(cases.make_problem(cases.configured(case, ()), case, H100), H100)

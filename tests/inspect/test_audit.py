@@ -518,7 +518,7 @@ def test_state_that_a_program_does_not_read(name: str) -> None:
 
 
 def test_activations_while_a_stage_is_dispatched() -> None:
-    """What F results in is part of the planned activations, none of which are left for the update."""
+    """Planned activations contain the results of F, and none is left for the update."""
     pipeline = ("--config.strategy=pipeline", "--config.pipeline.executor=dispatch", "--config.mesh.stage=2")
     strategy = make(ADAM, WIDE, *pipeline, "--config.mesh.data=1", "--config.pipeline.num_microbatches=2")
     programs = strategy.compile()
