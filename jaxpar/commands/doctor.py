@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         return _examine(place, arguments.workdir, arguments.seconds)
     finally:
         for process in others:
-            process.terminate()
+            process.kill()  # JAX, in which it may wait for this one, would not answer a SIGTERM
             process.wait()
 
 

@@ -50,6 +50,7 @@ NOT_RUN = {
     "jaxpar audit": "compiles, and the temporary memory depends on the flags of XLA",
     "jaxpar certify": "trains",
     "jaxpar compare": "trains, or needs runs",
+    "jaxpar doctor": "measures the machine",
     "jaxpar export": "needs a run, unless its output is an error",
     "jaxpar fit": "compiles for several minutes",
     "jaxpar generate": "needs a run",
