@@ -11,42 +11,60 @@ processes can send and how fast, and an all-reduce over all devices.
 Exit codes: 0 if nothing was found; 2 with a line that names the culprit, or for invalid arguments.
 """
 
+import os
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpar.command_line import Parser, format_rows, integer, number
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import doctor
-from jaxpar.launch.launcher import check_capacity
-from jaxpar.launch.place import FLAGS, Place, find_place, free_port
+from jaxpar.launch.launcher import check_capacity, visible_gpus
+from jaxpar.launch.place import BIND, FLAGS, Place, find_place, free_port
 
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser(__doc__, "jaxpar doctor")
     parser.add_argument("--workdir", type=Path, help="directory of the run, which need not exist")
-    parser.add_argument("--seconds", type=number("be positive", 1), default=60.0, help="time for each answer")
+    parser.add_argument("--seconds", type=number("at least 1", 1), default=60.0, help="time for each answer")
     for name, flag in FLAGS.items():
         parser.add_argument(f"--{name}", type=integer(0) if flag.kind is int else str, help=flag.help)
     arguments = parser.parse(argv)
-    flags = {name: getattr(arguments, name) for name in FLAGS}
+    count = arguments.num_processes
     others: list[subprocess.Popen[bytes]] = []
-    if arguments.num_processes and arguments.coordinator_address is None and arguments.process_id is None:
-        check_capacity(arguments.num_processes)
-        address, count = f"127.0.0.1:{free_port()}", arguments.num_processes
-        place = Place(address, count, 0) if count > 1 else None
-        command = [sys.executable, "-m", "jaxpar", "doctor", *(one for one in argv if "num_processes" not in one)]
-        command += [f"--coordinator_address={address}", f"--num_processes={count}"]
-        others = [subprocess.Popen([*command, f"--process_id={i}"], stdout=subprocess.DEVNULL) for i in range(1, count)]
+    if count and arguments.coordinator_address is None and arguments.process_id is None:
+        check_capacity(count)
+        gpus = visible_gpus()
+        if len(gpus) % count:
+            raise UserError(f"--num_processes is {count}; it must divide the number of visible GPUs, {len(gpus)}")
+        place = Place(f"127.0.0.1:{free_port()}", count, 0) if count > 1 else None
+        if place is not None:
+            others = [_start(place._replace(process_id=i), arguments, gpus) for i in range(1, count)]
+            os.environ |= {BIND: place.coordinator_address, **_gpus_of(place, gpus)}
     else:
-        place = find_place(flags)
+        place = find_place({name: getattr(arguments, name) for name in FLAGS})
     try:
         return _examine(place, arguments.workdir, arguments.seconds)
     finally:
         for process in others:
             process.kill()  # JAX, in which it may wait for this one, would not answer a SIGTERM
             process.wait()
+
+
+def _start(place: Place, arguments: Namespace, gpus: Sequence[str]) -> "subprocess.Popen[bytes]":
+    """Start another process of this examination on this machine."""
+    flags = [f"--{name}={value}" for name, value in zip(FLAGS, place, strict=False)]
+    flags += [f"--seconds={arguments.seconds}", *([f"--workdir={arguments.workdir}"] if arguments.workdir else [])]
+    command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", "jaxpar", "doctor", *flags]
+    return subprocess.Popen(command, env=os.environ | _gpus_of(place, gpus), stdout=subprocess.DEVNULL)
+
+
+def _gpus_of(place: Place, gpus: Sequence[str]) -> dict[str, str]:
+    share = len(gpus) // place.num_processes
+    first = place.process_id * share
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + share])} if gpus else {}
 
 
 def _examine(place: Place | None, workdir: Path | None, seconds: float) -> int:
@@ -65,7 +83,8 @@ def _examine(place: Place | None, workdir: Path | None, seconds: float) -> int:
 
     def hangs() -> None:
         show()
-        print(f"jaxpar: the devices do not answer within {10 * seconds:g} s; the rows above are right", file=sys.stderr)
+        part = f"the examination of {examination.part} did not end"
+        print(f"jaxpar: {part} within {10 * seconds:g} s; the rows above are complete", file=sys.stderr, flush=True)
 
     with doctor.guarded(10 * seconds, hangs):
         rows = examination.run()

@@ -6,7 +6,7 @@
 Arguments after -- are passed to `jaxpar train`. The launcher sets --coordinator_address, --num_processes and
 --process_id for each process. GPUs are divided equally between the processes, and every line of output is prefixed with
 the process number. When one process fails, the launcher kills the others and restarts all of them from the last
-checkpoint, up to --max_restarts times. With MIN:MAX, a restart has one process less, but at least MIN; in a run with
+checkpoint, up to --max_restarts times. With MIN:MAX, a restart lacks those that failed, down to MIN; in a run with
 config.elastic_seconds, the other processes continue without one that fails, unless it is process 0. After
 --grow_seconds, the run is stopped, saved and started again with MAX processes. Ctrl-C and SIGTERM are forwarded to all
 processes, which save and stop. A second signal stops them without saving, and a third one kills them. No process
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         restarts = "maximum number of restarts after a failure (default: 0)"
         parser.add_argument("--max_restarts", type=integer(0), default=0, help=restarts)
         grow = f"with MIN:MAX, seconds with fewer processes until MAX are started (default: {GROW_SECONDS:g})"
-        parser.add_argument("--grow_seconds", type=number("be positive", 1), default=GROW_SECONDS, help=grow)
+        parser.add_argument("--grow_seconds", type=number("at least 1", 1), default=GROW_SECONDS, help=grow)
         arguments, rest = parser.parse_before_training(argv, "--num_processes=2", FLAGS)
         least, most = counts = arguments.num_processes
         check_capacity(most)
@@ -52,7 +52,9 @@ def main(argv: Sequence[str]) -> int:
 
 def process_counts(text: str) -> tuple[int, int]:
     """Return the fewest and the most processes, from N or MIN:MAX."""
-    least, _, most = text.partition(":")
+    least, colon, most = text.partition(":")
+    if colon and not (least and most):
+        raise ArgumentTypeError(f"{text!r}; it must be a number, or MIN:MAX")
     counts = integer(1)(least), integer(1)(most or least)
     if counts[0] > counts[1]:
         raise ArgumentTypeError(f"{text}; MIN must be at most MAX")

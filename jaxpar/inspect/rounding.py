@@ -30,7 +30,7 @@ SCALAR_FACTOR = (2 / 3) ** 0.5 * float(np.finfo(np.float32).eps)  # standard dev
 
 
 def changed(tree: Tree, seed: int) -> Tree:
-    """Return a tree of NumPy arrays with the floats multiplied by 1 - eps, 1 or 1 + eps at random."""
+    """Return a tree of NumPy arrays with the floats multiplied by 1 - eps/2, 1 or 1 + eps/2 at random."""
     if seed == 0:
         return tree
     random = np.random.default_rng(seed)
@@ -55,7 +55,7 @@ def permuted(batch: Mapping[str, np.ndarray], seed: int) -> Mapping[str, np.ndar
 def changed_in_program(tree: Tree, index: int | jax.Array, seed: jax.Array) -> Tree:
     """Return what `changed` does, inside a program, and change the cotangents too. index: of the layer that reads it.
 
-    Adds to a program whose seed is 0 only multiplications by 1.
+    With seed 0, it adds zeros only.
     """
     key = jax.random.fold_in(jax.random.key(seed, impl="unsafe_rbg"), index)  # which compiles fast
     leaves, structure = jax.tree.flatten(tree)

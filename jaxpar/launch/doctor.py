@@ -32,8 +32,9 @@ import numpy as np
 from jaxpar.errors import USER_ERROR, TrainingError, format_bytes, format_count
 from jaxpar.host_memory import host_bytes
 from jaxpar.launch.launcher import PROCESS_BYTES
-from jaxpar.launch.place import Place, bind_address, free_port, own_address
+from jaxpar.launch.place import Place, bind_address, own_address
 
+GREETING_SECONDS = 5.0  # for the first message of a process that has connected
 SENT = 2**25  # bytes that a process sends to another
 ADDED = 2**24  # bytes of the array that all devices add up
 MOST_SKEW = 1.0  # seconds between two clocks; files and logs would be in the wrong order
@@ -78,9 +79,9 @@ def facts(workdir: Path | None) -> dict[str, Any]:
 
 
 def existing(path: Path) -> Path:
-    """Return the path, or its nearest parent that exists."""
+    """Return the directory, or its nearest parent that exists."""
     path = path.absolute()
-    return next(one for one in (path, *path.parents) if one.exists())
+    return next(one for one in (path, *path.parents) if one.is_dir())
 
 
 # ---- what the facts mean -------------------------------------------------------------------------------------------
@@ -100,7 +101,8 @@ def judge(of_processes: Sequence[Mapping[str, Any]]) -> list[Row]:
         Row("GPUs that nvidia-smi lists", f"{kinds[0] if kinds else 'none'}", _of_numbers(numbers, hosts, kinds))
     )
     rows.append(_of_bytes("host memory", "memory", of_processes, lambda host: PROCESS_BYTES * hosts.count(host)))
-    rows.append(_of_bytes("free disk for the workdir", "disk", of_processes, lambda _: LEAST_DISK))
+    if any(of["disk"] is not None for of in of_processes):
+        rows.append(_of_bytes("free disk for the workdir", "disk", of_processes, lambda _: LEAST_DISK))
     if max(numbers) > 1:
         rows.append(_of_bytes("/dev/shm", "shared", of_processes, lambda _: LEAST_SHARED))
     return rows
@@ -282,7 +284,7 @@ def answer(place: Place, workdir: Path | None, seconds: float) -> None:
                 "time": lambda _: time.time(),
                 "files": lambda paths: share_files(*map(Path, paths)),
                 "send": lambda to: _sent(to, seconds),
-                "add": lambda address: _done(lambda: add_on_devices(place._replace(coordinator_address=address))),
+                "add": lambda _: _done(lambda: add_on_devices(place)),
             }
             while (asked := peer.receive())["do"] != "end":
                 peer.send(tasks[asked["do"]](asked.get("with")))
@@ -333,12 +335,20 @@ class Examination:
         self._peers: dict[int, Peer] = {}
         self._facts: list[dict[str, Any]] = []
         self.rows: list[Row] = []
+        self.part = "processes"  # what is examined at this time
 
     def run(self) -> list[Row]:
         """Examine the processes, and return the report. It ends early with a problem that the rest depends on."""
-        for part in (self._meet, self._compare_clocks, self._find_files, self._send, self._add):
+        parts = {
+            "processes": self._meet,
+            "clocks": self._compare_clocks,
+            "workdir": self._find_files,
+            "network": self._send,
+            "devices": self._add,
+        }
+        for self.part, examine in parts.items():
             try:
-                part()
+                examine()
             except _Broken as broken:
                 self.rows.append(broken.row)
                 break
@@ -370,10 +380,16 @@ class Examination:
                     connection, _ = server.accept()
                 except TimeoutError:
                     break
-                connection.settimeout(self._seconds)
+                connection.settimeout(GREETING_SECONDS)
                 peer = Peer(connection)
-                message = peer.receive()
-                found[message["number"]], self._peers[message["number"]] = message, peer
+                try:
+                    message = peer.receive()
+                    number = int(message["number"])
+                except (OSError, ValueError, KeyError, TypeError):  # not a process of this run, such as a probe
+                    peer.close()
+                    continue
+                connection.settimeout(self._seconds)
+                found[number], self._peers[number] = message, peer
         missing = [str(number) for number in range(1, place.num_processes) if number not in found]
         if missing:
             who = f"{'process' if len(missing) == 1 else 'processes'} {', '.join(missing)} of {place.num_processes}"
@@ -416,7 +432,8 @@ class Examination:
             wrong[0] = f"cannot write to {folder}: {error.strerror}"
         finally:
             for path in paths:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.unlink()
         problems = [f"process {i} on {self._facts[i]['host']} {text}" for i, text in wrong.items() if text]
         self.rows.append(
             Row("workdir", f"{self._workdir} in {folder}" if problems else str(self._workdir), *problems[:1])
@@ -448,11 +465,8 @@ class Examination:
 
     def _add(self) -> None:
         place = self._place
-        if place is not None:  # JAX needs a port of its own
-            host = place.coordinator_address.rpartition(":")[0]
-            place = place._replace(coordinator_address=f"{host}:{free_port(host.strip('[]'))}")
-            for peer in self._peers.values():
-                peer.send({"do": "add", "with": place.coordinator_address})
+        for peer in self._peers.values():
+            peer.send({"do": "add"})
         found = {0: _done(lambda: add_on_devices(place))} | {
             number: self._receive(number, "add") for number in self._peers
         }

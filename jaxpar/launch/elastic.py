@@ -76,7 +76,9 @@ class Survival:
         if error is None:
             processes.wait("the run has ended")
         elif isinstance(error, Exception) and not _is_own(error):
-            self._thread.join(2 * self._seconds + GRACE_SECONDS)  # does not return if a lost process is the cause
+            [line, *_] = str(error).splitlines() or [type(error).__name__]
+            print(f"jaxpar: {line}; waiting, in case a lost process is the cause", file=sys.stderr, flush=True)
+            self._thread.join(2 * self._seconds + GRACE_SECONDS)  # does not return if it is
         self._is_over = True
         if error is None and processes.is_first():
             self._thread.join(2 * self._seconds)  # the others lose their connection if this process ends first

@@ -69,7 +69,7 @@ class Launch(NamedTuple):
 def run_processes(launch: Launch, signals: list[int]) -> int:
     """Start the processes, restart all of them at most `max_restarts` times if the run fails, and return the exit code.
 
-    A restart has one process less than failed, if fewer are allowed.
+    A restart lacks the processes that failed, as far as fewer are allowed.
 
     signals: the signals received so far; signal handlers append to it.
     """
@@ -155,14 +155,14 @@ class Group:
                     self.grows, self._grow_at = True, math.inf
                     print_line("the run is stopped and saved, so that it can continue with all processes")
                     self._send(signal.SIGTERM)
-                if ended := self._ended(is_stopping=bool(signals)):
+                if ended := self._ended(is_stopping=bool(signals) or self.grows):
                     return ended
                 time.sleep(POLL_SECONDS)
         finally:
             self._end()
 
     def _ended(self, *, is_stopping: bool) -> tuple[int, int] | None:
-        """Return the result of `wait`, or None if the run continues. is_stopping: whether a signal was forwarded."""
+        """Return the result of `wait`, or None if the run continues. is_stopping: whether it was asked to stop."""
         polled = enumerate(process.poll() for process in self._processes)
         codes = {number: code for number, code in polled if code is not None}
         if self._elastic_seconds and 0 in codes and not is_failure(codes[0]):

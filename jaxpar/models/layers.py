@@ -22,9 +22,19 @@ from jaxpar.models.options import Spec
 from jaxpar.models.rotary import rotate
 from jaxpar.tasks.token_logits import SplitWords, TokenLogits
 
+
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """Return GELU with an approximation of erf (Hendrycks & Gimpel 2016), as in GPT-2.
+
+    Beyond 10 the tanh is 1, and in float16 the derivative of its argument would overflow.
+    """
+    z = jnp.clip(x, -10, 10)
+    return x * (0.5 * (1.0 + jnp.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))))
+
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_tanh": gelu_tanh,
     "relu": jax.nn.relu,
     "swiglu": jax.nn.silu,  # applied to the gate
 }

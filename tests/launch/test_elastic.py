@@ -163,17 +163,20 @@ def test_the_previous_state_is_part_of_the_plan(name: str) -> None:
         (["elastic_seconds=1"], "elastic_seconds is 1; it must be 0 (a lost process ends the run), or between 2 and"),
         (
             ["strategy=pipeline"],
-            "strategy is 'pipeline'; it must be data_parallel, which others continue without a lost",
+            "strategy is 'pipeline'; it must be data_parallel, the only one that can continue",
         ),
         (
             ["exchange=zero1"],
             "exchange is 'zero1'; it must be one of ddp, horovod, byteps, bagua_bytegrad, which leave",
         ),
         (["exchange=byteps_onebit"], "exchange is 'byteps_onebit'; it must be one of ddp,"),
-        (["exchange_options.group=2"], "exchange_options.group is 2; it must be 1, of any number of replicas"),
+        (
+            ["exchange_options.group=2"],
+            "exchange_options.group is 2; it must be 1, because groups could not be divided",
+        ),
         (
             ["mesh.data=2"],
-            "mesh.data is 2; it must be -1, as many replicas as there are, with config.elastic_seconds=5",
+            "mesh.data is 2; it must be -1, as many replicas as there are devices, with config.elastic_seconds=5",
         ),
         (["mesh.tensor=2"], "mesh.tensor is 2; it must be 1, so that a replica is a device, with"),
     ],
