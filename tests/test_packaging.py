@@ -87,6 +87,7 @@ def test_every_command_runs_without_the_clone(wheel: str, tmp_path: Path) -> Non
         (0, ["train", *small, "--workdir=run"]),
         (0, [*small, *text, "--workdir=gpt"]),
         (0, ["launch", "--num_processes=1", "--", "--help"]),
+        (0, ["doctor"]),
         (0, ["plan", *small[:-3], "--cluster=h100:1"]),
         (0 if has_gpus else 2, ["fit", *small, "--target=h100:2"]),
         (0, ["audit", *small]),
@@ -123,7 +124,7 @@ def test_every_command_runs_without_the_clone(wheel: str, tmp_path: Path) -> Non
     assert codes == [code for code, _ in lines], shown
     assert has_gpus or "(scripts/setup targets, or pip install 'jaxpar[targets]')" in shown
     assert "(scripts/setup swarm, or pip install 'jaxpar[swarm]')" in shown
-    assert "jaxpar: the command is 'plna'; it must be one of train, launch, plan, " in shown
+    assert "jaxpar: the command is 'plna'; it must be one of train, launch, doctor, plan, " in shown
     assert ". Did you mean 'plan'?\n" in shown
     assert sum(name in shown for name in COMMANDS) == len(COMMANDS)
 

@@ -275,7 +275,7 @@ def add_on_devices(place: Place | None) -> dict[str, Any]:
 
 
 def answer(place: Place, workdir: Path | None, seconds: float) -> None:
-    """Do what process 0 asks for, until it says that it is done. Raises TrainingError if it cannot be reached."""
+    """Do what process 0 asks for, until it reports the end. Raises TrainingError if it cannot be reached."""
     try:
         connection = connect_to(place.coordinator_address, seconds)
         with contextlib.closing(Peer(connection)) as peer, receiving(place.coordinator_address) as address:
@@ -327,7 +327,7 @@ class _Broken(Exception):
 
 
 class Examination:
-    """What process 0 does: it asks the processes, itself included, and collects the rows of the report."""
+    """The examination by process 0, which asks the processes, itself included, and collects the rows of the report."""
 
     def __init__(self, place: Place | None, workdir: Path | None, seconds: float):
         """seconds: that a process has for an answer."""

@@ -316,7 +316,7 @@ def test_activations_in_flight(strategy: str) -> None:
     task = Task("bert", "classification", layers=2)
     example = make_problem(make_config(task), task).batch
     saved, temporary = in_flight()
-    assert 0.7 * temporary < saved < temporary
+    assert 0.6 * temporary < saved < temporary
     assert in_flight("--config.optimizer.accumulation_steps=2")[0] == pytest.approx(saved / 2, rel=0.05)
     assert in_flight("--config.model.remat=full")[0] < in_flight("--config.model.remat=dots")[0] < saved
 
