@@ -873,9 +873,10 @@ def test_updates(space: Space) -> None:
     assert whole == pytest.approx(2 + 4 + 2, rel=0.01)  # parameters, two moments, gradients and their norm
     of_exchange = {}
     for name in ("ddp", "zero1", "zero3"):
-        plan = plan_of(space, {"strategy": "data_parallel", "exchange": name})
+        settings = {"strategy": "data_parallel", "exchange": name}
+        plan = plan_of(space, settings)
         assert not isinstance(plan, str)
-        moved = update_of(space, space.config, plan)
+        moved = update_of(space, with_settings(space.config, settings), plan)
         of_exchange[name] = UpdateBytes(moved.exchange / params, moved.update / params)
     assert list(of_exchange["ddp"]) == pytest.approx([0.0, whole])
     assert [of_exchange[name].update for name in ("zero1", "zero3")] == pytest.approx([whole / 8] * 2, rel=0.05)
