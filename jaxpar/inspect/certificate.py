@@ -46,7 +46,7 @@ from jaxpar.run.metrics import format_clock
 from jaxpar.run.restore import start
 from jaxpar.tasks import Sums, mean_loss
 
-MOST_STEPS = 100_000  # the errors of all steps are in memory: about 10 kB per step for a model of 12 layers
+MOST_STEPS = 100_000  # the errors of all steps are in memory: about 20 kB per step for a model of 12 layers
 FIRST_STEPS, SILENT_SECONDS = 2, 10.0  # steps that compile; how long the others can take without being announced
 # All other metrics are terms. In 16 bits these have no tolerance: rounding decides between nearly equal logits, rarely,
 # so that a few samples do not bound how often.

@@ -11,8 +11,9 @@ spread yields d = 2 mean(e^2)^2 / var(e^2), pooled over the layers of a step (Sa
 further error divided by the mean of K samples then has the F distribution with d and d K degrees of freedom. A scalar
 has d = 1.
 
-A scalar factor of a whole array, such as 1 / the weight of a batch or a learning rate, is rounded too. So a tolerance
-also contains a common error of the array with the standard deviation of one change, in float32.
+A strategy can round twice as often as one device: the parts of a sum, and their sum. So its error can have twice the
+variance of the samples. A scalar factor of a whole array, such as 1 / the weight of a batch or a learning rate, is
+rounded too. So a tolerance also contains a common error of the array by one unit of float32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,17 +21,29 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from scipy import special
 
 from jaxpar.layout import Tree
 
 SEEDS = range(1, 5)  # of the samples of a step; seed 0 changes nothing
 FALSE_ALARM = 1e-6  # probability that rounding alone makes a certificate fail
+ROUNDINGS = 2  # how often a strategy can round what one device rounds once: parts of a sum, and their sum
 SCALAR_FACTOR = (2 / 3) ** 0.5 * float(np.finfo(np.float32).eps)  # standard deviation
 
 
+def num_outcomes(dtype: DTypeLike) -> int:
+    """Return the number of equally likely outcomes of which one is a change upwards, and another one downwards.
+
+    In float32, all of an error is due to the changes, so most numbers are changed. Errors in 16 bits are with respect
+    to float32 and contain the rounding of all operations. It suffices to draw that again, by changes with the variance
+    of rounding, 1/12 of the square of a unit.
+    """
+    return 3 if dtype == jnp.float32 else 24
+
+
 def changed(tree: Tree, seed: int) -> Tree:
-    """Return a tree of NumPy arrays with the floats multiplied by 1 - eps/2, 1 or 1 + eps/2 at random."""
+    """Return NumPy arrays with floats changed by one unit in the last place at random; with seed 0 by none."""
     if seed == 0:
         return tree
     random = np.random.default_rng(seed)
@@ -38,14 +51,15 @@ def changed(tree: Tree, seed: int) -> Tree:
     def change(leaf: np.ndarray) -> np.ndarray:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
-        units = random.integers(-1, 2, leaf.shape, np.int8).astype(leaf.dtype)
+        outcome = random.integers(0, num_outcomes(leaf.dtype), leaf.shape, np.int8)
+        units = (outcome == 0).astype(leaf.dtype) - (outcome == 1).astype(leaf.dtype)
         return np.asarray(leaf + leaf * (units * (jnp.finfo(leaf.dtype).eps / 2)), leaf.dtype)
 
     return jax.tree.map(change, tree)
 
 
 def permuted(batch: Mapping[str, np.ndarray], seed: int) -> Mapping[str, np.ndarray]:
-    """Return a batch with its examples in another order."""
+    """Return a batch with its examples in another order; with seed 0 in the same one."""
     if seed == 0:
         return batch
     order = np.random.default_rng(seed).permutation(len(batch["weights"]))
@@ -53,10 +67,7 @@ def permuted(batch: Mapping[str, np.ndarray], seed: int) -> Mapping[str, np.ndar
 
 
 def changed_in_program(tree: Tree, index: int | jax.Array, seed: jax.Array) -> Tree:
-    """Return what `changed` does, inside a program, and change the cotangents too. index: of the layer that reads it.
-
-    With seed 0, it adds zeros only.
-    """
+    """Do what `changed` does in a program, and change the cotangents too. index: of the layer that reads the tree."""
     key = jax.random.fold_in(jax.random.key(seed, impl="unsafe_rbg"), index)  # which compiles fast
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(
@@ -72,7 +83,8 @@ def changed_in_program(tree: Tree, index: int | jax.Array, seed: jax.Array) -> T
 
 @jax.custom_vjp
 def _change(x: jax.Array, key: jax.Array, is_active: jax.Array) -> jax.Array:
-    units = (jax.random.bits(key, x.shape) % 3).astype(x.dtype) - 1
+    outcome = jax.random.bits(key, x.shape) % num_outcomes(x.dtype)
+    units = (outcome == 0).astype(x.dtype) - (outcome == 1).astype(x.dtype)
     return x + x * (units * jnp.where(is_active, jnp.finfo(x.dtype).eps / 2, 0).astype(x.dtype))
 
 
@@ -89,7 +101,9 @@ _change.defvjp(_forward, _backward)
 
 
 def tolerances(samples: Sequence[Sequence[float]], probability: float, *, scalar: bool) -> list[float]:
-    """Return the bound that a further error exceeds with this probability, for each row of samples of an error.
+    """Return a bound for each row of samples of an error, which a further one with twice the variance can exceed.
+
+    probability: of that.
 
     samples: relative errors, [layers, seeds] of one step; if they are of a scalar, [steps, seeds], with one scale.
     """
@@ -106,4 +120,4 @@ def tolerances(samples: Sequence[Sequence[float]], probability: float, *, scalar
     share = special.betainccinv(components / 2, others / 2, probability)
     factor = others * share / (components * (1 - share))
     common = special.ndtri(probability / 2) * SCALAR_FACTOR
-    return [float(value) for value in np.sqrt(means * factor + common**2)]
+    return [float(value) for value in np.sqrt(ROUNDINGS * means * factor + common**2)]

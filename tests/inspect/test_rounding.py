@@ -10,7 +10,7 @@ from jaxpar.inspect import rounding
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_changes_are_of_one_unit_in_the_last_place(dtype: str) -> None:
-    """Of values and of cotangents, in a program and on the host; with seed 0 there are none."""
+    """Values and cotangents change, in a program and on the host; with seed 0 none does."""
     x = np.asarray(np.random.default_rng(0).normal(size=3000), jnp.dtype(dtype))
     unit = np.asarray(np.spacing(np.abs(x)), np.float64) if dtype != "bfloat16" else None
     tree = {"x": x, "count": np.arange(3)}
@@ -31,32 +31,34 @@ def test_changes_are_of_one_unit_in_the_last_place(dtype: str) -> None:
         units = difference / unit
         assert set(np.unique(units)) <= {-1.0, -0.5, 0.0, 0.5, 1.0}  # below a power of 2, a unit is half as large
         patterns.append(units)
-        for sign in (-1, 0, 1):
-            assert 0.25 < (np.sign(units) == sign).mean() < 0.42
+        low, high = (0.25, 0.42) if dtype == "float32" else (0.025, 0.06)
+        for sign in (-1, 1):
+            assert low < (np.sign(units) == sign).mean() < high
     for one, other in ((0, 1), (1, 2)):
         assert abs(np.corrcoef(patterns[one], patterns[other])[0, 1]) < 0.1
-    assert (both(2)[1] != both(1)[1]).mean() > 0.5
+    assert (both(2)[1] != both(1)[1]).mean() > (0.5 if dtype == "float32" else 0.1)
 
 
 @pytest.mark.parametrize(("components", "scalar"), [(1, True), (8, False), (100, False)])
 def test_errors_exceed_their_bounds_with_the_stated_probability(components: int, scalar: bool) -> None:
-    """Of normal errors with this many independent components; the bounds of many are close to the error itself."""
+    """Normal errors have this many independent components; the bounds of many are close to the error itself."""
     random, exceeded, factors = np.random.default_rng(0), 0, []
     num_rows = 12
     for _ in range(400):
         scales = 1e-3 * np.ones(num_rows) if scalar else 10 ** random.uniform(-4, -1, num_rows)
         draws = random.normal(size=(num_rows, 5, components)) ** 2
+        draws[:, 4] *= 2  # the variance that a strategy is allowed
         errors = scales[:, None] * np.sqrt(draws.mean(-1))
         bounds = np.array(rounding.tolerances(errors[:, :4].tolist(), 0.01, scalar=scalar))
         exceeded += int((errors[:, 4] > bounds).sum())
         factors.append(float(np.median(bounds / scales)))
     assert 0.002 < exceeded / (400 * num_rows) < 0.03
     if components == 100:
-        assert 1.1 < np.mean(factors) < 1.4
+        assert 1.1 < np.mean(factors) / 2**0.5 < 1.4
 
 
 def test_a_bound_allows_for_the_rounding_of_a_scalar_factor() -> None:
-    """It is the least bound, however small the probability is, and a single sample that differs makes none infinite."""
+    """The factor is the least bound at any probability, and one sample that differs makes no bound infinite."""
     for probability, expected in ((1e-8, 5.5775e-7), (1e-12, 6.9461e-7)):
         for scalar in (False, True):
             bounds = rounding.tolerances([[0.0] * 4, [0.0] * 4], probability, scalar=scalar)
