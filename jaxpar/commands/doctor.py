@@ -21,7 +21,7 @@ from pathlib import Path
 from jaxpar.command_line import Parser, format_rows, integer, number
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import doctor
-from jaxpar.launch.launcher import check_capacity, visible_gpus
+from jaxpar.launch.launcher import check_capacity, gpus_to_divide
 from jaxpar.launch.place import BIND, FLAGS, Place, find_place, free_port
 
 
@@ -36,9 +36,7 @@ def main(argv: Sequence[str]) -> int:
     others: list[subprocess.Popen[bytes]] = []
     if count and arguments.coordinator_address is None and arguments.process_id is None:
         check_capacity(count)
-        gpus = visible_gpus()
-        if len(gpus) % count:
-            raise UserError(f"--num_processes is {count}; it must divide the number of visible GPUs, {len(gpus)}")
+        gpus = gpus_to_divide(count)
         place = Place(f"127.0.0.1:{free_port()}", count, 0) if count > 1 else None
         if place is not None:
             others = [_start(place._replace(process_id=i), arguments, gpus) for i in range(1, count)]

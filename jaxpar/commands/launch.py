@@ -24,8 +24,7 @@ from collections.abc import Sequence
 
 from jaxpar.command_line import BEHIND, Parser, integer, number, split_overrides
 from jaxpar.config import load_config, override
-from jaxpar.errors import UserError
-from jaxpar.launch.launcher import GROW_SECONDS, Launch, check_capacity, forwarded, run_processes, visible_gpus
+from jaxpar.launch.launcher import GROW_SECONDS, Launch, check_capacity, forwarded, gpus_to_divide, run_processes
 from jaxpar.launch.place import FLAGS
 
 
@@ -42,9 +41,7 @@ def main(argv: Sequence[str]) -> int:
         arguments, rest = parser.parse_before_training(argv, "--num_processes=2", FLAGS)
         least, most = counts = arguments.num_processes
         check_capacity(most)
-        gpus = visible_gpus()
-        if len(gpus) % most:
-            raise UserError(f"--num_processes is {most}; it must divide the number of visible GPUs, {len(gpus)}")
+        gpus = gpus_to_divide(most)
         seconds = elastic_seconds(rest) if least < most else 0
         launch = Launch(counts, arguments.max_restarts, arguments.grow_seconds, seconds, rest, gpus)
         return run_processes(launch, signals)

@@ -282,6 +282,14 @@ def forwarded(signals: list[int]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def gpus_to_divide(num_processes: int) -> list[str]:
+    """Return the visible GPUs. Raises UserError if the processes cannot have as many of them each."""
+    gpus = visible_gpus()
+    if len(gpus) % num_processes:
+        raise UserError(f"--num_processes is {num_processes}; it must divide the number of visible GPUs, {len(gpus)}")
+    return gpus
+
+
 def visible_gpus() -> list[str]:
     """Return the GPUs in CUDA_VISIBLE_DEVICES or, if it is not set, all GPUs that nvidia-smi lists."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -608,7 +608,7 @@ def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, capsy
 
     real = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", start)
-    monkeypatch.setattr(command, "visible_gpus", list)
+    monkeypatch.setattr(launcher, "visible_gpus", list)
     assert command.main(["--num_processes=2", "--", "--config=x", "--workdir=y"]) == 1
     assert capsys.readouterr().err == "launch: a process could not be started: Resource temporarily unavailable\n"
     assert started[0].returncode == -signal.SIGKILL
@@ -758,7 +758,7 @@ def test_more_processes_than_the_machine_can_hold(
     monkeypatch.setattr(launcher, "host_bytes", lambda: 2_000_000_000)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (threads, threads))
     monkeypatch.setattr(command, "run_processes", lambda *_: 0)
-    monkeypatch.setattr(command, "visible_gpus", list)
+    monkeypatch.setattr(launcher, "visible_gpus", list)
     arguments = [f"--num_processes={number}", "--", "--config=x", "--workdir=y"]
     if not rule:
         assert command.main(arguments) == 0
@@ -787,7 +787,7 @@ def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("written", ["--{}=0", "-{}=0", "--{} 0", "-{} 0"])
 def test_flags_set_by_the_launcher_are_refused(flag: str, written: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "run_processes", lambda *_: 0)
-    monkeypatch.setattr(command, "visible_gpus", list)
+    monkeypatch.setattr(launcher, "visible_gpus", list)
     own = ["--num_processes=2", "--", "--config=x", f"--workdir={flag}", flag]
     assert command.main(own) == 0
     with pytest.raises(UserError, match=f"^--{flag} is set by `jaxpar launch`; remove it "):
