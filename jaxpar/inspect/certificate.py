@@ -72,9 +72,7 @@ class Measured(NamedTuple):
     not compared, and there are no tolerances.
     """
 
-    metrics: dict[
-        str, Largest
-    ]  # of the loss, the gradient norm and the sums of the task, in steps and in an evaluation
+    metrics: dict[str, Largest]  # the loss, the gradient norm and the sums of the task, in steps and in an evaluation
     layers: dict[str, dict[str, Largest]]  # {layer: {quantity: errors}}
     # the smallest error of the scale of the gradient of one layer that is outside the tolerance of some step
     smallest_scale_errors: dict[str, float]

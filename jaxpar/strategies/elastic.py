@@ -26,18 +26,11 @@ def check_elastic(config: ConfigDict) -> None:
         return
     check_choice("exchange", config.exchange, EXCHANGES)
     options = exchanges.chosen(config)
+    fewer = "because groups could not be divided among fewer replicas"
     required: list[tuple[str, Any, list[Any], str]] = [
         ("strategy", config.strategy, ["data_parallel"], "the only one that can continue without a lost process"),
         ("exchange", config.exchange, WHOLE_STATE, "which leave the whole state on every replica"),
-        *(
-            (
-                f"exchange_options.{key}",
-                options.get(key, 1),
-                [1],
-                "because groups could not be divided among fewer replicas",
-            )
-            for key in ("group", PASSES)
-        ),
+        *((f"exchange_options.{key}", options.get(key, 1), [1], fewer) for key in ("group", PASSES)),
         ("mesh.data", config.mesh.data, [-1], "as many replicas as there are devices"),
         *((f"mesh.{axis}", config.mesh[axis], [1], "so that a replica is a device") for axis in GROUP_AXES),
     ]

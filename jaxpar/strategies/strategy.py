@@ -67,9 +67,8 @@ class Strategy(NamedTuple, Generic[S]):
     devices: tuple[jax.Device, ...]  # those that it uses, in mesh order: stages of one replica are next to each other
     init: Callable[[jax.Array], S]  # key -> state
     place: Callable[[Mapping[str, np.ndarray]], Any]  # this host's examples of a batch -> batch on devices
-    step: Callable[
-        [S, Any], tuple[S, Metrics]
-    ]  # (state, batch) -> (state, metrics); donates the state, unless plan.keeps_previous
+    # (state, batch) -> (state, metrics); donates the state, unless plan.keeps_previous
+    step: Callable[[S, Any], tuple[S, Metrics]]
     evaluate: Callable[[S, Any], Sums]  # (state, batch) -> metric sums
     to_canonical: Callable[[S], Canonical]  # state -> canonical state
     from_canonical: FromCanonical[S]  # (canonical state, private=None) -> state
