@@ -21,7 +21,7 @@ from pathlib import Path
 from jaxpar.command_line import Parser, format_rows, integer, number
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import doctor
-from jaxpar.launch.launcher import check_capacity, gpus_to_divide
+from jaxpar.launch.launcher import check_capacity, gpus_to_divide, share_of_gpus
 from jaxpar.launch.place import BIND, FLAGS, Place, find_place, free_port
 
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         place = Place(f"127.0.0.1:{free_port()}", count, 0) if count > 1 else None
         if place is not None:
             others = [_start(place._replace(process_id=i), arguments, gpus) for i in range(1, count)]
-            os.environ |= {BIND: place.coordinator_address, **_gpus_of(place, gpus)}
+            os.environ |= {BIND: place.coordinator_address, **share_of_gpus(gpus, 0, count)}
     else:
         place = find_place({name: getattr(arguments, name) for name in FLAGS})
     try:
@@ -56,13 +56,8 @@ def _start(place: Place, arguments: Namespace, gpus: Sequence[str]) -> "subproce
     flags = [f"--{name}={value}" for name, value in zip(FLAGS, place, strict=False)]
     flags += [f"--seconds={arguments.seconds}", *([f"--workdir={arguments.workdir}"] if arguments.workdir else [])]
     command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", "jaxpar", "doctor", *flags]
-    return subprocess.Popen(command, env=os.environ | _gpus_of(place, gpus), stdout=subprocess.DEVNULL)
-
-
-def _gpus_of(place: Place, gpus: Sequence[str]) -> dict[str, str]:
-    share = len(gpus) // place.num_processes
-    first = place.process_id * share
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + share])} if gpus else {}
+    environment = os.environ | share_of_gpus(gpus, place.process_id, place.num_processes)
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 
 
 def _examine(place: Place | None, workdir: Path | None, seconds: float) -> int:

@@ -32,7 +32,7 @@ import numpy as np
 from jaxpar.errors import USER_ERROR, TrainingError, format_bytes, format_count
 from jaxpar.host_memory import host_bytes
 from jaxpar.launch.launcher import PROCESS_BYTES
-from jaxpar.launch.place import Place, bind_address, own_address
+from jaxpar.launch.place import Place, bind_address, in_address, own_address
 
 GREETING_SECONDS = 5.0  # for the first message of a process that has connected
 SENT = 2**25  # bytes that a process sends to another
@@ -216,8 +216,7 @@ def receiving(coordinator_address: str) -> Iterator[str]:
                 connection, _ = server.accept()
                 threading.Thread(target=drain, args=(connection,), daemon=True).start()
 
-    host = own_address(coordinator_address)
-    shown = f"[{host}]" if ":" in host else host
+    shown = in_address(own_address(coordinator_address))
     with listen(f"{shown}:0") as server:
         thread = threading.Thread(target=accept, daemon=True)
         thread.start()

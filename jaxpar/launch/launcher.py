@@ -105,7 +105,7 @@ class Group:
     def __init__(self, launch: Launch, places: Sequence[int]):
         """Start a process for each of these places. See `run_processes`."""
         least, most = launch.counts
-        share, number = len(launch.gpus) // most, len(places)
+        number = len(places)
         self._least, self._grow_seconds, self._elastic_seconds = least, launch.grow_seconds, launch.elastic_seconds
         self.lost: set[int] = set()  # processes that failed, without which the others continue
         self._lost_at = -math.inf  # when the last of them was lost
@@ -127,8 +127,7 @@ class Group:
         try:
             for number, place in enumerate(places):
                 environment = os.environ | variables | {FLAGS["process_id"].variable: str(number)}
-                if launch.gpus:
-                    environment["CUDA_VISIBLE_DEVICES"] = ",".join(launch.gpus[place * share : (place + 1) * share])
+                environment |= share_of_gpus(launch.gpus, place, most)
                 options = ["-P"] if sys.flags.safe_path else []  # do not import from the current folder
                 command_line = [sys.executable, *options, "-m", "jaxpar", "train", *launch.of_process]
                 process = start_process(command_line, environment, subprocess.PIPE)
@@ -288,6 +287,12 @@ def gpus_to_divide(num_processes: int) -> list[str]:
     if len(gpus) % num_processes:
         raise UserError(f"--num_processes is {num_processes}; it must divide the number of visible GPUs, {len(gpus)}")
     return gpus
+
+
+def share_of_gpus(gpus: Sequence[str], place: int, number: int) -> dict[str, str]:
+    """Return the environment variable with the GPUs of one of `number` processes; nothing if there are no GPUs."""
+    share = len(gpus) // number
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[place * share : (place + 1) * share])} if gpus else {}
 
 
 def visible_gpus() -> list[str]:

@@ -133,7 +133,7 @@ def _of_open_mpi(environ: Mapping[str, str]) -> tuple[str, int]:
     """Return the address of mpirun and the job, from 4096.0;tcp://10.0.0.1,10.1.0.1:80 or 4096.0;tcp6://[fd::1]:80."""
     job, _, addresses = environ["OMPI_MCA_orte_hnp_uri"].rpartition(":")[0].partition("://")
     host = addresses.strip("[]").partition(",")[0]
-    return f"[{host}]" if ":" in host else host, int(job.partition(".")[0]) // 4096  # ids are multiples of 4096
+    return in_address(host), int(job.partition(".")[0]) // 4096  # ids are multiples of 4096
 
 
 def _of_slurm(environ: Mapping[str, str]) -> tuple[str, int]:
@@ -212,6 +212,11 @@ def own_address(coordinator_address: str) -> str:
         probe.connect(where)  # sends nothing
         address: str = probe.getsockname()[0]
         return address
+
+
+def in_address(host: str) -> str:
+    """Return a host as it is written before :PORT, with an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _is_address(text: str) -> bool:

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxpar import cluster
 from jaxpar.core import mesh
 from jaxpar.errors import TrainingError
-from jaxpar.launch.place import MEET, Place, bind_address, free_port, own_address
+from jaxpar.launch.place import MEET, Place, bind_address, free_port, in_address, own_address
 from jaxpar.layout import Tree
 
 KEEP_PROCESS = "--xla_gpu_nccl_terminate_on_error=false"  # otherwise, XLA ends a process whose NCCL lost another one
@@ -68,7 +68,7 @@ def listen_for_arrays(place: Place | None, num_devices: int) -> None:
     if place is None:
         return
     host = own_address(place.coordinator_address)
-    shown = f"[{host}]" if ":" in host else host
+    shown = in_address(host)
     jax.config.update("jax_force_dcn_cross_host_transfers", True)
     jax.config.update("jax_cross_host_transfer_socket_address", f"{shown}:{free_port(host)}")
     jax.config.update("jax_cross_host_transport_addresses", f"{shown}:0")
