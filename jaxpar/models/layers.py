@@ -265,7 +265,10 @@ def product_of_rows(linear: nnx.Linear, x: jax.Array, number: int, context: Cont
         return y.reshape(-1, number, y.shape[-1])
     y = x @ linear.kernel[...].astype(x.dtype)
     y_BTD = context.group.summed(y.reshape(-1, number, y.shape[-1]))
-    return y_BTD if linear.bias is None else y_BTD + linear.bias[...].astype(x.dtype)[None, None, :]
+    if linear.bias is None:
+        return y_BTD
+    # Broadcast before the cast, so that the gradient of the bias is summed over tokens in float32.
+    return y_BTD + jnp.broadcast_to(linear.bias[...], y_BTD.shape).astype(x.dtype)
 
 
 def token_logits(
