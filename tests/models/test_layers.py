@@ -1,6 +1,7 @@
 """Tests that the forms of computation that are fast on CPUs equal the usual forms, in values and gradients."""
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -104,6 +105,18 @@ def test_norms(make: Any, dtype: str) -> None:
     assert sorted(sizes, key=str) == sorted(
         [(B * T * K, x.dtype), *[(B * T, jnp.dtype("float32"))] * (1 + (make is nnx.LayerNorm))], key=str
     )
+
+
+def test_the_bias_of_a_split_layer_is_summed_in_float32() -> None:
+    """XLA sums gradients in the dtype of the program where it does not fuse the sum."""
+    graphdef, weights = nnx.split(nnx.Linear(2, 3, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    context: Any = SimpleNamespace(group=SimpleNamespace(summed=lambda y: y))
+
+    def total(weights: Any, x: jax.Array) -> jax.Array:
+        return layers.product_of_rows(nnx.merge(graphdef, weights), x, 10, context).sum()
+
+    program = str(jax.make_jaxpr(jax.grad(total))(weights, jnp.ones((40, 2), "bfloat16")))
+    assert re.findall(r":(\w+)\[(?:1,)*3\] = reduce_sum", program) == ["f32"]
 
 
 @pytest.mark.parametrize("name", layers.ACTIVATIONS)
