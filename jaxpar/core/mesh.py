@@ -3,10 +3,12 @@
 import ctypes
 import math
 import os
+import pkgutil
 import re
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,9 @@ GROUP_AXES = (CONTEXT, TENSOR)  # of the devices of a replica, besides stages
 
 _STARTING = threading.RLock()  # held while a program of several devices is started on them
 
-# malloc.h: M_TRIM_THRESHOLD and M_MMAP_MAX keep freed memory in the process; M_ARENA_MAX shares it between threads.
-GLIBC_MALLOC = {-1: 2**31 - 1, -4: 0, -8: 1}
+# malloc.h: M_TRIM_THRESHOLD (-1: nothing is trimmed; the largest int would trim 2 GiB) and M_MMAP_MAX keep freed memory
+# in the process; M_ARENA_MAX shares it between threads.
+GLIBC_MALLOC = {-1: -1, -4: 0, -8: 1}
 
 
 def prepare_jax(config: ConfigDict, cache: Path) -> None:
@@ -40,7 +43,8 @@ def prepare_jax(config: ConfigDict, cache: Path) -> None:
 
     Raises UserError for a number of devices that is out of range, or not that of XLA_FLAGS or of a started JAX.
     """
-    keep_freed_memory()
+    if computes_on_cpus(config):
+        keep_freed_memory()
     settings = {"jax_compilation_cache_dir": str(cache), "jax_persistent_cache_min_compile_time_secs": 0.1}
     for name, value in settings.items():
         if name.upper() not in os.environ:
@@ -82,12 +86,12 @@ def check_partitioner() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep the memory that a step frees, so that the next step reuses it. Does nothing with GPU plugins.
+    """Make glibc keep the memory that a step frees, so that the next step reuses it.
 
     By default each step on a CPU returns its temporary buffers to the system and page-faults zeroed memory in again.
     For a 2-layer BERT on two virtual devices this took 40% of the time. Call before threads start.
     """
-    if not sys.platform.startswith("linux") or find_spec("jax_plugins") is not None:
+    if not sys.platform.startswith("linux"):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl lacks it
     if mallopt is not None:
@@ -95,10 +99,22 @@ def keep_freed_memory() -> None:
             mallopt(parameter, value)
 
 
+def has_plugin() -> bool:
+    """Return whether JAX finds a plugin for GPUs. A folder without modules, which uninstalling one leaves, is none."""
+    spec = find_spec("jax_plugins")
+    folders = spec.submodule_search_locations if spec else None
+    return any(pkgutil.iter_modules(folders or [])) or bool(entry_points(group="jax_plugins"))
+
+
+def computes_on_cpus(config: ConfigDict) -> bool:
+    """Return whether the devices of a run are CPUs, as far as that is known before JAX starts."""
+    only_cpus = jax.config.jax_platforms == "cpu"  # type: ignore[attr-defined]
+    return config.mesh.virtual_cpu_devices > 0 or only_cpus or not has_plugin()
+
+
 def sends_between_cpus(config: ConfigDict) -> bool:
     """Return whether devices of a run are CPUs that send arrays to each other, as dispatched stages do."""
-    is_cpu = config.mesh.virtual_cpu_devices > 0 or find_spec("jax_plugins") is None
-    return is_cpu and config.pipeline.executor != "lockstep"
+    return computes_on_cpus(config) and config.pipeline.executor != "lockstep"
 
 
 def one_at_a_time(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:

@@ -10,7 +10,6 @@ import platform
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def meet_processes(place: Place | None, elastic_seconds: int = 0) -> None:
     if elastic_seconds:
         jax.config.update("jax_enable_recoverability", True)
         flags = os.environ.get("XLA_FLAGS", "")
-        if find_spec("jax_plugins") and KEEP_PROCESS not in flags:
+        if mesh.has_plugin() and KEEP_PROCESS not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} {KEEP_PROCESS}"
         options["heartbeat_timeout_seconds"] = elastic_seconds
     if MEET in os.environ:

@@ -1,5 +1,6 @@
 """Tests of meshes and virtual CPU devices. JAX reads the number of devices once, so some tests start processes."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -116,3 +117,20 @@ def test_threads_start_programs_over_several_devices_one_after_another() -> None
         for future in [threads.submit(call) for _ in range(4)]:
             future.result()
     assert overlaps == [0, 0, 0, 0]
+
+
+def test_a_folder_without_plugins_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uninstalling a plugin leaves an empty folder, with which a run on CPUs would page-fault in each step."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "jax_plugins", raising=False)
+    config, found = default_config(), list[bool]()
+    folder = tmp_path / "jax_plugins"
+    for make in (None, folder.mkdir, (folder / "xla_cuda12.py").touch):
+        if make:
+            make()
+        importlib.invalidate_caches()
+        found.append(mesh.has_plugin())
+    assert found == [False, False, True]
+    assert mesh.computes_on_cpus(config) == (jax.config.jax_platforms == "cpu")  # type: ignore[attr-defined]
+    config.mesh.virtual_cpu_devices = 2
+    assert mesh.computes_on_cpus(config)
