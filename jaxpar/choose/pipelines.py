@@ -19,7 +19,8 @@ from jaxpar.choose.candidates import (
     state_ratios,
     with_settings,
 )
-from jaxpar.choose.costs.memory import StateBytes, splits_backward
+from jaxpar.choose.costs.layers import LayerWork
+from jaxpar.choose.costs.memory import StateBytes, gathered_bytes, splits_backward
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.step import action_costs, pipeline_costs
 from jaxpar.choose.groups import group_sizes, layers_in, named_with_groups
@@ -40,7 +41,9 @@ from jaxpar.strategies.pipeline.tables.table import Table
 
 LARGEST_TABLE = 20_000  # devices x microbatches of the largest table that is made
 NANOSECOND = 1e-9
-EXCHANGES_OF_STAGES = ("ddp", "zero1")
+# The exchanges of gradients that are compared, by what the replicas of a stage shard: 0 nothing, 1 the optimizer state,
+# 2 gradients too, 3 parameters too. From 2 on, they send in each action.
+SHARDED = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 _balanced = cache(balanced)
 PackingOf = Callable[[tuple[int, ...], Table], Packing]
 
@@ -98,9 +101,9 @@ def _pipelines_of_groups(space: Space, sizes: Mapping[str, int]) -> Iterator[Can
 
 
 def _exchanges(space: Space, num_replicas: int) -> dict[str, Settings]:
-    """Return the settings of the exchanges whose collectives are outside of actions, by name."""
+    """Return the settings of the exchanges of SHARDED that the config allows, by name."""
     found: dict[str, Settings] = {}
-    for name in EXCHANGES_OF_STAGES if num_replicas > 1 else EXCHANGES_OF_STAGES[:1]:
+    for name in SHARDED if num_replicas > 1 else ("ddp",):
         settings = {"exchange": name, **options_of(space, name, num_replicas)}
         config, check = with_settings(space.config, settings), partial(check_gradient_exchange, has_flush=True)
         if space.allows(settings) and not is_refused(check, config, num_replicas, space.machine.cluster):
@@ -144,6 +147,8 @@ def _pipeline_candidates(
 ) -> Iterator[Candidate]:
     """Yield a pipeline with each exchange, and the executor of the config, or the faster one that fits.
 
+    An exchange that sends in each action is compared only if those that shard less do not fit.
+
     within: what a device would send to those that compute a stage together, if it had all layers; exchanges: their
     settings, by name.
     """
@@ -151,24 +156,30 @@ def _pipeline_candidates(
     size = space.config.batch_size // (replicas * table.num_microbatches)
     work = layers_in(space, axes).work(size, remat, is_split=splits_backward(table))
     bounds = _balanced_bounds(work.layers, table.num_stages)
-    packing, vectors = packing_of(bounds, table), len(work.layers)  # of gradients; the engine packs a device's arrays
+    packing = packing_of(bounds, table)
     params, within, own = float(packing.nbytes), shared(within, 1 / axes[STAGE]), space.config.pipeline.executor
     executors = [own] if own in EXECUTORS else [DISPATCH, LOCKSTEP]
     actions = [action_costs(work, space.machine, axes, table, bounds, within, executor) for executor in executors]
+    fits = [False]
     for exchange, options in exchanges.items():
-        copies = replicas if EXCHANGES[exchange].shards else 1
-        states = [StateBytes(params, ratios.optimizer * params / copies, params)] * table.num_devices
+        of_state = SHARDED[exchange]
+        if of_state > 1 and any(fits):
+            break
+        copies = replicas if of_state else 1
+        held, gradients = params, params / (copies if of_state > 1 else 1)
+        if of_state > 2:
+            held = params / copies + gathered_bytes(work)
+        states = [StateBytes(held, ratios.optimizer * params / copies, gradients)] * table.num_devices
         packed = (1 + ratios.optimizer / copies) * packing.vector_bytes
-        kinds = (("reduce-scatter", 1), ("all-gather", 1)) if copies > 1 else (("all-reduce", 2),)
-        sent = [ring_traffic(*kind, DATA, replicas, params, "float32", num_vectors=vectors) for kind in kinds]
-        moved = update_bytes_of_stage(ratios, params, copies)
+        sent, moved = _sent(of_state, work, table, replicas, params), update_bytes_of_stage(ratios, params, copies)
+        possible = [one for one in actions if of_state < 2 or one.executor == DISPATCH]
         by_executor = [
             pipeline_costs(one, work, space.machine, axes, table, bounds, [*sent, *within], states, packed, moved)
-            for one in actions
+            for one in possible
         ]
         fits = [costs.nbytes <= space.usable_bytes for costs in by_executor]
-        best = min(range(len(executors)), key=lambda number: (not fits[number], by_executor[number].seconds))
-        costs, executor = by_executor[best], executors[best]
+        best = min(range(len(fits)), key=lambda number: (not fits[number], by_executor[number].seconds))
+        costs, executor = by_executor[best], possible[best].executor
         settings = {
             "strategy": "pipeline",
             "mesh.data": replicas,
@@ -184,6 +195,22 @@ def _pipeline_candidates(
         }
         waits = space.machine.cluster.platform == "cpu" and costs.waiting > 0.0
         yield Candidate(_name(schedule, table, axes, exchange), settings, costs, fits[best], waits)
+
+
+def _sent(of_state: int, work: LayerWork, table: Table, replicas: int, params: float) -> list[Traffic]:
+    """Return what a device sends in a step to the replicas of its stage. of_state: a value of SHARDED."""
+    if of_state == 0:
+        return [ring_traffic("all-reduce", 2, DATA, replicas, params, "float32", num_vectors=len(work.layers))]
+    number = table.num_microbatches if of_state > 1 else 1
+    read = sum(of.narrowed or layer.weight_bytes for of, layer in zip(work.memory, work.layers, strict=True))
+    share = read / sum(layer.weight_bytes for layer in work.layers)  # of the bytes of parameters: they are cast first
+    scatter, gather = (
+        ring_traffic(kind, 1, DATA, replicas, params, "float32", num_vectors=len(work.layers))
+        for kind in ("reduce-scatter", "all-gather")
+    )
+    if of_state == 3:  # in the forward and in the backward pass of each microbatch
+        gather = gather._replace(nbytes=2 * number * share * gather.nbytes, messages=2 * number * gather.messages)
+    return [scatter._replace(nbytes=number * scatter.nbytes, messages=number * scatter.messages), gather]
 
 
 def update_bytes_of_stage(ratios: StateRatios, params: float, copies: int) -> float:
@@ -213,6 +240,9 @@ def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> 
     size = config.batch_size // plan.decision.batch_divisor
     work = layers_in(space, plan.axes).work(size, details.remat, is_split=splits_backward(table))
     machine, bounds, largest = space.machine, details.stages.bounds, max(state.parameters for state in states)
+    if EXCHANGES[config.exchange].shards and SHARDED.get(config.exchange, 3) == 3:
+        gathered = gathered_bytes(work)
+        states = [state._replace(parameters=state.parameters + gathered) for state in states]
     copies = plan.num_replicas if EXCHANGES[config.exchange].shards else 1
     costs = pipeline_costs(
         action_costs(work, machine, plan.axes, table, bounds, plan.traffic, details.executor),

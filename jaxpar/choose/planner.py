@@ -73,7 +73,7 @@ def fastest(space: Space, cluster: Cluster) -> Candidate:
         f"config.strategy is {AUTO_STRATEGY!r}, but nothing fits: {name} needs "
         f"{format_bytes(least.costs.nbytes)} of a device, {format_bytes(missing)} more than there is; it must fit in "
         f"{format_bytes(space.usable_bytes)}; try more devices, a lower config.batch_size or a smaller config.model. "
-        f"{report.advise_memory(space)}"
+        f"{report.describe_memory(space)}"
     )
 
 

@@ -10,7 +10,6 @@ from jaxpar.config import config_folder
 from jaxpar.errors import format_bytes
 from jaxpar.measure.flops import forward_flops
 
-OFFLOAD = "config.exchange_options.offload=True with config.exchange=zero2 keeps the optimizer state on the host."
 OVERHEADS = {
     "waiting": "waiting for other stages",
     "exposed": "exposed communication",
@@ -124,11 +123,6 @@ def describe_memory(space: Space) -> str:
         usable = format_bytes(space.usable_bytes)
         return f"A run can use {usable} of memory for a device; predicted are the bytes of a GPU, and a CPU needs more."
     return f"{what_jax_takes(space.usable_bytes)}; a larger fraction gives a run more."
-
-
-def advise_memory(space: Space) -> str:
-    """Return what gives a run more memory, if nothing fits."""
-    return f"{describe_memory(space)}{'' if space.machine.cluster.platform == 'cpu' else ' ' + OFFLOAD}"
 
 
 def explain(candidate: Candidate, best: Candidate, workload: StepWork) -> str:

@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> None:
     if not best.fits:
         raise UserError(
             f"--cluster is {arguments.cluster!r}, but nothing fits on it; it must have more devices or memory: "
-            f"{best.name} needs {format_bytes(best.costs.nbytes)} on each. {report.advise_memory(space)}"
+            f"{best.name} needs {format_bytes(best.costs.nbytes)} on each. {report.describe_memory(space)}"
         )
     if arguments.out:
         with writing("--out", arguments.out):

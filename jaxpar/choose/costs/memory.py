@@ -139,6 +139,12 @@ def largest_transfer(layers: Sequence[LayerProfile], spans: Spans) -> float:
     return max((layers[end - 1].output_bytes for _, end in spans if end < len(layers)), default=0.0)
 
 
+def gathered_bytes(work: LayerWork) -> float:
+    """Return the bytes of the largest layer that a stage gathers, if replicas shard parameters, and reads uncast."""
+    memory = zip(work.layers, work.memory, strict=True)
+    return max((float(layer.weight_bytes) for layer, of in memory if not of.narrowed), default=0.0)
+
+
 def working_bytes(work: LayerWork, spans: Spans, *, in_lockstep: bool) -> float:
     """Return the bytes with which the action of a stage works besides stashes.
 
