@@ -65,6 +65,15 @@ class Largest(NamedTuple):
     tolerance: float | None  # of the step of `relative`
 
 
+class Failure(NamedTuple):
+    """An error outside its tolerance."""
+
+    step: int  # index of the step; that of the first step for what is compared once
+    name: str  # a layer, or a metric
+    quantity: str  # one of QUANTITIES, or "" for a metric
+    relative: float  # the relative error
+
+
 class Measured(NamedTuple):
     """The largest errors that a comparison found.
 
@@ -79,6 +88,7 @@ class Measured(NamedTuple):
     num_tolerances: int  # over all steps
     counters: list[str]  # names of the counters whose values differ from the reference
     batches: list[int]  # indices of the batches used
+    failures: Sequence[Failure] = ()  # all errors outside their tolerances
 
 
 def batches(run: Run) -> list[int]:
@@ -165,6 +175,12 @@ class Comparison:
             sum(map(len, allowed.values())),
             sorted(self.counters),
             batches,
+            [
+                Failure(0 if quantity == "resume" else step, name, quantity, error.relative)
+                for (name, quantity), bounds in allowed.items()
+                for step, (error, bound) in enumerate(zip(self._errors[name, quantity], bounds, strict=True))
+                if not error.relative <= bound
+            ],
         )
 
     def _tolerances(self, *, has_terms: bool) -> dict[tuple[str, str], list[float]]:

@@ -15,6 +15,7 @@ from jaxpar.command_line import format_rows
 from jaxpar.core import mesh
 from jaxpar.errors import UserError, format_count
 from jaxpar.inspect import certificate, delayed, reference
+from jaxpar.inspect.cause import find_cause
 from jaxpar.inspect.certificate import QUANTITIES, Measured
 from jaxpar.inspect.reference import Runs
 from jaxpar.inspect.rounding import FALSE_ALARM, SEEDS
@@ -54,7 +55,7 @@ def issue(runs: Runs) -> dict[str, Any]:
     config, delays = run.config, run.plan.delays
     measured = delayed.measure_recurrence(runs) if delays else certificate.measure(runs)
     differs = delays.differs if delays else run.plan.differs
-    updates = " with delayed updates" if delays else ""
+    updates, cause = " with delayed updates" if delays else "", find_cause(runs, measured)
     return {
         "strategy": f"{config.strategy}: {run.plan.summary}",
         "model": f"{config.model.name}, {config.model.dtype}",
@@ -62,6 +63,7 @@ def issue(runs: Runs) -> dict[str, Any]:
         "delays": [stage._asdict() for stage in delays.stages] if delays else [],
         "tolerance": None if differs else derivation(measured),
         "outside": certificate.outside(measured),
+        "cause": cause and cause._asdict(),
         "metrics": {name: files.without_nonfinite(error._asdict()) for name, error in measured.metrics.items()},
         "layers": {
             layer: {quantity: files.without_nonfinite(error._asdict()) for quantity, error in errors.items()}
@@ -115,6 +117,9 @@ def format_certificate(certified: dict[str, Any]) -> str:
         lines.append(f"verdict    no tolerance applies: {certified['differs']}")
     elif certified["outside"]:
         lines += ["verdict    failed, outside the tolerance", *(f"outside    {one}" for one in certified["outside"])]
+        cause = certified["cause"]
+        lines += [f"where      {cause['where']}", f"cause      {cause['cause']}"]
+        lines += [f"evidence   {one}" for one in cause["evidence"]]
     else:
         of, layers = certified["tolerance"], certified["tolerance"]["smallest_scale_errors"].items()
         (first, least), (last, most) = (pick(layers, key=lambda item: item[1]) for pick in (min, max))

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +103,10 @@ class Reference:
         moments, of_no_layer = split_by_layer(tree["optimizer"]["1"], self._moments)
         return Snapshot(tree, params, gradient, update, moments, of_no_layer | counters)
 
+    def by_layer(self, tree: Tree) -> dict[str, Mapping[str, Any]]:
+        """Return the leaves of a tree like the parameters by layer and path."""
+        return split_by_layer(tree, self._params)[0]
+
     def step(self, tree: Canonical, batch: HostBatch) -> tuple[Snapshot, Metrics]:
         """Take a step from a canonical state."""
         state, metrics = self.strategy.step(self.strategy.from_canonical(tree), self.strategy.place(batch))
@@ -117,7 +121,7 @@ class Reference:
         """
         state = states.from_canonical({**tree, "params": changed(tree["params"], seed)}, self._like)
         grads, sums = jax.device_get(self._gradients(state, permuted(batch, seed), weight, np.uint32(seed)))
-        return split_by_layer(grads, self._params)[0], sums
+        return self.by_layer(grads), sums
 
     def update(self, before: Canonical, after: Canonical, metrics: Metrics, seed: int = 0) -> Snapshot:
         """Update the state `before` a step on one device, with the gradient recorded in the state `after` the step.

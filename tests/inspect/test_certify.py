@@ -26,6 +26,7 @@ from jaxpar import files, strategies
 from jaxpar.commands import certify as command
 from jaxpar.config import default_config
 from jaxpar.core import step as steps
+from jaxpar.core.groups import ReplicaGroup
 from jaxpar.core.step import Problem
 from jaxpar.data import Batches
 from jaxpar.data.batches import shuffled
@@ -33,7 +34,7 @@ from jaxpar.data.examples import Vectors
 from jaxpar.errors import exit_code
 from jaxpar.exchange import EXCHANGES
 from jaxpar.exchange.named import exchange_differs
-from jaxpar.inspect import certificate, certificate_report, reference
+from jaxpar.inspect import cause, certificate, certificate_report, reference
 from jaxpar.inspect.certificate import Largest
 from jaxpar.inspect.reference import Error, Reference, compare, compare_change
 from jaxpar.run.build import Run
@@ -57,6 +58,7 @@ SHARD_MAP = ["data_parallel.implementation=shard_map"]
 REFERENCES: dict[str, Strategy[Any]] = {}  # by config
 SHARED: dict[int, Reference] = {}  # by the id of one of these strategies
 PIPELINE = ["strategy=pipeline", "mesh.stage=2", "mesh.data=1", "pipeline.num_microbatches=4"]
+TENSOR = ["mesh.data=1", "mesh.tensor=2"]
 PIPEDREAM = [*PIPELINE, "pipeline.num_microbatches=1", "pipeline.schedule=pipedream"]
 
 
@@ -83,7 +85,8 @@ def certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
         return SHARED[id(run.strategy)]
 
     monkeypatch.setattr(reference, "make_single", make_shared)
-    monkeypatch.setattr(certificate, "Reference", share)
+    for module in (certificate, cause):
+        monkeypatch.setattr(module, "Reference", share)
 
     def run(*keys: str, num_steps: int = 3) -> tuple[int, dict[str, Any]]:
         output = tmp_path / "certificate.json"
@@ -368,7 +371,9 @@ def missing_update(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def doubled_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clip the gradient of a stage by a norm that is too large, as if it included other stages."""
-    changed_update(monkeypatch, lambda update, state, grads, sums, norm: update(state, grads, sums, 2 * norm))
+    changed_update(
+        monkeypatch, lambda update, state, grads, sums, norm, *rest: update(state, grads, sums, 2 * norm, *rest)
+    )
 
 
 def lost_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,6 +454,131 @@ def test_mistakes_are_found_and_named(
     printed = capsys.readouterr().out
     assert "verdict    failed, outside the tolerance" in printed
     assert all(f"outside    {place}: " in printed for place in places)
+
+
+# ---- causes --------------------------------------------------------------------------------------------------------
+
+
+def changed_mean(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, Any], Any]) -> None:
+    """Replace the mean over replicas of the exchange ddp by change(mean, gradients)."""
+    original = EXCHANGES["ddp"]
+
+    def ddp(*arguments: Any, **options: Any) -> Any:
+        reduce = original.call(*arguments, **options)
+        return reduce._replace(mean=lambda tree, state: (change(lambda of: reduce.mean(of, state)[0], tree), state))
+
+    monkeypatch.setitem(EXCHANGES, "ddp", original._replace(make=ddp))
+
+
+def missing_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed_mean(monkeypatch, lambda _mean, tree: tree)
+
+
+def narrow_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    def narrow(mean: Any, tree: Any) -> Any:
+        return mean(jax.tree.map(lambda g: g.astype(jax.numpy.bfloat16).astype(g.dtype), tree))
+
+    changed_mean(monkeypatch, narrow)
+
+
+def doubled_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def microbatches(batch: Any, num: int) -> Any:
+        rows = dict(steps.microbatches(batch, num))
+        return rows | {"weights": rows["weights"].at[1].multiply(2)}
+
+    changed(monkeypatch, pipeline_engine, microbatches=microbatches)
+
+
+def stale_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute each gradient at the parameters before the last update, and apply its update to the newest ones."""
+
+    def change(made: Strategy[Any]) -> Strategy[Any]:
+        params: list[Any] = []
+
+        def step(state: Any, batch: Any) -> Any:
+            tree = jax.tree.map(np.array, made.to_canonical(state))
+            params.append(tree["params"])
+            after, metrics = made.step(made.from_canonical({**tree, "params": params[-2:][0]}), batch)
+            stale = jax.tree.map(np.array, made.to_canonical(after))
+            update = stale["optimizer"]["2"]["last"]
+            return made.from_canonical({**stale, "params": jax.tree.map(np.add, tree["params"], update)}), metrics
+
+        return made._replace(step=step)
+
+    changed_strategy(monkeypatch, change)
+
+
+def wrong_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clip by the norm of the sum of the gradients of all replicas instead of their mean."""
+    original = strategies.make
+
+    def make(config: ConfigDict, problem: Problem) -> Strategy[Any]:
+        inner = problem.optimizer
+
+        def update(grads: Any, state: Any, params: Any, grad_norm: Any, **options: Any) -> Any:
+            return inner.update(grads, state, params, grad_norm=2 * grad_norm, **options)
+
+        without = problem._replace(optimizer=optax.GradientTransformationExtraArgs(inner.init, update))
+        return original(config, problem if config.strategy == "single" else without)
+
+    monkeypatch.setattr(strategies, "make", make)
+
+
+def missing_in_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not add up the gradients of arrays of which each device of a tensor axis has the whole."""
+    monkeypatch.setattr(ReplicaGroup, "reduced", lambda _group, grads: grads)
+
+
+def lost_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute the update of one layer, as a shard of an optimizer does, and do not send it."""
+
+    def apply(state: Any, updates: Any, optimizer: Any, metrics: Any) -> Any:
+        lost = jax.tree.map(jax.numpy.zeros_like, updates["head"])
+        return steps.apply(state, {**updates, "head": lost}, optimizer, metrics)
+
+    changed(monkeypatch, shard_map, apply=apply)
+
+
+CAUSES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], str, str]] = {
+    "a sum instead of a mean": (doubled_psum, [*MLP, *SHARD_MAP], "backward pass: head first, all", "a sum over repl"),
+    "a missing sum": (missing_sum, [*MLP, *SHARD_MAP], "backward pass: head", "of replica 0 alone"),
+    "lost examples": (dropped_microbatch, [*MLP, *PIPELINE], "forward", "lost examples: those of microbatch 3"),
+    "doubled examples": (doubled_microbatch, [*MLP, *PIPELINE], "forward", "doubled examples: those of microbatch 1"),
+    "counted padding": (counted_padding, [*MLP, *SHARD_MAP], "batch 3, forward", "padding examples are counted"),
+    "a mean of means": (own_mean, [*MLP, *SHARD_MAP], "batch 3, backward", "a mean of the means of replicas"),
+    "stale weights": (stale_weights, [*MLP, *SHARD_MAP], "batch 1, forward", "stale weights: they lack 1 update"),
+    "keys of replicas": (key_of_replica, [*MLP, *SHARD_MAP], "forward", "dropout keys: the position of an example"),
+    "keys of a step": (key_of_pipeline, [*MLP, *PIPELINE], "stage 0, 1", "dropout keys: those of the step after"),
+    "a narrow sum": (narrow_sum, [*MLP, *SHARD_MAP], "backward", "a reduction in bfloat16"),
+    "a scaled layer": (scaled_layer, [*MLP, *SHARD_MAP], "block_1, 1 of 4 layers", "scaled by a wrong factor"),
+    "no decay": (lost_decay, [*MLP, *SHARD_MAP, "optimizer.lr=2e-5"], "update", "no weight decay"),
+    "wrong clipping": (
+        wrong_clipping,
+        [*MLP, *SHARD_MAP, "optimizer.name=sgd", "optimizer.clip_norm=0.1"],
+        "update",
+        "wrong clipping: clipping by 2 times the norm",
+    ),
+    "a lost update": (lost_update, [*MLP, *SHARD_MAP], "update: head", "the update is computed, but not applied"),
+    "a tensor axis": (missing_in_group, [*BERT, *TENSOR], "backward", "a missing sum over the tensor axis"),
+    "lost moments": (lost_moments, [*MLP, *PIPELINE], "resumed state", "lost or changed state"),
+    "a wrong metric": (wrong_accuracy, MLP, "the step of batch 0", "examples are counted twice"),
+    "an evaluation": (doubled_evaluation, MLP, "an evaluation", "examples are counted twice"),
+}
+
+
+@pytest.mark.parametrize("name", slow_except(CAUSES.keys() - {"a tensor axis"}, CAUSES))
+def test_causes_are_named(
+    name: str, certify: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant, keys, where, why = CAUSES[name]
+    plant(monkeypatch)
+    code, found = certify(*keys)
+    assert code == 1
+    assert where in found["cause"]["where"], found["cause"]
+    assert why in found["cause"]["cause"], found["cause"]
+    printed = capsys.readouterr().out
+    assert f"\ncause      {found['cause']['cause']}\n" in printed
+    assert printed.count("\nevidence   ") == len(found["cause"]["evidence"])
 
 
 # ---- strategies that differ by design ------------------------------------------------------------------------------

@@ -1,0 +1,436 @@
+"""Finds where a failed certificate differs first, and the likely cause.
+
+The strategy takes its steps again, up to the first one with an error outside its tolerance. There, hypotheses are
+tested: each predicts the gradient or the update that a known kind of mistake would have given, computed by the
+reference on one device. The hypothesis that leaves the least of the difference unexplained is the cause. Those that
+fit a number, such as a scale, name it, and each says with which numbers it speaks for itself.
+
+The kinds of mistakes are those that were reported of other systems (Jiang et al., "TTrace", arXiv 2506.09280, table 1;
+NVIDIA/Megatron-LM#7452): a sum instead of a mean, a missing sum, lost or doubled examples, stale weights, wrong keys of
+dropout masks, a reduction in 16 bits, wrong clipping, weight decay or learning rate, and lost state.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.core.groups import ReplicaGroup
+from jaxpar.core.mesh import CONTEXT, TENSOR
+from jaxpar.core.step import Metrics
+from jaxpar.errors import format_count
+from jaxpar.inspect.certificate import EVALUATION, Failure, Measured, batches
+from jaxpar.inspect.reference import HostBatch, Leaves, Reference, Runs, Snapshot, compare
+from jaxpar.run.restore import start
+
+MOST_UNEXPLAINED = 0.3  # part of the difference that a cause may leave unexplained
+CLEARLY_BETTER = 0.25  # of that, so that a hypothesis with more free numbers is chosen
+MOST_PARTS = 32  # of a batch, whose shares in a gradient are determined
+OLDEST = 3  # steps by which stale weights are looked for
+NEAR = 0.02  # error of a share that counts as a whole number
+ORDER = ("start", "gradient", "", "update", "moments", "resume")  # quantities of a step, the earliest cause first
+
+
+class Cause(NamedTuple):
+    """Where a certificate fails first, and why."""
+
+    where: str  # step, pass, layers, stages
+    cause: str  # the likely cause, or that none is known
+    evidence: list[str]  # the numbers that speak for it
+
+
+class Guess(NamedTuple):
+    """A hypothesis: its name, the arrays that it predicts, and further evidence for it."""
+
+    name: str
+    predicted: np.ndarray  # one vector
+    evidence: str = ""
+
+
+class Evidence(NamedTuple):
+    """A step that fails."""
+
+    runs: Runs
+    number: int  # number of the batch
+    batch: HostBatch
+    before: Sequence[Snapshot]  # the states before the step, the newest last, and those before earlier steps
+    after: Snapshot
+    resumed: Snapshot  # the state after it, saved and resumed
+    metrics: Metrics  # on the host
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of shards of a batch."""
+        return self.runs.ours.plan.num_replicas
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches of a shard."""
+        return max(self.runs.ours.plan.decision.batch_divisor // self.num_replicas, 1)
+
+
+def find_cause(runs: Runs, measured: Measured) -> Cause | None:
+    """Return the cause of a certificate that failed; None if all errors are within their tolerances."""
+    if not measured.failures:
+        listed = ", ".join(measured.counters)
+        return Cause("the counters of the state", f"{listed}: not counted as on one device", []) if listed else None
+    step = min(failure.step for failure in measured.failures)
+    failed = [failure for failure in measured.failures if failure.step == step]
+    quantity = min((failure.quantity for failure in failed), key=ORDER.index)
+    if quantity == "" and all(failure.name.startswith(EVALUATION) for failure in failed if not failure.quantity):
+        return _cause_of_metrics(failed, "an evaluation")
+    names = [failure.name for failure in failed if failure.quantity == quantity]
+    if runs.ours.plan.delays:
+        return Cause(_where(runs, step, quantity, names), "not searched for in pipelines that never drain", [])
+    evidence = _again(runs, step)
+    has_loss = any(failure.name == "loss" for failure in failed)
+    where = _where(runs, evidence.number, quantity, names, has_loss=has_loss)
+    if quantity == "gradient":
+        return _missing_in_group(evidence, where, names) or _best(where, *_of_gradient(evidence, names))
+    if quantity in ("update", "moments"):
+        return _best(where, *_of_update(evidence, names))
+    if quantity == "resume":
+        return Cause(where, *_of_resume(evidence))
+    if quantity == "start":
+        return Cause(where, "other initial parameters, or other copies of them on some devices", [])
+    return _cause_of_metrics(failed, f"the step of batch {evidence.number}")
+
+
+def _again(runs: Runs, step: int) -> Evidence:
+    """Take the steps of the strategy again, up to this one."""
+    run, strategy, reference = runs.ours, runs.ours.strategy, Reference(runs.one_device)
+    state, _ = start(run)
+    snapshots = [reference.snapshot(strategy, state)]
+    for count, number in enumerate(batches(run)[: step + 1]):
+        batch = run.batches.batch(number)
+        state, metrics = strategy.step(state, strategy.place(batch))
+        snapshots = [*snapshots[-OLDEST - 1 :], reference.snapshot(strategy, state)]
+        resumed = snapshots[-1]
+        if count == 0:  # continue as a resumed run does
+            state = strategy.from_canonical(resumed.tree, jax.tree.map(np.array, strategy.to_private(state)))
+            resumed = reference.snapshot(strategy, state)
+    return Evidence(runs, number, batch, snapshots[:-1], snapshots[-1], resumed, jax.device_get(metrics))
+
+
+def _where(runs: Runs, number: int, quantity: str, names: Sequence[str], *, has_loss: bool = False) -> str:
+    """Return the place: step, pass, and the layers in the order of the model, with their stages."""
+    layers = [layer.name for layer in runs.ours.problem.model.layers]
+    wrong = [layer for layer in layers if layer in names]
+    passes = {
+        "start": "initial parameters",
+        "gradient": "forward pass (the loss differs, too)" if has_loss else "backward pass",
+        "update": "update",
+        "moments": "optimizer state",
+        "resume": "resumed state",
+        "": "metrics",
+    }
+    text = f"step of batch {number}, {passes[quantity]}"
+    if not wrong:
+        return text
+    # A backward pass begins with the last layer.
+    first = wrong[-1] if quantity == "gradient" and not has_loss else wrong[0]
+    right = len(layers) - len(wrong)
+    text += f": {first} first, " if len(wrong) > 1 else f": {first}, "
+    text += f"{len(wrong)} of {len(layers)} layers" if right else "all layers"
+    held = stages_of(runs)
+    stages = sorted({stage for stage, of_stage in enumerate(held) if set(of_stage) & set(wrong)})
+    return text + (f", of stage {', '.join(map(str, stages))}" if stages else "")
+
+
+def stages_of(runs: Runs) -> list[tuple[str, ...]]:
+    """Return the names of the layers of each stage of a pipeline; empty for other strategies."""
+    plan: Any = runs.ours.plan
+    if plan.strategy != "pipeline":
+        return []
+    names = [layer.name for layer in runs.ours.problem.model.layers]
+    return [tuple(names[first:end]) for first, end in itertools.pairwise(plan.details.stages.bounds)]
+
+
+def _vector(layers: Mapping[str, Leaves], names: Sequence[str]) -> np.ndarray:
+    """Return the arrays of some layers as one vector of float64."""
+    arrays = [np.ravel(layers[name][key]) for name in names for key in sorted(layers[name])]
+    return np.concatenate([array.astype(np.float64) for array in arrays])
+
+
+def _best(where: str, got: np.ndarray, expected: np.ndarray, guesses: Iterator[Guess]) -> Cause:
+    """Return the cause that leaves the least of the difference unexplained."""
+    difference = float(np.linalg.norm(got - expected))
+    tried, best, least = 0, None, MOST_UNEXPLAINED
+    for guess in guesses:
+        tried += 1
+        unexplained = float(np.linalg.norm(got - guess.predicted)) / difference
+        if unexplained < (least if best is None else CLEARLY_BETTER * least):
+            best, least = guess, unexplained
+    relative = difference / max(float(np.linalg.norm(expected)), float(np.finfo(np.float32).tiny))
+    error = f"relative error {relative:.2g}"
+    if best is None:
+        return Cause(where, f"unknown: none of {tried} hypotheses explains it", [error])
+    evidence = [f"{error}, of which this leaves {least:.1g} unexplained"]
+    return Cause(where, best.name, [best.evidence, *evidence] if best.evidence else evidence)
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+def _of_gradient(evidence: Evidence, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray, Iterator[Guess]]:
+    """Return a gradient, that of one device, and hypotheses about the difference."""
+    reference, batch, before = Reference(evidence.runs.exact), evidence.batch, evidence.before[-1].tree
+    total = batch["weights"].sum()
+
+    def gradient(
+        weights: np.ndarray | None = None, *, tree: Any = None, index: np.ndarray | None = None, weight: Any = None
+    ) -> np.ndarray:
+        changed = {"weights": batch["weights"] if weights is None else weights}
+        changed |= {} if index is None else {"index": index}
+        made, _ = reference.gradient(tree or before, {**batch, **changed}, total if weight is None else weight)
+        return _vector(made, names)
+
+    got, expected = _vector(evidence.after.gradient, names), gradient()
+    return got, expected, _guesses_of_gradient(evidence, got, expected, gradient)
+
+
+def _guesses_of_gradient(
+    evidence: Evidence, got: np.ndarray, expected: np.ndarray, gradient: Callable[..., np.ndarray]
+) -> Iterator[Guess]:
+    """Yield hypotheses, those with fewer free numbers first. gradient: of some weights, keys or parameters."""
+    n, m, batch = evidence.num_replicas, evidence.num_microbatches, evidence.batch
+    weights, size = batch["weights"], len(batch["weights"])
+    per_replica = size // n
+    position = np.arange(size)
+    replica, microbatch = position // per_replica, position % per_replica % m
+    for words, index in (("replica", position % per_replica), ("microbatch", position % per_replica // m)):
+        yield Guess(
+            f"dropout keys: the position of an example in its {words} instead of in the batch",
+            gradient(index=batch["index"][index]),
+            "the index of an example in the batch is folded into the key of the step",
+        )
+    tree = evidence.before[-1].tree
+    for offset in (1, -1):
+        keys = {**tree, "step": tree["step"] + np.asarray(offset, tree["step"].dtype)}
+        yield Guess(f"dropout keys: those of the step {'after' if offset > 0 else 'before'}", gradient(tree=keys))
+    ones = np.ones_like(weights)
+    if (weights != ones).any():
+        yield Guess("padding examples are counted", gradient(ones, weight=weights.sum()))
+        yield Guess("padding examples are counted", gradient(ones, weight=np.float32(size)))
+    yield from _stale(evidence, gradient)
+    scale = float(got @ expected / (expected @ expected))
+    yield Guess(_name_of_scale(scale, evidence), scale * expected, f"the gradient is {scale:.7g} times that expected")
+    parts = [(k, j) for k in range(n) for j in range(m)] if n * m <= MOST_PARTS else [(k, -1) for k in range(n)]
+    if not 1 < len(parts) <= MOST_PARTS:
+        return
+    masks = [(replica == k) & ((microbatch == j) | (j < 0)) for k, j in parts]
+    of_parts = [gradient(np.where(mask, weights, 0).astype(weights.dtype)) for mask in masks]
+    whole = [float(weights[replica == k].sum()) for k in range(n)]
+    if min(whole) != max(whole) and min(whole) > 0:  # the mean of the means of replicas
+        means = [sum(whole) / (n * whole[k]) for k, _ in parts]
+        predicted = sum(share * part for share, part in zip(means, of_parts, strict=True))
+        listed = ", ".join(f"{one:g}" for one in whole)
+        yield Guess(
+            "a mean of the means of replicas, whatever their weights", np.asarray(predicted), f"weights of {listed}"
+        )
+    shares = np.linalg.lstsq(np.stack(of_parts, axis=1), got, rcond=None)[0]
+    yield Guess(_name_of_shares(shares, parts), np.stack(of_parts, axis=1) @ shares, _listed(shares, parts))
+    yield from _rounded(got, expected, of_parts)
+
+
+def _missing_in_group(evidence: Evidence, where: str, names: Sequence[str]) -> Cause | None:
+    """Return whether a sum over the tensor axis is missing: if only arrays differ of which each device has all."""
+    run, reference = evidence.runs.ours, Reference(evidence.runs.exact)
+    sizes = {axis: run.plan.axes[axis] for axis in (CONTEXT, TENSOR) if axis in run.plan.axes}
+    if TENSOR not in sizes:
+        return None
+    group = ReplicaGroup(run.problem, sizes)
+    is_split = reference.by_layer(group.is_split(run.problem.model.shapes))
+    batch, got = evidence.batch, evidence.after.gradient
+    expected, _ = reference.gradient(evidence.before[-1].tree, batch, batch["weights"].sum())
+    listed = []
+    for name in names:
+        sizes_of = {key: float(np.linalg.norm(got[name][key] - leaf)) for key, leaf in expected[name].items()}
+        wrong = [key for key, size in sizes_of.items() if size > NEAR * max(sizes_of.values())]
+        if any(is_split[name][key] for key in wrong):
+            return None
+        listed += [
+            f"{name}{key.removeprefix('[]')} {compare({'': got[name][key]}, {'': expected[name][key]}).relative:.2g}"
+            for key in wrong
+        ]
+    return Cause(
+        where,
+        "a missing sum over the tensor axis: only arrays differ of which each of its devices has the whole",
+        [f"relative errors: {', '.join(listed)}"],
+    )
+
+
+def _stale(evidence: Evidence, gradient: Callable[..., np.ndarray]) -> Iterator[Guess]:
+    """Yield gradients at earlier parameters, of all layers or of those of one stage."""
+    newest = evidence.before[-1].tree
+    held: list[tuple[str, tuple[str, ...]]] = [("", tuple(newest["params"]))]
+    held += [(f" in stage {stage}", layers) for stage, layers in enumerate(stages_of(evidence.runs))]
+    for count, earlier in enumerate(reversed(evidence.before[:-1]), 1):
+        for where, layers in held:
+            old = {layer: earlier.tree["params"][layer] for layer in layers if layer in newest["params"]}
+            stale = {**newest, "params": {**newest["params"], **old}}
+            yield Guess(f"stale weights{where}: they lack {format_count(count, 'update')}", gradient(tree=stale))
+
+
+def _name_of_scale(scale: float, evidence: Evidence) -> str:
+    """Return the likely reason why all gradients are too large or too small by the same factor."""
+    n, m, axes = evidence.num_replicas, evidence.num_microbatches, evidence.runs.ours.plan.axes
+    numbers = {"replicas": n, "microbatches": m, "all devices that share the batch": n * m}
+    numbers |= {f"the devices of the {axis} axis": axes[axis] for axis in (TENSOR, CONTEXT) if axis in axes}
+    for words, number in numbers.items():
+        if number > 1 and math.isclose(scale, number, rel_tol=NEAR):
+            return f"a sum over {words} instead of their mean, or a sum that is taken twice"
+        if number > 1 and math.isclose(scale, 1 / number, rel_tol=NEAR):
+            return f"divided by the number of {words} twice, or a missing sum over them"
+    return "scaled by a wrong factor"
+
+
+def _name_of_shares(shares: np.ndarray, parts: Sequence[tuple[int, int]]) -> str:
+    """Return what is wrong with the shares of the parts of a batch in a gradient. Each should be 1."""
+    largest = float(np.max(np.abs(shares)))
+    has_part = np.abs(shares) > NEAR * largest
+    replicas = {k for k, _ in parts}
+    present = {k for (k, _), has in zip(parts, has_part, strict=True) if has}
+    if len(replicas) > len(present) == 1:
+        return f"a missing sum over replicas: the gradient is that of replica {min(present)} alone"
+    lost = [part for part, has in zip(parts, has_part, strict=True) if not has]
+    if lost:
+        return f"lost examples: those of {_named(lost, parts)} are missing"
+    least = float(np.min(shares))
+    doubled = [
+        part for part, share in zip(parts, shares, strict=True) if math.isclose(share, 2 * least, rel_tol=2 * NEAR)
+    ]
+    if doubled:
+        return f"doubled examples: those of {_named(doubled, parts)} are counted twice"
+    return "parts of the batch have wrong weights"
+
+
+def _named(some: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int]]) -> str:
+    """Return the names of some parts of a batch: microbatches of all replicas, whole replicas, or single parts."""
+    for axis, name in ((1, "microbatch"), (0, "replica")):
+        numbers = sorted({part[axis] for part in some})
+        if set(some) == {part for part in parts if part[axis] in numbers}:
+            return f"{name} {', '.join(map(str, numbers))}"
+    return ", ".join(f"microbatch {j} of replica {k}" for k, j in some)
+
+
+def _listed(shares: np.ndarray, parts: Sequence[tuple[int, int]]) -> str:
+    listed = ", ".join(f"{share:.3g}" for share in shares)
+    kind = "replicas" if all(j <= 0 for _, j in parts) else "the microbatches of each replica in turn"
+    return f"shares of {kind} in the gradient, each of which should be 1: {listed}"
+
+
+def _rounded(got: np.ndarray, expected: np.ndarray, of_parts: Sequence[np.ndarray]) -> Iterator[Guess]:
+    """Yield a guess if the difference is like that of a sum in 16 bits.
+
+    Rounding depends on the order of the sum, so the difference cannot be predicted; but part of it is that of rounding
+    each addend, and it has the size that rounding makes.
+    """
+    difference = got - expected
+    for dtype in (jnp.bfloat16, jnp.float16):
+        addends = [part.astype(np.float32).astype(dtype) for part in of_parts]
+        in_float32 = sum(part.astype(np.float64) for part in addends)
+        in_dtype = addends[0]
+        for addend in addends[1:]:
+            in_dtype = (in_dtype.astype(np.float32) + addend.astype(np.float32)).astype(dtype)
+        for made in (np.asarray(in_float32), in_dtype.astype(np.float64)):
+            error = made - expected
+            size = float(np.linalg.norm(error))
+            if not size:
+                continue
+            alike = float(difference @ error) / (size * float(np.linalg.norm(difference)))
+            ratio = float(np.linalg.norm(difference)) / size
+            if alike > 0.5 and 0.3 < ratio < 3:
+                name = f"a reduction in {np.dtype(dtype).name} instead of float32"
+                words = f"the error is {ratio:.2g} times that of such a sum, and their correlation is {alike:.2g}"
+                unexplained = MOST_UNEXPLAINED * (1 - alike)  # so that the clearest one is chosen
+                yield Guess(name, expected + (1 - unexplained) * difference, words)
+
+
+# ---- updates and other quantities -----------------------------------------------------------------------------------
+
+
+def _of_update(evidence: Evidence, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray, Iterator[Guess]]:
+    """Return an update, that of one device for the same gradient, and hypotheses about the difference."""
+    reference, before, after = Reference(evidence.runs.one_device), evidence.before[-1], evidence.after
+    metrics = evidence.metrics
+
+    def update(norm: Any = None, params: Any = None) -> np.ndarray:
+        tree = before.tree if params is None else {**before.tree, "params": params}
+        made = reference.update(tree, after.tree, metrics if norm is None else metrics._replace(grad_norm=norm))
+        return _vector(made.update, names)
+
+    got, expected = _vector(after.update, names), update()
+    if np.array_equal(got, expected):  # the optimizer is right, but not what is done with its result
+        got = _vector(after.params, names) - _vector(before.params, names)
+        return got, expected, _guesses_of_change(got, expected, before, after)
+    return got, expected, _guesses_of_update(evidence, got, expected, update)
+
+
+def _guesses_of_change(got: np.ndarray, expected: np.ndarray, before: Snapshot, after: Snapshot) -> Iterator[Guess]:
+    """Yield hypotheses about parameters that do not change by the update."""
+    same = [
+        name
+        for name, leaves in before.params.items()
+        if all(np.array_equal(leaves[k], after.params[name][k]) for k in leaves)
+    ]
+    yield Guess("the update is computed, but not applied", np.zeros_like(got), f"unchanged: {', '.join(same)}")
+    scale = float(got @ expected / (expected @ expected))
+    yield Guess("the update is scaled before it is applied", scale * expected, f"scaled by {scale:.7g}")
+
+
+def _guesses_of_update(
+    evidence: Evidence, got: np.ndarray, expected: np.ndarray, update: Callable[..., np.ndarray]
+) -> Iterator[Guess]:
+    """Yield hypotheses. update: with another norm of the gradient, or other parameters."""
+    run, before, n = evidence.runs.ours, evidence.before[-1], evidence.num_replicas
+    yield Guess("no update", np.zeros_like(got))
+    step, scale = int(before.tree["step"]), float(got @ expected / (expected @ expected))
+    rates = [float(run.learning_rate(max(number, 0))) for number in (step, step + 1, step - 1)]
+    words = f"the update is {scale:.7g} times that expected"
+    for name, rate in zip(("after", "before"), rates[1:], strict=True):
+        if rates[0] and rate not in (rates[0], 0.0):
+            yield Guess(f"the learning rate of the step {name}", rate / rates[0] * expected, words)
+    if run.config.optimizer.clip_norm:
+        norm = np.float32(evidence.metrics.grad_norm)
+        wrong = {"no clipping": 0.0, f"{n} times the norm": n * norm, f"1/{n} of the norm": norm / n}
+        wrong |= {f"the norm times the square root of {n}": n**0.5 * norm, "twice the norm": 2 * norm}
+        for stage, layers in enumerate(stages_of(evidence.runs)):
+            gradient = {layer: evidence.after.gradient[layer] for layer in layers if layer in evidence.after.gradient}
+            wrong[f"the norm of the gradient of stage {stage} alone"] = np.linalg.norm(
+                _vector(gradient, list(gradient))
+            )
+        for words_of, value in wrong.items():
+            name = words_of if not value else f"clipping by {words_of}"
+            yield Guess(f"wrong clipping: {name}", update(np.asarray(value, np.float32)), f"the norm is {norm:.4g}")
+    decay = expected - update(params=jax.tree.map(np.zeros_like, before.tree["params"]))
+    if decay @ decay:
+        share = 1 + float((got - expected) @ decay / (decay @ decay))
+        name = "no weight decay" if abs(share) < NEAR else "wrong weight decay"
+        yield Guess(name, expected + (share - 1) * decay, f"weight decay is {share:.3g} times that expected")
+    yield Guess("the update is scaled by a wrong factor", scale * expected, words)
+
+
+def _of_resume(evidence: Evidence) -> tuple[str, list[str]]:
+    """Return why a resumed state differs, with the parts that do."""
+    lost = []
+    for part in ("params", "gradient", "update", "optimizer"):
+        saved, resumed = getattr(evidence.after, part), getattr(evidence.resumed, part)
+        wrong = [
+            name for name in saved if any(not np.array_equal(saved[name][k], resumed[name][k]) for k in saved[name])
+        ]
+        if wrong:
+            zero = all(not np.any(leaf) for name in wrong for leaf in resumed[name].values())
+            lost.append(f"{part} of {', '.join(wrong)}{' is 0' if zero else ''}")
+    return "lost or changed state when a run is resumed", lost
+
+
+def _cause_of_metrics(failed: Sequence[Failure], where: str) -> Cause:
+    """Return the cause of metrics that differ although the gradients agree."""
+    ratios = [f"{failure.name}: relative error {failure.relative:.3g}" for failure in failed if not failure.quantity]
+    doubled = all(math.isclose(failure.relative, 1, rel_tol=NEAR) for failure in failed if not failure.quantity)
+    return Cause(where, "examples are counted twice" if doubled else "metrics are summed wrongly", ratios)
