@@ -1,6 +1,7 @@
 """Certifies the strategy of a config, and formats the certificate."""
 
 import tempfile
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -113,17 +114,32 @@ def format_certificate(certified: dict[str, Any]) -> str:
     ]
     if certified["differs"]:
         lines.append(f"verdict    no tolerance applies: {certified['differs']}")
-    elif certified["outside"]:
-        lines += ["verdict    failed, outside the tolerance", *(f"outside    {one}" for one in certified["outside"])]
-    else:
-        of, layers = certified["tolerance"], certified["tolerance"]["smallest_scale_errors"].items()
-        (first, least), (last, most) = (pick(layers, key=lambda item: item[1]) for pick in (min, max))
-        lines += [
-            f"verdict    passed: {of['number']} errors are within their tolerances, which rounding alone exceeds with "
-            f"a probability of {of['false_alarm']:g}",
-            f"finds      a scale error of one layer's gradient of {least:.1e} ({first}) to {most:.1e} ({last})",
-        ]
+        return "\n".join(lines)
+    of = certified["tolerance"]
+    lines += format_verdict(certified["outside"], of["number"], of["false_alarm"])
+    if not certified["outside"]:
+        scales = of["smallest_scale_errors"].items()
+        (first, least), (last, most) = (pick(scales, key=lambda item: item[1]) for pick in (min, max))
+        lines.append(
+            f"finds      a scale error of one layer's gradient of {least:.1e} ({first}) to {most:.1e} ({last})"
+        )
     return "\n".join(lines)
+
+
+def describe_verdict(outside: Sequence[str], number: int, false_alarm: float) -> str:
+    """Return the verdict on a number of errors. outside: those that exceed their tolerances."""
+    if outside:
+        return "failed, outside the tolerance"
+    return (
+        f"passed: {number} errors are within their tolerances, which rounding alone exceeds with a probability of "
+        f"{false_alarm:g}"
+    )
+
+
+def format_verdict(outside: Sequence[str], number: int, false_alarm: float) -> list[str]:
+    """Return the lines of the verdict, and of the errors that exceed their tolerances."""
+    verdict = describe_verdict(outside, number, false_alarm)
+    return [f"verdict    {verdict}", *(f"outside    {one}" for one in outside)]
 
 
 def format_delays(stage: dict[str, Any]) -> str:
