@@ -186,8 +186,9 @@ class Comparison:
             if quantity == "resume":
                 allowed[name, quantity] = [0.0] * len(samples)
             elif quantity not in SAMPLED:
-                bound = tolerances(samples if all(samples) else [[0.0] * len(SEEDS)], probability, scalar=True)[0]
-                allowed[name, quantity] = [bound] * len(self._errors[name, quantity])
+                number = len(self._errors[name, quantity])  # the samples can be those of more steps, up to the last one
+                rows = samples if all(samples) else [[0.0] * len(SEEDS)] * number
+                allowed[name, quantity] = tolerances(rows, probability, scalar=True)[-number:]
         for quantity in SAMPLED:
             layers = [name for name, q in keys if q == quantity]
             by_step = zip(*(self._samples[layer, quantity] for layer in layers), strict=True)

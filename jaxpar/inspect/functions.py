@@ -2,9 +2,9 @@
 
 Both are functions of the same parameters and batch, and return the same arrays, such as the loss and the gradients. As
 in the certificate of a config (certificate.py), the tolerances follow from samples of the rounding errors of one
-device. But the layers of such a function are not known. So the reference is traced, and what is changed at random in a
-sample are the results of its operations that depend on the order of a sum, and in 16 bits of all that round. The
-parameters are changed too, and the examples of the batch are permuted.
+device. But the layers of a function are not known. So the reference is traced, and in a sample, the results of its
+operations that depend on the order of a sum are changed at random, in 16 bits those of all that round. The parameters
+are changed too, and the examples of the batch are permuted.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from jaxpar.inspect.reference import Error, compare
 from jaxpar.inspect.rounding import FALSE_ALARM, SEEDS, changed, changed_in_program, permuted, tolerances
 from jaxpar.layout import Tree
 from jaxpar.run import report
-from jaxpar.strategies.pipeline.executor.split_backward import CALLS, REMAT_CALLS, evaluate
+from jaxpar.strategies.pipeline.executor.split_backward import CALLS, REMAT_CALLS, evaluate_jaxpr
 
 # Primitives whose results depend on the order of a sum, and those that contain such sums.
 SUMS = frozenset(
@@ -96,7 +96,7 @@ def certify_functions(
     def sampled(params: Tree, batch: Tree, seed: jax.Array) -> Tree:
         traced, shapes = jax.make_jaxpr(reference, return_shape=True)(params, batch)
         changes = partial(_changed_results, numbers=itertools.count(), seed=seed)
-        results = evaluate(traced, jax.tree.leaves((params, batch)), CALLS | REMAT_CALLS, changes)
+        results = evaluate_jaxpr(traced, jax.tree.leaves((params, batch)), CALLS | REMAT_CALLS, changes)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     on_host = jax.tree.map(np.array, params)

@@ -106,12 +106,13 @@ def tolerances(samples: Sequence[Sequence[float]], probability: float, *, scalar
 
     probability: of that.
 
-    samples: relative errors, [layers, seeds] of one step; if they are of a scalar, [steps, seeds], with one scale.
+    samples: relative errors, [layers, seeds] of one step; if they are of a scalar, [steps, seeds], with one scale for
+    all steps except those whose samples are larger.
     """
     squares = np.square(np.asarray(samples, np.float64))
     means, count = squares.mean(axis=1), squares.shape[1]
     if scalar:
-        means, components, others = np.full(len(means), means.mean()), 1.0, float(squares.size)
+        means, components, others = np.maximum(means, means.mean()), 1.0, float(squares.size)
     else:
         present = means > 0
         spread = (squares[present].var(axis=1, ddof=1) / means[present] ** 2).mean() if present.any() else 0.0

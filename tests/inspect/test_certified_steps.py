@@ -67,7 +67,7 @@ def test_correct_steps_pass_and_change_nothing(
 
 
 def test_a_resumed_run_certifies_the_same_steps(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was stopped after step 6, so step 8 is certified."""
+    """A run that was stopped after step 6 certifies step 8."""
     certified: list[int] = []
     original = certified_steps.CertifiedSteps._certify
 
@@ -144,7 +144,7 @@ def lost_update(made: Strategy[Any]) -> Callable[..., Any]:
 def test_a_mistake_in_a_late_step_stops_the_run(
     change: Any, named: str, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is named with its step. The state after it is not saved; that of step 6 still exists."""
+    """The error names the step. The state after it is not saved; that of step 6 still exists."""
     late(change, monkeypatch)
     with pytest.raises(TrainingError) as error:
         training.train(config("data_parallel.implementation=shard_map"), tmp_path / "run")

@@ -656,7 +656,7 @@ def check_page(text: str, found: dict[str, Any], printed: str) -> None:
 
 
 def test_the_page_of_a_strategy_that_differs() -> None:
-    """It has delays, no tolerance, and errors without a bound."""
+    """The page has delays, no tolerance, and errors without a bound."""
     stage = {"layers": ["embed"], "updated_after": 1, "computed_after": [0], "lags": [1]}
     error = {"bitwise": False, "ulps": 2.0, "relative": 1e-7, "tolerance": None}
     found: dict[str, Any] = {"model": "mlp <a>", "strategy": "pipeline", "differs": "it & that", "delays": [stage]}
@@ -671,7 +671,7 @@ def test_the_page_of_a_strategy_that_differs() -> None:
 
 
 def test_an_infinite_error_is_marked() -> None:
-    """So is one above its tolerance; one that is within it is shaded by its share of it."""
+    """An error above its tolerance is marked, too; one within it is shaded by its share of it."""
     error = {"bitwise": False, "ulps": 2.0, "relative": None, "tolerance": 1e-6}
     assert error_cell(error) == ("outside: inf / 1.0e-06", None, None, 0.5)
     assert error_cell(error | {"relative": 2e-6}) == ("outside: 2.0e-06 / 1.0e-06", 2e-6, None, 0.5)

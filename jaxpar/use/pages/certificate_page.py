@@ -8,7 +8,7 @@ from jaxpar.inspect.certificate import QUANTITIES
 from jaxpar.inspect.certificate_report import cell, describe_verdict, format_delays
 from jaxpar.use.pages.html import Cell, Row, document, folded, number_cell, paragraph, section, table
 
-DARKEST = 0.5  # opacity of a cell whose error is as large as its tolerance, on which text is legible
+SHADE_AT_TOLERANCE = 0.5  # opacity of a cell whose error is as large as its tolerance, on which text is legible
 MEANINGS = {
     "start": "parameters before the first step",
     "gradient": "the gradient that the optimizer receives, of each step from the same state",
@@ -64,8 +64,8 @@ def error_cell(error: Mapping[str, Any] | None) -> Cell:
         return Cell(text)
     relative, tolerance = error["relative"], error["tolerance"]
     if relative is None or relative > tolerance:
-        return Cell(f"outside: {text}", relative, shade=DARKEST)
-    return Cell(text, relative, shade=DARKEST * relative / tolerance if tolerance else 0.0)
+        return Cell(f"outside: {text}", relative, shade=SHADE_AT_TOLERANCE)
+    return Cell(text, relative, shade=SHADE_AT_TOLERANCE * relative / tolerance if tolerance else 0.0)
 
 
 def _verdict(certified: Mapping[str, Any]) -> list[str]:

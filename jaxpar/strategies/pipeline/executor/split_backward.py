@@ -197,10 +197,10 @@ def flatten(closed: core.ClosedJaxpr, *, remat: bool, axes: Sequence[tuple[str, 
     """
     wrappers = CALLS | (REMAT_CALLS if remat else {})
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in closed.jaxpr.invars]
-    return jax.make_jaxpr(lambda *args: evaluate(closed, args, wrappers), axis_env=axes)(*avals)
+    return jax.make_jaxpr(lambda *args: evaluate_jaxpr(closed, args, wrappers), axis_env=axes)(*avals)
 
 
-def evaluate(
+def evaluate_jaxpr(
     closed: core.ClosedJaxpr,
     args: Sequence[Any],
     wrappers: Mapping[str, str],
@@ -223,7 +223,7 @@ def evaluate(
         if name in wrappers:
             inner = equation.params[wrappers[name]]
             inner = inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
-            outs = evaluate(inner, [read(var) for var in equation.invars], wrappers, changed)
+            outs = evaluate_jaxpr(inner, [read(var) for var in equation.invars], wrappers, changed)
             values |= dict(zip(equation.outvars, outs, strict=True))
         else:
             invars = list(dict.fromkeys(_variables(equation.invars)))

@@ -28,7 +28,7 @@ from jaxpar.core.step import Metrics, Problem
 from jaxpar.exchange.clip import already_clipped, clipped
 from jaxpar.exchange.exchange import AllReduce
 from jaxpar.exchange.fuse import apart
-from jaxpar.exchange.reduce import EQUAL
+from jaxpar.exchange.reduce import EQUAL_ON_ALL
 from jaxpar.launch import processes
 from jaxpar.layout import Layout, Tree
 from jaxpar.models.model import Params
@@ -290,7 +290,7 @@ class StageUpdate:
             joined = self._means[kind].joined(shards, DATA, jnp)
             return self._params.pack(kind, self._means[kind].to_canonical(joined))
 
-        gathered = [jax.lax.all_gather(array, DATA, to=EQUAL) for array in params]
+        gathered = [jax.lax.all_gather(array, DATA, to=EQUAL_ON_ALL) for array in params]
         return self._switch(of_kind, *zip(*gathered, strict=True))
 
     def counted(self, x: jax.Array) -> jax.Array:
