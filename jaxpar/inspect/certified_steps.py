@@ -36,6 +36,8 @@ from jaxpar.run.build import Run, StrategyState
 from jaxpar.strategies.fits import check_memory, in_flight_bytes
 
 HOST_STATES = 6  # about, of which the host holds copies while it compares them
+# Temporary bytes of a gradient per byte of the activations of `in_flight_bytes`. XLA needed 1.9 to 2.2 on CPUs.
+TEMPORARY = 2.2
 
 
 class PlacedBatch(NamedTuple):
@@ -87,10 +89,8 @@ class CertifiedSteps:
 
     def describe_cost(self) -> str:
         """Return what a certified step costs. Raises UserError if the memory is too small."""
-        run, reference = self._run, self._runs.one_device
-        working = in_flight_bytes(reference.plan, reference.problem)
-        parameters, state = nbytes(run.problem.model.shapes), sum(reference.plan.memory[0].values())
-        on_device = working["gradients"] + max(2 * state, parameters + working["activations"])
+        run, on_device = self._run, self.device_bytes()
+        state = sum(self._runs.one_device.plan.memory[0].values())
         memory = [dict(parts) for parts in run.plan.memory]
         memory[0]["certificate"] = on_device
         check_memory(replace(run.plan, memory=memory), run.cluster)
@@ -98,8 +98,18 @@ class CertifiedSteps:
         check_host_memory(f"config.certify_every is {every}", on_host, "comparing states")
         return (
             f"every {format_count(every, 'step')}, with the work of {1 + len(SEEDS)} more steps on the first device "
-            f"alone, up to {format_bytes(on_device)} of its memory and {format_bytes(on_host)} of the host's"
+            f"alone, about {format_bytes(on_device)} of its memory and {format_bytes(on_host)} of the host's"
         )
+
+    def device_bytes(self) -> int:
+        """Return about how many bytes the first device needs for a certified step in addition to those of the run.
+
+        It computes a gradient in the dtype of the exact reference, and then an update, which needs two states.
+        """
+        reference, exact = self._runs.one_device, self._runs.exact
+        working = in_flight_bytes(exact.plan, exact.problem)
+        parameters, state = nbytes(reference.problem.model.shapes), sum(reference.plan.memory[0].values())
+        return working["gradients"] + max(2 * state, parameters + round(TEMPORARY * working["activations"]))
 
     def init(self, key: jax.Array) -> StrategyState:
         """Return the state at step 0."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,12 @@ from jaxpar import config as configs
 from jaxpar.core import step as steps
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.inspect import certified_steps
+from jaxpar.measure.phases import Phases
+from jaxpar.run import build
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.data_parallel import shard_map
 from tests.inspect.test_certify import MLP, PIPEDREAM, PIPELINE
-from tests.runs import refused, small_arguments, without_texts
+from tests.runs import refused, small_arguments, small_config, without_texts
 from tests.selection import slow_except
 
 EVERY = ["certify_every=4", "num_steps=10", "eval.every_steps=5", "checkpoint.every_steps=3"]
@@ -54,7 +57,7 @@ def test_correct_steps_pass_and_change_nothing(
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("certify ")]
     assert len(lines) == 1
     assert lines[0].startswith(
-        "certify   every 4 steps, with the work of 5 more steps on the first device alone, up to"
+        "certify   every 4 steps, with the work of 5 more steps on the first device alone, about "
     )
     if name != "shard_map":
         return
@@ -193,6 +196,27 @@ def test_a_step_that_is_not_finite_is_followed_by_a_certified_one(
     monkeypatch.setattr(strategies, "build", build)
     training.train(config("optimizer.nonfinite=skip"), tmp_path / "run")
     assert certified == [5, 8]
+
+
+def test_the_memory_is_that_of_the_compiled_programs(tmp_path: Path) -> None:
+    run = build.make_run(small_config(tmp_path, "--config.certify_every=1", "--config.mesh.data=1"), tmp_path, Phases())
+    certified = certified_steps.CertifiedSteps(run)
+    reference, problem = certified._compared.single, run.problem
+    state, scalar = reference._like, partial(jax.ShapeDtypeStruct, ())
+    sums = jax.eval_shape(problem.task.zeros)
+    needed = [
+        needed_bytes(program.lower(*arguments).compile())
+        for program, *arguments in (
+            (reference._gradients, state, problem.batch, scalar(np.float32), scalar(np.uint32)),
+            (reference._update, state, state.params, sums, scalar(np.float32)),
+        )
+    ]
+    assert 0.95 * max(needed) < certified.device_bytes() < 1.6 * max(needed)
+
+
+def needed_bytes(compiled: Any) -> int:
+    found = compiled.memory_analysis()
+    return int(found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes)
 
 
 @pytest.mark.parametrize(
