@@ -659,7 +659,12 @@ def test_the_page_of_a_strategy_that_differs() -> None:
     """The page has delays, no tolerance, and errors without a bound."""
     stage = {"layers": ["embed"], "updated_after": 1, "computed_after": [0], "lags": [1]}
     error = {"bitwise": False, "ulps": 2.0, "relative": 1e-7, "tolerance": None}
-    found: dict[str, Any] = {"model": "mlp <a>", "strategy": "pipeline", "differs": "it & that", "delays": [stage]}
+    found: dict[str, Any] = {
+        "model": "mlp <a>, float16",
+        "strategy": "pipeline",
+        "differs": "it & that",
+        "delays": [stage],
+    }
     found |= {"sums": {"batch_size": 24, "strategy": "s", "reference": "one device"}, "batches": [0, 1], "seeds": {}}
     found |= {"devices": {"number": 2, "kinds": ["cpu"], "machine": "x86_64"}, "versions": {}, "flags": {}}
     found |= {"metrics": {"loss": error}, "layers": {"embed": {"gradient": error}}, "tolerance": None, "outside": []}
@@ -667,6 +672,7 @@ def test_the_page_of_a_strategy_that_differs() -> None:
     assert "No tolerance applies: it & that." in page.texts
     assert ["delays", certificate_report.format_delays(stage)] in page.rows
     assert ["embed", "1.0e-07"] in page.rows
+    assert ["reference", "one device; its losses and gradients are those of the model in float32"] in page.rows
     assert page.values == []
 
 

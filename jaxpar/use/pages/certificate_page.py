@@ -79,13 +79,14 @@ def _verdict(certified: Mapping[str, Any]) -> list[str]:
 
 
 def _compared(certified: Mapping[str, Any]) -> list[Row]:
-    sums, steps = certified["sums"], certified["batches"]
+    sums, steps, is_exact = certified["sums"], certified["batches"], certified["model"].endswith(", float32")
+    in_float32 = "" if is_exact else "; its losses and gradients are those of the model in float32"
     return [
         ["strategy", certified["strategy"]],
         ["model", certified["model"]],
         ["steps", f"{len(steps)}, on batches {', '.join(map(str, steps))}"],
         ["batch", f"{sums['batch_size']} examples over {sums['strategy']}"],
-        ["reference", sums["reference"]],
+        ["reference", sums["reference"] + in_float32],
         *(["delays", format_delays(stage)] for stage in certified["delays"]),
     ]
 
