@@ -299,6 +299,10 @@ def get_config() -> ConfigDict:
     # do its step again without it (docs/processes.md); 0: a lost process ends the run
     config.elastic_seconds = 0
 
+    # Compare every N-th step with the same step on one device, and stop with an error if they differ by more than
+    # rounding (docs/certificate.md); 0: none
+    config.certify_every = 0
+
     config.profile = (0, 0)  # (first, last) step to profile, into workdir/profile; (0, 0): none
     config.cache_dir = ""  # cache of token arrays and compiled programs; empty: $JAXPAR_CACHE, or ~/.cache/jaxpar
     return config

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxpar.config import load_config as load_config
     from jaxpar.inspect.certificate_report import certify as certify
+    from jaxpar.inspect.functions import certify_functions as certify_functions
     from jaxpar.inspect.plan_report import plan as plan
     from jaxpar.training import train as train
     from jaxpar.use.inference.api import load as load
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 # name -> module. They are imported on first use, because `import jaxpar` must not import JAX.
 LAZY = {
     "certify": "jaxpar.inspect.certificate_report",
+    "certify_functions": "jaxpar.inspect.functions",
     "load": "jaxpar.use.inference.api",
     "load_config": "jaxpar.config",
     "plan": "jaxpar.inspect.plan_report",

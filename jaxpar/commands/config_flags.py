@@ -26,6 +26,8 @@ class ConfigParser(Parser):
     ) -> tuple[argparse.Namespace, ConfigDict]:
         """Return the arguments and the config, for which JAX is configured. effects: as in `load_checked`."""
         arguments, overrides = self.parse_with_overrides(argv)
+        if "strategy" in arguments and arguments.strategy is not None:  # a flag of some commands
+            overrides.append(f"--config.strategy={arguments.strategy}")
         config = load_checked(arguments.config, overrides, effects)
         mesh.prepare_jax(config, data.cache_dir(config) / "xla")
         return arguments, config

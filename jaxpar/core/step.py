@@ -70,7 +70,9 @@ def gradients(
     if num == 1:
         return microbatch_gradients(batch)
     stacked = microbatches(batch, num)
-    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(microbatch_gradients, abstract(stacked, 1)))
+    # From the arrays, not from their shapes, so that in `shard_map` zeros have the types of the gradients.
+    first = jax.eval_shape(lambda stacked: microbatch_gradients({name: x[0] for name, x in stacked.items()}), stacked)
+    zeros = jax.tree.map(jnp.zeros_like, first)
 
     def add(total: tuple[Params, Sums], examples: Batch) -> tuple[tuple[Params, Sums], None]:
         return jax.tree.map(jnp.add, total, microbatch_gradients(examples)), None

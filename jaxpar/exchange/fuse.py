@@ -62,7 +62,7 @@ def fused(
 
     def mean(tree: Tree, state: Tree) -> tuple[Tree, Tree]:
         leaves, structure = jax.tree.flatten(tree)
-        pieces = [[leaf.reshape(-1)[:0]] for leaf in leaves]
+        pieces: list[list[jax.Array]] = [[] for _ in leaves]
         states = []
         for bucket, private in zip(plan(leaves), state, strict=True):
             vector = jnp.concatenate([leaves[leaf].reshape(-1)[start:stop] for leaf, start, stop in bucket])
@@ -72,7 +72,8 @@ def fused(
             for leaf, start, stop in bucket:  # in the order of each leaf's elements
                 pieces[leaf].append(vector[offset : offset + stop - start])
                 offset += stop - start
-        shaped = [jnp.concatenate(some).reshape(leaf.shape) for some, leaf in zip(pieces, leaves, strict=True)]
+        of_leaves = zip(pieces, leaves, strict=True)
+        shaped = [jnp.concatenate(some).reshape(leaf.shape) if some else leaf for some, leaf in of_leaves]
         return jax.tree.unflatten(structure, shaped), tuple(states)
 
     def traffic(tree: Tree) -> list[Traffic]:

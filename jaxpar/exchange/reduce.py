@@ -45,6 +45,9 @@ class Axis(NamedTuple):
         return Axis(self.name, self.size // group, groups)
 
 
+EQUAL_ON_ALL = "invarying"  # the type of gathered arrays: equal on all devices
+
+
 class Reducer(NamedTuple):
     """An algorithm that averages a vector over replicas, exactly or approximately."""
 
@@ -95,7 +98,7 @@ def push_pull(axis: Axis, *, predivide: float = 1.0, dtype: DTypeLike | None = N
 
     def total(x: jax.Array) -> jax.Array:
         shard = jax.lax.psum_scatter(x, axis.name, tiled=True)
-        return jax.lax.all_gather(shard, axis.name, tiled=True)
+        return jax.lax.all_gather(shard, axis.name, tiled=True, to=EQUAL_ON_ALL)
 
     sends = [("reduce-scatter", 1, axis, 1), ("all-gather", 1, axis, 1)]
     return _mean_of(total, sends, axis, predivide, dtype, multiple=axis.size)

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jaxpar.core.plan import Traffic
 from jaxpar.exchange.compress import Compressor, to_bytes
-from jaxpar.exchange.reduce import Axis, Reducer
+from jaxpar.exchange.reduce import EQUAL_ON_ALL, Axis, Reducer
 from jaxpar.layout import Tree
 
 
@@ -43,7 +43,8 @@ def scatter_gather(axis: Axis, worker: Compressor, server: Compressor) -> Reduce
         received = jax.lax.all_to_all(jax.vmap(to_bytes)(payloads), axis.name, 0, 0, axis_index_groups=axis.groups)
         mean = jnp.mean(jax.vmap(lambda sent: worker.decode_bytes(sent, length))(received), axis=0)
         payload, server_state = server.encode(mean, state["server"])
-        received = jax.lax.all_gather(to_bytes(payload), axis.name, axis_index_groups=axis.groups)
+        to = "varying" if axis.groups else EQUAL_ON_ALL  # of groups, JAX has no types
+        received = jax.lax.all_gather(to_bytes(payload), axis.name, axis_index_groups=axis.groups, to=to)
         whole = jax.vmap(lambda sent: server.decode_bytes(sent, length))(received).reshape(-1)
         return whole.astype(x.dtype), {"worker": workers, "server": server_state}
 

@@ -320,8 +320,9 @@ def _named(some: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int]]) ->
 
 def _listed(shares: np.ndarray, parts: Sequence[tuple[int, int]]) -> str:
     listed = ", ".join(f"{share:.3g}" for share in shares)
-    kind = "replicas" if all(j <= 0 for _, j in parts) else "the microbatches of each replica in turn"
-    return f"shares of {kind} in the gradient, each of which should be 1: {listed}"
+    kind = "replicas" if all(j <= 0 for _, j in parts) else "microbatches"
+    kind += ", replica by replica," if parts[-1][0] and kind == "microbatches" else ""
+    return f"shares of the {kind} in the gradient, each of which should be 1: {listed}"
 
 
 def _rounded(got: np.ndarray, expected: np.ndarray, of_parts: Sequence[np.ndarray]) -> Iterator[Guess]:

@@ -48,6 +48,7 @@ from jaxpar.tasks import Sums, mean_loss
 
 MOST_STEPS = 100_000  # the errors of all steps are in memory: about 20 kB per step for a model of 12 layers
 FIRST_STEPS, SILENT_SECONDS = 2, 10.0  # steps that compile; how long the others can take without being announced
+POOLED_STEPS = 100  # certified steps of a run whose samples of metrics are used
 # All other metrics are terms. In 16 bits these have no tolerance: rounding decides between nearly equal logits, rarely,
 # so that a few samples do not bound how often.
 METRICS = ("loss", "weight", "gradient norm")
@@ -137,9 +138,13 @@ class Comparison:
     ) -> None:
         """Compare a quantity of each layer with the reference; for quantity "", compare metrics."""
         for name, leaves in got.items():
-            self._errors.setdefault((name, quantity), []).append(compare(leaves, expected[name]))
-            errors = [compare(sample[name], expected[name]).relative for sample in samples]
-            self._samples.setdefault((name, quantity), []).append(errors)
+            of_samples = [compare(sample[name], expected[name]).relative for sample in samples]
+            self.append(name, quantity, compare(leaves, expected[name]), of_samples)
+
+    def append(self, name: str, quantity: str, error: Error, samples: list[float]) -> None:
+        """Add the error of a quantity of a layer, or of a metric, and samples of the relative rounding error."""
+        self._errors.setdefault((name, quantity), []).append(error)
+        self._samples.setdefault((name, quantity), []).append(samples)
 
     def update(self, before: Snapshot, after: Snapshot, metrics: Metrics) -> None:
         """Compare the update of a step with the update of one device for the same gradient."""
@@ -150,13 +155,13 @@ class Comparison:
             change = compare_change(before.params[layer], params, expected.params[layer])
             errors[-1] = worst([errors[-1], change])
         self.add("moments", after.optimizer, expected.optimizer, [sample.optimizer for sample in samples])
-        self._compare_counters(after, expected)
+        self.compare_counters(after, expected)
 
     def resumed(self, saved: Snapshot, resumed: Snapshot) -> None:
         """Compare a state that was made from a canonical state with this canonical state."""
         for field in ("params", "gradient", "update", "optimizer"):
             self.add("resume", getattr(resumed, field), getattr(saved, field))
-        self._compare_counters(resumed, saved)
+        self.compare_counters(resumed, saved)
 
     def evaluation(self, got: Sums, alone: StrategyState, after: Snapshot, batch: HostBatch) -> None:
         """Compare the evaluation of a state on a batch with that of the reference. alone: any state of the latter."""
@@ -167,7 +172,8 @@ class Comparison:
         """Return the largest errors of all steps. differs: whether there are no tolerances."""
         allowed = {} if differs else self._tolerances(has_terms=run.config.model.dtype == "float32")
         of = {key: largest(errors, allowed.get(key)) for key, errors in self._errors.items()}
-        layers = [layer.name for layer in run.problem.model.layers if (layer.name, "start") in of]
+        present = {name for name, quantity in of if quantity}
+        layers = [layer.name for layer in run.problem.model.layers if layer.name in present]
         return Measured(
             {name: found for (name, quantity), found in of.items() if not quantity},
             {layer: {q: of[layer, q] for q in QUANTITIES if (layer, q) in of} for layer in layers},
@@ -196,8 +202,9 @@ class Comparison:
             if quantity == "resume":
                 allowed[name, quantity] = [0.0] * len(samples)
             elif quantity not in SAMPLED:
-                bound = tolerances(samples if all(samples) else [[0.0] * len(SEEDS)], probability, scalar=True)[0]
-                allowed[name, quantity] = [bound] * len(self._errors[name, quantity])
+                number = len(self._errors[name, quantity])  # the samples can be those of more steps, up to the last one
+                rows = samples if all(samples) else [[0.0] * len(SEEDS)] * number
+                allowed[name, quantity] = tolerances(rows, probability, scalar=True)[-number:]
         for quantity in SAMPLED:
             layers = [name for name, q in keys if q == quantity]
             by_step = zip(*(self._samples[layer, quantity] for layer in layers), strict=True)
@@ -207,7 +214,13 @@ class Comparison:
             }
         return allowed
 
-    def _compare_counters(self, got: Snapshot, expected: Snapshot) -> None:
+    def next_step(self) -> None:
+        """Forget all errors, and all samples except those of metrics, whose scale is that of several steps."""
+        self._errors.clear()
+        self._samples = {key: samples[-POOLED_STEPS:] for key, samples in self._samples.items() if not key[1]}
+
+    def compare_counters(self, got: Snapshot, expected: Snapshot) -> None:
+        """Compare the leaves of a state that belong to no layer, which must be equal."""
         self.counters |= {name for name, value in expected.counters.items() if (got.counters[name] != value).any()}
 
 

@@ -1,6 +1,7 @@
 """Certifies the strategy of a config, and formats the certificate."""
 
 import tempfile
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def issue(runs: Runs) -> dict[str, Any]:
     config, delays = run.config, run.plan.delays
     measured = delayed.measure_recurrence(runs) if delays else certificate.measure(runs)
     differs = delays.differs if delays else run.plan.differs
-    updates, cause = " with delayed updates" if delays else "", find_cause(runs, measured)
+    updates, cause = " with delayed updates" if delays else "", None if differs else find_cause(runs, measured)
     return {
         "strategy": f"{config.strategy}: {run.plan.summary}",
         "model": f"{config.model.name}, {config.model.dtype}",
@@ -115,20 +116,35 @@ def format_certificate(certified: dict[str, Any]) -> str:
     ]
     if certified["differs"]:
         lines.append(f"verdict    no tolerance applies: {certified['differs']}")
-    elif certified["outside"]:
-        lines += ["verdict    failed, outside the tolerance", *(f"outside    {one}" for one in certified["outside"])]
-        cause = certified["cause"]
+        return "\n".join(lines)
+    of = certified["tolerance"]
+    lines += format_verdict(certified["outside"], of["number"], of["false_alarm"])
+    if cause := certified["cause"]:
         lines += [f"where      {cause['where']}", f"cause      {cause['cause']}"]
         lines += [f"evidence   {one}" for one in cause["evidence"]]
     else:
-        of, layers = certified["tolerance"], certified["tolerance"]["smallest_scale_errors"].items()
-        (first, least), (last, most) = (pick(layers, key=lambda item: item[1]) for pick in (min, max))
-        lines += [
-            f"verdict    passed: {of['number']} errors are within their tolerances, which rounding alone exceeds with "
-            f"a probability of {of['false_alarm']:g}",
-            f"finds      a scale error of one layer's gradient of {least:.1e} ({first}) to {most:.1e} ({last})",
-        ]
+        scales = of["smallest_scale_errors"].items()
+        (first, least), (last, most) = (pick(scales, key=lambda item: item[1]) for pick in (min, max))
+        lines.append(
+            f"finds      a scale error of one layer's gradient of {least:.1e} ({first}) to {most:.1e} ({last})"
+        )
     return "\n".join(lines)
+
+
+def describe_verdict(outside: Sequence[str], number: int, false_alarm: float) -> str:
+    """Return the verdict on a number of errors. outside: those that exceed their tolerances."""
+    if outside:
+        return "failed, outside the tolerance"
+    return (
+        f"passed: {number} errors are within their tolerances, which rounding alone exceeds with a probability of "
+        f"{false_alarm:g}"
+    )
+
+
+def format_verdict(outside: Sequence[str], number: int, false_alarm: float) -> list[str]:
+    """Return the lines of the verdict, and of the errors that exceed their tolerances."""
+    verdict = describe_verdict(outside, number, false_alarm)
+    return [f"verdict    {verdict}", *(f"outside    {one}" for one in outside)]
 
 
 def format_delays(stage: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -103,10 +103,6 @@ class Reference:
         moments, of_no_layer = split_by_layer(tree["optimizer"]["1"], self._moments)
         return Snapshot(tree, params, gradient, update, moments, of_no_layer | counters)
 
-    def by_layer(self, tree: Tree) -> dict[str, Mapping[str, Any]]:
-        """Return the leaves of a tree like the parameters by layer and path."""
-        return split_by_layer(tree, self._params)[0]
-
     def step(self, tree: Canonical, batch: HostBatch) -> tuple[Snapshot, Metrics]:
         """Take a step from a canonical state."""
         state, metrics = self.strategy.step(self.strategy.from_canonical(tree), self.strategy.place(batch))
@@ -119,16 +115,32 @@ class Reference:
 
         seed: of a sample of the rounding errors; 0: none.
         """
-        state = states.from_canonical({**tree, "params": changed(tree["params"], seed)}, self._like)
-        grads, sums = jax.device_get(self._gradients(state, permuted(batch, seed), weight, np.uint32(seed)))
+        grads, sums = self.gradient_tree(tree, batch, weight, seed)
         return self.by_layer(grads), sums
+
+    def gradient_tree(
+        self, tree: Canonical, batch: HostBatch, weight: np.ndarray, seed: int = 0
+    ) -> tuple[Params, Sums]:
+        """Return the same as `gradient`, with the gradient in the form of the parameters. NumPy arrays."""
+        state = states.from_canonical({**tree, "params": changed(tree["params"], seed)}, self._like)
+        made: tuple[Params, Sums] = jax.device_get(
+            self._gradients(state, permuted(batch, seed), weight, np.uint32(seed))
+        )
+        return made
+
+    def by_layer(self, params: Params) -> dict[str, Leaves]:
+        """Return the leaves of each layer of a tree like the parameters, by path."""
+        return split_by_layer(params, self._params)[0]
 
     def update(self, before: Canonical, after: Canonical, metrics: Metrics, seed: int = 0) -> Snapshot:
         """Update the state `before` a step on one device, with the gradient recorded in the state `after` the step.
 
         seed: of a sample of the rounding errors; 0: none.
         """
-        grads = states.from_canonical(after, self._like).optimizer[0].last
+        return self.update_with(before, states.from_canonical(after, self._like).optimizer[0].last, metrics, seed)
+
+    def update_with(self, before: Canonical, grads: Params, metrics: Metrics, seed: int = 0) -> Snapshot:
+        """Do what `update` does with this gradient."""
         sums, norm = jax.device_get((metrics.sums, metrics.grad_norm))
         before, grads, norm = changed((before, grads, norm), seed)
         state, _ = self._update(states.from_canonical(before, self._like), grads, sums, norm)
@@ -142,25 +154,33 @@ class Reference:
 
 
 class Runs(NamedTuple):
-    """The runs to compare, whose optimizers record gradients and updates."""
+    """The runs to compare, of which all but the one of the strategy always record gradients and updates."""
 
-    ours: Run  # the run of the strategy
+    ours: Run  # the run of the strategy; from `make_runs`, it records them too
     one_device: Run  # the same run of strategy `single`
     exact: Run  # `one_device` with a float32 model; the same object if the model is a float32 model already
 
 
 def make_runs(run: Run, passes: int) -> Runs:
     """Return the runs to compare, whose reference accumulates the gradient of a batch over `passes` microbatches."""
-    problem = run.problem._replace(optimizer=optax.chain(recording(), run.problem.optimizer, recording()))
-    ours = run._replace(problem=problem, strategy=strategies.make(run.config, problem))
-    one_device = _make_reference(run, problem._replace(accumulation_steps=passes))
+    runs = make_references(run, passes)
+    problem = _recorded(run.problem)
+    return runs._replace(ours=run._replace(problem=problem, strategy=strategies.make(run.config, problem)))
+
+
+def make_references(run: Run, passes: int) -> Runs:
+    """Return the run as it is, and its references of `make_runs`."""
+    one_device = _make_reference(run, _recorded(run.problem)._replace(accumulation_steps=passes))
     if run.config.model.dtype == "float32":
-        return Runs(ours, one_device, one_device)
+        return Runs(run, one_device, one_device)
     config = run.config.copy_and_resolve_references()
     config.model.dtype, config.model.attention = "float32", "auto"
     model = models.build(config, run.dataset.info, run.cluster)
-    exact = _make_reference(run._replace(config=config), one_device.problem._replace(model=model))
-    return Runs(ours, one_device, exact)
+    return Runs(run, one_device, _make_reference(run._replace(config=config), one_device.problem._replace(model=model)))
+
+
+def _recorded(problem: Problem) -> Problem:
+    return problem._replace(optimizer=optax.chain(recording(), problem.optimizer, recording()))
 
 
 def _make_reference(run: Run, problem: Problem) -> Run:

@@ -16,7 +16,7 @@ variance of the samples. A scalar factor of a whole array, such as 1 / the weigh
 rounded too. So a tolerance also contains a common error of the array by one unit of float32.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -58,12 +58,12 @@ def changed(tree: Tree, seed: int) -> Tree:
     return jax.tree.map(change, tree)
 
 
-def permuted(batch: Mapping[str, np.ndarray], seed: int) -> Mapping[str, np.ndarray]:
-    """Return a batch with its examples in another order; with seed 0 in the same one."""
+def permuted(batch: Tree, seed: int) -> Tree:
+    """Return a batch of NumPy arrays with its examples, along the first dim, in another order; with seed 0 as it is."""
     if seed == 0:
         return batch
-    order = np.random.default_rng(seed).permutation(len(batch["weights"]))
-    return {name: array[order] for name, array in batch.items()}
+    order = np.random.default_rng(seed).permutation(len(jax.tree.leaves(batch)[0]))
+    return jax.tree.map(lambda array: array[order], batch)
 
 
 def changed_in_program(tree: Tree, index: int | jax.Array, seed: jax.Array) -> Tree:
@@ -84,8 +84,9 @@ def changed_in_program(tree: Tree, index: int | jax.Array, seed: jax.Array) -> T
 @jax.custom_vjp
 def _change(x: jax.Array, key: jax.Array, is_active: jax.Array) -> jax.Array:
     outcome = jax.random.bits(key, x.shape) % num_outcomes(x.dtype)
-    units = (outcome == 0).astype(x.dtype) - (outcome == 1).astype(x.dtype)
-    return x + x * (units * jnp.where(is_active, jnp.finfo(x.dtype).eps / 2, 0).astype(x.dtype))
+    units = jnp.where(is_active, (outcome == 0).astype(x.dtype) - (outcome == 1).astype(x.dtype), 0)
+    half = jnp.asarray(jnp.finfo(x.dtype).eps / 2, x.dtype)
+    return jnp.where(units == 0, x, x + x * (units * half))  # not infinity times 0
 
 
 def _forward(x: jax.Array, key: jax.Array, is_active: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -105,12 +106,13 @@ def tolerances(samples: Sequence[Sequence[float]], probability: float, *, scalar
 
     probability: of that.
 
-    samples: relative errors, [layers, seeds] of one step; if they are of a scalar, [steps, seeds], with one scale.
+    samples: relative errors, [layers, seeds] of one step; if they are of a scalar, [steps, seeds], with one scale for
+    all steps except those whose samples are larger.
     """
     squares = np.square(np.asarray(samples, np.float64))
     means, count = squares.mean(axis=1), squares.shape[1]
     if scalar:
-        means, components, others = np.full(len(means), means.mean()), 1.0, float(squares.size)
+        means, components, others = np.maximum(means, means.mean()), 1.0, float(squares.size)
     else:
         present = means > 0
         spread = (squares[present].var(axis=1, ddof=1) / means[present] ** 2).mean() if present.any() else 0.0

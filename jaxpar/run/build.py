@@ -95,7 +95,8 @@ def check_run(config: ConfigDict, workdir: Path, cluster: Cluster | None = None)
     model = check_inputs(config, cluster)
     decision = strategies.decide(config, cluster, model)
     strategies.check_other_sections(config, [layer.name for layer in model.layers] if model else [])
-    at_least = {"checkpoint.keep": 1, "eval.every_steps": 0, "checkpoint.every_steps": 0, "log.every_steps": 1}
+    at_least = {"checkpoint.keep": 1, "log.every_steps": 1}
+    at_least |= {"eval.every_steps": 0, "checkpoint.every_steps": 0, "certify_every": 0}
     values = configs.keys(config)
     for key, least in at_least.items():
         if values[key] < least:

@@ -19,6 +19,7 @@ LANGUAGES = {"bash", "console", "json", "python", "text", "toml", "yaml"}
 PARTS = {
     "README.md": "reads the checkpoint of a run, as tests/test_export.py does",
     "CONTRIBUTING.md": "parts of new files; its guides were followed by hand",
+    "docs/certificate.md": "part of scripts/examples/certify_functions.py, which was run",
     "docs/predict.md": "reads the checkpoint of a run, as tests/use/inference does",
     "docs/generate.md": "reads the checkpoint of a run, as tests/use/serve does",
     "docs/checkpoints.md": "reads the checkpoint of a run, as tests/test_export.py does",

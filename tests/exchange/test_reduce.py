@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.exchange import Traffic, reduce
 from jaxpar.exchange.reduce import Reducer
@@ -77,7 +78,9 @@ def test_collectives_of_a_cast_are_in_its_dtype(name: str) -> None:
     def mean(x: jax.Array) -> jax.Array:
         return PLAIN[name](axis(8), dtype=jnp.float16).mean(x, ())[0]
 
-    program = str(jax.make_jaxpr(mean, axis_env=[("data", 8)])(jnp.zeros(LENGTH)))
+    mesh, same = Mesh(np.array(jax.devices()), ("data",)), PartitionSpec()
+    mapped = jax.shard_map(mean, mesh=mesh, in_specs=same, out_specs=same, check_vma=False)
+    program = str(jax.make_jaxpr(mapped)(jnp.zeros(LENGTH)))
     sent = [line for line in program.splitlines() if COLLECTIVE.search(line)]
     assert len(sent) == {"psum": 1, "ring": 14, "push_pull": 2}.get(name, 3)
     assert all((":u16[" if name == "ring" else ":f16[") in line for line in sent)  # the ring sends bits

@@ -46,6 +46,8 @@ from jaxpar.strategies.pipeline.executor import engine as pipeline_engine
 from jaxpar.strategies.pipeline.executor.lowering import LoweredTable
 from jaxpar.strategies.pipeline.executor.state import PackedState, StageUpdate
 from jaxpar.strategies.pipeline.tables.table import Table, U
+from jaxpar.use.pages.certificate_page import certificate_page, error_cell
+from tests.html_pages import check_alone
 from tests.runs import small_arguments, without_texts
 from tests.selection import slow_except
 
@@ -91,9 +93,10 @@ def certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
     def run(*keys: str, num_steps: int = 3) -> tuple[int, dict[str, Any]]:
         output = tmp_path / "certificate.json"
         own = small_arguments(tmp_path)
-        overrides = [*(without_texts(own) if MLP[0] in keys else own), *(f"--config.{key}" for key in keys)]
+        flags = [f"--{key}" if key.startswith("strategy=") else f"--config.{key}" for key in keys]
+        overrides = [*(without_texts(own) if MLP[0] in keys else own), *flags]
         arguments = ["--config=configs/default.py", f"--num_steps={num_steps}", f"--output={output}", *overrides]
-        code = command.main(arguments)
+        code = command.main([*arguments, f"--report={tmp_path / 'certificate.html'}"])
         return code, json.loads(output.read_text())
 
     return run
@@ -433,7 +436,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], list[
 
 @pytest.mark.parametrize("name", slow_except(MISTAKES.keys() - SLOW, MISTAKES))
 def test_mistakes_are_found_and_named(
-    name: str, certify: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, certify: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plant, keys, places = MISTAKES[name]
     plant(monkeypatch)
@@ -451,6 +454,12 @@ def test_mistakes_are_found_and_named(
         "no stashing",
     ):  # nothing else is reported
         assert named == places
+    page = check_alone((tmp_path / "certificate.html").read_text())
+    assert "Failed, outside the tolerance." in page.texts
+    first = page.rows.index(["outside", "error"]) + 1
+    assert [row[0] for row in page.rows[first : first + len(named)]] == named
+    assert ["cause", found["cause"]["cause"]] in page.rows
+    assert any(cell.startswith("outside: ") for row in page.rows for cell in row) == (name != "forgotten step")
     printed = capsys.readouterr().out
     assert "verdict    failed, outside the tolerance" in printed
     assert all(f"outside    {place}: " in printed for place in places)
@@ -731,7 +740,7 @@ def test_a_long_comparison_is_announced(monkeypatch: pytest.MonkeyPatch, capsys:
     assert not capsys.readouterr().err
 
 
-def test_contents_of_a_certificate(certify: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contents_of_a_certificate(certify: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = certify(*MLP, *SHARD_MAP, "seed=1", "optimizer.accumulation_steps=2", num_steps=2)
     assert (code, found["outside"], found["differs"]) == (0, [], "")
     assert found["seeds"] == {"config.seed": 1, "config.exchange_options.seed": None}
@@ -745,7 +754,8 @@ def test_contents_of_a_certificate(certify: Any, capsys: pytest.CaptureFixture[s
     assert found["config"]["model.name"] == "mlp"
     assert found["config"]["num_steps"] == 2
     assert "model.size" not in found["config"]  # has its default
-    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    printed = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in printed.splitlines() if line}
     assert lines["layer"].split() == ["layer", "start", "gradient", "update", "moments", "resume", "drift"]
     scales = found["tolerance"]["smallest_scale_errors"]
     for layer, of in found["layers"].items():
@@ -755,6 +765,55 @@ def test_contents_of_a_certificate(certify: Any, capsys: pytest.CaptureFixture[s
     assert found["tolerance"]["number"] == 2 * (5 + 3 * 4) + 5 + 4 * (1 + 4)
     assert f"{found['tolerance']['number']} errors are within" in lines["verdict"]
     assert f"of {min(scales.values()):.1e} (" in lines["finds"]
+    check_page((tmp_path / "certificate.html").read_text(), found, printed)
+
+
+def check_page(text: str, found: dict[str, Any], printed: str) -> None:
+    """Check that a page has the errors of a certificate without rounding, and the cells that were printed."""
+    page = check_alone(text)
+    errors = [error for of in (found["metrics"], *found["layers"].values()) for error in of.values()]
+    assert {error["relative"] for error in errors if error["tolerance"] is not None} <= set(page.values)
+    rows = {row[0]: row[1:] for row in reversed(page.rows)}  # the first of each name
+    assert rows["layer"] == list(certificate.QUANTITIES)
+    for layer in found["layers"]:
+        [line] = [line for line in printed.splitlines() if line.startswith(f"{layer}  ")]
+        assert rows[layer] == re.split("  +", line)[1:]
+    number = found["tolerance"]["number"]
+    assert any(f"Passed: {number} errors are within their tolerances" in one for one in page.texts)
+    assert any(f"with a probability of 1e-06 / {number}" in one for one in page.texts)
+    assert rows["jax"] == [found["versions"]["jax"]]
+    assert rows["strategy"] == [found["strategy"]]
+    assert rows["model.name"] == ["'mlp'"]
+    assert rows["date"] == [found["date"].replace("T", " ").replace("+00:00", " UTC")]
+
+
+def test_the_page_of_a_strategy_that_differs() -> None:
+    """The page has delays, no tolerance, and errors without a bound."""
+    stage = {"layers": ["embed"], "updated_after": 1, "computed_after": [0], "lags": [1]}
+    error = {"bitwise": False, "ulps": 2.0, "relative": 1e-7, "tolerance": None}
+    found: dict[str, Any] = {
+        "model": "mlp <a>, float16",
+        "strategy": "pipeline",
+        "differs": "it & that",
+        "delays": [stage],
+    }
+    found |= {"sums": {"batch_size": 24, "strategy": "s", "reference": "one device"}, "batches": [0, 1], "seeds": {}}
+    found |= {"devices": {"number": 2, "kinds": ["cpu"], "machine": "x86_64"}, "versions": {}, "flags": {}}
+    found |= {"metrics": {"loss": error}, "layers": {"embed": {"gradient": error}}, "tolerance": None, "outside": []}
+    page = check_alone(certificate_page(found | {"config": {}, "date": "2026-11-27T00:00:00+00:00"}))
+    assert "No tolerance applies: it & that." in page.texts
+    assert ["delays", certificate_report.format_delays(stage)] in page.rows
+    assert ["embed", "1.0e-07"] in page.rows
+    assert ["reference", "one device; its losses and gradients are those of the model in float32"] in page.rows
+    assert page.values == []
+
+
+def test_an_infinite_error_is_marked() -> None:
+    """An error above its tolerance is marked, too; one within it is shaded by its share of it."""
+    error = {"bitwise": False, "ulps": 2.0, "relative": None, "tolerance": 1e-6}
+    assert error_cell(error) == ("outside: inf / 1.0e-06", None, None, 0.5)
+    assert error_cell(error | {"relative": 2e-6}) == ("outside: 2.0e-06 / 1.0e-06", 2e-6, None, 0.5)
+    assert error_cell(error | {"relative": 5e-7}) == ("5.0e-07 / 1.0e-06", 5e-7, None, 0.25)
 
 
 @pytest.mark.parametrize(
@@ -768,6 +827,9 @@ def test_contents_of_a_certificate(certify: Any, capsys: pytest.CaptureFixture[s
             "--output is 'no/such/file.json'; it must be in an existing directory, and 'no/such' is not one",
         ),
         ("--output=docs", "--output is 'docs', which is a directory; it must be a file"),
+        ("--report=docs", "--report is 'docs', which is a directory; it must be a file"),
+        ("--report={output}", "certificate.json', as --output is; it must be another file"),
+        ("--strategy=pipelin", "config.strategy is 'pipelin'; it must be one of"),
         ("--config.exchange=zero4", "config.exchange is 'zero4'"),
         (
             "--steps=4",
@@ -780,6 +842,7 @@ def test_a_mistake_is_reported_in_one_line(
     mistake: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = f"--output={tmp_path}/certificate.json"
+    mistake = mistake.format(output=f"{tmp_path}/certificate.json")
     arguments = ["--config=configs/default.py", *small_arguments(tmp_path), output, mistake]
     assert exit_code(lambda: command.main(arguments)) == 2
     captured = capsys.readouterr()

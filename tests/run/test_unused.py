@@ -29,6 +29,7 @@ ALWAYS = (
         "log",
         "watchdog_seconds",
         "elastic_seconds",
+        "certify_every",
         "profile",
         "cache_dir",
         "early_stop.patience",

@@ -29,7 +29,7 @@ from jaxpar.core.step import Metrics, Problem
 from jaxpar.exchange.exchange import EVERY, DistributedState, Exchange
 from jaxpar.exchange.fetch import fetched
 from jaxpar.exchange.reduce import psum_small
-from jaxpar.layout import PER_REPLICA, Layout
+from jaxpar.layout import PER_REPLICA, REPLICATED, Layout
 from jaxpar.models.model import Batch
 from jaxpar.strategies import exchanges, groups
 from jaxpar.strategies.placement import IN_PLACE, OVERLAP, BatchPlacement, PlacedState, on_all
@@ -165,9 +165,15 @@ def train_step(
         state = layout.local(state)
         # The mean, so that the gradient is the mean over replicas.
         weight = jax.lax.pmean(group.divisor(steps.batch_weight(batch)), DATA)
-        grads, local_sums = steps.gradients(problem, state, batch, weight, scatter=exchange.scatter)
-        grads = group.reduced(grads)
-        sums, squares = psum_small((local_sums, group.norm(grads) ** 2 / group.times_counted), group.batch_axes)
+        # If JAX checks types (check_vma), it sums the gradient over replicas itself, unless the parameters vary.
+        is_equal = exchange.params == REPLICATED
+        params = jax.lax.pcast(state.params, DATA, to="varying") if is_equal else state.params
+        grads_unreduced, sums_unreduced = steps.gradients(
+            problem, state._replace(params=params), batch, weight, scatter=exchange.scatter
+        )
+        grads_unreduced = group.reduced(grads_unreduced)
+        squares_unreduced = group.norm(grads_unreduced) ** 2 / group.times_counted
+        sums, squares = psum_small((sums_unreduced, squares_unreduced), group.batch_axes)
         grad_norm = jnp.sqrt(squares / num_replicas)
         finite = steps.is_finite(grad_norm, sums)  # before the exchange, as a compressor may hide infinities and NaNs
         distributed = state.optimizer._replace(optimizer=at_step(state.optimizer.optimizer, state.step))
@@ -175,10 +181,10 @@ def train_step(
             # On the CPU, nothing orders collectives inside a branch relative to those outside of it, so devices could
             # deadlock. To order them after the psum above, make the operands of the branches and the counters that
             # select a branch depend on its result.
-            grads = jax.tree.map(lambda x: jnp.where(finite, x, 0), grads)
+            grads_unreduced = jax.tree.map(lambda x: jnp.where(finite, x, 0), grads_unreduced)
             counters = jax.tree.map(lambda x: x if x.ndim else jnp.where(finite, x, 0), distributed.private)
             distributed = distributed._replace(private=counters)
-        made = exchange.update(grads, distributed, state.params)
+        made = exchange.update(grads_unreduced, distributed, state.params)
         if made.grad_norm is not None:
             grad_norm, finite = made.grad_norm, finite & jnp.isfinite(made.grad_norm)
         else:  # values sent in a narrow dtype may overflow

@@ -125,7 +125,7 @@ class ContinuousState:
         # By device: the number of batches that have entered since the one whose gradient was applied last.
         self._age_of_update = np.asarray(lowered.arrays.updates).max(axis=1)
         num_earlier = (lowered.shape.num_batches - 1) * lowered.shape.num_microbatches
-        carried = jax.eval_shape(engine.start)
+        carried = jax.eval_shape(engine.zeros)
         earlier = {name: jax.ShapeDtypeStruct((num_earlier, *x.shape[1:]), x.dtype) for name, x in microbatches.items()}
         ages = max(lowered.shape.num_batches - 1, self._age_of_update.max(), 1)
         in_flight = WorkInFlight(
@@ -237,7 +237,8 @@ def continuous_step(
         key = steps.dropout_key(state.key, state.step)
         engine = PipelineEngine(staged, shape, entering, key, remat, timeline)
         # 2. to 7. Continue with what is in flight, and update each stage when its gradient is complete.
-        zero, none_failed = jnp.zeros(()), None if scales is None else jnp.float32(jnp.inf)
+        zero, inf = jax.lax.pcast((jnp.zeros(()), jnp.float32(jnp.inf)), STAGE, to="varying")
+        none_failed = None if scales is None else inf
         held = Weights(state.params, state.optimizer, in_flight.residuals, zero, zero, none_failed)
         start = engine.start()._replace(**in_flight.buffers, weights=held)
         now = arrays_at_step(shape, arrays, device, in_flight.num_entered)
@@ -283,9 +284,9 @@ def update_of_clock(
         kept = jnp.asarray(shape.num_versions)[jax.lax.axis_index(STAGE)]
         version = before.private.num_entered - age
         # 1. Exchange the gradient. A compressor may hide infinities and NaNs, so count them before.
-        grads = update.over_copies(accumulated)
-        nonfinite_count = jax.lax.psum(steps.nonfinite_count(grads), (DATA, *staged.group.split_axes))
-        grads, residuals = staged.exchanged(grads, weights.residuals, update.norm(grads))
+        grads_unreduced = update.over_copies(accumulated)
+        nonfinite_count = jax.lax.psum(steps.nonfinite_count(grads_unreduced), (DATA, *staged.group.split_axes))
+        grads, residuals = staged.exchanged(grads_unreduced, weights.residuals, update.norm(grads_unreduced))
         # 2. Take the optimizer step from the newest version. With a gradient norm of NaN it keeps that version.
         norm = update.norm(grads)
         newest = read_version(weights.versions, version_slot(version, kept))

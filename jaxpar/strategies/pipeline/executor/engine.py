@@ -195,7 +195,12 @@ class PipelineEngine:
         return end
 
     def start(self) -> Carry:
-        """Step 2: empty buffers, and gradients and sums of zero."""
+        """Step 2: empty buffers, and gradients and sums of zero. In `shard_map`, with the types of what follows."""
+        varying: Carry = jax.lax.pcast(self.zeros(), (DATA, STAGE), to="varying")
+        return varying
+
+    def zeros(self) -> Carry:
+        """Return the values of `start`, which are equal on all devices."""
         slots = dict(self.shape.num_slots)
         return Carry(
             {inbox: self.transfers.zeros(slots[inbox]) for inbox in INBOXES if inbox in slots},
@@ -203,7 +208,7 @@ class PipelineEngine:
             self.transfers.zeros(),
             self.transfers.zeros(),
             self.packing.zeros() if self.shape.num_phases > 1 else (),
-            jax.tree.map(lambda like: np.zeros(like.shape, like.dtype), self.programs.sums),
+            jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), self.programs.sums),
         )
 
     def _touched(self, phase: int, carry: Carry) -> dict[str, Any]:
@@ -310,20 +315,20 @@ def pipeline_step(
         batches = StepBatches(microbatches, [key], [weight], None if scaling is None else [scaling.scale])
         end = engine.run(arrays, lambda _weights, _version: state.params, batches, engine.start())
         update = StageUpdate(staged, jax.lax.axis_index(STAGE))
-        local_grads, replica_norm = update.over_copies(end.grads), None
+        grads_unreduced, replica_norm = update.over_copies(end.grads), None
         # 8. Check for infinities and NaNs before the exchange: a compressor may hide them. Not before the sum over
         # copies, whose branches have collectives: on CPUs, nothing else orders those relative to others.
-        nonfinite_count = steps.nonfinite_count(local_grads)
+        nonfinite_count = steps.nonfinite_count(grads_unreduced)
         sums, nonfinite_count = psum_small((end.sums, nonfinite_count), (*group.batch_axes, STAGE))
         if group.axes:
             nonfinite_count = jax.lax.psum(nonfinite_count, group.axes)
         if staged.all_reduce.clip_norm:
             # The gradients of a tied array on different stages count separately, because they are sent separately.
-            replica_norm = jnp.sqrt(jax.lax.psum(update.counted(update.norm(local_grads) ** 2), STAGE))
+            replica_norm = jnp.sqrt(jax.lax.psum(update.counted(update.norm(grads_unreduced) ** 2), STAGE))
         if staged.all_reduce.shards:
-            grads, residuals = update.scattered(local_grads), state.private
+            grads, residuals = update.scattered(grads_unreduced), state.private
         else:
-            grads, residuals = staged.exchanged(local_grads, state.private, replica_norm)
+            grads, residuals = staged.exchanged(grads_unreduced, state.private, replica_norm)
         # 9. The gradient of an array that several devices use is the sum of their gradients.
         for tie in staged.stages.copied:
             grads = update.replace(tie, grads, jax.lax.psum(update.part(tie, grads), STAGE))

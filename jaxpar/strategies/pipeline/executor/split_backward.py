@@ -196,32 +196,42 @@ def flatten(closed: core.ClosedJaxpr, *, remat: bool, axes: Sequence[tuple[str, 
     A call is one equation, so all of it would belong to one phase. axes: names and sizes of those of its collectives.
     """
     wrappers = CALLS | (REMAT_CALLS if remat else {})
-
-    def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-        used = set(_variables([var for equation in jaxpr.eqns for var in equation.invars] + jaxpr.outvars))
-
-        def read(var: Any) -> Any:
-            return var.val if isinstance(var, core.Literal) else values[var]
-
-        for equation in jaxpr.eqns:
-            name = equation.primitive.name
-            if name in wrappers:
-                inner = equation.params[wrappers[name]]
-                consts = inner.consts if isinstance(inner, core.ClosedJaxpr) else ()
-                inner = inner.jaxpr if isinstance(inner, core.ClosedJaxpr) else inner
-                outs = evaluate(inner, consts, [read(var) for var in equation.invars])
-                values |= dict(zip(equation.outvars, outs, strict=True))
-            else:
-                invars = list(dict.fromkeys(_variables(equation.invars)))
-                outvars = [var for var in equation.outvars if var in used]
-                one = jaxpr.replace(constvars=[], invars=invars, outvars=outvars, eqns=[equation])
-                outs = core.jaxpr_as_fun(core.ClosedJaxpr(one, ()))(*[values[var] for var in invars])
-                values |= dict(zip(outvars, outs, strict=True))
-        return [read(var) for var in jaxpr.outvars]
-
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in closed.jaxpr.invars]
-    return jax.make_jaxpr(lambda *args: evaluate(closed.jaxpr, closed.consts, args), axis_env=axes)(*avals)
+    return jax.make_jaxpr(lambda *args: evaluate_jaxpr(closed, args, wrappers), axis_env=axes)(*avals)
+
+
+def evaluate_jaxpr(
+    closed: core.ClosedJaxpr,
+    args: Sequence[Any],
+    wrappers: Mapping[str, str],
+    changed: Callable[[str, list[Any]], list[Any]] = lambda _name, outs: outs,
+) -> list[Any]:
+    """Return the results of a jaxpr, equation by equation.
+
+    wrappers: primitives whose jaxpr is evaluated in this way too, such as CALLS. changed: (name of a primitive, results
+    of its equation) -> the results that later equations read.
+    """
+    jaxpr = closed.jaxpr
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
+    used = set(_variables([var for equation in jaxpr.eqns for var in equation.invars] + jaxpr.outvars))
+
+    def read(var: Any) -> Any:
+        return var.val if isinstance(var, core.Literal) else values[var]
+
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in wrappers:
+            inner = equation.params[wrappers[name]]
+            inner = inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
+            outs = evaluate_jaxpr(inner, [read(var) for var in equation.invars], wrappers, changed)
+            values |= dict(zip(equation.outvars, outs, strict=True))
+        else:
+            invars = list(dict.fromkeys(_variables(equation.invars)))
+            outvars = [var for var in equation.outvars if var in used]
+            one = jaxpr.replace(constvars=[], invars=invars, outvars=outvars, eqns=[equation])
+            outs = core.jaxpr_as_fun(core.ClosedJaxpr(one, ()))(*[values[var] for var in invars])
+            values |= dict(zip(outvars, changed(name, outs), strict=True))
+    return [read(var) for var in jaxpr.outvars]
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:

@@ -28,6 +28,7 @@ from jaxpar.core.step import Metrics, Problem
 from jaxpar.exchange.clip import already_clipped, clipped
 from jaxpar.exchange.exchange import AllReduce
 from jaxpar.exchange.fuse import apart
+from jaxpar.exchange.reduce import EQUAL_ON_ALL
 from jaxpar.launch import processes
 from jaxpar.layout import Layout, Tree
 from jaxpar.models.model import Params
@@ -219,7 +220,9 @@ class StageUpdate:
 
         def of_kind(kind: int, grads: Packed) -> jax.Array:
             held = self._mean.unpack(kind, grads)
-            return held[layer][name] if name in held.get(layer, ()) else jnp.zeros_like(shape)
+            if name in held.get(layer, ()):
+                return held[layer][name]
+            return jax.lax.pcast(jnp.zeros_like(shape), self.summed_over, to="varying")
 
         return self.counted(self._switch(of_kind, grads))
 
@@ -233,7 +236,8 @@ class StageUpdate:
                 return grads
             return self._mean.pack(kind, {**held, layer: {**held[layer], name: total}})
 
-        return self._switch(of_kind, grads, total)
+        # The same type as that of the gradients, which differ between stages.
+        return self._switch(of_kind, grads, jax.lax.pcast(total, STAGE, to="varying"))
 
     def squares(self, grads: Packed) -> jax.Array:
         """Return the sum of squared gradients, without copies, so that the sum over devices counts each array once.
@@ -286,7 +290,7 @@ class StageUpdate:
             joined = self._means[kind].joined(shards, DATA, jnp)
             return self._params.pack(kind, self._means[kind].to_canonical(joined))
 
-        gathered = [jax.lax.all_gather(array, DATA) for array in params]
+        gathered = [jax.lax.all_gather(array, DATA, to=EQUAL_ON_ALL) for array in params]
         return self._switch(of_kind, *zip(*gathered, strict=True))
 
     def counted(self, x: jax.Array) -> jax.Array:

@@ -1,0 +1,190 @@
+"""Certifies steps of a run while it trains (config.certify_every).
+
+The strategy of the run is wrapped: before every N-th step, its canonical state is copied to the host, and after the
+step, one device takes the same step from this copy. The program of the step is the one that trains, and the state is
+never changed, so checkpoints do not depend on it. Compared are the metrics, and for each layer the change of the
+parameters and of the moments. Unlike `jaxpar certify`, this shows a gradient only through the moments, because the
+optimizer of a run does not record it.
+
+The tolerances are those of certificate.py, with one difference: the samples of an update begin with the samples of the
+gradient, because the update of the run follows from its own gradient.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxpar.core.state import Canonical, nbytes
+from jaxpar.core.step import Metrics
+from jaxpar.errors import TrainingError, UserError, format_bytes, format_count
+from jaxpar.host_memory import check_host_memory
+from jaxpar.inspect.certificate import (
+    Comparison,
+    host_metrics,
+    outside,
+    squared_norm,
+    step_metrics,
+)
+from jaxpar.inspect.reference import HostBatch, Reference, Snapshot, compare, compare_change, make_references
+from jaxpar.inspect.rounding import SEEDS
+from jaxpar.run.build import Run, StrategyState
+from jaxpar.strategies.fits import check_memory, in_flight_bytes
+
+HOST_STATES = 6  # about, of which the host holds copies while it compares them
+# Temporary bytes of a gradient per byte of the activations of `in_flight_bytes`. XLA needed 1.9 to 2.2 on CPUs.
+TEMPORARY = 2.2
+
+
+class PlacedBatch(NamedTuple):
+    """A batch of a certified run."""
+
+    on_host: HostBatch
+    placed: Any  # the batch as the strategy places it
+
+
+def certified_run(run: Run) -> Run:
+    """Return a run whose strategy raises TrainingError if a certified step is outside its tolerances. Prints the cost.
+
+    Raises UserError if its steps cannot be compared one by one, or the memory is too small.
+    """
+    steps = CertifiedSteps(run)
+    print(f"certify   {steps.describe_cost()}", flush=True)
+    strategy = run.strategy
+    wrapped = strategy._replace(
+        init=steps.init,
+        from_canonical=steps.from_canonical,
+        place=lambda batch: PlacedBatch(batch, strategy.place(batch)),
+        step=steps.step,
+        evaluate=lambda state, batch: strategy.evaluate(state, batch.placed),
+        report=steps.report,
+    )
+    return run._replace(strategy=wrapped)
+
+
+def check_comparable(run: Run) -> None:
+    """Raise UserError if the steps of a run cannot be compared one by one with those of one device."""
+    key = f"config.certify_every is {run.config.certify_every}; it must be 0"
+    if run.plan.differs:
+        raise UserError(f"{key}, because the steps differ from those of one device: {run.plan.differs}")
+    if run.cluster.num_processes > 1:
+        raise UserError(f"{key} in a run of {run.cluster.num_processes} processes, each of which has a part of a batch")
+
+
+class CertifiedSteps:
+    """The functions of a strategy that certifies some of its steps."""
+
+    def __init__(self, run: Run):
+        check_comparable(run)
+        # As many examples in one pass as the devices of the run have.
+        self._run, self._runs = run, make_references(run, run.plan.decision.batch_divisor)
+        self._compared = Comparison(self._runs)
+        self._step = 0  # number of completed steps
+        self._is_due = False  # whether a step to certify was not finite, so that the next one is certified
+        self._num_certified, self._last_certified = 0, 0  # since the start
+
+    def describe_cost(self) -> str:
+        """Return what a certified step costs. Raises UserError if the memory is too small."""
+        run, on_device = self._run, self.device_bytes()
+        state = sum(self._runs.one_device.plan.memory[0].values())
+        memory = [dict(parts) for parts in run.plan.memory]
+        memory[0]["certificate"] = on_device
+        check_memory(replace(run.plan, memory=memory), run.cluster)
+        every, on_host = run.config.certify_every, HOST_STATES * state
+        check_host_memory(f"config.certify_every is {every}", on_host, "comparing states")
+        return (
+            f"every {format_count(every, 'step')}, with the work of {1 + len(SEEDS)} more steps on the first device "
+            f"alone, about {format_bytes(on_device)} of its memory and {format_bytes(on_host)} of the host's"
+        )
+
+    def device_bytes(self) -> int:
+        """Return about how many bytes the first device needs for a certified step in addition to those of the run.
+
+        It computes a gradient in the dtype of the exact reference, and then an update, which needs two states.
+        """
+        reference, exact = self._runs.one_device, self._runs.exact
+        working = in_flight_bytes(exact.plan, exact.problem)
+        parameters, state = nbytes(reference.problem.model.shapes), sum(reference.plan.memory[0].values())
+        return working["gradients"] + max(2 * state, parameters + round(TEMPORARY * working["activations"]))
+
+    def init(self, key: jax.Array) -> StrategyState:
+        """Return the state at step 0."""
+        self._step = 0
+        return self._run.strategy.init(key)
+
+    def from_canonical(self, tree: Canonical, private: Canonical | None = None, /) -> StrategyState:
+        """Return the state of a canonical one."""
+        self._step = int(tree["step"])
+        return self._run.strategy.from_canonical(tree, private)
+
+    def step(self, state: StrategyState, batch: PlacedBatch) -> tuple[StrategyState, Metrics]:
+        """Take a step, and certify it if it is due. Raises TrainingError if it is outside its tolerances."""
+        strategy = self._run.strategy
+        self._step += 1
+        if not (self._is_due or self._step % self._run.config.certify_every == 0):
+            return strategy.step(state, batch.placed)
+        before = jax.tree.map(np.array, strategy.to_canonical(state))  # a copy, because the step donates the state
+        state, metrics = strategy.step(state, batch.placed)
+        metrics = jax.device_get(metrics)
+        self._is_due = not metrics.finite  # parameters and moments have not changed
+        if metrics.finite:
+            after = jax.tree.map(np.array, strategy.to_canonical(state))
+            self._certify(before, after, batch.on_host, metrics)
+        return state, metrics
+
+    def _certify(self, before: Canonical, after: Canonical, batch: HostBatch, metrics: Metrics) -> None:
+        compared, phases = self._compared, self._run.phases
+        start, end = (with_records(tree, compared.single) for tree in (before, after))
+        expected, expected_metrics = self._reference_step(compared.exact, start, batch)
+        samples: dict[tuple[str, str], list[float]] = defaultdict(list)
+        sampled_metrics = []
+        for seed in SEEDS:
+            phases.alive()
+            sample, of_sample = self._reference_step(compared.single, start, batch, seed)
+            sampled_metrics.append(step_metrics(of_sample))
+            for layer, leaves in sample.update.items():
+                samples[layer, "update"].append(compare(leaves, expected.update[layer]).relative)
+            for layer, leaves in sample.optimizer.items():
+                error = compare_change(start.optimizer[layer], leaves, expected.optimizer[layer])
+                samples[layer, "moments"].append(error.relative)
+        compared.add("", step_metrics(metrics), step_metrics(expected_metrics), sampled_metrics)
+        for layer, leaves in end.params.items():
+            error = compare_change(start.params[layer], leaves, expected.params[layer])
+            compared.append(layer, "update", error, samples[layer, "update"])
+        for layer, leaves in end.optimizer.items():
+            error = compare_change(start.optimizer[layer], leaves, expected.optimizer[layer])
+            compared.append(layer, "moments", error, samples[layer, "moments"])
+        compared.compare_counters(end, expected)
+        found = outside(compared.measured(self._run, [self._step - 1], differs=False))
+        compared.next_step()
+        if found:
+            last = f"step {self._last_certified}" if self._num_certified else "none since the start"
+            raise TrainingError(
+                f"step {self._step} differs from the same step on one device: {'; '.join(found)}. The state after it "
+                f"is not saved; the last certified step is {last}"
+            )
+        self._num_certified, self._last_certified = self._num_certified + 1, self._step
+
+    def report(self, state: StrategyState, workdir: Path) -> dict[str, Any]:
+        """Return the results of the strategy, and the number of steps that were certified since the start."""
+        return {**self._run.strategy.report(state, workdir), "certified_steps": self._num_certified}
+
+    def _reference_step(
+        self, reference: Reference, before: Snapshot, batch: HostBatch, seed: int = 0
+    ) -> tuple[Snapshot, Metrics]:
+        """Take a step on one device. seed: of a sample of the rounding errors; 0: none."""
+        grads, sums = reference.gradient_tree(before.tree, batch, batch["weights"].sum(), seed)
+        metrics = host_metrics(sums, squared_norm(reference.by_layer(grads)))
+        return self._compared.single.update_with(before.tree, grads, metrics, seed), metrics
+
+
+def with_records(tree: Canonical, reference: Reference) -> Snapshot:
+    """Return a canonical state of a run in the form of the reference, whose optimizer records gradients and updates."""
+    nothing: Mapping[str, Any] = {
+        "last": jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), tree["params"])
+    }
+    return reference.split({**tree, "optimizer": {"0": nothing, "1": tree["optimizer"], "2": nothing}})

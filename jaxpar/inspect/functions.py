@@ -1,0 +1,179 @@
+"""Certifies a training step outside of this package: a parallel function is compared with one on a single device.
+
+Both are functions of the same parameters and batch, and return the same arrays, such as the loss and the gradients. As
+in the certificate of a config (certificate.py), the tolerances follow from samples of the rounding errors of one
+device. But the layers of a function are not known. So the reference is traced, and in a sample, the results of its
+operations that depend on the order of a sum are changed at random, in 16 bits those of all that round. The parameters
+are changed too, and the examples of the batch are permuted.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr
+
+from jaxpar.command_line import format_rows
+from jaxpar.errors import UserError, format_count
+from jaxpar.inspect.certificate import Largest, Measured, largest, outside
+from jaxpar.inspect.certificate_report import cell, format_verdict
+from jaxpar.inspect.reference import Error, compare
+from jaxpar.inspect.rounding import FALSE_ALARM, SEEDS, changed, changed_in_program, permuted, tolerances
+from jaxpar.layout import Tree
+from jaxpar.run import report
+from jaxpar.strategies.pipeline.executor.split_backward import CALLS, REMAT_CALLS, evaluate_jaxpr
+
+# Primitives whose results depend on the order of a sum, and those that contain such sums.
+SUMS = frozenset(
+    (
+        *("add_any", "conv_general_dilated", "cumsum", "dot_general", "ragged_dot_general", "reduce_sum"),
+        *("reduce_window_sum", "scatter-add", "select_and_scatter_add"),
+        *("cond", "custom_jvp_call", "custom_vjp_call", "scan", "shard_map", "while"),
+    )
+)
+# Primitives whose results are exact in any dtype.
+EXACT = frozenset(
+    (
+        *("abs", "argmax", "argmin", "broadcast_in_dim", "clamp", "concatenate", "copy", "copy_p", "dynamic_slice"),
+        *("dynamic_update_slice", "expand_dims", "gather", "iota", "max", "min", "neg", "pad", "reduce_max"),
+        *("reduce_min", "reshape", "rev", "scatter", "select_n", "sign", "slice", "sort"),
+        *("split", "squeeze", "stop_gradient", "transpose"),
+    )
+)
+
+StepFunction = Callable[[Any, Any], Any]  # (params, batch) -> a pytree of arrays
+
+
+class FunctionsCertificate(NamedTuple):
+    """The certificate of a function. Its text is a table of the errors, with the verdict."""
+
+    results: dict[str, Largest]  # the largest errors of each array that the functions return, by its path
+    outside: list[str]  # one line for each array whose error is outside its tolerance
+    num_batches: int
+    versions: dict[str, str]  # of the packages
+
+    @property
+    def passed(self) -> bool:
+        """Whether all errors are within their tolerances."""
+        return not self.outside
+
+    def __str__(self) -> str:
+        """Return the certificate as a table."""
+        rows = [["", "relative error / tolerance"], *([n, cell(one._asdict())] for n, one in self.results.items())]
+        packages = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        lines = [f"compared   {format_count(self.num_batches, 'batch')}", f"versions   {packages}", ""]
+        number = self.num_batches * len(self.results)
+        return "\n".join([*lines, format_rows(rows), "", *format_verdict(self.outside, number, FALSE_ALARM)])
+
+
+def certify_functions(
+    reference: StepFunction, parallel: StepFunction, params: Tree, *batches: Tree
+) -> FunctionsCertificate:
+    """Compare a parallel function with a reference on one device, both of them functions of (params, batch).
+
+    They may return any pytree of arrays, the same one: the gradients, the loss and the gradients, or new parameters.
+    Neither may depend on the order of the examples, as dropout masks do that are drawn by position.
+
+    Args:
+      reference: the function for one device. JAX must be able to trace it, as in `jax.jit`.
+      parallel: the function to certify. It is called with the parameters and batches as given, which it must not
+        donate.
+      params: the parameters, any pytree of arrays.
+      batches: one or more batches, each a pytree of arrays [examples, ..].
+
+    Raises:
+      UserError: the functions cannot be compared: they return different arrays, the reference returns a number that is
+        not finite, or there is no batch. Errors of the functions are not caught.
+    """
+    if not batches:
+        raise UserError("batches is empty; certify_functions must be given at least one batch, after the parameters")
+
+    @jax.jit
+    def sampled(params: Tree, batch: Tree, seed: jax.Array) -> Tree:
+        traced, shapes = jax.make_jaxpr(reference, return_shape=True)(params, batch)
+        changes = partial(_changed_results, numbers=itertools.count(), seed=seed)
+        results = evaluate_jaxpr(traced, jax.tree.leaves((params, batch)), CALLS | REMAT_CALLS, changes)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    on_host = jax.tree.map(np.array, params)
+    errors: dict[str, list[Error]] = {}  # of each array: its error with each batch
+    samples: dict[str, list[list[float]]] = {}  # of each array and batch: samples of the rounding error
+    scalars: set[str] = set()
+    with jax.default_matmul_precision("highest"):
+        for batch in batches:
+            examples = _checked_batch(batch)
+            expected, *changed_ones = (
+                _by_path(sampled(changed(on_host, seed), permuted(examples, seed), np.uint32(seed)))
+                for seed in (0, *SEEDS)
+            )
+            got = _by_path(parallel(params, batch))
+            _check_results(got, expected)
+            for name, array in expected.items():
+                errors.setdefault(name, []).append(_error(got, expected, name))
+                samples.setdefault(name, []).append([_error(one, expected, name).relative for one in changed_ones])
+                scalars |= {name} if array.size == 1 else set()
+    allowed = _tolerances(samples, scalars, FALSE_ALARM / (len(errors) * len(batches)))
+    results = {name: largest(errors[name], allowed[name]) for name in errors}
+    measured = Measured(results, {}, {}, 0, [], [])
+    return FunctionsCertificate(results, outside(measured), len(batches), report.versions())
+
+
+def _changed_results(name: str, results: list[Any], *, numbers: "itertools.count[int]", seed: jax.Array) -> list[Any]:
+    """Return the results of an operation, changed if it rounds. name: of its primitive."""
+    number = next(numbers)
+    is_narrow = any(jnp.issubdtype(of.dtype, jnp.floating) and of.dtype.itemsize == 2 for of in results)
+    if name in SUMS or (is_narrow and name not in EXACT):
+        return list(changed_in_program(results, number, seed))
+    return results
+
+
+def _by_path(tree: Tree) -> dict[str, np.ndarray]:
+    """Return the arrays of a pytree on the host, by path."""
+    return {keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _error(got: dict[str, np.ndarray], expected: dict[str, np.ndarray], name: str) -> Error:
+    return compare({name: got[name]}, {name: expected[name]})
+
+
+def _checked_batch(batch: Tree) -> Tree:
+    """Return a batch on the host. Raises UserError unless its arrays have the same number of examples."""
+    examples = jax.tree.map(np.asarray, batch)
+    shapes = {name: array.shape for name, array in _by_path(examples).items()}
+    sizes = {shape[:1] for shape in shapes.values()}
+    if len(sizes) != 1 or () in sizes:
+        listed = ", ".join(f"{name}: {shape}" for name, shape in shapes.items()) or "no arrays"
+        raise UserError(f"a batch has {listed}; its arrays must have the same number of examples as their first dim")
+    return examples
+
+
+def _check_results(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """Raise UserError for results that cannot be compared with those of the reference."""
+    if not expected:
+        raise UserError("reference returns no arrays; it must return those to compare, such as the gradients")
+    for name in [*expected, *got]:
+        shapes = [f"an array {of[name].shape}" if name in of else "nothing" for of in (got, expected)]
+        if shapes[0] != shapes[1]:
+            raise UserError(f"parallel returns {shapes[0]} at {name}; it must return {shapes[1]}, as reference does")
+    for name, array in expected.items():
+        if not np.isfinite(array).all():
+            raise UserError(f"reference returns a number that is not finite at {name}; all must be finite")
+
+
+def _tolerances(
+    samples: dict[str, list[list[float]]], scalars: set[str], probability: float
+) -> dict[str, Sequence[float]]:
+    """Return the tolerances of each array with each batch."""
+    allowed: dict[str, Sequence[float]] = {}
+    for name in scalars:
+        allowed[name] = tolerances(samples[name], probability, scalar=True)
+    arrays = [name for name in samples if name not in scalars]
+    if arrays:
+        by_batch = zip(*(samples[name] for name in arrays), strict=True)
+        bounds = [tolerances(of_batch, probability, scalar=False) for of_batch in by_batch]
+        allowed |= dict(zip(arrays, zip(*bounds, strict=True), strict=True))
+    return allowed
