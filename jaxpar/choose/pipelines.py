@@ -43,7 +43,7 @@ LARGEST_TABLE = 20_000  # devices x microbatches of the largest table that is ma
 NANOSECOND = 1e-9
 # The exchanges of gradients that are compared, by what the replicas of a stage shard: 0 nothing, 1 the optimizer state,
 # 2 gradients too, 3 parameters too. From 2 on, they send in each action.
-SHARDED = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+STATE_SHARDED = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 _balanced = cache(balanced)
 PackingOf = Callable[[tuple[int, ...], Table], Packing]
 
@@ -101,9 +101,9 @@ def _pipelines_of_groups(space: Space, sizes: Mapping[str, int]) -> Iterator[Can
 
 
 def _exchanges(space: Space, num_replicas: int) -> dict[str, Settings]:
-    """Return the settings of the exchanges of SHARDED that the config allows, by name."""
+    """Return the settings of the exchanges of STATE_SHARDED that the config allows, by name."""
     found: dict[str, Settings] = {}
-    for name in SHARDED if num_replicas > 1 else ("ddp",):
+    for name in STATE_SHARDED if num_replicas > 1 else ("ddp",):
         settings = {"exchange": name, **options_of(space, name, num_replicas)}
         config, check = with_settings(space.config, settings), partial(check_gradient_exchange, has_flush=True)
         if space.allows(settings) and not is_refused(check, config, num_replicas, space.machine.cluster):
@@ -162,7 +162,7 @@ def _pipeline_candidates(
     actions = [action_costs(work, space.machine, axes, table, bounds, within, executor) for executor in executors]
     fits = [False]
     for exchange, options in exchanges.items():
-        of_state = SHARDED[exchange]
+        of_state = STATE_SHARDED[exchange]
         if of_state > 1 and any(fits):
             break
         copies = replicas if of_state else 1
@@ -198,7 +198,7 @@ def _pipeline_candidates(
 
 
 def _sent(of_state: int, work: LayerWork, table: Table, replicas: int, params: float) -> list[Traffic]:
-    """Return what a device sends in a step to the replicas of its stage. of_state: a value of SHARDED."""
+    """Return what a device sends in a step to the replicas of its stage. of_state: a value of STATE_SHARDED."""
     if of_state == 0:
         return [ring_traffic("all-reduce", 2, DATA, replicas, params, "float32", num_vectors=len(work.layers))]
     number = table.num_microbatches if of_state > 1 else 1
@@ -240,7 +240,7 @@ def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> 
     size = config.batch_size // plan.decision.batch_divisor
     work = layers_in(space, plan.axes).work(size, details.remat, is_split=splits_backward(table))
     machine, bounds, largest = space.machine, details.stages.bounds, max(state.parameters for state in states)
-    if EXCHANGES[config.exchange].shards and SHARDED.get(config.exchange, 3) == 3:
+    if EXCHANGES[config.exchange].shards and STATE_SHARDED.get(config.exchange, 3) == 3:
         gathered = gathered_bytes(work)
         states = [state._replace(parameters=state.parameters + gathered) for state in states]
     copies = plan.num_replicas if EXCHANGES[config.exchange].shards else 1

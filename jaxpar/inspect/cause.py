@@ -2,8 +2,8 @@
 
 The strategy takes its steps again, up to the first one with an error outside its tolerance. There, hypotheses are
 tested: each predicts the gradient or the update that a known kind of mistake would have given, computed by the
-reference on one device. The hypothesis that leaves the least of the difference unexplained is the cause. Those that
-fit a number, such as a scale, name it, and each says with which numbers it speaks for itself.
+reference on one device. The hypothesis that leaves the least of the difference unexplained is the cause. Its
+evidence is what was fitted, such as a scale, and how much of the difference it explains.
 
 The kinds of mistakes are those that were reported of other systems (Jiang et al., "TTrace", arXiv 2506.09280, table 1;
 NVIDIA/Megatron-LM#7452): a sum instead of a mean, a missing sum, lost or doubled examples, stale weights, wrong keys of
@@ -32,15 +32,22 @@ CLEARLY_BETTER = 0.25  # of that, so that a hypothesis with more free numbers is
 MOST_PARTS = 32  # of a batch, whose shares in a gradient are determined
 OLDEST = 3  # steps by which stale weights are looked for
 NEAR = 0.02  # error of a share that counts as a whole number
-ORDER = ("start", "gradient", "", "update", "moments", "resume")  # quantities of a step, the earliest cause first
+CAUSAL_ORDER = (
+    "start",
+    "gradient",
+    "",
+    "update",
+    "moments",
+    "resume",
+)  # quantities of a step, the earliest cause first
 
 
 class Cause(NamedTuple):
-    """Where a certificate fails first, and why."""
+    """The place where a certificate fails first, and the likely cause."""
 
     where: str  # step, pass, layers, stages
     cause: str  # the likely cause, or that none is known
-    evidence: list[str]  # the numbers that speak for it
+    evidence: list[str]  # the numbers that support it
 
 
 class Guess(NamedTuple):
@@ -80,7 +87,7 @@ def find_cause(runs: Runs, measured: Measured) -> Cause | None:
         return Cause("the counters of the state", f"{listed}: not counted as on one device", []) if listed else None
     step = min(failure.step for failure in measured.failures)
     failed = [failure for failure in measured.failures if failure.step == step]
-    quantity = min((failure.quantity for failure in failed), key=ORDER.index)
+    quantity = min((failure.quantity for failure in failed), key=CAUSAL_ORDER.index)
     if quantity == "" and all(failure.name.startswith(EVALUATION) for failure in failed if not failure.quantity):
         return _cause_of_metrics(failed, "an evaluation")
     names = [failure.name for failure in failed if failure.quantity == quantity]
@@ -290,7 +297,7 @@ def _name_of_scale(scale: float, evidence: Evidence) -> str:
 
 
 def _name_of_shares(shares: np.ndarray, parts: Sequence[tuple[int, int]]) -> str:
-    """Return what is wrong with the shares of the parts of a batch in a gradient. Each should be 1."""
+    """Return what is wrong with the shares of replicas and microbatches in a gradient. Each should be 1."""
     largest = float(np.max(np.abs(shares)))
     has_part = np.abs(shares) > NEAR * largest
     replicas = {k for k, _ in parts}
@@ -306,11 +313,11 @@ def _name_of_shares(shares: np.ndarray, parts: Sequence[tuple[int, int]]) -> str
     ]
     if doubled:
         return f"doubled examples: those of {_named(doubled, parts)} are counted twice"
-    return "parts of the batch have wrong weights"
+    return "replicas or microbatches have wrong weights"
 
 
 def _named(some: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int]]) -> str:
-    """Return the names of some parts of a batch: microbatches of all replicas, whole replicas, or single parts."""
+    """Return the names of some parts: microbatches of all replicas, whole replicas, or single microbatches."""
     for axis, name in ((1, "microbatch"), (0, "replica")):
         numbers = sorted({part[axis] for part in some})
         if set(some) == {part for part in parts if part[axis] in numbers}:
@@ -347,7 +354,9 @@ def _rounded(got: np.ndarray, expected: np.ndarray, of_parts: Sequence[np.ndarra
             ratio = float(np.linalg.norm(difference)) / size
             if alike > 0.5 and 0.3 < ratio < 3:
                 name = f"a reduction in {np.dtype(dtype).name} instead of float32"
-                words = f"the error is {ratio:.2g} times that of such a sum, and their correlation is {alike:.2g}"
+                words = (
+                    f"the error is {ratio:.2g} times that of a sum in this dtype, and their correlation is {alike:.2g}"
+                )
                 unexplained = MOST_UNEXPLAINED * (1 - alike)  # so that the clearest one is chosen
                 yield Guess(name, expected + (1 - unexplained) * difference, words)
 

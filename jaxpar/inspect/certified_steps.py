@@ -37,7 +37,7 @@ from jaxpar.strategies.fits import check_memory, in_flight_bytes
 
 HOST_STATES = 6  # about, of which the host holds copies while it compares them
 # Temporary bytes of a gradient per byte of the activations of `in_flight_bytes`. XLA needed 1.9 to 2.2 on CPUs.
-TEMPORARY = 2.2
+OF_ACTIVATIONS = 2.2
 
 
 class PlacedBatch(NamedTuple):
@@ -109,7 +109,7 @@ class CertifiedSteps:
         reference, exact = self._runs.one_device, self._runs.exact
         working = in_flight_bytes(exact.plan, exact.problem)
         parameters, state = nbytes(reference.problem.model.shapes), sum(reference.plan.memory[0].values())
-        return working["gradients"] + max(2 * state, parameters + round(TEMPORARY * working["activations"]))
+        return working["gradients"] + max(2 * state, parameters + round(OF_ACTIVATIONS * working["activations"]))
 
     def init(self, key: jax.Array) -> StrategyState:
         """Return the state at step 0."""
