@@ -313,7 +313,7 @@ def get_config() -> ConfigDict:
     outer.compression = "none"  # of the differences that workers send: none, int8, topk, the last two with a residual
     outer.ratio = 0.01  # topk: fraction of the elements that are sent
     outer.fragments = 1  # number of parts of the model, which are averaged in turn; must divide every_steps
-    outer.overlap_steps = 0  # steps that a worker takes while its message is on its way; 0: it waits
+    outer.overlap_steps = 0  # steps that a worker takes while its message is in flight; 0: it waits
     outer.mix = 0.5  # with overlap_steps: share of the local parameters when the average arrives
     outer.address = ""  # HOST:PORT of a Ray cluster, or auto for the one of this machine; required
     outer.name = "outer"  # of the run on the Ray cluster: another run needs another name

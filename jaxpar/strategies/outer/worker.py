@@ -2,7 +2,7 @@
 
 After a step that is due, the worker sends the difference between the anchor of a fragment and its own parameters, and
 receives the new anchor, which replaces its parameters. Its optimizer state is its own. With `overlap_steps`, it trains
-on while the message is on its way, and then mixes the anchor with its parameters (Douillard et al., "Streaming DiLoCo",
+on while the message is in flight, and then mixes the anchor with its parameters (Douillard et al., "Streaming DiLoCo",
 2025, algorithm 2); at the end of the run, nothing overlaps.
 
 A worker that has not begun, such as that of an audit or a certificate, takes the steps of its strategy alone.
