@@ -54,7 +54,7 @@ def test_workers_differ_between_rounds() -> None:
 
 
 def test_a_worker_that_resumes_between_two_rounds() -> None:
-    """It continues from a checkpoint with a message in flight. The result and its replay are those without a stop."""
+    """A checkpoint has a message in flight. The result and its replay are those without a stop."""
     settings = {**STREAMING, "compression": "topk", "ratio": 0.1}
     expected, _ = train_all(settings)
     server, turns = together.make_server(settings), Turns(2)
@@ -189,7 +189,7 @@ def test_the_order_of_arrival_does_not_matter() -> None:
 
 
 def test_a_replay_notices_what_is_not_in_the_table() -> None:
-    """It does not wait for a contribution that nobody makes, or take one from another version."""
+    """A replay does not wait for a contribution that nobody makes, or take one from another version."""
     row = Contribution(0.0, OuterEvent.COUNTED, 0, 0, step=4, fragment=0, read=0, counted=0, got=1, nbytes=4)
     server = RecordedServer(settings_of(), [np.zeros(1, np.float32)], [row, row._replace(worker=1)])
     server.starts[0] = 0
