@@ -59,7 +59,7 @@ class Workers:
     """Workers of one run, in a folder."""
 
     def __init__(self, folder: Path, address: str, delay: float, settings: Mapping[str, Any]) -> None:
-        self.folder, self._values = folder, VALUES | {"outer.address": address, "outer.name": folder.name} | settings
+        self.folder, self._values = folder, {**VALUES, "outer.address": address, "outer.name": folder.name, **settings}
         slow = {"STEP_SECONDS": str(STEP_SECONDS), "DELAY_SECONDS": str(delay)}
         self._environment = {**os.environ, **slow, "PYTHONPATH": f"{ROOT}:{folder}"}
         folder.mkdir()

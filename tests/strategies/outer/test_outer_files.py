@@ -85,7 +85,7 @@ def test_shares_of_the_data(tmp_path: Path) -> None:
     shares = [Share(Numbers(), worker, 3) for worker in range(3)]
     found = [share.gather(np.arange(len(share)), slice(None), None, training=True)["inputs"] for share in shares]  # type: ignore[arg-type]
     assert [list(one) for one in found] == [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
-    assert all((share.lengths_N == one).all() for share, one in zip(shares, found, strict=True))
+    assert all(np.array_equal(share.lengths_N, one) for share, one in zip(shares, found, strict=True))  # type: ignore[arg-type]
     config = small_config(tmp_path, "--config.outer.num_workers=11")
     with pytest.raises(UserError, match="num_workers is 11; it must be at most 10, the number of training examples"):
         with_share(SimpleNamespace(train=Numbers()), config)  # type: ignore[arg-type]
