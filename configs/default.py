@@ -303,6 +303,26 @@ def get_config() -> ConfigDict:
     # rounding (docs/certificate.md); 0: none
     config.certify_every = 0
 
+    # Several runs that train one model together, each with its own share of the data, on its own machine and with any
+    # synchronous strategy. All average their parameters every few steps (docs/outer.md)
+    config.outer = outer = ConfigDict()
+    outer.num_workers = 0  # number of runs; 0: this run trains alone
+    outer.worker = 0  # place of this run, from 0; worker 0 has the server
+    outer.min_workers = 0  # number of workers for which the first round waits; 0: all
+    outer.every_steps = 100  # steps of a worker between two averages of the same parameters
+    # diloco: the mean difference is the gradient of an outer optimizer; local_sgd: the mean of the parameters
+    outer.policy = "diloco"
+    outer.lr = 0.7  # diloco: learning rate of the outer optimizer
+    outer.momentum = 0.9  # diloco: its Nesterov momentum
+    outer.compression = "none"  # of the differences that workers send: none, int8, topk, the last two with a residual
+    outer.ratio = 0.01  # topk: fraction of the elements that are sent
+    outer.fragments = 1  # number of parts of the model, which are averaged in turn; must divide every_steps
+    outer.overlap_steps = 0  # steps that a worker takes while its message is in flight; 0: it waits
+    outer.mix = 0.5  # with overlap_steps: share of the local parameters when the average arrives
+    outer.address = ""  # HOST:PORT of a Ray cluster, or auto for the one of this machine; required
+    outer.name = "outer"  # of the run on the Ray cluster: another run needs another name
+    outer.silence_seconds = 30.0  # seconds without a heartbeat after which the others no longer wait for a worker
+
     config.profile = (0, 0)  # (first, last) step to profile, into workdir/profile; (0, 0): none
     config.cache_dir = ""  # cache of token arrays and compiled programs; empty: $JAXPAR_CACHE, or ~/.cache/jaxpar
     return config

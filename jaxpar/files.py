@@ -23,7 +23,7 @@ _OS_ERROR = r"(?:os_error_code='|OS error )(\d+)"  # in tensorstore's messages; 
 
 # What a run writes into its workdir.
 MOST_CHARACTERS = 131_072  # of a value in a table of a user
-FOLDERS = ("checkpoints", "ledger", "tensorboard", "profile")
+FOLDERS = ("checkpoints", "ledger", "tensorboard", "profile", "outer")
 FILES = (
     *("config.json", "data.json", "tokenizer.json", "profile.json", "metrics.jsonl", "result.json"),
     *("report.html", "starts.jsonl"),

@@ -19,6 +19,7 @@ COMMANDS = {
     "generate": "continues texts with a trained language model",
     "serve": "serves a trained model over HTTP",
     "export": "writes a trained model in the format of other programs",
+    "replay": "repeats the runs of an outer step, and compares them bit by bit",
     "compare runs": "compares finished or unfinished runs",
     "compare strategies": "trains a config with every strategy, and compares them",
     "compare pipelines": "compares pipeline schedules by the time to an accuracy",

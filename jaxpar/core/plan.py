@@ -112,6 +112,7 @@ class Plan(Generic[Details]):
     advice: str = ""  # which setting is known to train badly, and what to use instead; empty if there is none
     delays: DelayedUpdates | None = None  # the delays of a pipeline that never drains; None for all other strategies
     keeps_previous: bool = False  # whether a step leaves its input state intact, instead of reusing its memory
+    outer: object | None = None  # details of the outer step between runs (config.outer); None if there is none
 
     @property
     def axes(self) -> Mapping[str, int]:

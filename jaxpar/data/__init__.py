@@ -24,6 +24,7 @@ from jaxpar.data.cache import cache_dir
 from jaxpar.data.check import check_data
 from jaxpar.data.class_weights import weighted
 from jaxpar.data.examples import DataInfo, Dataset, Labels, Split, read_info, write_info
+from jaxpar.data.share import with_share
 
 __all__ = [
     "Batches",
@@ -45,7 +46,7 @@ def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
     Token arrays are read from the cache, or created there. The tokenizer of a text data set is saved as
     workdir/tokenizer.json.
 
-    Reads config.data, model.name, model.init_from, cache_dir and seed. Raises UserError if a key, a file or the
+    Reads config.data, outer, model.name, model.init_from, cache_dir and seed. Raises UserError if a key, a file or the
     contents of a file are invalid.
     """
     check_data(config, labels)
@@ -55,4 +56,4 @@ def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
         dataset = images.load(config)
     else:
         dataset = text.load(config, labels, workdir)
-    return weighted(dataset, config.data.class_weights)
+    return with_share(weighted(dataset, config.data.class_weights), config)

@@ -38,6 +38,7 @@ class Past(NamedTuple):
     # the log interval in which it was saved (`Meter.interval`); empty if a checkpoint lacks it
     interval: Mapping[str, Any] = {}
     lost: str = ""  # which processes were lost at this start, and how long that took; empty if none were
+    is_new: bool = False  # whether the run has no steps of its own before this one
 
 
 class Kept(NamedTuple):
@@ -84,9 +85,10 @@ def start(run: Run) -> tuple[StrategyState, Past]:
     saved = kept or checkpoint.restore(run.workdir / "checkpoints", like, log=print)
     processes.check_same_value(f"the newest intact checkpoint (-1: none) in {run.workdir}", saved.step if saved else -1)
     if saved is None:
+        begun, step = run.strategy.begin(fresh(run), 0, run.workdir)
         if (run.workdir / "metrics.jsonl").exists():
-            print(f"restarted from step 0, because {run.workdir}/checkpoints contains no checkpoint", flush=True)
-        return fresh(run), Past(0, lost=lost)
+            print(f"restarted from step {step}, because {run.workdir}/checkpoints contains no checkpoint", flush=True)
+        return begun, Past(step, lost=lost, is_new=True)
     before = check_continued(run, saved)
     if saved.step < run.num_steps:
         print(f"resumed   from step {saved.step:,}{', which was kept in memory' if kept else ''}", flush=True)
@@ -103,7 +105,10 @@ def start(run: Run) -> tuple[StrategyState, Past]:
         print(f"discarded private state of {name}{batches}; this run uses {now}", flush=True)
         discarded.append({"step": saved.step, "private_state": name, "batches": number})
     past = Past(saved.step, discarded, saved.info.get("log_interval", {}), lost)
-    return run.strategy.from_canonical(saved.tree, saved.private if is_continued else {}), past
+    restored = run.strategy.from_canonical(saved.tree, saved.private if is_continued else {})
+    if saved.step < run.num_steps:
+        restored, _ = run.strategy.begin(restored, saved.step, run.workdir)
+    return restored, past
 
 
 def saved_private_key(info: Info) -> dict[str, Any]:
@@ -153,7 +158,7 @@ def tidy(run: Run, past: Past) -> None:
     first_step = past.step
     processes.wait("a checkpoint was read")
     if processes.is_first():
-        ledger.cut(run.workdir / "ledger", after=first_step)
+        ledger.cut(run.workdir / "ledger", after=0 if past.is_new else first_step)
         ledger.begin(run.workdir / "ledger", first_step, run.batches.steps_per_epoch)
         ledger.check_ledger(run.workdir / "ledger", run.batches, first_step)
         record_start(run, first_step, past.lost)

@@ -21,7 +21,7 @@ from jaxpar.files import FILES, FOLDERS, run_of
 CHANGEABLE = (
     *("strategy", "planned_for", "chosen", "mesh", "data_parallel", "exchange", "exchange_options", "asynchronous"),
     *("pipeline", "swarm", "eval", "early_stop", "checkpoint", "log", "profile", "cache_dir"),
-    *("watchdog_seconds", "elastic_seconds", "certify_every"),
+    *("watchdog_seconds", "elastic_seconds", "certify_every", "outer.address", "outer.name"),
     # Files may move: a checkpoint stores a fingerprint of their contents, and the workdir has a copy of the tokenizer.
     *("data.train", "data.validation", "data.test", "data.tokenizer", "data.num_threads", "data.prefetch"),
     "model.init_from",  # only read at step 0; the sizes are in config.model and the weights in the checkpoint

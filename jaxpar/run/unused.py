@@ -70,11 +70,15 @@ SECTIONS = (
     # The planner keeps what is set of the strategies that it chooses from.
     _if_one_of(("data_parallel",), "strategy", "data_parallel", also=("auto",)),
     _if_one_of(("swarm",), "strategy", "swarm"),
+    _if_positive(("outer",), "outer.num_workers"),
     # A swarm cuts its stages by pipeline.partition.
     _if_one_of(("pipeline.partition",), "strategy", "pipeline", "swarm", also=("auto",)),
     _if_one_of(("pipeline",), "strategy", "pipeline", also=("auto",))._replace(but="pipeline.partition"),
 )
 EFFECTS = (
+    _if_one_of(("outer.lr", "outer.momentum"), "outer.policy", "diloco"),
+    _if_one_of(("outer.ratio",), "outer.compression", "topk"),
+    _if_positive(("outer.mix",), "outer.overlap_steps"),
     _if_positive(("swarm.rule",), "swarm.rebalance_seconds"),
     Effect(
         ("swarm.failures.rejoin",),

@@ -5,7 +5,9 @@ contracts. The training loop calls only the functions of a `Strategy`. Every syn
 which tests/strategies/test_cases.py checks for all of STRATEGIES.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +28,9 @@ from jaxpar.strategies.elastic import check_elastic as check_elastic
 from jaxpar.strategies.elastic import padded_batch_size as padded_batch_size
 from jaxpar.strategies.fits import check_memory
 from jaxpar.strategies.fits import in_flight_bytes as in_flight_bytes
+from jaxpar.strategies.outer.live import RayLink
+from jaxpar.strategies.outer.options import OuterDetails, check_outer, with_outer_step
+from jaxpar.strategies.outer.worker import OuterLink, as_worker
 from jaxpar.strategies.pipeline import schedules
 from jaxpar.strategies.pipeline import strategy as pipeline
 from jaxpar.strategies.pipeline.executor.partition import AUTO, METHODS
@@ -48,6 +53,7 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None = None) -> 
     if not 0 <= config.seed < 2**31:
         raise UserError(f"config.seed is {config.seed}; it must be between 0 and {2**31 - 1}")
     check_elastic(config)
+    check_outer(config, cluster)
     check_optimizer(config)  # the batch divisor depends on the optimizer config
     decision = STRATEGIES[config.strategy].decide(config, cluster, model)
     number, words = decision.batch_divisor, decision.batch_words
@@ -102,6 +108,8 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
     planned = STRATEGIES[config.strategy].plan(config, shapes, cluster, decision)
     if config.elastic_seconds and cluster.num_processes > 1:
         planned = keeping_previous(planned)
+    if config.outer.num_workers:
+        planned = with_outer_step(config, shapes, planned)
     check_memory(planned, cluster)
     return planned
 
@@ -114,9 +122,17 @@ def possible(config: ConfigDict, shapes: Problem, cluster: Cluster) -> Plan[Any]
         return str(error)
 
 
-def build(plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[Any]:
-    """Build a planned strategy on the first of these devices."""
-    return STRATEGIES[plan.strategy].build(plan, problem, devices)
+def build(
+    plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device], connect: Callable[[Path], OuterLink] | None = None
+) -> Strategy[Any]:
+    """Build a planned strategy on the first of these devices.
+
+    connect: makes the connection of a worker of an outer step, for a run in this workdir; None: one to Ray.
+    """
+    built = STRATEGIES[plan.strategy].build(plan, problem, devices)
+    if not isinstance(plan.outer, OuterDetails):
+        return built
+    return as_worker(built, problem, connect or partial(RayLink, plan.outer))
 
 
 def make(config: ConfigDict, problem: Problem) -> Strategy[Any]:

@@ -81,6 +81,9 @@ class Strategy(NamedTuple, Generic[S]):
     drain: Callable[[S], Metrics | None] = lambda _state: None
     # (state, workdir) -> results for result.json; called at the end of a run, it may write files to workdir
     report: Callable[[S, Path], Mapping[str, Any]] = lambda _state, _workdir: {}
+    # (state, completed steps, workdir) -> (state, completed steps) at which a run begins or continues. Called once,
+    # before the first step. A run that joins others can begin later than at step 0
+    begin: Callable[[S, int, Path], tuple[S, int]] = lambda state, step, _workdir: (state, step)
     # () -> {title: actions of a step by device}, planned and, if a step was measured, measured; for charts
     timelines: Callable[[], Mapping[str, Sequence[Span]]] = lambda: {}
 

@@ -33,7 +33,8 @@ from jaxpar import config as configs
 from jaxpar import strategies
 from jaxpar.command_line import Parser, integer, number
 from jaxpar.errors import UserError, exit_code
-from jaxpar.strategies.swarm.live import cluster as ray_cluster
+from jaxpar.strategies import ray_cluster
+from jaxpar.strategies.swarm.live import cluster as peer_cluster
 from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent, PeerStatus, listeners
 from jaxpar.strategies.swarm.live.peer import StagePeer
 from jaxpar.strategies.swarm.live.trainer import LiveTrainer
@@ -106,14 +107,14 @@ def start(arguments: Any, layers: Sequence[int]) -> tuple[LiveTrainer, Any, list
     more = [f"--config.swarm.{key}={value}" for key, value in settings.items()]
     configs.override(config, ["--config.strategy=swarm", "--config.optimizer.accumulation_steps=1", *more])
     configs.override(config, [f"--config.pipeline.partition={cuts}"])
-    ray = ray_cluster.connect("", num_peers)
+    ray = ray_cluster.connect("swarm.address", "", num_peers)
     node = ray.nodes()[0]["NodeID"]
     plan: Any = strategies.plan(config, case.problem, clusters.find_cluster())
     workload = plan.details.workload
     scale = arguments.seconds / statistics.mean(workload.forward)
     times = [[scale * one for one in part] for part in (workload.forward, workload.backward)]
     for peer in range(num_peers):
-        lasting = {"name": f"{ray_cluster.PEER_NAME}-{peer}", "namespace": namespace, "lifetime": "detached"}
+        lasting = {"name": f"{peer_cluster.PEER_NAME}-{peer}", "namespace": namespace, "lifetime": "detached"}
         actor = ray.remote(PacedPeer).options(num_cpus=0, **lasting)
         actor.remote(node, times)
     strategy = strategies.make(config, case.problem)

@@ -48,6 +48,11 @@ KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "asynchronous.delays.slowdown=3.0": (SWARM, ASYNC),
     "data_parallel.implementation=pmap": (("strategy=single",), ()),
     "swarm.stages=3": (("strategy=auto",), SWARM),
+    "outer.worker=1": ((), ("outer.num_workers=2",)),
+    "outer.lr=0.5": (("outer.num_workers=2", "outer.policy=local_sgd"), ("outer.num_workers=2",)),
+    "outer.momentum=0.5": (("outer.num_workers=2", "outer.policy=local_sgd"), ("outer.num_workers=2",)),
+    "outer.ratio=0.5": (("outer.num_workers=2",), ("outer.num_workers=2", "outer.compression=topk")),
+    "outer.mix=0.1": (("outer.num_workers=2",), ("outer.num_workers=2", "outer.overlap_steps=2")),
     "swarm.rule=paper": (SWARM, (*SWARM, "swarm.rebalance_seconds=60")),
     "swarm.failures.rejoin=5.0": (SWARM, (*SWARM, "swarm.failures.lifetime=100")),
     "swarm.failures.groups=2": (

@@ -1,7 +1,6 @@
 """Checks config.swarm, reads its files, and simulates the run that it describes."""
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from jaxpar.errors import UserError, check_choice
 from jaxpar.strategies.pipeline.executor.partition import layer_flops, stage_bounds
 from jaxpar.strategies.pipeline.executor.stages import Stages
 from jaxpar.strategies.pipeline.tables.table import loop_stages
+from jaxpar.strategies.ray_cluster import check_address
 from jaxpar.strategies.swarm.availability import RandomTrace, SwarmPeer, Trace, find_peers, read_swarm_trace
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload
 from jaxpar.strategies.swarm.membership import REBALANCING_RULES
@@ -27,7 +27,6 @@ ONLY_LIVE = ("address", "namespace", "peer_cpus", "peer_gpus", "join_seconds", "
 ONLY_EMULATED = ("trace", "failures", "forward_seconds", "delayed")
 BACKWARD_WORK = 3.0  # of a backward pass, in forward passes: two products for each one, and the forward pass again
 LEAST_WORK = 0.01  # of a stage, in means: a lookup has no FLOPs, but takes time
-ADDRESS = re.compile(r"[^/\s]+:(?P<port>\d{1,5})")
 MOST_PEERS = 1000  # of a live swarm: its trainer routes every pass
 MOST_RESOURCES = 10_000  # of a peer
 RESOURCE_UNITS = 10_000  # Ray counts resources in ten-thousandths
@@ -127,9 +126,7 @@ def _check_live(s: ConfigDict) -> None:
             f"config.swarm.peers is {s.peers[:40]!r}; it must be a number, at least {s.stages} (config.swarm.stages) "
             f"and at most {MOST_PEERS}, with config.swarm.mode='live'"
         )
-    address = ADDRESS.fullmatch(s.address)
-    if s.address not in ("", "auto") and not (address and 0 < int(address["port"]) < 2**16):
-        raise UserError(f"config.swarm.address is {s.address!r}; it must be HOST:PORT, auto, or empty")
+    check_address("swarm.address", s.address, required=False)
     if not 0 <= s.join_seconds < math.inf:
         raise UserError(f"config.swarm.join_seconds is {s.join_seconds}; it must be finite and at least 0")
     resources = ("peer_cpus", "peer_gpus")

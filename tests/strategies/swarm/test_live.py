@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxpar.errors import TrainingError
-from jaxpar.strategies import Strategy
+from jaxpar.strategies import Strategy, ray_cluster
 from jaxpar.strategies.swarm.live import cluster, events
 from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent
 from jaxpar.strategies.swarm.live.trainer import LiveTrainer
@@ -41,7 +41,7 @@ NAMESPACE, NUM_PEERS = "tests", 4
 @pytest.fixture(scope="module", autouse=True)
 def ray() -> Iterator[Any]:
     """Start Ray for the tests of this file."""
-    found = cluster.connect("", num_cpus=NUM_PEERS)
+    found = ray_cluster.connect("swarm.address", "", num_cpus=NUM_PEERS)
     yield found
     found.shutdown()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.launch.place import free_port
-from jaxpar.strategies.swarm.live.cluster import clusters_here
+from jaxpar.strategies.ray_cluster import clusters_here
 from tests.runs import small_arguments
 from tests.strategies.pipelines import relative_error
 from tests.test_train import final_params

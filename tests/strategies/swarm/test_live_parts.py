@@ -16,6 +16,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxpar.errors import TrainingError, UserError
+from jaxpar.strategies import ray_cluster
 from jaxpar.strategies.swarm.live import cluster
 from jaxpar.strategies.swarm.live.calls import DIED, LOAD, SILENT, START, Calls, Patience
 from jaxpar.strategies.swarm.live.peer import MALFORMED, NONFINITE_VALUES, find_fault
@@ -121,17 +122,15 @@ def test_time_in_which_nobody_waits_does_not_count(monkeypatch: pytest.MonkeyPat
 
 def test_a_run_that_is_killed_leaves_a_message() -> None:
     """Ray ends a process at once, and without a message, if its own process on the machine has ended."""
-    program = (
-        "import os; from jaxpar.strategies.swarm.live import cluster as c; p = os.fork(); c._announce_silent_end(); "
-    )
+    program = "import os; from jaxpar.strategies import ray_cluster as c; p = os.fork(); c._announce_silent_end(); "
     program += "os._exit(1) if p == 0 else os.wait()"
     process = subprocess.run([sys.executable, "-W", "ignore", "-c", program], text=True, capture_output=True)
-    assert (process.returncode, process.stderr) == (0, f"{cluster.SILENT_END}\n")
+    assert (process.returncode, process.stderr) == (0, f"{ray_cluster.SILENT_END}\n")
 
 
 def test_no_cluster_answers() -> None:
     with pytest.raises(UserError, match=r"swarm.address is '127.0.0.1:1', where no Ray cluster answers \(.*refused"):
-        cluster.connect("127.0.0.1:1", num_cpus=1)
+        ray_cluster.connect("swarm.address", "127.0.0.1:1", num_cpus=1)
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
@@ -141,12 +140,12 @@ def test_the_cluster_of_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for process, command in {"12": "sh\0-c\0ls\0", "345": "raylet\0--gcs-address=127.0.0.1:4567\0--x=y\0"}.items():
         (tmp_path / process).mkdir()
         (tmp_path / process / "cmdline").write_text(command)
-    here = cluster.clusters_here(tmp_path)
+    here = ray_cluster.clusters_here(tmp_path)
     assert here == {"127.0.0.1:4567": ""}
-    monkeypatch.setattr(cluster, "clusters_here", lambda: here)
+    monkeypatch.setattr(ray_cluster, "clusters_here", lambda: here)
     message = "is 'auto', where no Ray cluster answers (the cluster at 127.0.0.1:4567 is that of another run, which"
     with pytest.raises(UserError, match=re.escape(message)):
-        cluster.connect("auto", num_cpus=1)
+        ray_cluster.connect("swarm.address", "auto", num_cpus=1)
 
 
 def test_a_cluster_that_asks_for_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,15 +156,15 @@ def test_a_cluster_that_asks_for_tokens(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / process / "environ").write_text(
             "NO_RAY_AUTH_MODE=x" + (f"\0RAY_AUTH_MODE={mode}\0" if mode else "")
         )
-    here = cluster.clusters_here(tmp_path)
+    here = ray_cluster.clusters_here(tmp_path)
     assert here == {"127.0.0.1:1": "a", "10.0.0.1:2": "b", "h:3": ""}
     for address, expected in {"auto": "b", "localhost:1": "a", "h:3": "", "localhost:4": ""}.items():
         monkeypatch.setenv("RAY_AUTH_MODE", "")  # restored after the test, also if it was unset
         monkeypatch.delenv("RAY_AUTH_MODE")
-        cluster.adopt_token_mode(address, here)
+        ray_cluster.adopt_token_mode(address, here)
         assert os.environ.get("RAY_AUTH_MODE", "") == expected
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    cluster.adopt_token_mode("auto", here)
+    ray_cluster.adopt_token_mode("auto", here)
     assert os.environ["RAY_AUTH_MODE"] == "disabled"
 
 
@@ -174,10 +173,10 @@ def test_a_cluster_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Exception("The current node timed out during startup.\nMore lines.")
 
     ray = SimpleNamespace(is_initialized=lambda: False, init=init)
-    monkeypatch.setattr(cluster, "load_ray", lambda **_options: ray)
+    monkeypatch.setattr(ray_cluster, "load_ray", lambda **_options: ray)
     message = r"^Ray does not start on this machine: The current node timed out during startup\.$"
     with pytest.raises(TrainingError, match=message):
-        cluster.connect("", num_cpus=1)
+        ray_cluster.connect("swarm.address", "", num_cpus=1)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from jaxpar.core import step as steps
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem
 from jaxpar.models.model import Params
+from jaxpar.strategies import ray_cluster
 from jaxpar.strategies.pipeline.executor.stage_programs import StagePrograms
 from jaxpar.strategies.pipeline.executor.stages import sum_over_stages
 from jaxpar.strategies.swarm.executor import SwarmState
@@ -63,7 +64,7 @@ class LiveTrainer:
         if not listeners:  # otherwise it is they who show what happens
             listeners.append(LinePrinter())
         s, stages, work = details.settings, details.stages, (details.workload.forward, details.workload.backward)
-        self._ray = cluster.connect(s.address, math.ceil(int(s.peers) * s.peer_cpus))
+        self._ray = ray_cluster.connect("swarm.address", s.address, math.ceil(int(s.peers) * s.peer_cpus))
         cluster.check_room(self._ray, s)
         self._spec, self._num_microbatches = SwarmSpec(problem, stages, details.messages), details.num_microbatches
         self.members = Members(self._ray, self._ray.put(self._spec), work, s, details.seed)
