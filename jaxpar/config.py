@@ -127,6 +127,7 @@ def override(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
             end = key.rpartition(".")[2]
             same_end = [name for name in known if name.rpartition(".")[2] == end]
             same_end = [OTHER_NAMES[end]] if end in OTHER_NAMES else same_end
+            same_end = [name for name in same_end if name.startswith("optimizer.")] or same_end
             hint = f" Did you mean {same_end[0]!r}?" if len(same_end) == 1 else nearest(key, known)
             raise UserError(f"config.{key} does not exist{'.' if hint else ''}{hint}")
         *sections, name = key.split(".")

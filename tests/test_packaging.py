@@ -88,6 +88,7 @@ def test_every_command_runs_without_the_clone(wheel: str, tmp_path: Path) -> Non
         (0, [*small, *text, "--workdir=gpt"]),
         (0, ["launch", "--num_processes=1", "--", "--help"]),
         (0, ["doctor"]),
+        (2, ["replay", "run"]),
         (0, ["plan", *small[:-3], "--cluster=h100:1"]),
         (0 if has_gpus else 2, ["fit", *small, "--target=h100:2"]),
         (0, ["audit", *small]),

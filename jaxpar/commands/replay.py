@@ -12,9 +12,10 @@ Exit codes: 0 if all of them are equal, 1 for the first difference, 2 for invali
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxpar import checkpoint, data
+from jaxpar import config as configs
+from jaxpar import data
 from jaxpar.command_line import Parser
-from jaxpar.errors import printable
+from jaxpar.errors import UserError, printable
 
 
 def main(argv: Sequence[str]) -> None:
@@ -25,7 +26,13 @@ def main(argv: Sequence[str]) -> None:
     from jaxpar.core import mesh
     from jaxpar.run.replay import replay_runs
 
-    config = checkpoint.config_of(checkpoint.of_run(workdirs[0]), workdirs[0])
-    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    # Checkpoints are read later, because that uses JAX.
+    saved = [configs.read_config(workdir) for workdir in workdirs]
+    if len(numbers := {one.mesh.virtual_cpu_devices for one in saved}) > 1:
+        raise UserError(
+            f"config.mesh.virtual_cpu_devices of the runs is {' and '.join(map(str, sorted(numbers)))}; it must be the "
+            "same in all of them, because one process repeats them on its devices"
+        )
+    mesh.prepare_jax(saved[0], data.cache_dir(saved[0]) / "xla")
     for line in replay_runs(workdirs):
         print(printable(line))

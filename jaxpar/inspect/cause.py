@@ -27,9 +27,13 @@ from jaxpar.inspect.certificate import EVALUATION, Failure, Measured, batches
 from jaxpar.inspect.reference import HostBatch, Leaves, Reference, Runs, Snapshot, compare
 from jaxpar.run.restore import start
 
-MOST_UNEXPLAINED = 0.3  # part of the difference that a cause may leave unexplained
+MOST_UNEXPLAINED = 0.05  # part of the difference that a cause may leave unexplained
+MOST_IN_16_BITS = 0.3  # the same for a model in 16 bits, whose rounding is in the difference
+NOT_EXPLAINED = "unknown"
 CLEARLY_BETTER = 0.25  # of that, so that a hypothesis with more free numbers is chosen
+NUMBERS_OF_PART = 20  # numbers of the gradient for each part, so that shares are determined
 MOST_PARTS = 32  # of a batch, whose shares in a gradient are determined
+SMALLEST_NORM = float(np.finfo(np.float32).tiny)
 OLDEST = 3  # steps by which stale weights are looked for
 NEAR = 0.02  # error of a share that counts as a whole number
 CAUSAL_ORDER = (
@@ -85,21 +89,27 @@ def find_cause(runs: Runs, measured: Measured) -> Cause | None:
     if not measured.failures:
         listed = ", ".join(measured.counters)
         return Cause("the counters of the state", f"{listed}: not counted as on one device", []) if listed else None
-    step = min(failure.step for failure in measured.failures)
-    failed = [failure for failure in measured.failures if failure.step == step]
+    of_steps = [failure for failure in measured.failures if not failure.name.startswith(EVALUATION)]
+    if not of_steps:  # an evaluation is after all steps
+        return _cause_of_metrics(measured.failures, "an evaluation")
+    step = min(failure.step for failure in of_steps)
+    failed = [failure for failure in of_steps if failure.step == step]
     quantity = min((failure.quantity for failure in failed), key=CAUSAL_ORDER.index)
-    if quantity == "" and all(failure.name.startswith(EVALUATION) for failure in failed if not failure.quantity):
-        return _cause_of_metrics(failed, "an evaluation")
     names = [failure.name for failure in failed if failure.quantity == quantity]
     if runs.ours.plan.delays:
         return Cause(_where(runs, step, quantity, names), "not searched for in pipelines that never drain", [])
     evidence = _again(runs, step)
-    has_loss = any(failure.name == "loss" for failure in failed)
+    has_loss = any(failure.name in ("loss", "weight") for failure in failed)
     where = _where(runs, evidence.number, quantity, names, has_loss=has_loss)
+    most = MOST_UNEXPLAINED if runs.ours.config.model.dtype == "float32" else MOST_IN_16_BITS
     if quantity == "gradient":
-        return _missing_in_group(evidence, where, names) or _best(where, *_of_gradient(evidence, names))
-    if quantity in ("update", "moments"):
-        return _best(where, *_of_update(evidence, names))
+        found = _best(where, *_of_gradient(evidence, names, has_loss=has_loss), most)
+        is_open = found.cause.startswith(NOT_EXPLAINED) and not has_loss
+        return (_missing_in_group(evidence, where, names) if is_open else None) or found
+    if quantity == "update":
+        return _best(where, *_of_update(evidence, names), most)
+    if quantity == "moments":
+        return Cause(where, "the state of the optimizer is changed after its update, or kept wrongly", [])
     if quantity == "resume":
         return Cause(where, *_of_resume(evidence))
     if quantity == "start":
@@ -163,19 +173,21 @@ def _vector(layers: Mapping[str, Leaves], names: Sequence[str]) -> np.ndarray:
     return np.concatenate([array.astype(np.float64) for array in arrays])
 
 
-def _best(where: str, got: np.ndarray, expected: np.ndarray, guesses: Iterator[Guess]) -> Cause:
-    """Return the cause that leaves the least of the difference unexplained."""
+def _best(where: str, got: np.ndarray, expected: np.ndarray, guesses: Iterator[Guess], most: float) -> Cause:
+    """Return the cause that leaves the least of the difference unexplained, at most this part."""
     difference = float(np.linalg.norm(got - expected))
-    tried, best, least = 0, None, MOST_UNEXPLAINED
+    if not difference:
+        return Cause(where, f"{NOT_EXPLAINED}: the step has no error when it is taken again", [])
+    tried, best, least = 0, None, most
     for guess in guesses:
         tried += 1
         unexplained = float(np.linalg.norm(got - guess.predicted)) / difference
         if unexplained < (least if best is None else CLEARLY_BETTER * least):
             best, least = guess, unexplained
-    relative = difference / max(float(np.linalg.norm(expected)), float(np.finfo(np.float32).tiny))
+    relative = difference / max(float(np.linalg.norm(expected)), SMALLEST_NORM)
     error = f"relative error {relative:.2g}"
     if best is None:
-        return Cause(where, f"unknown: none of {tried} hypotheses explains it", [error])
+        return Cause(where, f"{NOT_EXPLAINED}: none of {tried} hypotheses explains it", [error])
     evidence = [f"{error}, of which this leaves {least:.1g} unexplained"]
     return Cause(where, best.name, [best.evidence, *evidence] if best.evidence else evidence)
 
@@ -183,8 +195,10 @@ def _best(where: str, got: np.ndarray, expected: np.ndarray, guesses: Iterator[G
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 
-def _of_gradient(evidence: Evidence, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray, Iterator[Guess]]:
-    """Return a gradient, that of one device, and hypotheses about the difference."""
+def _of_gradient(
+    evidence: Evidence, names: Sequence[str], *, has_loss: bool
+) -> tuple[np.ndarray, np.ndarray, Iterator[Guess]]:
+    """Return a gradient, that of one device, and hypotheses about the difference. has_loss: whether losses differ."""
     reference, batch, before = Reference(evidence.runs.exact), evidence.batch, evidence.before[-1].tree
     total = batch["weights"].sum()
 
@@ -197,11 +211,16 @@ def _of_gradient(evidence: Evidence, names: Sequence[str]) -> tuple[np.ndarray, 
         return _vector(made, names)
 
     got, expected = _vector(evidence.after.gradient, names), gradient()
-    return got, expected, _guesses_of_gradient(evidence, got, expected, gradient)
+    return got, expected, _guesses_of_gradient(evidence, got, expected, gradient, has_loss=has_loss)
 
 
 def _guesses_of_gradient(
-    evidence: Evidence, got: np.ndarray, expected: np.ndarray, gradient: Callable[..., np.ndarray]
+    evidence: Evidence,
+    got: np.ndarray,
+    expected: np.ndarray,
+    gradient: Callable[..., np.ndarray],
+    *,
+    has_loss: bool,
 ) -> Iterator[Guess]:
     """Yield hypotheses, those with fewer free numbers first. gradient: of some weights, keys or parameters."""
     n, m, batch = evidence.num_replicas, evidence.num_microbatches, evidence.batch
@@ -222,26 +241,31 @@ def _guesses_of_gradient(
     ones = np.ones_like(weights)
     if (weights != ones).any():
         yield Guess("padding examples are counted", gradient(ones, weight=weights.sum()))
-        yield Guess("padding examples are counted", gradient(ones, weight=np.float32(size)))
+        yield Guess("padding examples are counted", gradient(ones, weight=np.float32(ones.size)))
     yield from _stale(evidence, gradient)
+    if not expected.any():
+        return
     scale = float(got @ expected / (expected @ expected))
     yield Guess(_name_of_scale(scale, evidence), scale * expected, f"the gradient is {scale:.7g} times that expected")
     parts = [(k, j) for k in range(n) for j in range(m)] if n * m <= MOST_PARTS else [(k, -1) for k in range(n)]
-    if not 1 < len(parts) <= MOST_PARTS:
+    if not 1 < len(parts) <= MOST_PARTS or len(got) < NUMBERS_OF_PART * len(parts):
         return
     masks = [(replica == k) & ((microbatch == j) | (j < 0)) for k, j in parts]
-    of_parts = [gradient(np.where(mask, weights, 0).astype(weights.dtype)) for mask in masks]
-    whole = [float(weights[replica == k].sum()) for k in range(n)]
-    if min(whole) != max(whole) and min(whole) > 0:  # the mean of the means of replicas
-        means = [sum(whole) / (n * whole[k]) for k, _ in parts]
-        predicted = sum(share * part for share, part in zip(means, of_parts, strict=True))
-        listed = ", ".join(f"{one:g}" for one in whole)
-        yield Guess(
-            "a mean of the means of replicas, whatever their weights", np.asarray(predicted), f"weights of {listed}"
-        )
-    shares = np.linalg.lstsq(np.stack(of_parts, axis=1), got, rcond=None)[0]
-    yield Guess(_name_of_shares(shares, parts), np.stack(of_parts, axis=1) @ shares, _listed(shares, parts))
-    yield from _rounded(got, expected, of_parts)
+    kept = [np.where(mask.reshape(-1, *[1] * (weights.ndim - 1)), weights, 0).astype(weights.dtype) for mask in masks]
+    of_parts = np.stack([gradient(one) for one in kept], axis=1)
+    for words, whole in (
+        ("replicas", [float(weights[replica == k].sum()) for k, _ in parts]),
+        ("microbatches", [float(one.sum()) for one in kept]),
+    ):
+        if min(whole) != max(whole) and min(whole) > 0:
+            number = n if words == "replicas" else len(parts)
+            means = float(weights.sum()) / (number * np.array(whole))
+            listed = ", ".join(f"{one:g}" for one in whole)
+            name = f"a mean of the means of {words}, whatever their weights"
+            yield Guess(name, of_parts @ means, f"weights of {listed}")
+    shares = np.linalg.lstsq(of_parts, got, rcond=None)[0]
+    yield Guess(_name_of_shares(shares, parts, has_loss=has_loss), of_parts @ shares, _listed(shares, parts))
+    yield from _rounded(got, expected, list(of_parts.T))
 
 
 def _missing_in_group(evidence: Evidence, where: str, names: Sequence[str]) -> Cause | None:
@@ -288,32 +312,31 @@ def _name_of_scale(scale: float, evidence: Evidence) -> str:
     n, m, axes = evidence.num_replicas, evidence.num_microbatches, evidence.runs.ours.plan.axes
     numbers = {"replicas": n, "microbatches": m, "all devices that share the batch": n * m}
     numbers |= {f"the devices of the {axis} axis": axes[axis] for axis in (TENSOR, CONTEXT) if axis in axes}
-    for words, number in numbers.items():
-        if number > 1 and math.isclose(scale, number, rel_tol=NEAR):
-            return f"a sum over {words} instead of their mean, or a sum that is taken twice"
-        if number > 1 and math.isclose(scale, 1 / number, rel_tol=NEAR):
-            return f"divided by the number of {words} twice, or a missing sum over them"
+    for factor, text in (
+        (scale, "a sum over {} instead of their mean, or a sum that is taken twice"),
+        (1 / scale if scale else 0.0, "divided by the number of {} twice, or a missing sum over them"),
+    ):
+        same = [words for words, number in numbers.items() if number > 1 and math.isclose(factor, number, rel_tol=NEAR)]
+        if same:
+            return text.format(" or ".join(same))
     return "scaled by a wrong factor"
 
 
-def _name_of_shares(shares: np.ndarray, parts: Sequence[tuple[int, int]]) -> str:
+def _name_of_shares(shares: np.ndarray, parts: Sequence[tuple[int, int]], *, has_loss: bool) -> str:
     """Return what is wrong with the shares of replicas and microbatches in a gradient. Each should be 1."""
-    largest = float(np.max(np.abs(shares)))
-    has_part = np.abs(shares) > NEAR * largest
+    rounded = np.round(shares)
+    if np.max(np.abs(shares - rounded)) > NEAR * max(float(np.max(np.abs(shares))), 1.0):
+        return "replicas or microbatches have wrong weights"
     replicas = {k for k, _ in parts}
-    present = {k for (k, _), has in zip(parts, has_part, strict=True) if has}
-    if len(replicas) > len(present) == 1:
+    present = {k for (k, _), share in zip(parts, rounded, strict=True) if share}
+    if len(replicas) > len(present) == 1 and not has_loss:  # a sum of gradients does not change the loss
         return f"a missing sum over replicas: the gradient is that of replica {min(present)} alone"
-    lost = [part for part, has in zip(parts, has_part, strict=True) if not has]
-    if lost:
-        return f"lost examples: those of {_named(lost, parts)} are missing"
-    least = float(np.min(shares))
-    doubled = [
-        part for part, share in zip(parts, shares, strict=True) if math.isclose(share, 2 * least, rel_tol=2 * NEAR)
-    ]
-    if doubled:
-        return f"doubled examples: those of {_named(doubled, parts)} are counted twice"
-    return "replicas or microbatches have wrong weights"
+    lost = [part for part, share in zip(parts, rounded, strict=True) if share == 0]
+    doubled = [part for part, share in zip(parts, rounded, strict=True) if share > 1]
+    texts = [f"those of {_named(lost, parts)} are missing"] if lost else []
+    texts += [f"those of {_named(doubled, parts)} count several times"] if doubled else []
+    kind = "lost and doubled" if lost and doubled else "lost" if lost else "doubled"
+    return f"{kind} examples: {', and '.join(texts)}" if texts else "replicas or microbatches have wrong weights"
 
 
 def _named(some: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int]]) -> str:
@@ -326,7 +349,7 @@ def _named(some: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int]]) ->
 
 
 def _listed(shares: np.ndarray, parts: Sequence[tuple[int, int]]) -> str:
-    listed = ", ".join(f"{share:.3g}" for share in shares)
+    listed = ", ".join(f"{round(float(share), 3):g}" for share in shares)
     kind = "replicas" if all(j <= 0 for _, j in parts) else "microbatches"
     kind += ", replica by replica," if parts[-1][0] and kind == "microbatches" else ""
     return f"shares of the {kind} in the gradient, each of which should be 1: {listed}"
@@ -389,7 +412,7 @@ def _guesses_of_change(got: np.ndarray, expected: np.ndarray, before: Snapshot, 
         if all(np.array_equal(leaves[k], after.params[name][k]) for k in leaves)
     ]
     yield Guess("the update is computed, but not applied", np.zeros_like(got), f"unchanged: {', '.join(same)}")
-    scale = float(got @ expected / (expected @ expected))
+    scale = float(got @ expected / max(float(expected @ expected), SMALLEST_NORM))
     yield Guess("the update is scaled before it is applied", scale * expected, f"scaled by {scale:.7g}")
 
 
@@ -399,7 +422,7 @@ def _guesses_of_update(
     """Yield hypotheses. update: with another norm of the gradient, or other parameters."""
     run, before, n = evidence.runs.ours, evidence.before[-1], evidence.num_replicas
     yield Guess("no update", np.zeros_like(got))
-    step, scale = int(before.tree["step"]), float(got @ expected / (expected @ expected))
+    step, scale = int(before.tree["step"]), float(got @ expected / max(float(expected @ expected), SMALLEST_NORM))
     rates = [float(run.learning_rate(max(number, 0))) for number in (step, step + 1, step - 1)]
     words = f"the update is {scale:.7g} times that expected"
     for name, rate in zip(("after", "before"), rates[1:], strict=True):

@@ -200,3 +200,16 @@ def test_errors_of_the_functions_are_raised() -> None:
     for pair in ((fails, mean), (mean, fails)):
         with pytest.raises(KeyError, match="mine"):
             jaxpar.certify_functions(*pair, {}, {"x": X})
+
+
+def test_results_that_cannot_be_compared() -> None:
+    """Results that follow the order of the examples would make any tolerance large."""
+
+    def imaginary(params: Any, x: Any) -> Any:
+        return 1j * (x @ params["w"]).sum()
+
+    params, batch = {"w": np.ones(3, np.float32)}, np.arange(24, dtype=np.float32).reshape(8, 3)
+    with pytest.raises(UserError, match="reference depends on the order of the examples"):
+        jaxpar.certify_functions(lambda p, x: x @ p["w"], lambda p, x: 2 * x @ p["w"], params, batch)
+    with pytest.raises(UserError, match="reference returns complex numbers"):
+        jaxpar.certify_functions(imaginary, imaginary, params, batch)

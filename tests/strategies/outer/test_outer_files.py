@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxpar import config as configs
+from jaxpar.commands import replay as command
+from jaxpar.config import default_config
 from jaxpar.data.share import Share, with_share
 from jaxpar.errors import UserError
 from jaxpar.run import replay
@@ -107,3 +110,14 @@ def test_runs_that_cannot_be_replayed(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "outer" / "contributions.csv").write_text(f"{header}\n1,counted,2,0,4,0,0,0,1,4\n")
     with pytest.raises(UserError, match="worker 2 has contributed, and its run is missing; it must be one of the work"):
         replay.read_runs([tmp_path])
+
+
+def test_runs_with_other_numbers_of_devices_are_not_replayed(tmp_path: Path) -> None:
+    """Their programs differ from those of one process, and so do their last bits."""
+    for number, name in enumerate(("w0", "w1"), 1):
+        (tmp_path / name).mkdir()
+        config = default_config()
+        config.mesh.virtual_cpu_devices = number
+        configs.save(config, tmp_path / name)
+    with pytest.raises(UserError, match="of the runs is 1 and 2; it must be the same in all of them"):
+        command.main([str(tmp_path / "w0"), str(tmp_path / "w1")])
