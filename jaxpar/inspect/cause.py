@@ -269,7 +269,7 @@ def _guesses_of_gradient(
 
 
 def _missing_in_group(evidence: Evidence, where: str, names: Sequence[str]) -> Cause | None:
-    """Return whether a sum over the tensor axis is missing: if only arrays differ of which each device has all."""
+    """Return the cause if only arrays differ of which each device of the tensor axis has all; otherwise None."""
     run, reference = evidence.runs.ours, Reference(evidence.runs.exact)
     sizes = {axis: run.plan.axes[axis] for axis in (CONTEXT, TENSOR) if axis in run.plan.axes}
     if TENSOR not in sizes:
@@ -278,19 +278,26 @@ def _missing_in_group(evidence: Evidence, where: str, names: Sequence[str]) -> C
     is_split = reference.by_layer(group.is_split(run.problem.model.shapes))
     batch, got = evidence.batch, evidence.after.gradient
     expected, _ = reference.gradient(evidence.before[-1].tree, batch, batch["weights"].sum())
-    listed = []
+    listed, mine, theirs = [], [], []
     for name in names:
         sizes_of = {key: float(np.linalg.norm(got[name][key] - leaf)) for key, leaf in expected[name].items()}
         wrong = [key for key, size in sizes_of.items() if size > NEAR * max(sizes_of.values())]
         if any(is_split[name][key] for key in wrong):
             return None
-        listed += [
-            f"{name}{key.removeprefix('[]')} {compare({'': got[name][key]}, {'': expected[name][key]}).relative:.2g}"
-            for key in wrong
-        ]
+        for key in wrong:
+            error = compare({"": got[name][key]}, {"": expected[name][key]}).relative
+            listed.append(f"{name}{key.removeprefix('[]')} {error:.2g}")
+            mine.append(np.ravel(got[name][key]).astype(np.float64))
+            theirs.append(np.ravel(expected[name][key]).astype(np.float64))
+    ours, whole = np.concatenate(mine), np.concatenate(theirs)
+    scale = float(ours @ whole / max(float(whole @ whole), SMALLEST_NORM))
+    if np.linalg.norm(ours - scale * whole) < MOST_UNEXPLAINED * np.linalg.norm(ours - whole):
+        why = f"scaled by {scale:.4g}"  # a part of a sum is no multiple of it
+    else:
+        why = "a missing sum over the tensor axis"
     return Cause(
         where,
-        "a missing sum over the tensor axis: only arrays differ of which each of its devices has the whole",
+        f"{why}: only arrays differ of which each device of the tensor axis has the whole",
         [f"relative errors: {', '.join(listed)}"],
     )
 
