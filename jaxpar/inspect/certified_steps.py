@@ -68,7 +68,10 @@ def certified_run(run: Run) -> Run:
 
 def check_comparable(run: Run) -> None:
     """Raise UserError if the steps of a run cannot be compared one by one with those of one device."""
-    key = f"config.certify_every is {run.config.certify_every}; it must be 0"
+    every, total = run.config.certify_every, run.num_steps
+    if every > total:
+        raise UserError(f"config.certify_every is {every}; it must be at most {total}, the number of steps, or 0")
+    key = f"config.certify_every is {every}; it must be 0"
     if run.plan.differs:
         raise UserError(f"{key}, because the steps differ from those of one device: {run.plan.differs}")
     if run.cluster.num_processes > 1:

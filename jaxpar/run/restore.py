@@ -85,10 +85,10 @@ def start(run: Run) -> tuple[StrategyState, Past]:
     saved = kept or checkpoint.restore(run.workdir / "checkpoints", like, log=print)
     processes.check_same_value(f"the newest intact checkpoint (-1: none) in {run.workdir}", saved.step if saved else -1)
     if saved is None:
-        begun, step = run.strategy.begin(fresh(run), 0, run.workdir)
+        joined, step = run.strategy.begin(fresh(run), 0, run.workdir)
         if (run.workdir / "metrics.jsonl").exists():
             print(f"restarted from step {step}, because {run.workdir}/checkpoints contains no checkpoint", flush=True)
-        return begun, Past(step, lost=lost, is_new=True)
+        return joined, Past(step, lost=lost, is_new=True)
     before = check_continued(run, saved)
     if saved.step < run.num_steps:
         print(f"resumed   from step {saved.step:,}{', which was kept in memory' if kept else ''}", flush=True)

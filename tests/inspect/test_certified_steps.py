@@ -200,6 +200,10 @@ def test_a_step_that_is_not_finite_is_followed_by_a_certified_one(
 
 def test_the_memory_is_that_of_the_compiled_programs(tmp_path: Path) -> None:
     run = build.make_run(small_config(tmp_path, "--config.certify_every=1", "--config.mesh.data=1"), tmp_path, Phases())
+    run.config.certify_every = run.num_steps + 1
+    with pytest.raises(UserError, match=rf"certify_every is {run.num_steps + 1}; it must be at most {run.num_steps}"):
+        certified_steps.check_comparable(run)
+    run.config.certify_every = 1
     certified = certified_steps.CertifiedSteps(run)
     reference, problem = certified._compared.single, run.problem
     state, scalar = reference._like, partial(jax.ShapeDtypeStruct, ())
@@ -235,7 +239,7 @@ def test_steps_that_differ_are_refused(keys: list[str], message: str, config: An
 
 def test_several_processes_are_refused(config: Any) -> None:
     plan = SimpleNamespace(differs="")
-    run: Any = SimpleNamespace(config=config(), plan=plan, cluster=SimpleNamespace(num_processes=2))
+    run: Any = SimpleNamespace(config=config(), plan=plan, num_steps=10, cluster=SimpleNamespace(num_processes=2))
     with pytest.raises(UserError, match=r"it must be 0 in a run of 2 processes, each of which has a part of a batch"):
         certified_steps.check_comparable(run)
 

@@ -15,6 +15,7 @@ import contextlib
 import os
 import threading
 import time
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,12 @@ BEATS = 4  # heartbeats in config.outer.silence_seconds
 def read_anchors(path: Path, settings: OuterSettings) -> list[Anchor]:
     """Read the anchors that the actor wrote. Raises UserError for a damaged file."""
     try:
-        with np.load(path) as saved:
+        with path.open("rb") as file, np.load(file) as saved:
             return [
                 Anchor(settings, saved[f"anchor_{n}"], saved[f"momentum_{n}"], int(saved[f"version_{n}"]))
                 for n in range(len(settings.lengths))
             ]
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} is damaged ({error!r:.100}); restore it, or use a new --workdir") from error
 
 
@@ -134,7 +135,7 @@ class RayLink:
         self._start, self._has_left = 0, threading.Event()
 
     def join(self, step: int | None, read: int, initial: Sequence[Vector]) -> Joined:
-        """See OuterLink. Raises UserError if the server is that of another run."""
+        """See OuterLink. Raises UserError or TrainingError if the server is that of another run."""
         is_announced = False
         while True:
             self._actor = self._find(initial)
@@ -143,6 +144,8 @@ class RayLink:
                     self._check_place()
                     joined: Joined = self._ray.get(self._actor.join.remote(self._details.worker, step, read))
                     break
+                except self._ray.exceptions.RayTaskError as error:
+                    raise error.cause from error
                 except self._ray.exceptions.RayActorError as error:  # it has ended meanwhile
                     if getattr(error, "actor_init_failed", False):
                         reason = str(error).strip().splitlines()[-1]

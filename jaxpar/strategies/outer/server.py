@@ -112,9 +112,11 @@ class OuterServer:
         """Make a run a member, and return its place.
 
         step: of the checkpoint from which it continues, which the start number `read` wrote; None: it begins, at the
-        latest step of a closed round.
+        latest step of a closed round. Raises TrainingError if there was no such start.
         """
         start, furthest = self._starts.get(worker, 0), max(self._counted.values(), default=0)
+        if step is not None and read >= start:
+            raise TrainingError(f"{self._stranger(worker)} start {read}, and the server knows {start} starts of it")
         self._starts[worker] = start + 1
         self._members[worker] = Member(start, now)
         for fragment, anchor in enumerate(self.anchors):
@@ -129,8 +131,10 @@ class OuterServer:
         return Joined(start, furthest if step is None else step, [anchor.answer for anchor in self.anchors])
 
     def offer(self, worker: int, fragment: int, difference: Difference, now: float) -> None:
-        """Take a difference. Raises TrainingError if another process has taken the place of its worker."""
+        """Take a difference. Raises TrainingError if another process has taken its place, or it is of another run."""
         self._check_start(worker, difference.start)
+        if difference.read > (version := self.anchors[fragment].version):
+            raise TrainingError(f"{self._stranger(worker)} version {difference.read}, and the server has {version}")
         if worker not in self._members:
             self._add(OuterEvent.RETURN, worker, difference.start, now, step=difference.step)
         self._members[worker] = Member(difference.start, now)
@@ -169,6 +173,9 @@ class OuterServer:
                 del self._members[worker]
                 self._add(OuterEvent.SILENT, worker, member.start, now)
         self._close_rounds(now)
+
+    def _stranger(self, worker: int) -> str:
+        return f"worker {worker} continues another training (use a new --workdir): its checkpoint is from"
 
     def _check_start(self, worker: int, start: int) -> None:
         if start != self._starts.get(worker, 0) - 1:

@@ -5,7 +5,7 @@ receives the new anchor, which replaces its parameters. Its optimizer state is i
 on while the message is in flight, and then mixes the anchor with its parameters (Douillard et al., "Streaming DiLoCo",
 2025, algorithm 2); at the end of the run, nothing overlaps.
 
-A worker that has not begun, such as that of an audit or a certificate, takes the steps of its strategy alone.
+A worker that has not joined, such as that of an audit or a certificate, takes the steps of its strategy alone.
 """
 
 import time

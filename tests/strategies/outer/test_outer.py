@@ -156,6 +156,18 @@ def test_a_late_contribution_counts_once() -> None:
         server.offer(1, 0, difference(1.0, 8), 17.0)
 
 
+def test_a_worker_of_another_training_is_refused() -> None:
+    """Its anchor is not one of this server, so its difference would move the others anywhere."""
+    server = server_of()
+    server.join(0, None, 0, 0.0)
+    with pytest.raises(TrainingError, match=r"worker 1 continues another training .* and the server knows 0 starts"):
+        server.join(1, 2100, 0, 1.0)
+    server.join(1, None, 0, 2.0)
+    with pytest.raises(TrainingError, match="is from version 20, and the server has 0"):
+        server.offer(1, 0, difference(1.0, 4, read=20), 3.0)
+    assert server.answer(1, 0, 4) is None
+
+
 def test_a_worker_joins_at_the_step_of_the_others() -> None:
     """The first round waits for min_workers. Rounds wait for a worker that joins, and for none that leaves."""
     server = server_of()

@@ -45,9 +45,11 @@ def test_the_actor_continues_from_its_files(tmp_path: Path) -> None:
     path.write_text("seconds,event\n")
     with pytest.raises(UserError, match="line 1 must be the header seconds,event,worker,start"):
         joined_actor(folder)
-    (folder / "anchors.npz").write_bytes(b"PK")
-    with pytest.raises(UserError, match=r"anchors.npz is damaged \(.*\); restore it, or use a new --workdir"):
-        joined_actor(folder)
+    whole = (folder / "anchors.npz").read_bytes()
+    for damaged in (b"PK", whole[: len(whole) // 2]):
+        (folder / "anchors.npz").write_bytes(damaged)
+        with pytest.raises(UserError, match=r"anchors.npz is damaged \(.*\); restore it, or use a new --workdir"):
+            joined_actor(folder)
 
 
 def test_a_row_that_is_not_of_the_table(tmp_path: Path) -> None:
