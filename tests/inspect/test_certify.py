@@ -34,7 +34,7 @@ from jaxpar.data.examples import Vectors
 from jaxpar.errors import exit_code
 from jaxpar.exchange import EXCHANGES
 from jaxpar.exchange.named import exchange_differs
-from jaxpar.inspect import cause, certificate, certificate_report, reference
+from jaxpar.inspect import cause, certificate, certificate_report, hypotheses, reference
 from jaxpar.inspect.certificate import Largest
 from jaxpar.inspect.reference import Error, Reference, compare, compare_change
 from jaxpar.run.build import Run
@@ -87,7 +87,7 @@ def certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
         return SHARED[id(run.strategy)]
 
     monkeypatch.setattr(reference, "make_single", make_shared)
-    for module in (certificate, cause):
+    for module in (certificate, cause, hypotheses):
         monkeypatch.setattr(module, "Reference", share)
 
     def run(*keys: str, num_steps: int = 3) -> tuple[int, dict[str, Any]]:
