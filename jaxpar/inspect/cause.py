@@ -1,9 +1,9 @@
 """Finds where a failed certificate differs first, and the likely cause.
 
 The strategy takes its steps again, up to the first one with an error outside its tolerance. There, hypotheses
-(hypotheses.py) are tested: each predicts the gradient or the update that a known kind of mistake would have given, computed by the
-reference on one device. The hypothesis that leaves the least of the difference unexplained is the cause. Its
-evidence is what was fitted, such as a scale, and how much of the difference it explains.
+(hypotheses.py) are tested: each predicts the gradient or the update that a known kind of mistake would have given,
+computed by the reference on one device. The hypothesis that leaves the least of the difference unexplained is the
+cause. Its evidence is what was fitted, such as a scale, and how much of the difference it explains.
 
 The kinds of mistakes are those that were reported of other systems (Jiang et al., "TTrace", arXiv 2506.09280, table 1;
 NVIDIA/Megatron-LM#7452): a sum instead of a mean, a missing sum, lost or doubled examples, stale weights, wrong keys of
