@@ -830,6 +830,10 @@ def test_an_infinite_error_is_marked() -> None:
         ("--report=docs", "--report is 'docs', which is a directory; it must be a file"),
         ("--report={output}", "certificate.json', as --output is; it must be another file"),
         ("--strategy=pipelin", "config.strategy is 'pipelin'; it must be one of"),
+        (
+            "--strategy=single --config.strategy=pipeline",
+            "--strategy is 'single'; it must be 'pipeline', as --config.st",
+        ),
         ("--config.exchange=zero4", "config.exchange is 'zero4'"),
         (
             "--steps=4",
@@ -843,7 +847,7 @@ def test_a_mistake_is_reported_in_one_line(
 ) -> None:
     output = f"--output={tmp_path}/certificate.json"
     mistake = mistake.format(output=f"{tmp_path}/certificate.json")
-    arguments = ["--config=configs/default.py", *small_arguments(tmp_path), output, mistake]
+    arguments = ["--config=configs/default.py", *small_arguments(tmp_path), output, *mistake.split()]
     assert exit_code(lambda: command.main(arguments)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
