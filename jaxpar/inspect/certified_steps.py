@@ -35,6 +35,7 @@ from jaxpar.inspect.certificate import (
     squared_norm,
     step_metrics,
 )
+from jaxpar.inspect.copies import describe_copies
 from jaxpar.inspect.reference import HostBatch, Reference, Snapshot, compare, compare_change, make_references
 from jaxpar.inspect.rounding import SEEDS
 from jaxpar.run.build import Run, StrategyState
@@ -186,10 +187,12 @@ class CertifiedSteps:
         self._is_due = not metrics.finite  # parameters and moments have not changed
         if metrics.finite:
             after = jax.tree.map(np.array, strategy.to_canonical(state))
-            self._certify(before, after, batch.on_host, metrics)
+            self._certify(before, after, batch.on_host, metrics, state)
         return state, metrics
 
-    def _certify(self, before: Canonical, after: Canonical, batch: HostBatch, metrics: Metrics) -> None:
+    def _certify(
+        self, before: Canonical, after: Canonical, batch: HostBatch, metrics: Metrics, state: StrategyState
+    ) -> None:
         compared, phases = self._compared, self._run.phases
         start, end = (with_records(tree, compared.single) for tree in (before, after))
         expected, expected_metrics = self._reference_step(compared.exact, start, batch)
@@ -213,6 +216,7 @@ class CertifiedSteps:
             compared.append(layer, "moments", error, samples[layer, "moments"])
         compared.compare_counters(end, expected)
         found = outside(compared.measured(self._run, [self._step - 1], differs=False))
+        found += describe_copies(self._run, compared.single, state, start)
         compared.next_step()
         if found:
             raise NotCertified(self._step, found, self._certified[-1])

@@ -175,6 +175,21 @@ def test_a_mistake_in_a_late_step_stops_the_run(
     assert "resumed   from step 3\n" in capsys.readouterr().out
 
 
+def test_a_replica_that_misses_an_update_is_named(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The canonical state is that of replica 0, which is right. Step 4 is the first one that is certified."""
+
+    def apply(state: Any, updates: Any, *rest: Any) -> Any:
+        share = jax.numpy.where((jax.lax.axis_index("data") == 1) & (state.step == 3), 0, 1)
+        return steps.apply(state, jax.tree.map(lambda x: x * share, updates), *rest)
+
+    monkeypatch.setattr(shard_map, "steps", SimpleNamespace(**{**vars(steps), "apply": apply}))
+    where = (
+        r"^step 4 differs .* copy at data=1: params of [^;]* differ from data=0, by up to [^;]*, lacks the last update;"
+    )
+    with pytest.raises(TrainingError, match=where):
+        training.train(config("data_parallel.implementation=shard_map"), tmp_path / "run")
+
+
 def test_a_wrong_gradient_shows_in_the_moments(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The moments show a gradient of one layer that is larger by a factor of 1 + 1e-4."""
 
