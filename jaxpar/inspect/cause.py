@@ -37,7 +37,7 @@ MOST_IN_16_BITS = 0.3  # MOST_UNEXPLAINED for a model in 16 bits, whose rounding
 NOT_EXPLAINED = "unknown"
 OTHER_COPIES = "devices hold different copies of the state: an update that some missed, or a lost broadcast"
 CLEARLY_BETTER = 0.25  # what a later hypothesis may leave / what the best one so far leaves
-EXACT = 1e-6  # relative error of a prediction that no later hypothesis improves, because it is that of rounding
+AS_ROUNDED = 1e-6  # relative error of a prediction that no later hypothesis improves, because it is that of rounding
 OLDEST = 3  # steps by which stale weights are looked for
 # quantities of a step, the earliest cause first
 CAUSAL_ORDER = ("start", "gradient", "", "update", "moments", "resume")
@@ -138,7 +138,7 @@ def _best(where: str, got: np.ndarray, expected: np.ndarray, guesses: Iterator[G
     relative = difference / max(float(np.linalg.norm(expected)), SMALLEST_NORM)
     tried, best, least = 0, None, most
     for guess in guesses:
-        if best and least * relative < EXACT:
+        if best and least * relative < AS_ROUNDED:
             break
         tried += 1
         unexplained = float(np.linalg.norm(got - guess.predicted)) / difference

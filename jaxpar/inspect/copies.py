@@ -36,7 +36,7 @@ def has_equal_copies(state: StrategyState) -> bool:
 def with_copy(state: StrategyState, at: Mapping[str, int]) -> StrategyState:
     """Return a state in which all devices have the copies of those at these places {axis: index} of the mesh."""
 
-    def change(leaf: jax.Array) -> jax.Array:
+    def change(leaf: Any) -> Any:
         if not _is_on_mesh(leaf):
             return leaf
         mesh = leaf.sharding.mesh
@@ -44,7 +44,7 @@ def with_copy(state: StrategyState, at: Mapping[str, int]) -> StrategyState:
         arrays = []
         for place, device in np.ndenumerate(mesh.devices):
             of = dict(zip(mesh.axis_names, place, strict=True))
-            source = mesh.devices[tuple((of | at)[axis] for axis in mesh.axis_names)]
+            source = mesh.devices[tuple({**of, **at}[axis] for axis in mesh.axis_names)]
             same = shards[source].index == shards[device].index  # otherwise the array is split over the axis
             arrays.append(jax.device_put(shards[source if same else device].data, device))
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
