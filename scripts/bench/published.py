@@ -25,7 +25,7 @@ from jaxpar.errors import UserError, exit_code
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "scripts" / "bench" / "papers"
 PAGE = ROOT / "docs" / "published.md"
-PAPERS = ("gpipe", "pipedream", "swarm", "rates")
+PAPERS = ("gpipe", "pipedream", "swarm", "data_parallel", "rates", "bloom")
 FEWEST_HELD_OUT = 20
 WIDTH = 100  # of a line of a document
 HEAD = """# Published results
@@ -115,14 +115,17 @@ def _wrapped(text: str) -> str:
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
     ours, published = row["ours"], row["published"]
-    if ours is None:
-        return [f"{published:.4g}", "-", "-"]
     found = f" ({row['found']})" if "found" in row else ""
-    return [_number(published), _number(ours) + found, f"{ours / published:.2f}"]
+    ratio = f"{ours / published:.2f}" if _is_compared(row) else "-"
+    return [_number(published), _number(ours) + found, ratio]
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _is_compared(row: Mapping[str, Any]) -> bool:
+    return None not in (row["ours"], row["published"])
 
 
 def _unit(table: Mapping[str, Any]) -> str:
@@ -134,7 +137,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
     Rows that others are relative to do not count.
     """
-    compared = [row for row in rows if row["ours"] is not None and row.get("to") != row["name"]]
+    compared = [row for row in rows if _is_compared(row) and row.get("to") != row["name"]]
     halves = {"All": compared}
     if len(compared) >= FEWEST_HELD_OUT:
         halves |= {"Held out": [row for row in compared if is_held_out(row)]}
@@ -150,7 +153,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
                 f"- {name}, {len(errors)} rows: median error {statistics.median(errors):.1%}, 90th percentile "
                 f"{ninth:.1%},\n  median ratio {statistics.median(ratios):.2f}, {within} within 15%."
             )
-    return lines + _order(halves)
+    return [*lines, *_order(halves, "Order", "group"), *_order(halves, "Order, one tensor size", "same_tensor")]
 
 
 def is_held_out(row: Mapping[str, Any]) -> bool:
@@ -158,14 +161,14 @@ def is_held_out(row: Mapping[str, Any]) -> bool:
     return hashlib.sha256(row["name"].encode()).digest()[-1] % 2 == 1
 
 
-def _order(halves: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Return lines with Kendall's tau, and how far the first choices are from the best, of rows with a group."""
+def _order(halves: Mapping[str, Sequence[Mapping[str, Any]]], title: str, key: str) -> list[str]:
+    """Return lines with Kendall's tau, and how far first choices are from the best, of groups of rows by a key."""
     lines = []
     for name, part in halves.items():
         groups: dict[str, list[tuple[float, float]]] = {}
         for row in part:
-            if "group" in row:
-                groups.setdefault(row["group"], []).append((row["published"], row["ours"]))
+            if key in row:
+                groups.setdefault(row[key], []).append((row["published"], row["ours"]))
         pairs = [pair for group in groups.values() for pair in itertools.combinations(group, 2)]
         if not pairs:
             continue
@@ -173,7 +176,7 @@ def _order(halves: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
         losses = [1 - max(group, key=lambda pair: pair[1])[0] / max(group)[0] for group in several]
         good = sum(loss <= 0.05 for loss in losses)
         lines.append(
-            f"- Order, {name.lower()}: Kendall's tau {kendall(pairs):.2f} over {len(pairs)} pairs of a group; in "
+            f"- {title}, {name.lower()}: Kendall's tau {kendall(pairs):.2f} over {len(pairs)} pairs of a group; in "
             f"{good} of {len(several)} groups,\n  the first choice is within 5% of the best (worst {max(losses):.1%})."
         )
     return lines

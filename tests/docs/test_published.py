@@ -43,7 +43,9 @@ def test_parameters_of_amoebanet_and_the_transformer_are_those_of_the_paper() ->
         assert millions == pytest.approx(row["published"], rel=0.025)
 
 
-@pytest.mark.parametrize("name", ["MPT: 1b, a100-80gb:8, 4 x 14"])
+@pytest.mark.parametrize(
+    "name", ["MPT: 1b, a100-80gb:8, 4 x 14", "02-26, 84 x 13312, 64 heads: dp 8, tp 4, pp 12, 128 x 2"]
+)
 def test_a_planned_rate_is_repeated(name: str) -> None:
     tables = (table for paper in published.PAPERS for table in published.read(paper)["tables"])
     (found,) = ((table, row) for table in tables for row in table["rows"] if row["name"] == name)

@@ -24,7 +24,7 @@ from jaxpar.core.step import Problem
 from jaxpar.data import DataInfo
 from scripts.bench.vocabulary import DEFAULTS, make_problem, problem_of
 
-FACTS = {"name", "published", "ours", "group", "to"}  # keys of a row that no prediction depends on
+FACTS = {"name", "published", "ours", "group", "same_tensor", "to"}  # keys of a row that no prediction depends on
 
 
 class Planned(NamedTuple):
@@ -59,11 +59,11 @@ def predicted_rate(row: Mapping[str, Any], model: Mapping[str, Any]) -> float:
 
 
 def row_cluster(row: Mapping[str, Any]) -> Cluster:
-    """Return the GPUs of a row. `network`: the bytes/s of a GPU to other hosts, if not those of its kind."""
+    """Return the GPUs of a row, with its `network`, the bytes/s of a GPU to other hosts, and `memory`, its bytes."""
     cluster = find_named(row["cluster"], "cluster")[1]
-    if "network" not in row:
-        return cluster
-    return replace(cluster, send_rates={**cluster.send_rates, "network": row["network"]})
+    network = row.get("network", cluster.send_rates["network"])
+    rates = {**cluster.send_rates, "network": network}
+    return replace(cluster, send_rates=rates, memory_bytes=row.get("memory", cluster.memory_bytes))
 
 
 def predict(row: Mapping[str, Any], model: Mapping[str, Any]) -> Planned:
