@@ -21,7 +21,7 @@ from jaxpar.checkpoint import ledger
 from jaxpar.choose.auto import choose
 from jaxpar.core import mesh
 from jaxpar.errors import UserError, printable
-from jaxpar.inspect.certified_steps import certified_run
+from jaxpar.inspect.certified_steps import certified_run, uncertified_set_aside
 from jaxpar.launch import processes
 from jaxpar.launch.elastic import Survival
 from jaxpar.launch.signals import Interrupt
@@ -91,7 +91,8 @@ def train_config(
                 run = certified_run(run)
         is_main_thread = threading.current_thread() is threading.main_thread()  # Python handles signals only there
         with Watchdog(config.watchdog_seconds, phases), interrupt if is_main_thread else contextlib.nullcontext():
-            result = run_through(run, interrupt, callbacks, survival)
+            with uncertified_set_aside(workdir):
+                result = run_through(run, interrupt, callbacks, survival)
             processes.wait("the ledger is written")
             result["seconds"] = {name: round(seconds, 2) for name, seconds in phases.seconds.items()}
             if processes.is_first():

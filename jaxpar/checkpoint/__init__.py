@@ -26,13 +26,15 @@ from jaxpar.checkpoint.reader import (
     steps,
     unfinished_bytes,
 )
-from jaxpar.checkpoint.writer import Saver, repair_metrics, set_aside
+from jaxpar.checkpoint.writer import CERTIFIED, Saver, certified_steps, repair_metrics, set_aside
 
 __all__ = [
+    "CERTIFIED",
     "Checkpoint",
     "Damaged",
     "Saver",
     "best_step",
+    "certified_steps",
     "config_of",
     "newest_config",
     "of_run",

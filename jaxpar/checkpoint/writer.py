@@ -4,9 +4,10 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,14 +23,19 @@ from jaxpar.core.state import Canonical, is_finite_tree
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import processes
 
+CERTIFIED = "certified"  # file of the workdir with the steps of `certified_steps`, one a line
 CHECKSUMS = {"state": "checksums", "private": "private_checksums"}  # folder -> key of info
 
 
 class Saver:
-    """Writes the checkpoints of a run, and keeps the newest `keep` >= 1 and optionally that with the lowest loss."""
+    """Writes the checkpoints of a run, and keeps the newest `keep` >= 1 and optionally that with the lowest loss.
+
+    If steps are certified, it also keeps the newest one that is not later than the last certified step.
+    """
 
     def __init__(self, directory: Path, *, keep: int, keep_best: bool):
         policies: list[preservation_policy.PreservationPolicy] = [preservation_policy.LatestN(keep)]
+        policies.append(_NewestCertified(directory.parent))
         if keep_best:
             best = preservation_policy.BestN(get_metric_fn=_negative_loss, n=1, keep_checkpoints_without_metrics=False)
             policies.append(best)
@@ -103,6 +109,23 @@ class Saver:
         self._manager.close()
 
 
+def certified_steps(workdir: Path) -> list[int]:
+    """Return the step since which a run is certified, and the certified steps. Empty if it never was."""
+    path = workdir / CERTIFIED
+    return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+class _NewestCertified(NamedTuple):
+    """The policy that keeps the newest checkpoint that is not later than the last certified step."""
+
+    workdir: Path
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        [*_, last] = certified_steps(self.workdir) or [-1]
+        newest = max((one.step for one in checkpoints if one.step <= last), default=None)
+        return [one.step == newest for one in checkpoints]
+
+
 def _negative_loss(metrics: dict[str, float]) -> float:
     loss = metrics["validation_loss"]
     return -math.inf if math.isnan(loss) else -loss  # NaN, which earlier versions recorded, is the worst
@@ -126,11 +149,11 @@ def _left(directory: Path) -> str:
     return "no checkpoint exists yet" if newest is None else f"the newest checkpoint is from step {newest}"
 
 
-def set_aside(directory: Path, after: int) -> None:
-    """Rename the checkpoints of steps later than `after`, which are damaged, to STEP.damaged."""
-    for step in steps(directory):
+def set_aside(directory: Path, after: int, kind: str = "damaged") -> None:
+    """Rename the checkpoints of steps later than `after` to STEP.kind, the newest one first."""
+    for step in reversed(steps(directory)):
         if step > after:
-            aside = directory / f"{step}.damaged"
+            aside = directory / f"{step}.{kind}"
             shutil.rmtree(aside, ignore_errors=True)  # from an earlier repair
             (directory / str(step)).rename(aside)
 

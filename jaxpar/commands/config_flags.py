@@ -10,6 +10,7 @@ from jaxpar import config as configs
 from jaxpar import data
 from jaxpar.command_line import Parser
 from jaxpar.core import mesh
+from jaxpar.errors import UserError
 from jaxpar.run.unused import EVERY_EFFECT, check_unused_keys
 
 
@@ -26,9 +27,12 @@ class ConfigParser(Parser):
     ) -> tuple[argparse.Namespace, ConfigDict]:
         """Return the arguments and the config, for which JAX is configured. effects: as in `load_checked`."""
         arguments, overrides = self.parse_with_overrides(argv)
-        if "strategy" in arguments and arguments.strategy is not None:  # a flag of some commands
-            overrides.append(f"--config.strategy={arguments.strategy}")
+        strategy = getattr(arguments, "strategy", None)  # a flag of some commands
+        if strategy is not None:
+            overrides = [f"--config.strategy={strategy}", *overrides]
         config = load_checked(arguments.config, overrides, effects)
+        if strategy not in (None, config.strategy):
+            raise UserError(f"--strategy is {strategy!r}; it must be {config.strategy!r}, as --config.strategy is")
         mesh.prepare_jax(config, data.cache_dir(config) / "xla")
         return arguments, config
 

@@ -29,6 +29,7 @@ import numpy as np
 
 from jaxpar.core.step import Metrics
 from jaxpar.errors import TrainingError
+from jaxpar.inspect.copies import describe_copies
 from jaxpar.inspect.reference import (
     Error,
     HostBatch,
@@ -90,6 +91,7 @@ class Measured(NamedTuple):
     counters: list[str]  # names of the counters whose values differ from the reference
     batches: list[int]  # indices of the batches used
     failures: Sequence[Failure] = ()  # all errors outside their tolerances
+    copies: Sequence[str] = ()  # one line for each place of the mesh that holds another state after the last step
 
 
 def batches(run: Run) -> list[int]:
@@ -254,7 +256,9 @@ def measure(runs: Runs) -> Measured:
             compared.resumed(after, snapshot(strategy, state))
     compared.evaluation(strategy.evaluate(state, strategy.place(batch)), alone, after, batch)
     compared.add("drift", after.params, snapshot(single, alone).params)
-    return compared.measured(run, batches(run), differs=bool(strategy.plan.differs))
+    measured = compared.measured(run, batches(run), differs=bool(strategy.plan.differs))
+    copies = () if strategy.plan.differs else describe_copies(run, compared.single, state, before)
+    return measured._replace(copies=copies)
 
 
 def check_finite(number: int, *metrics: Metrics) -> None:
@@ -315,4 +319,4 @@ def outside(measured: Measured) -> list[str]:
         for name, error in found.items()
         if error.tolerance is not None and not error.relative <= error.tolerance
     ]
-    return lines + [f"{name}: differs from the reference" for name in measured.counters]
+    return [*lines, *(f"{name}: differs from the reference" for name in measured.counters), *measured.copies]

@@ -8,10 +8,14 @@ optimizer of a run does not record it.
 
 The tolerances are those of certificate.py, with one difference: the samples of an update begin with the samples of the
 gradient, because the update of the run follows from its own gradient.
+
+`workdir/certified` lists the steps since which the run is certified, one a line, so that a resumed run knows the last
+one. If a step fails, later checkpoints may be wrong, too: they are renamed, and the run can only continue from others.
 """
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxpar import checkpoint, files
 from jaxpar.core.state import Canonical, nbytes
 from jaxpar.core.step import Metrics
 from jaxpar.errors import TrainingError, UserError, format_bytes, format_count
@@ -30,6 +35,7 @@ from jaxpar.inspect.certificate import (
     squared_norm,
     step_metrics,
 )
+from jaxpar.inspect.copies import describe_copies
 from jaxpar.inspect.reference import HostBatch, Reference, Snapshot, compare, compare_change, make_references
 from jaxpar.inspect.rounding import SEEDS
 from jaxpar.run.build import Run, StrategyState
@@ -38,6 +44,15 @@ from jaxpar.strategies.fits import check_memory, in_flight_bytes
 HOST_STATES = 6  # about, of which the host holds copies while it compares them
 # Temporary bytes of a gradient per byte of the activations of `in_flight_bytes`. XLA needed 1.9 to 2.2 on CPUs.
 OF_ACTIVATIONS = 2.2
+
+
+class NotCertified(TrainingError):
+    """A step outside its tolerances."""
+
+    def __init__(self, step: int, found: Sequence[str], last: int):
+        """found: the errors outside their tolerances. last: the last certified step."""
+        super().__init__(f"step {step} differs from the same step on one device: {'; '.join(found)}")
+        self.last = last
 
 
 class PlacedBatch(NamedTuple):
@@ -66,6 +81,27 @@ def certified_run(run: Run) -> Run:
     return run._replace(strategy=wrapped)
 
 
+@contextlib.contextmanager
+def uncertified_set_aside(workdir: Path) -> Iterator[None]:
+    """Set the checkpoints after the last certified step aside if a step fails, once all of them are written.
+
+    The error names the checkpoint from which the run can be resumed.
+    """
+    try:
+        yield
+    except NotCertified as error:
+        directory = workdir / "checkpoints"
+        later = [step for step in checkpoint.steps(directory) if step > error.last]
+        checkpoint.set_aside(directory, after=error.last, kind="uncertified")
+        intact = checkpoint.steps(directory)
+        renamed = f", so the checkpoints of step {', '.join(map(str, later))} are renamed to STEP.uncertified"
+        resumed = f"continues from the checkpoint of step {intact[-1]}" if intact else "begins at step 0"
+        raise TrainingError(
+            f"{error}; the state after it is not saved. The last certified step is {error.last or 'none'}"
+            f"{renamed if later else ''}. `jaxpar certify` finds the cause; if the run is started again, it {resumed}"
+        ) from error
+
+
 def check_comparable(run: Run) -> None:
     """Raise UserError if the steps of a run cannot be compared one by one with those of one device."""
     every, total = run.config.certify_every, run.num_steps
@@ -88,7 +124,8 @@ class CertifiedSteps:
         self._compared = Comparison(self._runs)
         self._step = 0  # number of completed steps
         self._is_due = False  # whether a step to certify was not finite, so that the next one is certified
-        self._num_certified, self._last_certified = 0, 0  # since the start
+        # the step since which the run is certified, and the certified steps
+        self._certified: list[int] = []
 
     def describe_cost(self) -> str:
         """Return what a certified step costs. Raises UserError if the memory is too small."""
@@ -99,9 +136,13 @@ class CertifiedSteps:
         check_memory(replace(run.plan, memory=memory), run.cluster)
         every, on_host = run.config.certify_every, HOST_STATES * state
         check_host_memory(f"config.certify_every is {every}", on_host, "comparing states")
+        number = run.num_steps // every
+        work = number * (1 + len(SEEDS))
         return (
             f"every {format_count(every, 'step')}, with the work of {1 + len(SEEDS)} more steps on the first device "
-            f"alone, about {format_bytes(on_device)} of its memory and {format_bytes(on_host)} of the host's"
+            f"alone, about {format_bytes(on_device)} of its memory and {format_bytes(on_host)} of the host's; "
+            f"{format_count(number, 'certificate')} in {format_count(run.num_steps, 'step')}, about "
+            f"{work / (work + run.num_steps):.0%} of the compute of the run"
         )
 
     def device_bytes(self) -> int:
@@ -116,13 +157,23 @@ class CertifiedSteps:
 
     def init(self, key: jax.Array) -> StrategyState:
         """Return the state at step 0."""
-        self._step = 0
+        self._begin(0)
         return self._run.strategy.init(key)
 
     def from_canonical(self, tree: Canonical, private: Canonical | None = None, /) -> StrategyState:
         """Return the state of a canonical one."""
-        self._step = int(tree["step"])
+        self._begin(int(tree["step"]))
         return self._run.strategy.from_canonical(tree, private)
+
+    def _begin(self, step: int) -> None:
+        """Continue after `step`. Certified steps after it are taken again."""
+        before = checkpoint.certified_steps(self._run.workdir)
+        self._step, self._certified = step, [number for number in before if number <= step] or [step]
+        self._write()
+
+    def _write(self) -> None:
+        text = "".join(f"{number}\n" for number in self._certified)
+        files.write_text(self._run.workdir / checkpoint.CERTIFIED, text)
 
     def step(self, state: StrategyState, batch: PlacedBatch) -> tuple[StrategyState, Metrics]:
         """Take a step, and certify it if it is due. Raises TrainingError if it is outside its tolerances."""
@@ -136,10 +187,12 @@ class CertifiedSteps:
         self._is_due = not metrics.finite  # parameters and moments have not changed
         if metrics.finite:
             after = jax.tree.map(np.array, strategy.to_canonical(state))
-            self._certify(before, after, batch.on_host, metrics)
+            self._certify(before, after, batch.on_host, metrics, state)
         return state, metrics
 
-    def _certify(self, before: Canonical, after: Canonical, batch: HostBatch, metrics: Metrics) -> None:
+    def _certify(
+        self, before: Canonical, after: Canonical, batch: HostBatch, metrics: Metrics, state: StrategyState
+    ) -> None:
         compared, phases = self._compared, self._run.phases
         start, end = (with_records(tree, compared.single) for tree in (before, after))
         expected, expected_metrics = self._reference_step(compared.exact, start, batch)
@@ -163,18 +216,16 @@ class CertifiedSteps:
             compared.append(layer, "moments", error, samples[layer, "moments"])
         compared.compare_counters(end, expected)
         found = outside(compared.measured(self._run, [self._step - 1], differs=False))
+        found += describe_copies(self._run, compared.single, state, start)
         compared.next_step()
         if found:
-            last = f"step {self._last_certified}" if self._num_certified else "none since the start"
-            raise TrainingError(
-                f"step {self._step} differs from the same step on one device: {'; '.join(found)}. The state after it "
-                f"is not saved; the last certified step is {last}"
-            )
-        self._num_certified, self._last_certified = self._num_certified + 1, self._step
+            raise NotCertified(self._step, found, self._certified[-1])
+        self._certified.append(self._step)
+        self._write()
 
     def report(self, state: StrategyState, workdir: Path) -> dict[str, Any]:
-        """Return the results of the strategy, and the number of steps that were certified since the start."""
-        return {**self._run.strategy.report(state, workdir), "certified_steps": self._num_certified}
+        """Return the results of the strategy, and the number of certified steps."""
+        return {**self._run.strategy.report(state, workdir), "certified_steps": len(self._certified) - 1}
 
     def _reference_step(
         self, reference: Reference, before: Snapshot, batch: HostBatch, seed: int = 0

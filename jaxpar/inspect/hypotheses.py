@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy import optimize
 
 from jaxpar.core.mesh import CONTEXT, TENSOR
 from jaxpar.core.step import Metrics
 from jaxpar.errors import format_count
+from jaxpar.inspect.copies import copies_along, has_equal_copies
 from jaxpar.inspect.reference import HostBatch, Leaves, Reference, Runs, Snapshot
+from jaxpar.run.build import StrategyState
 
 MOST_UNEXPLAINED = 0.05  # part of the difference that a cause may leave unexplained
 NUMBERS_OF_PART = 20  # numbers of the gradient for each part, so that shares are determined
@@ -41,6 +44,8 @@ class Evidence(NamedTuple):
     before: Sequence[Snapshot]  # the states before the step, the newest last, and those before earlier steps
     after: Snapshot
     resumed: Snapshot  # the state after it, saved and resumed
+    state: StrategyState  # the state after it on the devices
+    copies: list[str]  # `describe_copies` of the state before it
     metrics: Metrics  # on the host
 
     @property
@@ -93,7 +98,81 @@ def gradient_guesses(
         return joined(made, names)
 
     got, expected = joined(evidence.after.gradient, names), gradient()
-    return got, expected, _guesses_of_gradient(evidence, got, expected, gradient, has_loss=has_loss)
+    guesses = _guesses_of_gradient(evidence, got, expected, gradient, has_loss=has_loss)
+    if not has_loss:
+        made, _ = reference.gradient(before, batch, total)
+        guesses = itertools.chain(_not_summed(evidence, names, got, made), guesses)
+        guesses = itertools.chain(guesses, _of_some_arrays(evidence, names, made, expected))
+        guesses = itertools.chain(guesses, _untied(evidence, reference, names, expected))
+    return got, expected, guesses
+
+
+def _not_summed(
+    evidence: Evidence, names: Sequence[str], got: np.ndarray, expected: Mapping[str, Leaves]
+) -> Iterator[Guess]:
+    """Yield an axis of the mesh along which the copies of the gradient differ, if their sum or mean is right.
+
+    Arrays that are right without it, such as those that are split over the axis, are not summed.
+    """
+    run, reference = evidence.runs.ours, Reference(evidence.runs.one_device)
+    for axis, size in run.plan.axes.items():
+        if size == 1 or has_equal_copies(evidence.state):
+            continue
+        copies = [copy.gradient for copy in copies_along(run, reference, evidence.state, axis)]
+        if all(np.array_equal(joined(copy, names), got) for copy in copies):
+            continue
+        norms = ", ".join(f"{np.linalg.norm(joined(copy, names)):.4g}" for copy in copies)
+        words = f"norms of the gradients along the {axis} axis, which should be equal: {norms}"
+        for kind, scale in (("sum", 1), ("mean", 1 / size)):
+            errors = []
+            for name in names:
+                for key in sorted(expected[name]):
+                    parts = np.stack([np.ravel(copy[name][key]).astype(np.float64) for copy in copies])
+                    whole = np.ravel(expected[name][key]).astype(np.float64)
+                    either = [parts[0] - whole, scale * parts.sum(axis=0) - whole]
+                    errors.append(min(either, key=lambda error: float(np.linalg.norm(error))))
+            name = f"a missing sum over the {axis} axis: the {kind} of what its devices have is right"
+            yield Guess(name, got - np.concatenate(errors), words)
+
+
+def _of_some_arrays(
+    evidence: Evidence, names: Sequence[str], expected: Mapping[str, Leaves], whole: np.ndarray
+) -> Iterator[Guess]:
+    """Yield the hypothesis that some arrays are scaled by one factor, and the others are right."""
+    wrong, listed = [], []
+    for name in names:
+        for key in sorted(expected[name]):
+            got, array = (np.ravel(of[name][key]).astype(np.float64) for of in (evidence.after.gradient, expected))
+            is_wrong = bool(np.linalg.norm(got - array) > NEAR * np.linalg.norm(array))
+            wrong.append(np.full(array.size, is_wrong))
+            listed += [f"{name}{key.removeprefix('[]')}"] if is_wrong else []
+    mask = np.concatenate(wrong)
+    if not mask.any() or mask.all():
+        return
+    scale = fitted_scale(joined(evidence.after.gradient, names)[mask], whole[mask])
+    name = f"{_name_of_scale(scale, evidence)}, of some arrays only"
+    yield Guess(name, np.where(mask, scale, 1) * whole, f"{scale:.7g} times those expected: {', '.join(listed)}")
+
+
+def _untied(evidence: Evidence, reference: Reference, names: Sequence[str], expected: np.ndarray) -> Iterator[Guess]:
+    """Yield gradients of arrays that two layers share, of one of these layers alone."""
+    ties = evidence.runs.ours.problem.model.ties
+    if not ties:
+        return
+    batch = evidence.batch
+    of_source = joined(reference.untied_gradient(evidence.before[-1].tree, batch, batch["weights"].sum()), names)
+    arrays = " and ".join(f"{tie.source_name} of {tie.source}, which {tie.layer} shares" for tie in ties)
+    name = "a missing sum over the stages that share an array"
+    yield Guess(name, of_source, f"{arrays}: only the gradient of {ties[0].source}")
+    shared = np.concatenate(
+        [
+            np.full(evidence.after.gradient[of][key].size, any(of == t.source and t.source_name in key for t in ties))
+            for of in names
+            for key in sorted(evidence.after.gradient[of])
+        ]
+    )
+    of_user = np.where(shared, expected - of_source, expected)
+    yield Guess(name, of_user, f"{arrays}: only the gradient of {ties[0].layer}")
 
 
 def _guesses_of_gradient(
@@ -153,8 +232,13 @@ def _guesses_of_gradient(
 def _stale(evidence: Evidence, gradient: Callable[..., np.ndarray]) -> Iterator[Guess]:
     """Yield gradients at earlier parameters, of all layers or of those of one stage."""
     newest = evidence.before[-1].tree
-    held: list[tuple[str, tuple[str, ...]]] = [("", tuple(newest["params"]))]
+    names = [layer.name for layer in evidence.runs.ours.problem.model.layers]
+    held: list[tuple[str, Sequence[str]]] = [("", names)]
     held += [(f" in stage {stage}", layers) for stage, layers in enumerate(stages_of(evidence.runs))]
+    held += [(f" of {name}", [name]) for name in names]
+    if len(names) <= MOST_PARTS:
+        held += [(f" from {names[first]} on", names[first:]) for first in range(1, len(names) - 1)]
+        held += [(f" up to {names[last]}", names[: last + 1]) for last in range(1, len(names) - 1)]
     for count, earlier in enumerate(reversed(evidence.before[:-1]), 1):
         for where, layers in held:
             old = {layer: earlier.tree["params"][layer] for layer in layers if layer in newest["params"]}
@@ -247,10 +331,9 @@ def update_guesses(evidence: Evidence, names: Sequence[str]) -> tuple[np.ndarray
     reference, before, after = Reference(evidence.runs.one_device), evidence.before[-1], evidence.after
     metrics = evidence.metrics
 
-    def update(norm: Any = None, params: Any = None) -> np.ndarray:
-        tree = before.tree if params is None else {**before.tree, "params": params}
-        made = reference.update(tree, after.tree, metrics if norm is None else metrics._replace(grad_norm=norm))
-        return joined(made.update, names)
+    def update(norm: Any = None, **changed: Any) -> np.ndarray:
+        tree, of = {**before.tree, **changed}, metrics if norm is None else metrics._replace(grad_norm=norm)
+        return joined(reference.update(tree, after.tree, of).update, names)
 
     got, expected = joined(after.update, names), update()
     if np.array_equal(got, expected):  # the optimizer is right, but not what is done with its result
@@ -274,9 +357,14 @@ def _guesses_of_change(got: np.ndarray, expected: np.ndarray, before: Snapshot, 
 def _guesses_of_update(
     evidence: Evidence, got: np.ndarray, expected: np.ndarray, update: Callable[..., np.ndarray]
 ) -> Iterator[Guess]:
-    """Yield hypotheses. update: with another norm of the gradient, or other parameters."""
+    """Yield hypotheses. update: with another norm of the gradient, or other parts of the state."""
     run, before, n = evidence.runs.ours, evidence.before[-1], evidence.num_replicas
     yield Guess("no update", np.zeros_like(got))
+    if before.tree["step"] > 0:
+        moments = jax.tree.map(lambda x: np.zeros_like(x) if x.ndim else x, before.tree["optimizer"])
+        yield Guess("the moments of the optimizer are reset before the update", update(optimizer=moments))
+        moments = evidence.before[-2].tree["optimizer"]
+        yield Guess("the moments of the optimizer lack the last update", update(optimizer=moments))
     step, scale = int(before.tree["step"]), fitted_scale(got, expected)
     rates = [float(run.learning_rate(max(number, 0))) for number in (step, step + 1, step - 1)]
     words = f"the update is {scale:.7g} times that expected"
@@ -293,9 +381,39 @@ def _guesses_of_update(
         for words_of, value in wrong.items():
             name = words_of if not value else f"clipping by {words_of}"
             yield Guess(f"wrong clipping: {name}", update(np.asarray(value, np.float32)), f"the norm is {norm:.4g}")
+
+        def error(log: float) -> float:
+            return float(np.linalg.norm(got - update(np.float32(norm * np.exp(log)))))
+
+        ratio = np.exp(optimize.minimize_scalar(error, bounds=(-3, 3), method="bounded", options={"xatol": 1e-6}).x)
+        name = f"wrong clipping: clipping by {ratio:.4g} times the norm"
+        yield Guess(
+            name, update(np.float32(norm * ratio)), f"the norm is {norm:.4g}, and that which fits {norm * ratio:.4g}"
+        )
     decay = expected - update(params=jax.tree.map(np.zeros_like, before.tree["params"]))
     if decay @ decay:
         share = 1 + float((got - expected) @ decay / (decay @ decay))
         name = "no weight decay" if abs(share) < NEAR else "wrong weight decay"
         yield Guess(name, expected + (share - 1) * decay, f"weight decay is {share:.3g} times that expected")
     yield Guess("the update is scaled by a wrong factor", scale * expected, words)
+
+
+def moment_guesses(evidence: Evidence, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray, Iterator[Guess]]:
+    """Return the moments after a step, those of one device for the same gradient, and hypotheses."""
+    reference, before, after = Reference(evidence.runs.one_device), evidence.before[-1], evidence.after
+
+    def moments(optimizer: Any) -> np.ndarray:
+        tree = {**before.tree, "optimizer": optimizer}
+        return joined(reference.update(tree, after.tree, evidence.metrics).optimizer, names)
+
+    def guesses() -> Iterator[Guess]:
+        yield Guess("the moments of the optimizer are not updated", joined(before.optimizer, names))
+        yield Guess("the moments of the optimizer are reset after the update", np.zeros_like(got))
+        zeros = jax.tree.map(lambda x: np.zeros_like(x) if x.ndim else x, before.tree["optimizer"])
+        yield Guess("the moments of the optimizer are reset before the update", moments(zeros))
+        scale = fitted_scale(got, expected)
+        name = "the moments of the optimizer are scaled by a wrong factor after the update"
+        yield Guess(name, scale * expected, f"they are {scale:.7g} times those expected")
+
+    got, expected = joined(after.optimizer, names), moments(before.tree["optimizer"])
+    return got, expected, guesses()

@@ -86,7 +86,10 @@ class Reference:
             model = problem.model.with_changes(functools.partial(changed_in_program, seed=seed))
             return steps.gradients(problem._replace(model=model), state, batch, weight)
 
-        self._gradients = jax.jit(gradients)
+        def untied_gradients(state: State, batch: Batch, weight: jax.Array) -> Params:
+            return steps.gradients(problem._replace(model=problem.model.untied()), state, batch, weight)[0]
+
+        self._gradients, self._untied_gradients = jax.jit(gradients), jax.jit(untied_gradients)
         self._update = jax.jit(functools.partial(steps.update, problem))
 
     def snapshot(self, strategy: Strategy[S], state: S) -> Snapshot:
@@ -127,6 +130,11 @@ class Reference:
             self._gradients(state, permuted(batch, seed), weight, np.uint32(seed))
         )
         return made
+
+    def untied_gradient(self, tree: Canonical, batch: HostBatch, weight: np.ndarray) -> dict[str, Leaves]:
+        """Return the gradient of `gradient` in which an array that two layers share is a constant of the second one."""
+        made = self._untied_gradients(states.from_canonical(tree, self._like), batch, weight)
+        return self.by_layer(jax.device_get(made))
 
     def by_layer(self, params: Params) -> dict[str, Leaves]:
         """Return the leaves of each layer of a tree like the parameters, by path."""

@@ -101,6 +101,7 @@ class Model:
         self._makers, self._scan, self.remat, self.tensor = dict(makers), scan, remat, tensor
         self._group: DeviceGroup | None = None
         self._change: Callable[[Tree, Index], Tree] | None = None
+        self._is_untied = False
         self.ties = ties
         different = {id(make): make for make in self._makers.values()}
         abstract = {key: abstract_layer(make) for key, make in different.items()}
@@ -126,6 +127,12 @@ class Model:
         """Return the same model with change(x, i) as the input of layer i, and as the output of the last one."""
         model = copy.copy(self)
         model._change = change
+        return model
+
+    def untied(self) -> "Model":
+        """Return the same model, whose gradient lacks that of shared arrays in the layers that do not own them."""
+        model = copy.copy(self)
+        model._is_untied = True
         return model
 
     def shortened(self, depth: int) -> "Model":
@@ -371,7 +378,7 @@ class Model:
     def with_ties(self, params: Params, name: str) -> LayerParams:
         """Return the parameters of the layer `name`, with those that it shares with another layer."""
         tied = {tie.name: params[tie.source][tie.source_name] for tie in self.ties if tie.layer == name}
-        return {**params[name], **tied}
+        return {**params[name], **(jax.lax.stop_gradient(tied) if self._is_untied else tied)}
 
     def _find_runs(self) -> Iterator[LayerRun]:
         tied = {tie.layer for tie in self.ties}

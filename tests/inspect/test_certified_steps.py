@@ -59,10 +59,13 @@ def test_correct_steps_pass_and_change_nothing(
     assert lines[0].startswith(
         "certify   every 4 steps, with the work of 5 more steps on the first device alone, about "
     )
+    # 2 * 5 more steps than 10
+    assert lines[0].endswith("; 2 certificates in 10 steps, about 50% of the compute of the run")
     if name != "shard_map":
         return
     assert json.loads((tmp_path / "run" / "result.json").read_text())["certified_steps"] == 2
-    assert "certified steps of the last start" in (tmp_path / "run" / "report.html").read_text()
+    assert "certified steps" in (tmp_path / "run" / "report.html").read_text()
+    assert training.train(config(*CORRECT[name]), tmp_path / "run")["certified_steps"] == 2  # a finished run
     plain = training.train(config(*CORRECT[name], "certify_every=0"), tmp_path / "plain")
     assert "certified_steps" not in plain
     trees = [checkpoint.read(tmp_path / run / "checkpoints" / "10").tree for run in ("run", "plain")]
@@ -87,7 +90,7 @@ def test_a_resumed_run_certifies_the_same_steps(config: Any, tmp_path: Path, mon
     with pytest.raises(KeyboardInterrupt):
         training.train(config(), tmp_path / "run", [stop])
     assert certified == [4]
-    assert training.train(config(), tmp_path / "run")["certified_steps"] == 1
+    assert training.train(config(), tmp_path / "run")["certified_steps"] == 2
     assert certified == [4, 8]
 
 
@@ -145,16 +148,46 @@ def lost_update(made: Strategy[Any]) -> Callable[..., Any]:
     [(scaled_layer, "moments of head: "), (lost_update, "update of block_0: 1.0e+00, tolerance")],
 )
 def test_a_mistake_in_a_late_step_stops_the_run(
-    change: Any, named: str, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: Any,
+    named: str,
+    config: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The error names the step. The state after it is not saved; that of step 6 still exists."""
+    """The error names the step. The checkpoint of step 6 is not certified, so the run continues from that of step 3."""
     late(change, monkeypatch)
     with pytest.raises(TrainingError) as error:
         training.train(config("data_parallel.implementation=shard_map"), tmp_path / "run")
     assert str(error.value).startswith(f"step 8 differs from the same step on one device: {named}")
     assert str(error.value).count("tolerance ") == 1  # nothing else is reported
-    assert str(error.value).endswith("The state after it is not saved; the last certified step is step 4")
-    assert max(checkpoint.steps(tmp_path / "run" / "checkpoints")) == 6
+    assert str(error.value).endswith(
+        "; the state after it is not saved. The last certified step is 4, so the checkpoints of step 5, 6 are renamed "
+        "to STEP.uncertified. `jaxpar certify` finds the cause; if the run is started again, it continues from the "
+        "checkpoint of step 3"
+    )
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert checkpoint.steps(checkpoints) == [3]
+    assert (checkpoints / "6.uncertified" / "state").is_dir()
+    capsys.readouterr()
+    monkeypatch.undo()  # repairs the mistake
+    assert training.train(config("data_parallel.implementation=shard_map"), tmp_path / "run")["certified_steps"] == 2
+    assert "resumed   from step 3\n" in capsys.readouterr().out
+
+
+def test_a_replica_that_misses_an_update_is_named(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The canonical state is that of replica 0, which is right. Step 4 is the first one that is certified."""
+
+    def apply(state: Any, updates: Any, *rest: Any) -> Any:
+        share = jax.numpy.where((jax.lax.axis_index("data") == 1) & (state.step == 3), 0, 1)
+        return steps.apply(state, jax.tree.map(lambda x: x * share, updates), *rest)
+
+    monkeypatch.setattr(shard_map, "steps", SimpleNamespace(**{**vars(steps), "apply": apply}))
+    where = (
+        r"^step 4 differs .* copy at data=1: params of [^;]* differ from data=0, by up to [^;]*, lacks the last update;"
+    )
+    with pytest.raises(TrainingError, match=where):
+        training.train(config("data_parallel.implementation=shard_map"), tmp_path / "run")
 
 
 def test_a_wrong_gradient_shows_in_the_moments(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,9 +199,31 @@ def test_a_wrong_gradient_shows_in_the_moments(config: Any, tmp_path: Path, monk
 
     monkeypatch.setattr(shard_map, "steps", SimpleNamespace(**{**vars(steps), "gradients": gradients}))
     with pytest.raises(
-        TrainingError, match=r"^step 4 differs .*moments of block_1: .*the last .* none since the start"
+        TrainingError, match=r"^step 4 differs .*moments of block_1: .* certified step is none, .* begins at step 0$"
     ):
         training.train(config("data_parallel.implementation=shard_map"), tmp_path / "run")
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints") == []
+
+
+def test_checkpoints_before_the_first_certificate_are_kept(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run is certified from the step at which it continues with `certify_every`, also if it is killed before one."""
+
+    def stop_at(number: int) -> Callable[[Any], None]:
+        def stop(measurement: Any) -> None:
+            if measurement.step == number:
+                raise KeyboardInterrupt
+
+        return stop
+
+    for number, every in ((6, 0), (7, 4)):
+        with pytest.raises(KeyboardInterrupt):
+            training.train(config(f"certify_every={every}", "log.every_steps=1"), tmp_path / "run", [stop_at(number)])
+    late(lost_update, monkeypatch)
+    with pytest.raises(TrainingError, match=r"The last certified step is 6, so the checkpoints of step 7 are renamed "):
+        training.train(config(), tmp_path / "run")
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] == 6
 
 
 def test_a_step_that_is_not_finite_is_followed_by_a_certified_one(

@@ -10,7 +10,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +62,9 @@ REFERENCES: dict[str, Strategy[Any]] = {}  # by config
 SHARED: dict[int, Reference] = {}  # by the id of one of these strategies
 PIPELINE = ["strategy=pipeline", "mesh.stage=2", "mesh.data=1", "pipeline.num_microbatches=4"]
 TENSOR = ["mesh.data=1", "mesh.tensor=2"]
+CONTEXT = ["mesh.data=1", "mesh.context=2"]
+CLIPPED = ["optimizer.name=sgd", "optimizer.clip_norm=0.1"]
+GPT = ["model.name=gpt", "task=causal_lm", "data.vocab_size=300", "model.num_layers=2"]
 PIPEDREAM = [*PIPELINE, "pipeline.num_microbatches=1", "pipeline.schedule=pipedream"]
 
 
@@ -498,8 +502,10 @@ def doubled_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
     changed(monkeypatch, pipeline_engine, microbatches=microbatches)
 
 
-def stale_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute each gradient at the parameters before the last update, and apply its update to the newest ones."""
+def stale_weights(
+    monkeypatch: pytest.MonkeyPatch, layers: Sequence[str] = ("embed", "block_0", "block_1", "head")
+) -> None:
+    """Compute each gradient at parameters of layers before the last update, and apply its update to the newest ones."""
 
     def change(made: Strategy[Any]) -> Strategy[Any]:
         params: list[Any] = []
@@ -507,7 +513,8 @@ def stale_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         def step(state: Any, batch: Any) -> Any:
             tree = jax.tree.map(np.array, made.to_canonical(state))
             params.append(tree["params"])
-            after, metrics = made.step(made.from_canonical({**tree, "params": params[-2:][0]}), batch)
+            mixed = tree["params"] | {layer: params[-2:][0][layer] for layer in layers}
+            after, metrics = made.step(made.from_canonical({**tree, "params": mixed}), batch)
             stale = jax.tree.map(np.array, made.to_canonical(after))
             update = stale["optimizer"]["2"]["last"]
             return made.from_canonical({**stale, "params": jax.tree.map(np.add, tree["params"], update)}), metrics
@@ -517,20 +524,54 @@ def stale_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     changed_strategy(monkeypatch, change)
 
 
-def wrong_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clip by the norm of the sum of the gradients of all replicas instead of their mean."""
+def changed_optimizer(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
+    """Replace the optimizer of the strategy, but not of the reference, by change(update, grads, state, ...)."""
     original = strategies.make
 
     def make(config: ConfigDict, problem: Problem) -> Strategy[Any]:
         inner = problem.optimizer
-
-        def update(grads: Any, state: Any, params: Any, grad_norm: Any, **options: Any) -> Any:
-            return inner.update(grads, state, params, grad_norm=2 * grad_norm, **options)
-
-        without = problem._replace(optimizer=optax.GradientTransformationExtraArgs(inner.init, update))
-        return original(config, problem if config.strategy == "single" else without)
+        wrong = optax.GradientTransformationExtraArgs(inner.init, partial(change, inner.update))
+        return original(config, problem if config.strategy == "single" else problem._replace(optimizer=wrong))
 
     monkeypatch.setattr(strategies, "make", make)
+
+
+def wrong_clipping(monkeypatch: pytest.MonkeyPatch, factor: float = 2) -> None:
+    """Clip by a norm that is too large, such as that of the sum of the gradients of all replicas."""
+    changed_optimizer(
+        monkeypatch, lambda update, *of, grad_norm, **options: update(*of, grad_norm=factor * grad_norm, **options)
+    )
+
+
+def reset_moments(state: Any) -> Any:
+    return jax.tree.map(lambda x: jax.numpy.zeros_like(x) if x.ndim else x, state)
+
+
+def reset_before(update: Any, grads: Any, state: Any, *rest: Any, **options: Any) -> Any:
+    """Reset the moments of the inner optimizer before each update. The outer two record gradients and updates."""
+    return update(grads, (state[0], reset_moments(state[1]), state[2]), *rest, **options)
+
+
+def old_moments(update: Any, grads: Any, state: Any, *rest: Any, **options: Any) -> Any:
+    """Keep the moments."""
+    updates, after = update(grads, state, *rest, **options)
+    kept = jax.tree.map(lambda new, old: old if old.ndim else new, after[1], state[1])
+    return updates, (after[0], kept, after[2])
+
+
+def missed_by_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apply the updates to all replicas but the second one."""
+
+    def apply(state: Any, updates: Any, *rest: Any) -> Any:
+        share = jax.numpy.where(jax.lax.axis_index("data") == 1, 0, 1)
+        return steps.apply(state, jax.tree.map(lambda x: x * share, updates), *rest)
+
+    changed(monkeypatch, shard_map, apply=apply)
+
+
+def untied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not add up the gradients of an array that two stages share."""
+    monkeypatch.setattr(StageUpdate, "replace", lambda _update, _tie, grads, _summed: grads)
 
 
 def missing_in_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,7 +591,7 @@ def lost_update(monkeypatch: pytest.MonkeyPatch) -> None:
 
 CAUSES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], str, str]] = {
     "a sum instead of a mean": (doubled_psum, [*MLP, *SHARD_MAP], "backward pass: head first, all", "a sum over repl"),
-    "a missing sum": (missing_sum, [*MLP, *SHARD_MAP], "backward pass: head", "of replica 0 alone"),
+    "a missing sum": (missing_sum, [*MLP, *SHARD_MAP], "backward pass: head", "a missing sum over the data axis"),
     "lost examples": (dropped_microbatch, [*MLP, *PIPELINE], "forward", "lost examples: those of microbatch 3"),
     "doubled examples": (doubled_microbatch, [*MLP, *PIPELINE], "forward", "doubled examples: those of microbatch 1"),
     "counted padding": (counted_padding, [*MLP, *SHARD_MAP], "batch 3, forward", "padding examples are counted"),
@@ -563,7 +604,7 @@ CAUSES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], str, st
     "no decay": (lost_decay, [*MLP, *SHARD_MAP, "optimizer.lr=2e-5"], "update", "no weight decay"),
     "wrong clipping": (
         wrong_clipping,
-        [*MLP, *SHARD_MAP, "optimizer.name=sgd", "optimizer.clip_norm=0.1"],
+        [*MLP, *SHARD_MAP, *CLIPPED],
         "update",
         "wrong clipping: clipping by 2 times the norm",
     ),
@@ -571,11 +612,35 @@ CAUSES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], str, st
     "a tensor axis": (missing_in_group, [*BERT, *TENSOR], "backward", "a missing sum over the tensor axis"),
     "lost moments": (lost_moments, [*MLP, *PIPELINE], "resumed state", "lost or changed state"),
     "a wrong metric": (wrong_accuracy, MLP, "the step of batch 0", "examples are counted twice"),
+    "a context axis": (missing_in_group, [*BERT, *CONTEXT], "backward", "a missing sum over the context axis"),
+    "a tied array": (untied, [*GPT, *PIPELINE], "embed, 1 of 4 layers", "a missing sum over the stages that share"),
+    "a stale layer": (
+        partial(stale_weights, layers=["block_0"]),
+        [*MLP, *SHARD_MAP],
+        "batch 1",
+        "weights of block_0: ",
+    ),
+    "a norm": (partial(wrong_clipping, factor=1.2), [*MLP, *SHARD_MAP, *CLIPPED], "update", "by 1.2 times the norm"),
+    "reset moments": (
+        partial(changed_optimizer, change=reset_before),
+        [*MLP, *SHARD_MAP],
+        "batch 1, update",
+        "the moments of the optimizer are reset before the update",
+    ),
+    "old moments": (
+        partial(changed_optimizer, change=old_moments),
+        [*MLP, *SHARD_MAP],
+        "batch 0, optimizer state",
+        "the moments of the optimizer are not updated",
+    ),
+    "a replica": (missed_by_replica, [*MLP, *SHARD_MAP], "batch 3", "devices hold different copies of the state"),
     "an evaluation": (doubled_evaluation, MLP, "an evaluation", "examples are counted twice"),
 }
 
 
-@pytest.mark.parametrize("name", slow_except(CAUSES.keys() - {"a tensor axis"}, CAUSES))
+@pytest.mark.parametrize(
+    "name", slow_except(CAUSES.keys() - {"a tensor axis", "a context axis", "a tied array"}, CAUSES)
+)
 def test_causes_are_named(
     name: str, certify: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -585,6 +650,12 @@ def test_causes_are_named(
     assert code == 1
     assert where in found["cause"]["where"], found["cause"]
     assert why in found["cause"]["cause"], found["cause"]
+    if name == "a replica":
+        assert found["cause"]["evidence"][0].startswith(
+            "copy at data=1: params of block_0, block_1, embed, head differ"
+        )
+        assert found["cause"]["evidence"][0].endswith(", lacks the last update")
+        assert any(line.startswith("copy at data=1: ") for line in found["outside"])  # after the last step
     printed = capsys.readouterr().out
     assert f"\ncause      {found['cause']['cause']}\n" in printed
     assert printed.count("\nevidence   ") == len(found["cause"]["evidence"])
@@ -830,6 +901,10 @@ def test_an_infinite_error_is_marked() -> None:
         ("--report=docs", "--report is 'docs', which is a directory; it must be a file"),
         ("--report={output}", "certificate.json', as --output is; it must be another file"),
         ("--strategy=pipelin", "config.strategy is 'pipelin'; it must be one of"),
+        (
+            "--strategy=single --config.strategy=pipeline",
+            "--strategy is 'single'; it must be 'pipeline', as --config.st",
+        ),
         ("--config.exchange=zero4", "config.exchange is 'zero4'"),
         (
             "--steps=4",
@@ -843,7 +918,7 @@ def test_a_mistake_is_reported_in_one_line(
 ) -> None:
     output = f"--output={tmp_path}/certificate.json"
     mistake = mistake.format(output=f"{tmp_path}/certificate.json")
-    arguments = ["--config=configs/default.py", *small_arguments(tmp_path), output, mistake]
+    arguments = ["--config=configs/default.py", *small_arguments(tmp_path), output, *mistake.split()]
     assert exit_code(lambda: command.main(arguments)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -120,7 +120,7 @@ def _result_rows(run: RecordedRun, num_steps: int) -> list[Row]:
     if result["in_flight"]:
         rows.append(["batches in flight", number_cell(result["in_flight"])])
     if "certified_steps" in result:
-        rows.append(["certified steps of the last start", number_cell(result["certified_steps"])])
+        rows.append(["certified steps", number_cell(result["certified_steps"])])
     if verdict := certificate(run):
         rows.append(["certificate", verdict])
     return rows
