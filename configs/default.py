@@ -124,7 +124,7 @@ def get_config() -> ConfigDict:
     pipeline.remat = "none"
     # How the devices follow the schedule. lockstep: one program, in which all wait for each other after each clock;
     # dispatch: a program for each stage and phase, which runs as soon as its inputs have arrived; auto: the faster one
-    pipeline.executor = "lockstep"
+    pipeline.executor = "auto"
     pipeline.trace = 0  # measure the actions of this step (from 1) and plot them in workdir/timeline.png; 0: none
 
     # Strategy swarm: a pipeline whose stages have several peers, which can be slow, differ, fail and join again.

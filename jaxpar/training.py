@@ -25,6 +25,7 @@ from jaxpar.inspect.certified_steps import certified_run, uncertified_set_aside
 from jaxpar.launch import processes
 from jaxpar.launch.elastic import Survival
 from jaxpar.launch.signals import Interrupt
+from jaxpar.launch.signals import Stopped as Stopped
 from jaxpar.launch.watchdog import Watchdog
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build, metrics, report, resume
@@ -36,10 +37,6 @@ from jaxpar.run.metrics import Progress
 from jaxpar.run.restore import Kept, Past, open_ledger, save_info, start, tidy
 from jaxpar.run.unused import check_unused_keys
 from jaxpar.use.pages.run_page import write_report
-
-
-class Stopped(Exception):
-    """Raised when a run stopped on a signal after saving its state."""
 
 
 def train(config: ConfigDict, workdir: Path | str, callbacks: Sequence[Callback] = ()) -> Result:

@@ -23,6 +23,7 @@ from jaxpar import config as configs
 from jaxpar.checkpoint.ledger import Ledger
 from jaxpar.choose.asynchronous import predicted
 from jaxpar.choose.candidates import AsyncCandidate, Candidate, state_ratios
+from jaxpar.choose.stages import possible_stages
 from jaxpar.commands import compare_strategies as command
 from jaxpar.compare import runs
 from jaxpar.compare import strategies as compare
@@ -247,6 +248,7 @@ def test_the_state_and_what_is_in_flight_are_apart_on_gradients_too(tmp_path: Pa
     loaded = problem_of(tmp_path)
     write_run(tmp_path / "run")
     config = configured("configs/default.py", [*overrides(tmp_path), *compare.strategy_settings("gpipe", 2)])
+    config.pipeline.executor = "lockstep"
     plan = strategies.plan(config, loaded.problem, cluster.named_cluster("cpu", 2))
     pipeline = runs.read_outcome(config, plan, tmp_path / "run", loaded)
     stashes = [sum(parts.get(part, 0) for part in ("stashes", "transfers")) for parts in plan.memory]
@@ -312,7 +314,7 @@ def test_every_strategy_can_be_planned(num_devices: int) -> None:
     settings = {name: [*base, *compare.strategy_settings(name, num_devices)] for name in compare.COMPARED}
     loaded = compare.load(configured("configs/compare_bert.py", settings["single"]), on)
     plans = {
-        name: strategies.possible(configured("configs/compare_bert.py", of_strategy), loaded.problem, on)
+        name: possible_stages(configured("configs/compare_bert.py", of_strategy), loaded.problem, on)
         for name, of_strategy in settings.items()
     }
     assert len(plans) == 19

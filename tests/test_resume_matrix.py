@@ -116,6 +116,7 @@ def make_config(name: str) -> ConfigDict:
         *(f"batch_size={BATCH}", f"num_steps={NUM_STEPS}", f"pipeline.num_microbatches={MICROBATCHES}"),
         f"swarm.num_microbatches={MICROBATCHES}",
         *("optimizer.lr=0.01", "optimizer.clip_norm=0.5", "log.tensorboard=False", "checkpoint.every_steps=0"),
+        "pipeline.executor=lockstep",
     ]
     config = configs.default_config()
     configs.override(

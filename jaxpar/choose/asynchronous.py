@@ -18,7 +18,6 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxpar import strategies
 from jaxpar.choose.candidates import (
     OPTIONS,
     AsyncCandidate,
@@ -32,6 +31,7 @@ from jaxpar.choose.costs.memory import StateBytes
 from jaxpar.choose.costs.step import StepCosts, UpdateBytes, replicas_costs
 from jaxpar.choose.planner import candidate_of_plan
 from jaxpar.choose.replicas import settings_of_replicas
+from jaxpar.choose.stages import possible_stages
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import Plan, Traffic, state_memory
 from jaxpar.core.ring import RING_PASSES, ring_sends
@@ -86,7 +86,7 @@ def predicted(space: Space, config: ConfigDict, ratios: StateRatios) -> Candidat
     cluster, problem = space.machine.cluster, space.problem
     if config.strategy == "swarm":  # the process with the state, or with the emulation, is one; peers are on all hosts
         cluster, problem = replace(cluster, num_processes=1), problem._replace(num_steps=SWARM_STEPS)
-    plan = strategies.possible(config, problem, cluster)
+    plan = possible_stages(config, problem, cluster)
     if isinstance(plan, str):
         return plan
     if plan.strategy not in UNRANKED:

@@ -11,6 +11,7 @@ cost there was measured (scripts/bench/executors.py): small actions are faster i
 for each of them.
 """
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -115,6 +116,15 @@ def with_stages(config: ConfigDict, problem: Problem, cluster: Cluster, folder: 
     path = config.pipeline.profile if "pipeline.partition" in open_keys(config) else ""
     profile = read_profile(Path(path), "config.pipeline.profile") if path else []
     return with_values(config, choose_stages(config, problem, cluster, folder, profile).settings)
+
+
+def possible_stages(config: ConfigDict, problem: Problem, cluster: Cluster) -> Plan[Any] | str:
+    """Return the plan of a config whose pipeline can have `auto`, or the message of the UserError in one line."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return strategies.plan(with_stages(config, problem, cluster, Path(folder)), problem, cluster)
+    except UserError as error:
+        return str(error)
 
 
 def layers_of(problem: Problem, cluster: Cluster, profile: Sequence[LayerProfile]) -> Layers:
@@ -298,6 +308,8 @@ def _choose_executor(config: ConfigDict, problem: Problem, cluster: Cluster, lay
         flops = 3.0 * float(forward.min()) / plan.decision.batch_divisor  # of a microbatch in the stage with the fewest
         size = "1 GFLOP or more" if flops >= CPU_FLOPS else "less than 1 GFLOP"
         return DISPATCH if flops >= CPU_FLOPS else LOCKSTEP, f"a stage computes {size} for a microbatch"
+    if cluster.num_processes > 1:
+        return LOCKSTEP, "transfers between GPUs of several processes have not been tested"
     stages = _stages(config, problem, cluster, layers, DISPATCH)
     table = stages.plan.details.table
     dispatched, lockstep = (stages._replace(executor=executor).seconds(table) for executor in (DISPATCH, LOCKSTEP))

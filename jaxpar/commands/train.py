@@ -38,7 +38,7 @@ from jaxpar.files import disk_error
 from jaxpar.host_memory import memory_error
 from jaxpar.launch.launcher import end_with_launcher
 from jaxpar.launch.place import FLAGS, command_of, find_place
-from jaxpar.launch.signals import Ending, Interrupt, StoppedEarly
+from jaxpar.launch.signals import Ending, Interrupt, Stopped, StoppedEarly
 
 INTACT = "the existing checkpoints are intact"
 CLOSED_OUTPUT = f"the reader of the output has closed it, and the run ended; {INTACT}"
@@ -179,7 +179,7 @@ def _train(config: ConfigDict, given: set[str], values: flags.FlagValues, argv: 
         with Survival(found, config.elastic_seconds) as survival:
             try:
                 result = training.train_config(config, workdir, Interrupt(), given=given, survival=survival)
-            except training.Stopped as stopped:
+            except Stopped as stopped:
                 print(printable(f"{stopped}\nresume    {resume_command(argv)}", keep="\n"), flush=True)
                 return int(values.stopped_exit_code)
     except StoppedEarly:

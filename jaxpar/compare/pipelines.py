@@ -68,6 +68,7 @@ def compare_pipelines(
 
     cluster: devices to predict times for, a stage or a replica each. target: accuracy to reach.
     """
+    overrides = ["--config.pipeline.executor=lockstep", *overrides]  # unless an override replaces it
     wanted = [name for name in PIPELINE_CASES if name in {BASELINE, *cases}]
     settings = {name: case_settings(name, cluster.num_devices, num_microbatches) for name in wanted}
     config = configured(config_name, [*overrides, *settings[BASELINE]])

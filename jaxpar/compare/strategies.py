@@ -17,10 +17,11 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
-from jaxpar import files, models, strategies
+from jaxpar import files, models
 from jaxpar.checkpoint import ledger
 from jaxpar.choose.asynchronous import predicted as predicted_for
 from jaxpar.choose.candidates import AsyncCandidate, Candidate, Space, StateRatios, state_ratios
+from jaxpar.choose.stages import possible_stages
 from jaxpar.cluster import Cluster
 from jaxpar.compare.pictures import draw_pictures, svg
 from jaxpar.compare.report import (
@@ -125,7 +126,7 @@ def compare_strategies(
         ]
         loaded = load(all_configs[REFERENCE], cluster)
         planned = {
-            name: Planned(settings[name], config, strategies.possible(config, loaded.problem, cluster))
+            name: Planned(settings[name], config, possible_stages(config, loaded.problem, cluster))
             for name, config in all_configs.items()
             if name in wanted
         }

@@ -92,6 +92,10 @@ def print_from_thread(text: str) -> threading.Thread:
     return thread
 
 
+class Stopped(Exception):
+    """Raised when a run stopped on a signal, and its state is saved."""
+
+
 class StoppedEarly(Exception):
     """Raised if a run fails after a stop request before its first step, for example because another process ended."""
 
@@ -105,6 +109,7 @@ class Interrupt(Ending):
     """
 
     was_entered = False  # whether any Interrupt was entered in this process
+    _current: "Interrupt | None" = None  # the one whose `with` block runs
 
     def __init__(self, *, ends_process: bool = True) -> None:
         """ends_process: whether a second signal ends the process, or raises KeyboardInterrupt."""
@@ -114,6 +119,11 @@ class Interrupt(Ending):
         self._ends_process = ends_process
         self._requested: signal.Signals | None = None
         self._was_looked_at = False
+
+    @staticmethod
+    def is_requested() -> bool:
+        """Whether this process received a signal inside the `with` block that runs."""
+        return Interrupt._current is not None and Interrupt._current._requested is not None
 
     @property
     def requested(self) -> signal.Signals | None:
@@ -126,13 +136,15 @@ class Interrupt(Ending):
         self._requested = number
 
     def __enter__(self) -> Self:
-        Interrupt.was_entered = True
+        Interrupt.was_entered, Interrupt._current = True, self
         return super().__enter__()
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
+        Interrupt._current = None
         error = exception[1]
-        if isinstance(error, Exception) and self._requested and not self._was_looked_at:
+        was_stopped = self._requested and not self._was_looked_at
+        if was_stopped and isinstance(error, Exception) and not isinstance(error, Stopped):
             raise StoppedEarly from error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -5,6 +5,7 @@ its earlier starts has written. Each start is repeated as far as something depen
 checkpoint from which a later start continued, or the newest checkpoint of its run, with which the result is compared.
 """
 
+import contextlib
 import shutil
 import tempfile
 from collections import defaultdict
@@ -21,6 +22,7 @@ from jaxpar import cluster as clusters
 from jaxpar.checkpoint import checksums
 from jaxpar.core.state import Canonical
 from jaxpar.errors import TrainingError, UserError
+from jaxpar.launch.signals import Stopped
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
 from jaxpar.run.build import Run
@@ -51,12 +53,14 @@ class HostState(NamedTuple):
 
 def read_runs(workdirs: Sequence[Path]) -> tuple[list[SavedRun], list[Contribution]]:
     """Return the runs, and the table of worker 0. Raises UserError if a run or the table is missing."""
-    runs, tables = [], []
+    runs, tables = list[SavedRun](), []
     for workdir in workdirs:
         saved = checkpoint.of_run(workdir)
         worker = checkpoint.config_of(saved, workdir).outer.worker
         if "outer" not in saved.private:
             raise UserError(f"{workdir} is not the run of a worker; it must be one with config.outer.num_workers")
+        if other := next((run for run in runs if run.place[0] == worker), None):
+            raise UserError(f"{workdir} is a run of worker {worker}, as {other.workdir} is; it must be another worker")
         runs.append(SavedRun(workdir, saved, (worker, int(saved.private["outer"]["start"]))))
         if (path := workdir / "outer" / TABLE).exists():
             tables.append(read_contributions(path))
@@ -141,12 +145,13 @@ class Replay:
             step = row.step
         else:
             state, step = fresh(run), 0
-        state, step = run.strategy.begin(state, step, run.workdir)
-        self._keep(run, state, place, step)
-        batches = load_batches(run, run.batches, step, last)
-        for number, batch in enumerate(batches, start=step + 1):
-            state, _ = run.strategy.step(state, run.strategy.place(batch))
-            self._keep(run, state, place, number)
+        with contextlib.suppress(Stopped):  # nothing depends on what would have followed
+            state, step = run.strategy.begin(state, step, run.workdir)
+            self._keep(run, state, place, step)
+            batches = load_batches(run, run.batches, step, last)
+            for number, batch in enumerate(batches, start=step + 1):
+                state, _ = run.strategy.step(state, run.strategy.place(batch))
+                self._keep(run, state, place, number)
 
     def _keep(self, run: Run, state: Any, place: StartPlace, step: int) -> None:
         if step in self.needed[place]:

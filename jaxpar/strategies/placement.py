@@ -1,5 +1,7 @@
 """Puts states and batches on the devices of a mesh according to the layouts of a plan. Strategies share this code."""
 
+import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +17,8 @@ from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Problem
 from jaxpar.launch import processes
 from jaxpar.layout import Layout
+from jaxpar.models import num_parameters
+from jaxpar.models.model import Model
 
 # Lets XLA on CPUs write moments in place. Otherwise it copies them when the step begins, because the new parameters and
 # the new moments are computed from them by different instructions.
@@ -24,6 +28,30 @@ IN_PLACE: dict[str, Any] = {"xla_cpu_copy_insertion_use_region_analysis": True}
 OVERLAP: dict[str, Any] = {
     f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_reduce", "all_gather", "reduce_scatter")
 } | {"xla_gpu_enable_latency_hiding_scheduler": True}
+
+
+# On CPUs, leave to the library YNNPACK only reductions. XLA's own kernels are faster for large matrix products.
+OWN_PRODUCTS: dict[str, Any] = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
+LARGE_MODEL = 5_000_000  # parameters from which this was faster (docs/benchmarks.md, "Compared with PyTorch")
+
+
+def product_options(model: Model) -> dict[str, Any]:
+    """Return the compiler options of the programs with the products of a model."""
+    return _own_products() if num_parameters(model) >= LARGE_MODEL else {}
+
+
+@functools.cache
+def _own_products() -> dict[str, Any]:
+    return first_known(OWN_PRODUCTS, {})
+
+
+def first_known(*choices: dict[str, Any]) -> dict[str, Any]:
+    """Return the first of these compiler options that this version of XLA knows. Raises RuntimeError without one."""
+    for options in choices:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.jit(lambda: 0).lower().compile(options)
+            return options
+    raise RuntimeError(f"XLA knows none of the options {', '.join(name for one in choices for name in one)}")
 
 
 def on_all(mesh: Mesh) -> NamedSharding:

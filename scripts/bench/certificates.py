@@ -43,7 +43,10 @@ MODELS = {
 }
 DTYPES = ("float32", "bfloat16", "float16")
 DDP = "mesh.data=2 data_parallel.implementation=shard_map"
-PIPELINE = "strategy=pipeline mesh.data=1 mesh.stage=2 pipeline.num_microbatches=4 pipeline.schedule"
+PIPELINE = (
+    "strategy=pipeline pipeline.executor=lockstep mesh.data=1 mesh.stage=2 pipeline.num_microbatches=4 "
+    "pipeline.schedule"
+)
 DISPATCH = "pipeline.executor=dispatch"
 TWICE = "optimizer.accumulation_steps=2"
 STRATEGIES = (

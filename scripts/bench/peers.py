@@ -57,6 +57,7 @@ STRATEGIES = {
     "1f1b": [
         "--config.strategy=pipeline",
         "--config.pipeline.schedule=1f1b",
+        "--config.pipeline.executor=dispatch",  # which `auto`, the default, chooses
         "--config.mesh.data=1",
         "--config.mesh.stage=2",
     ],

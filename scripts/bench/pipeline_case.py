@@ -89,14 +89,19 @@ class Maker(NamedTuple):
 
     def _pipeline(self, p: int, schedule: str, remat: str, m: int) -> list[str]:
         settings = {"schedule": schedule, "remat": remat, "num_microbatches": m}
-        mesh = ["--config.strategy=pipeline", "--config.mesh.data=1", f"--config.mesh.stage={p}"]
+        mesh = [
+            "--config.strategy=pipeline",
+            "--config.mesh.data=1",
+            f"--config.mesh.stage={p}",
+        ]
         return [*mesh, *[f"--config.pipeline.{key}={value}" for key, value in settings.items()]]
 
     def _case(self, m: int, overrides: Sequence[str], *, is_masked: bool = False) -> Case:
         config = configs.default_config()
         is_image = RESNET[0] in self.overrides
         model = [] if is_image else [f"--config.model.{key}={value}" for key, value in MODEL.items()]
-        configs.override(config, ["--config.task=causal_lm", *model, *self.overrides, *overrides])
+        base = ["--config.task=causal_lm", "--config.pipeline.executor=lockstep"]
+        configs.override(config, [*base, *model, *self.overrides, *overrides])
         configs.override(config, [f"--config.batch_size={m * self.num_examples}"])
         strategies.decide(until_chosen(config, clusters.find_cluster()), clusters.find_cluster())
         info, batch = random_data(config)

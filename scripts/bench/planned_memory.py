@@ -35,7 +35,10 @@ from scripts.bench.large_models import CASES as LARGE_CASES
 from scripts.bench.large_models import Case as LargeCase
 
 CLASSES, STEPS = 10, 100
-PIPELINE = ("strategy=pipeline", "mesh.stage=2", "mesh.data=4", "pipeline.num_microbatches=4")
+PIPELINE = (
+    *("strategy=pipeline", "mesh.stage=2", "mesh.data=4", "pipeline.num_microbatches=4"),
+    "pipeline.executor=lockstep",
+)
 CONFIGS: dict[str, tuple[str, ...]] = {
     "ddp": (),
     "ddp, remat full": ("model.remat=full",),

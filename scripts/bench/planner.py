@@ -29,7 +29,7 @@ from jaxpar.host_memory import host_bytes
 from scripts.bench.steps import make_problem, race
 
 DEVICES = 4
-PIPELINE = ("strategy=pipeline",)
+PIPELINE = ("strategy=pipeline", "pipeline.executor=lockstep")
 # By name: the settings of a config. Each is run with each model.
 CONFIGS: dict[str, tuple[str, ...]] = {
     "single": ("strategy=single",),
@@ -149,7 +149,7 @@ def measure_model(model: str, size: int, length: int, settings: tuple[str, ...],
 def prepare_devices() -> None:
     """Use virtual CPU devices, and cache compiled programs."""
     config: Any = configs.default_config()
-    config.mesh.virtual_cpu_devices, config.strategy = DEVICES, "pipeline"
+    config.mesh.virtual_cpu_devices, config.strategy, config.pipeline.executor = DEVICES, "pipeline", "lockstep"
     mesh.prepare_jax(config, configs.config_folder().parent / ".cache")
 
 

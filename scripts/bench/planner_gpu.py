@@ -74,7 +74,13 @@ def strategies_of(n: int) -> dict[str, tuple[str, ...]]:
     if n == 1:
         return {name: ("strategy=single", *more) for name, more in (("single", ()), ("remat", ("model.remat=full",)))}
     found = {name: (f"mesh.data={n}", f"exchange={name}") for name in ("ddp", "zero2", "zero3")}
-    pipeline = ("strategy=pipeline", "mesh.data=1", f"mesh.stage={n}", f"pipeline.num_microbatches={2 * n}")
+    pipeline = (
+        "strategy=pipeline",
+        "pipeline.executor=lockstep",
+        "mesh.data=1",
+        f"mesh.stage={n}",
+        f"pipeline.num_microbatches={2 * n}",
+    )
     return {**found, "1f1b": (*pipeline, "pipeline.schedule=1f1b")}
 
 

@@ -1,248 +1,191 @@
-"""Compares times that the planner predicts with published rates of training, on GPUs that this machine does not have.
+"""Prints the results of papers and of measured runs next to ours, and writes them as docs/published.md.
 
-    scripts/python scripts/bench/published.py [--only=TEXT]
+    scripts/python scripts/bench/published.py [--only=gpipe,bloom] [--compute]
 
-A row has the layers, GPUs, texts of a microbatch, microbatches and rematerialization of the run that it names. The
-programs differ, so what is compared is jaxpar's step with that of another program. Prints both rates and their ratio.
-Nothing is compiled. The rates are in bfloat16, from
-
-- MPT with FSDP: mosaicml/llm-foundry at 495218376, scripts/train/benchmarking/README.md. 2,048 tokens a text. MPT has
-  other positions and norms.
-- Megatron-LM with a distributed optimizer: NVIDIA/Megatron-LM at d98e8a64dd, README.md (images/model_table.png): 408.8
-  TFLOP/s, the only row without tensor parallelism. Its microbatches are not published. A message has a
-  million gradients for each replica, and at least 40 million (megatron/core/distributed/distributed_data_parallel.py).
-- MaxText: AI-Hypercomputer/maxtext at e591f30cbb, MaxText/configs/a3/llama_2_7b/README.md: 492, 422, 407, 409 and 375
-  TFLOP/s, with full attention counted. FSDP within hosts, data parallelism between them.
-- torchtitan with FSDP and torch.compile: pytorch/torchtitan at b5bcd76c66, benchmarks/llama3_h100_202412_torchtitan.md.
-  Its H100s have slower memory (2.4 TB/s) and less power than those that are sold with 80 GB.
-- Pax with FSDP: NVIDIA/JAX-Toolbox at 08b08d19be, rosetta/rosetta/projects/pax/README.md, sequences/s of 256 GPUs
-  without and with Transformer Engine, whose attention is fused; remat of google/paxml at 04516ac858, configs.py.
-- Megatron-LM with a tensor axis: huggingface/Megatron-LM, a fork that has the table of Narayanan et al., 2021, at
-  100b522bb8, images/cases_april2021.png and README.md: 135 to 163 TFLOP/s with 2,048 tokens a text and 51,200 words.
-  The FLOPs of a step are those of the paper: 96 B T L D^2 (1 + T / 6D + V / 16LD), with all layers computed twice.
-  Heads, microbatches, schedules and how model parallelism is divided are not in the table: here heads of 96 to 160
-  features, tensor parallelism in a host of 8 GPUs, 1F1B for what remains, and microbatches of 4 texts, with stages 1.
-  It computes attention with products and a softmax (section 4.2), as XLA does.
-- Megatron-LM with ZeRO-3 of DeepSpeed: table 2 of the same paper. Layers are gathered for the forward pass, for
-  recomputing it and for the backward pass (Rajbhandari et al., "ZeRO-Infinity", 2021, section 4.1), array by array, and
-  computing waits for each (microsoft/DeepSpeed pull request 1188: "the async version is not async at all").
-
-Computing also waits for the gathers of Pax, each in the iteration of the loop over layers that reads it: its flags lack
-xla_gpu_enable_pipelined_all_gather, which is newer.
-
-The other rates of Megatron-LM and MaxText are their FLOP/s over the FLOPs of a token, 6 per parameter of a matrix and
-12 per layer, feature and position. MaxText and torchtitan choose what to save operation by operation, here remat dots.
+The facts are in scripts/bench/papers, a JSON file for each paper: its sources, and tables with rows of a name, the
+published value, and ours. `--compute` predicts or simulates ours again, with the module of scripts/bench/papers that a
+table names, and writes the files and the page. Tables without a module are of trained runs: their command is in the
+table. Nothing is fitted to the rows. If a table has at least 20, half of them are held out, by a hash of their names.
 """
 
-import math
+import hashlib
+import importlib
+import itertools
+import json
 import statistics
 import sys
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from jaxpar import config as configs
-from jaxpar import strategies
-from jaxpar.choose import planner
-from jaxpar.choose.candidates import Space
-from jaxpar.choose.costs.layers import TracedLayers
-from jaxpar.choose.costs.machine import GpuMachine
-from jaxpar.cluster.files import find_named
 from jaxpar.command_line import Parser
-from jaxpar.errors import exit_code
-from scripts.bench.vocabulary import DEFAULTS, WORDS, make_problem
+from jaxpar.errors import UserError, exit_code
 
-LLAMA: dict[str, Any] = {"model.norm": "rmsnorm", "model.activation": "swiglu", "model.positions": "rotary"}
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "scripts" / "bench" / "papers"
+PAGE = ROOT / "docs" / "published.md"
+PAPERS = ("gpipe", "pipedream", "swarm", "data_parallel", "rates", "bloom")
+FEWEST_HELD_OUT = 20
+WIDTH = 100  # of a line of a document
+HEAD = """# Published results
 
+Do the results of the papers hold here? Each table has what a paper or a project published, what
+jaxpar simulates, predicts or trains for the same case, and the ratio ours / published. A result
+that jaxpar does not reproduce is a row like the others, and the reason is below its table. Nothing
+was fitted to these rows. Where a table has 20 rows or more, its summary is also for the half that a
+hash of the names holds out, and for the other half.
 
-class Model(NamedTuple):
-    """A model: its features, heads and layers, the tokens of a text, the words, and other keys of the config."""
-
-    features: int
-    heads: int
-    layers: int
-    tokens: int = 2048
-    words: int = WORDS
-    others: Mapping[str, Any] = {}
-
-
-MODELS = {
-    "125m": Model(768, 12, 12),
-    "350m": Model(1024, 16, 24),
-    "760m": Model(1536, 12, 24),
-    "1b": Model(2048, 16, 24),
-    "3b": Model(2560, 20, 32),
-    "5b": Model(4096, 32, 24),
-    "7b": Model(4096, 32, 32),
-    "13b": Model(5120, 40, 40),
-    "30b": Model(7168, 56, 48),
-    "70b": Model(8192, 64, 80),
-    "gpt 1.7b": Model(2048, 16, 24, 4096, 131_072),
-    "gpt 1.7b a": Model(2304, 24, 24, words=51_200),
-    "gpt 3.6b": Model(3072, 32, 30, words=51_200),
-    "gpt 7.5b": Model(4096, 32, 36, words=51_200),
-    "gpt 18b": Model(6144, 48, 40, words=51_200),
-    "gpt 39b": Model(8192, 64, 48, words=51_200),
-    "gpt 76b": Model(10_240, 80, 60, words=51_200),
-    "gpt 145b": Model(12_288, 96, 80, words=51_200),
-    "gpt 175b": Model(12_288, 96, 96, words=51_200),
-    "gpt 310b": Model(16_384, 128, 96, words=51_200),
-    "gpt 530b": Model(20_480, 128, 105, words=51_200),
-    "gpt 1t": Model(25_600, 160, 128, words=51_200),
-    "175b": Model(12_288, 96, 96),
-    "llama2 7b": Model(4096, 32, 32, 4096, 32_000, LLAMA | {"model.mlp_size": 11_008}),
-    "llama3 8b": Model(4096, 32, 32, 8192, 128_256, LLAMA | {"model.mlp_size": 14_336, "model.num_kv_heads": 8}),
-}
-
-
-class Published(NamedTuple):
-    """A published rate: the model, the GPUs, texts of a microbatch, microbatches, remat, tokens/s of a GPU, others."""
-
-    model: str
-    cluster: str
-    size: int
-    accumulation: int
-    remat: str
-    rate: float
-    program: str = "MPT"
-    exchange: Mapping[str, Any] = {"exchange": "zero3"}
-    gathers: int = 0  # gathers of a layer in a step, if computing waits for them and all reductions; 0: as in jaxpar
-
-
-def _narayanan(model: str, teraflops: float) -> float:
-    """Return the tokens/s of a GPU, from its FLOP/s as Narayanan et al. count them."""
-    of = MODELS[model]
-    width = 1 + of.tokens / (6 * of.features) + of.words / (16 * of.layers * of.features)
-    return teraflops * 1e12 / (96 * of.layers * of.features**2 * width)
-
-
-def _deepspeed(model: str, hosts: int, size: int, teraflops: float) -> "Published":
-    """Return a row of ZeRO-3 without model parallelism."""
-    rate = _narayanan(model, teraflops)
-    return Published(model, f"a100-80gb:{hosts}x8", size, 1, "full", rate, "Megatron, ZeRO-3", ARRAY_BY_ARRAY, 3)
-
-
-def _megatron(model: str, hosts: int, tensor: int, batch: int, teraflops: float, stages: int = 1) -> "Published":
-    """Return a row with a tensor axis, from the FLOP/s of a GPU."""
-    gpus, rate = 8 * hosts, _narayanan(model, teraflops)
-    settings, size = {"exchange": "ddp", "model.attention": "xla", "mesh.tensor": tensor}, 4 if stages == 1 else 1
-    name = f"Megatron, tensor {tensor}"
-    if stages > 1:
-        settings |= {"strategy": "pipeline", "mesh.stage": stages, "pipeline.schedule": "1f1b"}
-        settings |= {"pipeline.partition": "flops", "pipeline.executor": "dispatch"}
-        name += f", {stages} stages"
-    number = batch * tensor * stages // (gpus * size)
-    return Published(model, f"a100-80gb:{hosts}x8", size, number, "full", rate, name, settings)
-
-
-UNFUSED = {"exchange": "zero3", "model.attention": "xla"}
-ARRAY_BY_ARRAY = UNFUSED | {"exchange_options.bucket_bytes": 1}
-LARGE_BUCKETS = {"exchange": "zero1", "exchange_options.bucket_bytes": 4 * 48_000_000}
-HSDP: dict[str, Any] = {"exchange": "hsdp", "exchange_options.group": 8}
-ROWS = (
-    Published("125m", "a100-80gb:8", 32, 2, "none", 141_737),
-    Published("350m", "a100-80gb:8", 32, 2, "none", 58_782),
-    Published("760m", "a100-80gb:8", 24, 2, "none", 32_434),
-    Published("1b", "a100-80gb:8", 14, 4, "none", 20_513),
-    Published("3b", "a100-80gb:8", 10, 2, "none", 10_811),
-    Published("7b", "a100-80gb:8", 6, 2, "none", 4_641),
-    Published("13b", "a100-80gb:8", 2, 3, "none", 2_262),
-    Published("30b", "a100-80gb:8", 3, 21, "full", 916),
-    Published("70b", "a100-80gb:8x8", 8, 4, "full", 410),
-    Published("760m", "h100:8", 24, 2, "none", 63_147),
-    Published("1b", "h100:8", 14, 1, "none", 45_455),
-    Published("7b", "h100:8", 6, 1, "none", 10_643),
-    Published("13b", "h100:8x8", 2, 1, "none", 4_800),
-    Published("13b", "h100:16x8", 16, 1, "full", 5_080),
-    Published("30b", "h100:16x8", 8, 1, "full", 2_199),
-    Published("70b", "h100:16x8", 8, 1, "full", 1_058),
-    Published("70b", "h100:64x8", 8, 1, "full", 1_007),
-    Published("gpt 1.7b", "h100:6x8", 4, 1, "none", 36_259, "Megatron", LARGE_BUCKETS),
-    _megatron("gpt 1.7b a", 4, 1, 512, 137),
-    _megatron("gpt 3.6b", 8, 2, 512, 138),
-    _megatron("gpt 7.5b", 16, 4, 512, 142),
-    _megatron("gpt 18b", 32, 8, 1024, 135),
-    _megatron("gpt 39b", 64, 8, 1536, 138, 2),
-    _megatron("gpt 76b", 128, 8, 1792, 140, 4),
-    _megatron("gpt 145b", 192, 8, 2304, 148, 8),
-    _megatron("gpt 310b", 240, 8, 2160, 155, 16),
-    _megatron("gpt 530b", 315, 8, 2520, 163, 35),
-    _megatron("gpt 1t", 384, 8, 3072, 163, 64),
-    _deepspeed("gpt 175b", 48, 4, 144),
-    _deepspeed("gpt 175b", 96, 2, 88),
-    _deepspeed("gpt 175b", 192, 1, 44),
-    _deepspeed("gpt 530b", 80, 4, 138),
-    _deepspeed("gpt 530b", 140, 2, 98),
-    _deepspeed("gpt 530b", 280, 1, 48),
-    Published("5b", "a100-80gb:32x8", 8, 1, "dots", 3_724, "Pax", UNFUSED, 2),
-    Published("5b", "a100-80gb:32x8", 8, 1, "dots", 4_791, "Pax, fused", gathers=2),
-    Published("175b", "a100-80gb:32x8", 6, 1, "full", 146.3, "Pax", UNFUSED, 2),
-    Published("175b", "a100-80gb:32x8", 6, 1, "full", 157.0, "Pax, fused", gathers=2),
-    Published("llama2 7b", "h100:8", 4, 1, "dots", 10_676, "MaxText"),
-    Published("llama2 7b", "h100:2x8", 4, 1, "dots", 9_157, "MaxText", HSDP),
-    Published("llama2 7b", "h100:4x8", 4, 1, "dots", 8_832, "MaxText", HSDP),
-    Published("llama2 7b", "h100:8x8", 4, 1, "dots", 8_875, "MaxText", HSDP),
-    Published("llama2 7b", "h100:16x8", 4, 1, "dots", 8_137, "MaxText", HSDP),
-    Published("llama3 8b", "h100:8", 2, 1, "dots", 6_667, "torchtitan"),
-    Published("llama3 8b", "h100:16x8", 2, 1, "dots", 6_514, "torchtitan"),
-)
+`scripts/python scripts/bench/published.py` prints the tables. With `--compute --only=gpipe`, it
+simulates and predicts those of one file again, and writes this page.
+"""
 
 
 def main() -> None:
-    """Print a row for each published rate, and the median error."""
+    """Print the tables, after computing them if asked."""
     parser = Parser(__doc__)
-    parser.add_argument("--only", default="", help="print the rows whose program contains this text")
-    only = parser.parse().only
-    rates = f"{'predicted':>10} {'published':>10} tokens/s of a GPU"
-    print(f"{'model':10} {'GPUs':15} {'microbatch':>10} {'remat':6} {rates}  ratio  program")
-    ratios = []
-    for row in (row for row in ROWS if only in row.program):
-        rate = predicted_rate(row)
-        ratios.append(rate / row.rate)
-        size = f"{row.accumulation} x {row.size}"
-        print(
-            f"{row.model:10} {row.cluster:15} {size:>10} {row.remat:6} {rate:10,.0f} {row.rate:10,.0f} "
-            f"{ratios[-1]:25.3f}  {row.program}",
-            flush=True,
+    parser.add_argument("--only", default=",".join(PAPERS), help=f"some of {', '.join(PAPERS)}")
+    parser.add_argument("--compute", action="store_true", help="predict and simulate again, and write the page")
+    arguments = parser.parse()
+    names = arguments.only.split(",")
+    if unknown := set(names).difference(PAPERS):
+        raise UserError(f"--only is {arguments.only}; it must not have {min(unknown)}, but some of {', '.join(PAPERS)}")
+    for name in names:
+        paper = read(name)
+        if arguments.compute:
+            compute(paper)
+            (FOLDER / f"{name}.json").write_text(format_json(paper) + "\n")
+        print(format_paper(paper))
+    if arguments.compute:
+        PAGE.write_text(page())
+
+
+def read(name: str) -> dict[str, Any]:
+    """Return the facts of a paper."""
+    content: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
+    return content
+
+
+def compute(paper: dict[str, Any]) -> None:
+    """Replace ours in the tables that have a module."""
+    for table in paper["tables"]:
+        if "module" in table:
+            module = importlib.import_module(f"scripts.bench.papers.{table['module']}")
+            for row, value in zip(table["rows"], module.values(table), strict=True):
+                number, *found = value if isinstance(value, tuple) else (value,)
+                row["ours"] = float(f"{number:.4g}")
+                row.update(zip(["found"], found, strict=False))
+
+
+def page() -> str:
+    """Return the page of all papers."""
+    return "\n".join([HEAD, *(format_paper(read(name)) for name in PAPERS)]).rstrip() + "\n"
+
+
+def format_json(value: Any, depth: int = 0) -> str:
+    """Return JSON with a line for each row of a table."""
+    if depth == 4 or not isinstance(value, dict | list):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list):
+        parts, (start, end) = [format_json(part, depth + 1) for part in value], "[]"
+    else:
+        parts, (start, end) = (
+            [f"{json.dumps(name)}: {format_json(part, depth + 1)}" for name, part in value.items()],
+            "{}",
         )
-    errors = [abs(ratio - 1) for ratio in ratios]
-    mean = math.exp(statistics.fmean(map(math.log, ratios)))
-    print(f"geometric mean of the ratios {mean:.3f}; median error {statistics.median(errors):.1%}")
+    lines = [f"{' ' * depth} {part}" for part in parts]
+    return f"{start}\n" + ",\n".join(lines) + f"\n{' ' * depth}{end}" if lines else start + end
 
 
-def predicted_rate(row: Published) -> float:
-    """Return the predicted tokens/s of a GPU."""
-    cluster = find_named(row.cluster, "cluster")[1]
-    config: Any = configs.default_config()
-    model, together = MODELS[row.model], row.exchange.get("mesh.tensor", 1) * row.exchange.get("mesh.stage", 1)
-    replicas = cluster.num_devices // together
-    of_step = {"model.remat": row.remat, "optimizer.accumulation_steps": row.accumulation}
-    if together > row.exchange.get("mesh.tensor", 1):
-        of_step = {"pipeline.remat": row.remat, "pipeline.num_microbatches": row.accumulation}
-    config.update_from_flattened_dict(
-        {key: value for key, value in DEFAULTS.items() if key != "model.max_length"}
-        | {
-            "model.hidden_size": model.features,
-            "model.num_heads": model.heads,
-            "model.num_layers": model.layers,
-            "mesh.data": replicas,
-            "batch_size": replicas * row.size * row.accumulation,
-        }
-        | of_step
-        | dict(model.others or {"model.max_length": model.tokens})
-        | dict(row.exchange)
-    )
-    problem = make_problem(config, cluster, words=model.words, length=model.tokens)
-    assert cluster.memory_bytes is not None
-    layers_of = TracedLayers(problem._replace(accumulation_steps=1), cluster)
-    space = Space(config, problem, layers_of, GpuMachine(cluster), cluster.memory_bytes)
-    plan = strategies.plan(config, problem, cluster)
-    found = planner.candidate_of_plan(space, config, plan)
-    seconds = found.costs.seconds
-    if row.gathers:
-        times = {"all-gather": row.gathers / 2}  # relative to those of jaxpar
-        sent = sum(times.get(one.kind, 1.0) * space.machine.collective(one, plan.axes) for one in plan.traffic)
-        seconds = found.costs.compute + sent + found.costs.update
-    return config.batch_size * model.tokens / seconds / cluster.num_devices
+def format_paper(paper: Mapping[str, Any]) -> str:
+    """Return the section of a paper in Markdown."""
+    lines = [f"## {paper['title']}", "", _wrapped(paper["text"]), ""]
+    for table in paper["tables"]:
+        lines += [f"### {table['title']}", "", f"{table['how']}, by\n`{table['command']}`", ""]
+        lines += [f"| Case | Published{_unit(table)} | Ours | Ours / published |", "|---|---|---|---|"]
+        for row in table["rows"]:
+            lines.append(f"| {row['name']} | " + " | ".join(_cells(row)) + " |")
+        lines += ["", *summary(table["rows"]), "", _wrapped(table["text"]), ""]
+    return "\n".join(lines)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    ours, published = row["ours"], row["published"]
+    found = f" ({row['found']})" if "found" in row else ""
+    ratio = f"{ours / published:.2f}" if _is_compared(row) else "-"
+    return [_number(published), _number(ours) + found, ratio]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _is_compared(row: Mapping[str, Any]) -> bool:
+    return None not in (row["ours"], row["published"])
+
+
+def _unit(table: Mapping[str, Any]) -> str:
+    return f" ({table['unit']})" if table["unit"] else ""
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return lines with the errors of the rows, of both halves, and of the order within groups of rows.
+
+    Rows that others are relative to do not count.
+    """
+    compared = [row for row in rows if _is_compared(row) and row.get("to") != row["name"]]
+    halves = {"All": compared}
+    if len(compared) >= FEWEST_HELD_OUT:
+        halves |= {"Held out": [row for row in compared if is_held_out(row)]}
+        halves |= {"Others": [row for row in compared if not is_held_out(row)]}
+    lines = []
+    for name, part in halves.items():
+        ratios = [row["ours"] / row["published"] for row in part]
+        errors = sorted(abs(ratio - 1) for ratio in ratios)
+        if errors:
+            ninth = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
+            within = sum(error <= 0.15 for error in errors)
+            lines.append(
+                f"- {name}, {len(errors)} rows: median error {statistics.median(errors):.1%}, 90th percentile "
+                f"{ninth:.1%},\n  median ratio {statistics.median(ratios):.2f}, {within} within 15%."
+            )
+    return [*lines, *_order(halves, "Order", "group"), *_order(halves, "Order, one tensor size", "same_tensor")]
+
+
+def is_held_out(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is in the half that is reported apart."""
+    return hashlib.sha256(row["name"].encode()).digest()[-1] % 2 == 1
+
+
+def _order(halves: Mapping[str, Sequence[Mapping[str, Any]]], title: str, key: str) -> list[str]:
+    """Return lines with Kendall's tau, and how far first choices are from the best, of groups of rows by a key."""
+    lines = []
+    for name, part in halves.items():
+        groups: dict[str, list[tuple[float, float]]] = {}
+        for row in part:
+            if key in row:
+                groups.setdefault(row[key], []).append((row["published"], row["ours"]))
+        pairs = [pair for group in groups.values() for pair in itertools.combinations(group, 2)]
+        if not pairs:
+            continue
+        several = [group for group in groups.values() if len(group) > 1]
+        losses = [1 - max(group, key=lambda pair: pair[1])[0] / max(group)[0] for group in several]
+        good = sum(loss <= 0.05 for loss in losses)
+        lines.append(
+            f"- {title}, {name.lower()}: Kendall's tau {kendall(pairs):.2f} over {len(pairs)} pairs of a group; in "
+            f"{good} of {len(several)} groups,\n  the first choice is within 5% of the best (worst {max(losses):.1%})."
+        )
+    return lines
+
+
+def kendall(pairs: Sequence[tuple[tuple[float, float], tuple[float, float]]]) -> float:
+    """Return Kendall's tau-a of pairs of rows, each row with a published value and ours: concordant - discordant."""
+    signs = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in pairs]
+    return (sum(sign > 0 for sign in signs) - sum(sign < 0 for sign in signs)) / len(signs)
 
 
 if __name__ == "__main__":

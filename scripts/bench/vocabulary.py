@@ -53,6 +53,11 @@ def make_problem(config: Any, cluster: Cluster, *, words: int = WORDS, length: i
     dtypes: dict[str, Any] = {"inputs": np.int32, "labels": np.int32, "weights": np.float32}
     batch = {name: jax.ShapeDtypeStruct((config.batch_size, length), dtype) for name, dtype in dtypes.items()}
     batch["index"] = jax.ShapeDtypeStruct((config.batch_size,), np.int32)
+    return problem_of(config, info, cluster, batch)
+
+
+def problem_of(config: Any, info: DataInfo, cluster: Cluster, batch: dict[str, Any]) -> Problem:
+    """Return the problem of a config on batches of these shapes."""
     made = optimizer.make_optimizer(config, optimizer.build_learning_rate(config, NUM_STEPS))
     model, task = models.build(config, info, cluster), tasks.find_task(config)
     return Problem(model, made, config.optimizer.accumulation_steps, batch, NUM_STEPS, task)

@@ -138,7 +138,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "too many devices": (["mesh.stage=8"], "config.mesh.stage is 8; it must be at most 4, the number of gpu"),
     "no stages": (["mesh.stage=0"], "config.mesh.stage is 0; it must be at least 1"),
     "settings of different strategies": (
-        ["mesh.stage=2", "exchange=zero3", "model.remat=full", "pipeline.schedule=1f1b"],
+        [
+            *("mesh.stage=2", "exchange=zero3", "model.remat=full", "pipeline.schedule=1f1b"),
+            "pipeline.executor=lockstep",
+        ],
         "config.mesh.stage is 2 and config.exchange is 'zero3'; together they must allow a strategy on 4 devices that",
     ),
     "a batch that cannot be divided": (
@@ -168,12 +171,12 @@ def test_refusals(name: str, tmp_path: Path) -> None:
     settings, message = REFUSED[name]
     config = auto_config(*(f"--config.{setting}" for setting in settings))
     with pytest.raises(UserError, match="^" + re.escape(message)) as error:
-        choose(config, tmp_path / "run", absent(4, 1e4 if name == "no memory" else 80e9))
+        choose(config, tmp_path / "run", absent(4, 1e3 if name == "no memory" else 80e9))
     assert not (tmp_path / "run").exists()
     if name == "no memory":
-        text = r"needs ([\d.]+) kB of a device, ([\d.]+) kB more than there is; it must fit in 10 kB;"
+        text = r"needs ([\d.]+) kB of a device, ([\d.]+) kB more than there is; it must fit in 1 kB;"
         needed, missing = map(float, re.findall(text, str(error.value))[0])
-        assert needed - missing == pytest.approx(10, abs=1)
+        assert needed - missing == pytest.approx(1, abs=0.1)
 
 
 def test_names_of_strategies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

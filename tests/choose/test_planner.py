@@ -397,7 +397,7 @@ def bert() -> Space:
     """BERT with 2 layers on 8 H100s."""
     config, cluster = configs.default_config(), clusters.named_cluster("h100", 8)
     settings = ("model.num_layers=2", "model.hidden_size=768", "model.num_heads=12", "batch_size=256")
-    configs.override(config, [f"--config.{value}" for value in settings])
+    configs.override(config, [f"--config.{value}" for value in (*settings, "pipeline.executor=lockstep")])
     problem = small_problem(config, cluster)
     return Space(config, problem, TracedLayers(problem, cluster), GpuMachine(cluster), 1e12)
 
@@ -407,7 +407,7 @@ def space() -> Space:
     """A perceptron of 8 layers on 8 H100s whose memory does not hold everything. Transformers take longer to trace."""
     config, cluster = configs.default_config(), clusters.named_cluster("h100", 8)
     settings = ("model.name=mlp", "model.num_layers=6", "model.hidden_size=8192", "batch_size=64")
-    configs.override(config, [f"--config.{value}" for value in settings])
+    configs.override(config, [f"--config.{value}" for value in (*settings, "pipeline.executor=lockstep")])
     batch = {
         "inputs": jax.ShapeDtypeStruct((64, 64), np.float32),
         "labels": jax.ShapeDtypeStruct((64,), np.int32),

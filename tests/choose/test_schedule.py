@@ -108,6 +108,24 @@ def build_split(task: Task, *overrides: str) -> Strategy[Any]:
     return strategies.build(plan, make_problem(make_config(task, *overrides), task), jax.devices())
 
 
+def test_the_executor_that_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the work of a stage on CPU devices, whose actions cost time on the host; by the predicted time on a GPU."""
+    assert default_config().pipeline.executor == "auto"
+    config = make_config(MLP, *pipeline("1f1b", 2), "--config.pipeline.executor=auto")
+    on_gpus, cpus = gpus(2), cluster.find_cluster()
+
+    def executor(there: Cluster) -> str:
+        choice = stages.choose_stages(config, problem_of(MLP), there, tmp_path)
+        assert choice.reasons[-1].startswith(f"executor {choice.settings['pipeline.executor']}: ")
+        return str(choice.settings["pipeline.executor"])
+
+    assert executor(cpus) == "lockstep"
+    monkeypatch.setattr(stages, "CPU_FLOPS", 1.0)
+    assert executor(cpus) == "dispatch"
+    assert executor(on_gpus) == "dispatch"
+    assert executor(replace(on_gpus, num_processes=2)) == "lockstep"
+
+
 def test_the_default_equals_single() -> None:
     """The overrides do not name a schedule."""
     assert default_config().pipeline.schedule == "auto"

@@ -67,8 +67,8 @@ batch = {{
 made = {{}}
 for name, overrides in json.loads(sys.argv[1]).items():
     c = config.default_config()
-    given = [f"batch_size={{ROWS}}", "model.hidden_size=64", "model.dtype=bfloat16", *overrides]
-    config.override(c, [f"--config.{{override}}" for override in given])
+    base = f"batch_size={{ROWS}}", "model.hidden_size=64", "model.dtype=bfloat16", "pipeline.executor=lockstep"
+    config.override(c, [f"--config.{{override}}" for override in (*base, *overrides)])
     one_process = c.strategy in ("single", "async_data_parallel", "swarm") or c.exchange == "dp" or "pmap" in name
     on = cluster.named_cluster("H100", {num_devices}) if one_process else target
     rule = optimizer.make_optimizer(c, optimizer.build_learning_rate(c, NUM_STEPS))

@@ -25,7 +25,8 @@ def test_discarded_batches_are_counted(
     step: int, batches: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first of four stages applies a batch three steps after it entered."""
-    settings = "--config.strategy=pipeline", "--config.mesh.stage=4", "--config.pipeline.schedule=pipedream"
+    pipeline = "strategy=pipeline", "mesh.stage=4", "pipeline.schedule=pipedream", "pipeline.executor=lockstep"
+    settings = [f"--config.{one}" for one in pipeline]
     before, now = make_run(tmp_path, *settings), make_run(tmp_path)
     state = SimpleNamespace(private=SimpleNamespace(num_entered=np.int32(step)))
     earlier = {"step": 0, "private_state": "another", "batches": 0}

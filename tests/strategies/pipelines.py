@@ -119,8 +119,8 @@ def make_config(task: Task, *overrides: str) -> ConfigDict:
         config.model.scan_layers = task.layers > 2  # the reference of a deep model takes long to load if it is unrolled
     config.optimizer.name, config.optimizer.lr = task.optimizer, LEARNING_RATES[task.optimizer]
     config.optimizer.weight_decay = 0.1 if task.optimizer == "adamw" else 0.0  # with sgd, the trace would include it
-    base = ["--config.strategy=single", "--config.mesh.data=1", f"--config.batch_size={BATCH}"]
-    override(config, [*base, *overrides])
+    base = ["strategy=single", "mesh.data=1", f"batch_size={BATCH}", "pipeline.executor=lockstep"]
+    override(config, [*(f"--config.{one}" for one in base), *overrides])
     return config
 
 

@@ -80,7 +80,7 @@ def make_config(case: Case) -> ConfigDict:
     values = [
         *("model.num_layers=2", "model.hidden_size=16", "model.num_heads=4", "model.mlp_size=32", "model.dropout=0.2"),
         *("optimizer.clip_norm=0.2", "optimizer.weight_decay=0", "optimizer.name=sgd", "optimizer.lr=0.03"),
-        *("strategy=data_parallel", f"batch_size={SIZE}", *MODELS[case.model].split()),
+        *("strategy=data_parallel", "pipeline.executor=lockstep", f"batch_size={SIZE}", *MODELS[case.model].split()),
         *(word for word in case.settings.split() if word != CHUNKS),
     ]
     override(config, [f"--config.{value}" for value in values])

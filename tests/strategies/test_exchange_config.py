@@ -173,7 +173,7 @@ MISTAKES = {
         ["config.data_parallel.implementation is 'pmap'", "it must be 'auto' or 'shard_map' with", "'ddp group=2'"],
     ),
     "zero3 in lockstep": (
-        [*PIPELINE, "exchange=zero3"],
+        [*PIPELINE, "exchange=zero3", "pipeline.executor=lockstep"],
         [
             "config.exchange is 'zero3', which has collectives in each action; it must be one of ddp, horovod, byteps",
             "bagua_bytegrad, zero1 with config.pipeline.executor='lockstep'",

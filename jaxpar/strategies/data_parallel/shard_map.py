@@ -3,7 +3,6 @@
 jaxpar/exchange defines the communication between replicas, and the part of the state that each replica holds.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,15 @@ from jaxpar.exchange.reduce import psum_small
 from jaxpar.layout import PER_REPLICA, REPLICATED, Layout
 from jaxpar.models.model import Batch
 from jaxpar.strategies import exchanges, groups
-from jaxpar.strategies.placement import IN_PLACE, OVERLAP, BatchPlacement, PlacedState, on_all
+from jaxpar.strategies.placement import (
+    IN_PLACE,
+    OVERLAP,
+    BatchPlacement,
+    PlacedState,
+    first_known,
+    on_all,
+    product_options,
+)
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
@@ -121,7 +128,9 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
         return [CompiledProgram(compiled_step.lower(placed.abstract, of_batch.abstract).compile(), exchange.branches)]
 
     shardings = jax.tree.map(lambda x: x.sharding, placed.abstract), on_all(mesh)
-    options = IN_PLACE | OVERLAP | (gather_ahead() | ALTERNATE if exchange.fetch else {})
+    options = (
+        IN_PLACE | product_options(problem.model) | OVERLAP | (gather_ahead() | ALTERNATE if exchange.fetch else {})
+    )
     donated = () if plan.keeps_previous else 0
     compiled_step = jax.jit(step, donate_argnums=donated, out_shardings=shardings, compiler_options=options)
     waiting_evaluate = meshes.one_at_a_time(evaluate, mesh)
@@ -143,11 +152,7 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
 @functools.cache
 def gather_ahead() -> dict[str, Any]:
     """Return the first of AHEAD that this version of XLA knows. Raises RuntimeError if it knows none."""
-    for options in AHEAD:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            jax.jit(lambda: 0).lower().compile(options)
-            return options
-    raise RuntimeError(f"XLA knows no option to gather ahead: {', '.join(name for one in AHEAD for name in one)}")
+    return first_known(*AHEAD)
 
 
 def fetching(problem: Problem, exchange: Exchange) -> Problem:

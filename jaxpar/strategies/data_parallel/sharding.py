@@ -24,7 +24,7 @@ from jaxpar.exchange.named import EXCHANGES
 from jaxpar.models.model import Model
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.data_parallel import shard_map
-from jaxpar.strategies.placement import IN_PLACE, PlacedState, batch_placer, by_replica, on_all
+from jaxpar.strategies.placement import IN_PLACE, PlacedState, batch_placer, by_replica, on_all, product_options
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
@@ -102,7 +102,7 @@ def build(plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device]) -> S
         step,
         donate_argnums=() if plan.keeps_previous else 0,
         out_shardings=(placed.shardings, on_all(mesh)),
-        compiler_options=IN_PLACE,
+        compiler_options=IN_PLACE | product_options(problem.model),
     )
     arguments = placed.abstract, with_shardings(problem.batch, by_replica(mesh))
     return Strategy(

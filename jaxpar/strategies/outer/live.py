@@ -1,6 +1,7 @@
 """The live transport of an outer step: the server is an actor on Ray, which worker 0 creates on its machine.
 
-The actor outlives the processes of the workers. It ends when its last member leaves. Before it answers, it writes what
+The actor outlives the processes of the workers. It ends when its last member leaves, or falls silent and does not come
+back for as long again. Before it answers, it writes what
 it has decided to the folder `outer` of worker 0, from which worker 0 can create it again:
 
     contributions.csv   the table (table.py)
@@ -25,15 +26,24 @@ import numpy as np
 
 from jaxpar import files
 from jaxpar.errors import TrainingError, UserError
+from jaxpar.launch.signals import Interrupt, Stopped, print_from_thread
 from jaxpar.strategies import ray_cluster
 from jaxpar.strategies.outer.options import OuterDetails, OuterSettings
 from jaxpar.strategies.outer.server import Anchor, Difference, Joined, OuterAnswer, OuterServer, Vector
-from jaxpar.strategies.outer.table import append_rows, read_contributions, write_rows
+from jaxpar.strategies.outer.table import Contribution, OuterEvent, append_rows, read_contributions, write_rows
 
 SERVER_NAME = "outer"
 TABLE, ANCHORS = "contributions.csv", "anchors.npz"
-ROUND_POLL_SECONDS, RETRY_SECONDS = 0.02, 0.5
+ROUND_POLL_SECONDS, RETRY_SECONDS, STOP_SECONDS = 0.02, 0.5, 0.5  # STOP_SECONDS: how often a signal is looked for
 BEATS = 4  # heartbeats in config.outer.silence_seconds
+LINGER_SECONDS = 1.0  # in which the actor sends its last answers, when all workers have left
+ANNOUNCED = {  # what the workers print of the table
+    OuterEvent.JOIN: "worker {worker} joined at step {step}",
+    OuterEvent.RESUME: "worker {worker} continued from step {step}",
+    OuterEvent.SILENT: "worker {worker} is silent; the others no longer wait for it",
+    OuterEvent.RETURN: "worker {worker} contributes again",
+    OuterEvent.LEAVE: "worker {worker} left",
+}
 
 
 def read_anchors(path: Path, settings: OuterSettings) -> list[Anchor]:
@@ -77,9 +87,10 @@ class OuterActor:
             table = [row for row in rows if row.fragment < 0 or row.got <= anchors[row.fragment].version]
         write_rows(folder / TABLE, table)
         write_anchors(folder / ANCHORS, anchors)
-        began = time.time() - max((row.seconds for row in table), default=0.0)
+        began = time.monotonic() - max((row.seconds for row in table), default=0.0)
         self._server = OuterServer(settings, anchors, table, began)
         self._num_written, self._versions = len(table), [anchor.version for anchor in anchors]
+        self._watch: asyncio.Task[None] | None = None
 
     def place(self) -> tuple[OuterSettings, Path]:
         """Return the settings and the folder."""
@@ -87,30 +98,44 @@ class OuterActor:
 
     async def join(self, worker: int, step: int | None, read: int) -> Joined:
         """See `OuterServer.join`."""
-        joined = self._server.join(worker, step, read, time.time())
+        joined = self._server.join(worker, step, read, time.monotonic())
         self._write()
+        self._watch = self._watch or asyncio.create_task(self._look_for_silence())
         return joined
 
     async def exchange(self, worker: int, fragment: int, difference: Difference) -> OuterAnswer:
         """Take a difference, and return the anchor when its round is closed."""
-        self._server.offer(worker, fragment, difference, time.time())
+        self._server.offer(worker, fragment, difference, time.monotonic())
         self._write()
-        while (found := self._server.answer(worker, fragment, difference.step)) is None:
+        while (found := self._server.answer(worker, difference.start, fragment, difference.step)) is None:
             await asyncio.sleep(ROUND_POLL_SECONDS)
-            self._server.tick(time.time())
-            self._write()
         return found
 
-    async def alive(self, worker: int, start: int) -> None:
-        """See `OuterServer.alive`."""
-        self._server.alive(worker, start, time.time())
+    async def alive(self, worker: int, start: int, num_rows: int | None) -> tuple[int, list[Contribution]]:
+        """Note that a member lives. Return the number of rows, and those from `num_rows` on that are announced."""
+        self._server.alive(worker, start, time.monotonic())
+        table = self._server.table
+        new = [] if num_rows is None else table[num_rows:]
+        return len(table), [row for row in new if row.event in ANNOUNCED and row.fragment <= 0]
 
-    async def leave(self, worker: int, start: int) -> None:
-        """End the membership of a run, and with the last one this actor."""
-        self._server.leave(worker, start, time.time())
+    async def leave(self, worker: int, start: int, fragment: int, step: int) -> bool:
+        """End the membership of a run, and soon this actor, if it was the last one. See `OuterServer.leave`."""
+        is_answered = self._server.leave(worker, start, time.monotonic(), fragment, step)
         self._write()
-        if self._server.is_empty:
-            ray_cluster.end_actor()
+        return is_answered
+
+    async def _look_for_silence(self) -> None:
+        """Stop waiting for silent members, and end this process when there are none."""
+        had_members, patience = time.monotonic(), LINGER_SECONDS
+        while (now := time.monotonic()) < had_members + patience:
+            self._server.tick(now)
+            self._write()
+            if not self._server.is_empty:
+                had_members = now
+            is_silent = self._server.table[-1].event == OuterEvent.SILENT
+            patience = self._server.settings.silence_seconds if is_silent else LINGER_SECONDS
+            await asyncio.sleep(ROUND_POLL_SECONDS)
+        ray_cluster.end_actor()
 
     def _write(self) -> None:
         rows = self._server.table[self._num_written :]
@@ -137,7 +162,7 @@ class RayLink:
     def join(self, step: int | None, read: int, initial: Sequence[Vector]) -> Joined:
         """See OuterLink. Raises UserError or TrainingError if the server is that of another run."""
         is_announced = False
-        while True:
+        while not Interrupt.is_requested():
             self._actor = self._find(initial)
             if self._actor is not None:
                 try:
@@ -151,9 +176,12 @@ class RayLink:
                         reason = str(error).strip().splitlines()[-1]
                         raise TrainingError(f"the server of the outer step does not start: {reason}") from error
             if not is_announced:
-                print(f"outer     waits for worker 0 at {self._details.address}", flush=True)
+                name = f"config.outer.name={self._details.name}"
+                print(f"outer     waits for worker 0 at {self._details.address}, with {name}", flush=True)
                 is_announced = True
             time.sleep(RETRY_SECONDS)
+        else:
+            raise Stopped("stopped while waiting for worker 0, before the first step")
         self._start = joined.start
         threading.Thread(target=self._beat, name="outer", daemon=True).start()
         atexit.register(self.leave)
@@ -180,7 +208,10 @@ class RayLink:
         settings, folder = self._ray.get(self._actor.place.remote())
         name = f"config.outer.name is {self._details.name!r}"
         if self._details.worker == 0 and folder != self._folder:
-            raise UserError(f"{name}, which the run in {folder.parent} uses; it must be the name of this run alone")
+            raise UserError(
+                f"{name}, which the run in {folder.parent} uses, until all of its workers "
+                "have left or are silent; it must be the name of this run alone"
+            )
         for key, value in self._details.settings._asdict().items():
             if value != (other := getattr(settings, key)):
                 raise UserError(f"{name}, a run of another config: {key} is {value} here and must be {other}")
@@ -189,12 +220,16 @@ class RayLink:
         """See OuterLink."""
         self._answer = self._actor.exchange.remote(self._details.worker, fragment, difference)
 
-    def result(self, _fragment: int, _step: int) -> OuterAnswer:
+    def result(self, fragment: int, step: int) -> OuterAnswer | None:
         """See OuterLink. Raises TrainingError if the server has ended, or another process has taken the place."""
-        exceptions = self._ray.exceptions
+        exceptions, is_answered = self._ray.exceptions, False
         while True:
             try:
-                answer: OuterAnswer = self._ray.get(self._answer, timeout=1.0)  # so that signals are handled
+                if Interrupt.is_requested() and not is_answered:
+                    is_answered = self._leave(fragment, step)
+                    if not is_answered:
+                        return None
+                answer: OuterAnswer = self._ray.get(self._answer, timeout=STOP_SECONDS)
                 return answer
             except exceptions.GetTimeoutError:
                 continue
@@ -208,12 +243,24 @@ class RayLink:
 
     def leave(self) -> None:
         """See OuterLink."""
-        if self._has_left.is_set():
-            return
+        if not self._has_left.is_set():
+            with contextlib.suppress(self._ray.exceptions.RayActorError):  # it has ended, and with it the membership
+                self._leave(0, 0)
+
+    def _leave(self, fragment: int, step: int) -> bool:
+        """Leave, and return whether there was an answer to the difference of `step` before."""
         self._has_left.set()
-        with contextlib.suppress(self._ray.exceptions.RayActorError):  # it has ended, and with it the membership
-            self._ray.get(self._actor.leave.remote(self._details.worker, self._start))
+        is_answered: bool = self._ray.get(self._actor.leave.remote(self._details.worker, self._start, fragment, step))
+        return is_answered
 
     def _beat(self) -> None:
+        """Send heartbeats, and print what the others have done since."""
+        num_rows: int | None = None
         while not self._has_left.wait(self._details.settings.silence_seconds / BEATS):
-            self._actor.alive.remote(self._details.worker, self._start)
+            beat = self._actor.alive.remote(self._details.worker, self._start, num_rows)
+            try:
+                num_rows, rows = self._ray.get(beat)
+            except self._ray.exceptions.RayActorError:
+                return  # the next difference reports it
+            for row in rows:
+                print_from_thread(f"outer     {ANNOUNCED[row.event].format_map(row._asdict())}")

@@ -1,6 +1,7 @@
 """Checks config.outer, and plans the outer step: its fragments, its messages and its memory."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -58,10 +59,16 @@ class OuterSettings(NamedTuple):
         """Bytes of the message with the difference of each fragment."""
         return [self.compressor.nbytes(length) for length in self.lengths]
 
-    def due(self, step: int) -> int | None:
-        """Return the fragment that a worker sends after its first `step` steps, if any: they take turns."""
+    def received_at(self, step: int) -> int:
+        """Return the step after which a worker waits for the answer to what it sent after `step` steps."""
+        return min(step + self.overlap_steps, self.num_steps)
+
+    def due(self, step: int) -> Sequence[int]:
+        """Return the fragments that a worker sends after its first `step` steps: they take turns, until the end."""
+        if step == self.num_steps:
+            return range(len(self.lengths))
         turn, rest = divmod(step, self.every_steps // len(self.lengths))
-        return None if rest else (turn - 1) % len(self.lengths)
+        return () if rest else ((turn - 1) % len(self.lengths),)
 
 
 class OuterDetails(NamedTuple):
@@ -103,6 +110,11 @@ def check_outer(config: ConfigDict, cluster: Cluster) -> None:
         ),
         ("outer.mix", 0 <= o.mix <= 1, "between 0 and 1"),
         ("outer.silence_seconds", 1 <= o.silence_seconds < math.inf, "finite and at least 1"),
+        (
+            "watchdog_seconds",
+            not config.watchdog_seconds or config.watchdog_seconds > o.silence_seconds,
+            f"0 or more than {o.silence_seconds} (config.outer.silence_seconds), for which the others are waited for",
+        ),
         ("outer.name", bool(o.name), "the name of the run on the Ray cluster"),
         (
             "num_steps",
@@ -168,7 +180,7 @@ def with_outer_step(config: ConfigDict, shapes: Problem, plan: Plan[Any]) -> Pla
     total, sent = 4 * sum(sizes.values()), sum(settings.message_bytes)
     held = {"anchors": total, "residuals": 0 if o.compression == "none" else total}
     if o.worker == 0:
-        held["outer server"] = 2 * total + o.num_workers * sent
+        held["outer server"] = 2 * total + o.num_workers * (total + 2 * sent)  # see outer/server.py
     on_host = {f"{part}{ON_HOST}": nbytes for part, nbytes in held.items() if nbytes}
     [first, *others] = plan.memory
     dtype = {"int8": "int8"}.get(o.compression, "float32")
@@ -177,8 +189,8 @@ def with_outer_step(config: ConfigDict, shapes: Problem, plan: Plan[Any]) -> Pla
     how = f"{OUTER_POLICIES[o.policy]} with {format_count(o.num_workers, 'worker')}"
     return replace(
         plan,
-        summary=f"{plan.summary}; worker {o.worker} of {how}: {format_bytes(sent)} every "
-        f"{format_count(o.every_steps, 'step')}{f' of {format_bytes(total)}' if sent < total else ''}",
+        summary=f"{plan.summary}; worker {o.worker} of {how}: sends {format_bytes(sent)} and receives "
+        f"{format_bytes(total)} every {format_count(o.every_steps, 'step')}",
         memory=[{**first, **on_host}, *others],
         traffic=(*plan.traffic, traffic),
         private_key={**plan.private_key, "outer": {**kept, "fragments": o.fragments, "every_steps": o.every_steps}},

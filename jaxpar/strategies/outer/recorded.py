@@ -8,12 +8,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+import numpy as np
+
 from jaxpar.errors import TrainingError
 from jaxpar.strategies.outer.options import OuterSettings
 from jaxpar.strategies.outer.server import Anchor, Difference, Joined, OuterAnswer, Vector
 from jaxpar.strategies.outer.table import Contribution, OuterEvent
 
 Found = TypeVar("Found")
+NO_ANSWER = OuterAnswer(-1, np.zeros(0, np.float32))  # to a worker that has left instead of waiting
 
 
 class LocalServer(Protocol):
@@ -25,10 +28,10 @@ class LocalServer(Protocol):
     def offer(self, worker: int, fragment: int, difference: Difference, now: float) -> None:
         """Take a difference."""
 
-    def answer(self, worker: int, fragment: int, step: int) -> OuterAnswer | None:
-        """Return the anchor for a difference; None if its round is open."""
+    def answer(self, worker: int, start: int, fragment: int, step: int) -> OuterAnswer | None:
+        """Return the anchor for a difference, or NO_ANSWER; None if its round is open."""
 
-    def leave(self, worker: int, start: int, now: float) -> None:
+    def leave(self, worker: int, start: int, now: float) -> bool:
         """End the membership of a run."""
 
 
@@ -86,9 +89,10 @@ class LocalLink:
         self._server.offer(self._worker, fragment, difference, 0.0)
         self._turns.notify()
 
-    def result(self, fragment: int, step: int) -> OuterAnswer:
+    def result(self, fragment: int, step: int) -> OuterAnswer | None:
         """See OuterLink."""
-        return self._turns.wait_for(lambda: self._server.answer(self._worker, fragment, step))
+        found = self._turns.wait_for(lambda: self._server.answer(self._worker, self._start, fragment, step))
+        return None if found is NO_ANSWER else found
 
     def leave(self) -> None:
         """See OuterLink."""
@@ -111,13 +115,23 @@ class RecordedServer:
         self._open: dict[tuple[int, int], dict[int, Difference]] = defaultdict(dict)  # by fragment and round
         self._versions = {(n, 0): anchor.answer for n, anchor in enumerate(self._anchors)}
         self.starts: dict[int, int] = {}  # number of the start that each worker repeats, which its thread sets
+        self._answered: set[tuple[int, int, int, int]] = set()  # worker, start, fragment and step
+        self._left: set[tuple[int, int]] = set()  # worker and start
+        left: set[tuple[int, int]] = set()
         for row in table:
+            if row.event == OuterEvent.LEAVE:
+                left.add((row.worker, row.start))
+            elif row.event == OuterEvent.RETURN:
+                left.discard((row.worker, row.start))
             if row.event == OuterEvent.JOIN:
                 self._joins[row.worker, row.start][row.fragment] = row.got
                 self._steps[row.worker, row.start] = row.step
             elif row.event in (OuterEvent.COUNTED, OuterEvent.REPEATED):
+                if (row.worker, row.start) not in left:
+                    self._answered.add((row.worker, row.start, row.fragment, row.step))
                 self._rows[row.event, row.worker, row.start, row.fragment, row.step] = row
                 self._sizes[row.fragment, row.counted] += row.event == OuterEvent.COUNTED
+            self._left |= left
 
     def join(self, worker: int, step: int | None, _read: int, _now: float) -> Joined | None:
         """Return the place of a run, once the anchors with which it begins are known."""
@@ -145,13 +159,19 @@ class RecordedServer:
             anchor.close(waiting)
             self._versions[fragment, anchor.version] = anchor.answer
 
-    def answer(self, worker: int, fragment: int, step: int) -> OuterAnswer | None:
-        """Return the anchor that the worker got; None if its round is open. Raises TrainingError if it got none."""
-        place = worker, self.starts[worker], fragment, step
+    def answer(self, worker: int, start: int, fragment: int, step: int) -> OuterAnswer | None:
+        """Return the anchor that the worker got; None if its round is open, and NO_ANSWER if it left before it closed.
+
+        Raises TrainingError if the table has no contribution.
+        """
+        place = worker, start, fragment, step
         row = self._rows.get((OuterEvent.REPEATED, *place)) or self._rows.get((OuterEvent.COUNTED, *place))
+        if place not in self._answered and (worker, start) in self._left:
+            return NO_ANSWER
         if row is None:
             raise TrainingError(f"the table has no contribution of worker {worker} after step {step}")
         return self._versions.get((fragment, row.got))
 
-    def leave(self, _worker: int, _start: int, _now: float) -> None:
+    def leave(self, _worker: int, _start: int, _now: float) -> bool:
         """Do nothing: who is waited for is in the table."""
+        return False

@@ -10,7 +10,8 @@ which is DiLoCo (Douillard et al., 2023, algorithm 1), and with lr 1 and momentu
 SGD. Differences are added in the order of their workers, in float32, so the order in which they arrive does not matter.
 
 A difference counts once, in the round that is open when it arrives. A worker of which nothing was heard for a while is
-no longer waited for, until it contributes again. There is at most one difference of a worker and fragment in memory.
+no longer waited for, until it contributes again. For a worker and fragment, there are at most two differences in
+memory, one that waits for its round and one that a later start has sent again, and one answer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -92,9 +93,11 @@ class OuterServer:
         """table: rows of rounds that have been closed. began: when the server started, on the clock of the others."""
         self.settings, self.anchors, self.table, self._began = settings, anchors, list(table), began
         self._members: dict[int, Member] = {}
+        self._silent: dict[int, int] = {}  # starts of the silent workers
         self._open: list[dict[int, Difference]] = [{} for _ in anchors]  # the open round of each fragment, by worker
         self._repeats: dict[tuple[int, int], Difference] = {}  # by worker and fragment: sent again in an open round
-        self._answers: dict[tuple[int, int], tuple[int, OuterAnswer]] = {}  # by worker and fragment, with the step
+        # By worker and fragment, with the step of the difference: answers that nobody has received
+        self._answers: dict[tuple[int, int], tuple[int, OuterAnswer]] = {}
         self._starts: dict[int, int] = {}  # number of starts of each worker
         self._counted: dict[tuple[int, int], int] = {}  # by worker and fragment: step of the last one that counted
         for row in table:
@@ -119,6 +122,7 @@ class OuterServer:
             raise TrainingError(f"{self._stranger(worker)} start {read}, and the server knows {start} starts of it")
         self._starts[worker] = start + 1
         self._members[worker] = Member(start, now)
+        self._silent.pop(worker, None)
         for fragment, anchor in enumerate(self.anchors):
             self._answers.pop((worker, fragment), None)
             self._repeats.pop((worker, fragment), None)
@@ -136,6 +140,7 @@ class OuterServer:
         if difference.read > (version := self.anchors[fragment].version):
             raise TrainingError(f"{self._stranger(worker)} version {difference.read}, and the server has {version}")
         if worker not in self._members:
+            self._silent.pop(worker, None)
             self._add(OuterEvent.RETURN, worker, difference.start, now, step=difference.step)
         self._members[worker] = Member(difference.start, now)
         waiting = self._open[fragment].get(worker)
@@ -149,28 +154,43 @@ class OuterServer:
             self._open[fragment][worker] = difference
         self._close_rounds(now)
 
-    def answer(self, worker: int, fragment: int, step: int) -> OuterAnswer | None:
-        """Return the anchor for a difference; None if its round is open."""
+    def answer(self, worker: int, start: int, fragment: int, step: int) -> OuterAnswer | None:
+        """Return, once, the anchor for a difference; None if its round is open.
+
+        Raises TrainingError if another process has taken the place of the worker.
+        """
+        self._check_start(worker, start)
         found = self._answers.get((worker, fragment))
-        return found[1] if found and found[0] == step else None
+        if found is None or found[0] != step:
+            return None
+        del self._answers[worker, fragment]
+        return found[1]
 
     def alive(self, worker: int, start: int, now: float) -> None:
         """Note that a member lives."""
         if worker in self._members and self._members[worker].start == start:
             self._members[worker] = Member(start, now)
 
-    def leave(self, worker: int, start: int, now: float) -> None:
-        """End the membership of a run. What it has sent counts."""
-        if worker in self._members and self._members[worker].start == start:
-            del self._members[worker]
+    def leave(self, worker: int, start: int, now: float, fragment: int = 0, step: int = 0) -> bool:
+        """End the membership of a run, and return whether there was an answer to its difference of `step` before.
+
+        What it has sent counts.
+        """
+        is_answered = self._counted.get((worker, fragment), -1) >= step
+        member = self._members.get(worker)
+        if start == (member.start if member else self._silent.get(worker)):
+            self._members.pop(worker, None)
+            self._silent.pop(worker, None)
             self._add(OuterEvent.LEAVE, worker, start, now)
             self._close_rounds(now)
+        return is_answered
 
     def tick(self, now: float) -> None:
         """Stop waiting for silent members."""
         for worker, member in list(self._members.items()):
             if now - member.heard > self.settings.silence_seconds:
                 del self._members[worker]
+                self._silent[worker] = member.start
                 self._add(OuterEvent.SILENT, worker, member.start, now)
         self._close_rounds(now)
 

@@ -3,7 +3,10 @@
 After a step that is due, the worker sends the difference between the anchor of a fragment and its own parameters, and
 receives the new anchor, which replaces its parameters. Its optimizer state is its own. With `overlap_steps`, it trains
 on while the message is in flight, and then mixes the anchor with its parameters (Douillard et al., "Streaming DiLoCo",
-2025, algorithm 2); at the end of the run, nothing overlaps.
+2025, algorithm 2). After the last step, all fragments are sent, one after the other, and nothing overlaps.
+
+A run that is to stop while it waits leaves the others, and saves a state whose message has no answer. It is sent again
+when the run continues.
 
 A worker that has not joined, such as that of an audit or a certificate, takes the steps of its strategy alone.
 """
@@ -18,8 +21,9 @@ import numpy as np
 
 from jaxpar.core.state import Canonical
 from jaxpar.core.step import Metrics, Problem
-from jaxpar.errors import UserError, format_bytes, format_count
+from jaxpar.errors import TrainingError, UserError, format_bytes, format_count
 from jaxpar.exchange.compress import to_bytes
+from jaxpar.launch.signals import Stopped
 from jaxpar.strategies.outer.options import OuterDetails, OuterSettings, abstract_params
 from jaxpar.strategies.outer.server import Difference, Joined, OuterAnswer, Vector
 from jaxpar.strategies.strategy import Strategy
@@ -34,8 +38,11 @@ class OuterLink(Protocol):
     def offer(self, fragment: int, difference: Difference) -> None:
         """Send a difference, without waiting for its round."""
 
-    def result(self, fragment: int, step: int) -> OuterAnswer:
-        """Wait for the anchor for the difference that was sent after `step` steps."""
+    def result(self, fragment: int, step: int) -> OuterAnswer | None:
+        """Wait for the anchor for the difference that was sent after `step` steps.
+
+        None: the run is to stop, and has left the others before there was an answer.
+        """
 
     def leave(self) -> None:
         """End the membership."""
@@ -100,7 +107,7 @@ class OuterWorker:
         self._vectors = FragmentVectors(problem, details.fragments)
         self._link: OuterLink | None = None
         self._encode = jax.jit(self._compressed)
-        self._waited, self._num_sent, self._sent_bytes = 0.0, 0, 0
+        self._waited, self._num_sent, self._sent_bytes, self._received_bytes = 0.0, 0, 0, 0
 
     def init(self, key: jax.Array) -> OuterState:
         """Return the state at step 0. Parameters are equal on all workers, dropout is not."""
@@ -132,7 +139,9 @@ class OuterWorker:
             fragment, difference = state.sent
             sent = SentDifference(fragment, difference._replace(start=joined.start))
             self._offer(sent)
-            state = state._replace(sent=sent)
+            state = self._receive_due(state._replace(sent=sent))
+            if self._is_due(state):
+                raise Stopped("stopped while waiting for the other workers, before the first step")
         return state, joined.step
 
     def step(self, state: OuterState, batch: Any) -> tuple[OuterState, Metrics]:
@@ -141,18 +150,27 @@ class OuterWorker:
         state, s = state._replace(inner=inner, step=state.step + 1), self._settings
         if self._link is None:
             return state, metrics
-        is_last = state.step == s.num_steps
-        if state.sent and (is_last or state.step == state.sent.difference.step + s.overlap_steps):
-            state = self._receive(state, s.mix)
-        if (fragment := s.due(state.step)) is not None:
-            state = self._send(state, fragment)
-            if is_last or not s.overlap_steps:
-                state = self._receive(state, 0.0)
+        state = self._receive_due(state)
+        for fragment in s.due(state.step):
+            state = self._receive_due(self._send(state, fragment))
         return state, metrics
 
+    def _is_due(self, state: OuterState) -> bool:
+        """Whether the run waits for an anchor after this step."""
+        return state.sent is not None and state.step >= self._settings.received_at(state.sent.difference.step)
+
+    def _receive_due(self, state: OuterState) -> OuterState:
+        return self._receive(state) if self._is_due(state) else state
+
     def _send(self, state: OuterState, fragment: int) -> OuterState:
+        """Send a difference. Raises TrainingError for parameters that are not finite, which all workers would get."""
         held = state.anchors[fragment]
         own = self._vectors.vector(self._params(state.inner), fragment)
+        if not np.isfinite(own).all():
+            raise TrainingError(
+                f"worker {self._details.worker} has parameters that are not finite after step {state.step}; they are "
+                "not sent to the others"
+            )
         payload, residual = self._encode(held.vector, own, held.residual)
         sent = SentDifference(fragment, Difference(state.start, state.step, held.version, np.asarray(payload)))
         self._offer(sent)
@@ -164,16 +182,28 @@ class OuterWorker:
         self._num_sent += 1
         self._sent_bytes += len(sent.difference.payload)
 
-    def _receive(self, state: OuterState, mix: float) -> OuterState:
-        """Wait for the anchor. mix: share of the local parameters in the new ones."""
+    def _receive(self, state: OuterState) -> OuterState:
+        """Wait for the anchor. If the run stops before it arrives, the state stays as it is.
+
+        Raises Stopped after the last step, which has to be complete.
+        """
         assert self._link
         assert state.sent
         fragment, difference = state.sent
+        overlaps = self._settings.received_at(difference.step) > difference.step
+        mix = self._settings.mix if overlaps else 0.0  # share of the local parameters in the new ones
         own = self._vectors.vector(self._params(state.inner), fragment)  # waits for the step
         begin = time.perf_counter()
-        version, anchor = self._link.result(fragment, difference.step)
+        answer = self._link.result(fragment, difference.step)
         self._waited += time.perf_counter() - begin
-        anchor = np.array(anchor)
+        if answer is None and state.step == self._settings.num_steps:
+            raise Stopped(
+                "stopped while waiting for the last averages; the same command continues from the last checkpoint"
+            )
+        if answer is None:
+            return state
+        version, anchor = answer.version, np.array(answer.anchor)
+        self._received_bytes += anchor.nbytes
         params = np.float32(mix) * own + np.float32(1 - mix) * anchor if mix else anchor
         state = state._replace(inner=self._changed(state.inner, {fragment: params}), sent=None)
         return self._with_anchor(state, fragment, state.anchors[fragment]._replace(vector=anchor, version=version))
@@ -248,7 +278,12 @@ class OuterWorker:
         messages = format_count(self._num_sent, "message")
         waited = f"waited {self._waited:.1f} s for anchors"
         print(f"outer     sent {messages} of {format_bytes(self._sent_bytes)} together, {waited}", flush=True)
-        outer = {"messages": self._num_sent, "sent_bytes": self._sent_bytes, "waited_seconds": round(self._waited, 3)}
+        outer = {
+            "messages": self._num_sent,
+            "sent_bytes": self._sent_bytes,
+            "received_bytes": self._received_bytes,
+            "waited_seconds": round(self._waited, 3),
+        }
         return {**self._strategy.report(state.inner, workdir), "outer": outer}
 
 

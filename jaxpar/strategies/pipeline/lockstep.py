@@ -40,7 +40,7 @@ from jaxpar.strategies.pipeline.executor.lowering import (
 from jaxpar.strategies.pipeline.executor.state import PackedState
 from jaxpar.strategies.pipeline.executor.timeline import Timeline
 from jaxpar.strategies.pipeline.tables.schedule import forward_only
-from jaxpar.strategies.placement import IN_PLACE, BatchPlacement
+from jaxpar.strategies.placement import IN_PLACE, BatchPlacement, product_options
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
@@ -163,7 +163,9 @@ def jit_train_step(
     state, packed = details.state, details.state.packed
     make: Any = continuous_step if isinstance(state, ContinuousState) else pipeline_step
     step = make(state, details.remat, timeline)
-    return jit_on_mesh(step, packed, (packed.specs, PartitionSpec()), mesh, of_batch, donate_argnums=1)
+    options = STASH_IN_PLACE | product_options(details.stages.model)
+    specs = packed.specs, PartitionSpec()
+    return jit_on_mesh(step, packed, specs, mesh, of_batch, donate_argnums=1, compiler_options=options)
 
 
 def jit_on_mesh(
@@ -185,4 +187,4 @@ def jit_on_mesh(
             state, batch, arrays
         )
 
-    return jax.jit(mapped, static_argnums=0, compiler_options=STASH_IN_PLACE, **options)
+    return jax.jit(mapped, static_argnums=0, **{"compiler_options": STASH_IN_PLACE, **options})

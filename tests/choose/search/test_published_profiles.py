@@ -1,50 +1,18 @@
-"""Partitions the published profiles in scripts/examples/profiles, and compares with docs/pipelines.md."""
+"""Partitions the published profiles in scripts/examples/profiles into the configurations of the paper."""
 
-import itertools
-import re
 from pathlib import Path
 
 import pytest
 
 from jaxpar.choose.costs.profile import LayerProfile, read_profile
-from jaxpar.choose.pipedream import COMMUNICATION_MODELS, Level, PlannedStage, StageSearch
+from jaxpar.choose.pipedream import StageSearch
+from scripts.bench.papers.pipedream import CLUSTERS
 
 ROOT = Path(__file__).parents[3]
-FILES = {"VGG-16": "vgg16", "AlexNet": "alexnet", "ResNet-50": "resnet50", "GNMT-16": "gnmt16"}
-CLUSTERS = {
-    "A": [Level(4, 15.75e9), Level(4, 1.25e9)],
-    "A, one level": [Level(16, 1.25e9)],
-    "B": [Level(8, 25e9), Level(2, 3.125e9)],
-    "B, one level": [Level(16, 3.125e9)],
-}
 
 
 def published(name: str) -> list[LayerProfile]:
     return read_profile(ROOT / "scripts" / "examples" / "profiles" / f"{name}.json")
-
-
-def replicas_in_short(stages: tuple[PlannedStage, ...]) -> str:
-    """Return the replicas of the stages, as in 13×1-2-1."""
-    parts = []
-    for replicas, group in itertools.groupby(stage.replicas for stage in stages):
-        count = len(list(group))
-        parts += [f"{count}×1"] if replicas == 1 and count > 2 else [str(replicas)] * count
-    return "-".join(parts)
-
-
-def test_the_table_of_the_docs() -> None:
-    rows = re.findall(
-        r"^\| (.+-\d\d|AlexNet) \| (.+?) \| .+? \| (.+) \|$", (ROOT / "docs/pipelines.md").read_text(), re.M
-    )
-    assert [(model, cluster) for model, cluster, _ in rows] == list(itertools.product(FILES, CLUSTERS))
-    for model, cluster, cells in rows:
-        layers, found = published(FILES[model]), []
-        for communication_model in COMMUNICATION_MODELS:
-            plan = StageSearch(layers, CLUSTERS[cluster], model=communication_model).find()
-            assert plan is not None
-            speedup = plan.data_parallel_seconds / plan.seconds_per_microbatch
-            found.append(f"{replicas_in_short(plan.stages)}, {speedup:.2f}")
-        assert cells.split(" | ") == found, (model, cluster)
 
 
 @pytest.mark.parametrize("model", ["ring", "released"])

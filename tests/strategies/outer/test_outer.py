@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from jaxpar import cluster, strategies
 from jaxpar.errors import TrainingError, UserError
+from jaxpar.launch.signals import Stopped
 from jaxpar.strategies.outer import options
 from jaxpar.strategies.outer.options import OuterSettings
 from jaxpar.strategies.outer.recorded import LocalLink, RecordedServer, Turns
@@ -39,7 +41,8 @@ def test_equals_the_recurrence(name: str) -> None:
         assert max(relative_error(got[path], x) for path, x in reference.items()) < 1e-6
     fragments = settings.get("fragments", 1)
     counted = [row for row in server.table if row.event == OuterEvent.COUNTED]
-    assert len(counted) == 2 * 3 * fragments
+    assert len(counted) == 2 * (3 * fragments + fragments - 1)  # at the end, all fragments
+    assert_bitwise_equal(trees[0]["params"], trees[1]["params"])
     sizes = together.details_of(settings).settings.message_bytes
     assert all(row.nbytes == sizes[row.fragment] for row in counted)
     plain = 4 * sum(together.details_of(settings).settings.lengths)
@@ -48,7 +51,7 @@ def test_equals_the_recurrence(name: str) -> None:
 
 def test_workers_differ_between_rounds() -> None:
     """The recurrence would also hold if all workers had the same dropout or the same data."""
-    first, second = recurrence(2, 4, fragments=2, overlap=1)
+    first, second = recurrence(2, 4, fragments=2, overlap=1, until=NUM_STEPS - 1)
     layers = sorted(first)
     assert relative_error(together.flat(first, layers), together.flat(second, layers)) > 1e-4
 
@@ -87,7 +90,7 @@ def test_a_worker_that_resumes_between_two_rounds() -> None:
         assert_bitwise_equal(got, want)
     events = [row.event for row in server.table if row.worker == 1]
     assert events.count(OuterEvent.RESUME) == events.count(OuterEvent.REPEATED) == 1
-    assert events.count(OuterEvent.COUNTED) == 6
+    assert events.count(OuterEvent.COUNTED) == 7
     initial = [anchor.vector for anchor in together.make_server(settings).anchors]
     recorded, turns = RecordedServer(server.settings, initial, server.table), Turns(2)
     recorded.starts[0] = 0
@@ -95,6 +98,90 @@ def test_a_worker_that_resumes_between_two_rounds() -> None:
     for got, want in zip(together.together(replayed, turns), expected, strict=True):
         assert_bitwise_equal(got, want)
     assert_bitwise_equal(*saved)
+
+
+def test_a_worker_that_stops_while_it_waits() -> None:
+    """A run saves the step that it has taken. Its difference counts, and the run continues with the answer."""
+    settings = {"compression": "int8"}
+    expected, _ = train_all(settings)
+    server, turns = together.make_server(settings), Turns(2)
+    saved: list[Any] = []
+
+    class Stopping(LocalLink):
+        def result(self, fragment: int, step: int) -> OuterAnswer | None:
+            assert not server.leave(1, 0, 0.0, fragment, step)
+            return None
+
+    def interrupted(server: Any, turns: Turns, *, is_replay: bool) -> Any:
+        own = {**settings, "worker": 1}
+        link = LocalLink if is_replay else Stopping
+        strategy = together.worker_of(own, server, turns, link)
+        if is_replay:
+            server.starts[1] = 0
+        state = together.train_worker(strategy, 1, strategy.init(jax.random.key(0)), 0, 4)
+        assert state.sent is not None
+        trees = jax.tree.map(np.array, jax.device_get((strategy.to_canonical(state), strategy.to_private(state))))
+        saved.append(trees)
+        turns.notify()
+        if is_replay:
+            server.starts[1] = 1
+        strategy = together.worker_of(own, server, turns)
+        state = together.train_worker(strategy, 1, strategy.from_canonical(*trees), 4, NUM_STEPS)
+        return jax.device_get(strategy.to_canonical(state))
+
+    def whole(server: Any, turns: Turns) -> Any:
+        turns.wait_for(lambda: saved or None)  # so that there is no answer yet when worker 1 stops
+        strategy = together.worker_of({**settings, "worker": 0}, server, turns)
+        state = together.train_worker(strategy, 0, strategy.init(jax.random.key(0)), 0, NUM_STEPS)
+        return jax.device_get(strategy.to_canonical(state))
+
+    live = [partial(whole, server, turns), partial(interrupted, server, turns, is_replay=False)]
+    for got, want in zip(together.together(live, turns), expected, strict=True):
+        assert_bitwise_equal(got, want)
+    events = [(row.event, row.start) for row in server.table if row.worker == 1 and row.step in (-1, 4)]
+    left, counted, again = OuterEvent.LEAVE, OuterEvent.COUNTED, OuterEvent.REPEATED
+    assert events == [(left, 0), (OuterEvent.RESUME, 1), (counted, 0), (again, 1)]
+    initial = [anchor.vector for anchor in together.make_server(settings).anchors]
+    recorded, turns = RecordedServer(server.settings, initial, server.table), Turns(2)
+    recorded.starts[0] = 0
+    replayed = [partial(whole, recorded, turns), partial(interrupted, recorded, turns, is_replay=True)]
+    for got, want in zip(together.together(replayed, turns), expected, strict=True):
+        assert_bitwise_equal(got, want)
+    assert_bitwise_equal(*saved)
+
+
+def test_a_worker_that_stops_at_the_end_saves_nothing() -> None:
+    """The result of a run is that of the last averages."""
+    settings = {"num_workers": 1, "worker": 0}
+    server, turns = together.make_server(settings), Turns(1)
+
+    class Stopping(LocalLink):
+        def result(self, fragment: int, step: int) -> OuterAnswer | None:
+            return None if step == NUM_STEPS else super().result(fragment, step)
+
+    strategy = together.worker_of(settings, server, turns, Stopping)
+    with turns, pytest.raises(Stopped, match="while waiting for the last averages; the same command continues"):
+        together.train_worker(strategy, 0, strategy.init(jax.random.key(0)), 0, NUM_STEPS)
+
+
+def test_parameters_that_are_not_finite_are_not_sent() -> None:
+    """All workers would get them."""
+    server, turns = together.make_server({}), Turns(1)
+    strategy = together.worker_of({"worker": 0}, server, turns)
+    tree = jax.device_get(strategy.to_canonical(strategy.init(jax.random.key(0))))
+    [layer, *_] = [name for name, arrays in tree["params"].items() if jax.tree.leaves(arrays)]
+
+    def train(state: Any) -> None:
+        for number in range(4):
+            state, _ = strategy.step(state, strategy.place(together.own_batch(0, number)))
+
+    with turns:
+        state, _ = strategy.begin(strategy.init(jax.random.key(0)), 0, Path())
+        tree["params"][layer] = jax.tree.map(lambda x: np.full_like(x, np.nan), tree["params"][layer])
+        state = state._replace(inner=strategy.from_canonical(tree).inner)
+        with pytest.raises(TrainingError, match="worker 0 has parameters that are not finite after step 4; they are"):
+            train(state)
+    assert not any(row.event == OuterEvent.COUNTED for row in server.table)
 
 
 # ---- the server alone: fragments of one element, which are sent as they are -----------------------------------------
@@ -125,22 +212,25 @@ def test_a_late_contribution_counts_once() -> None:
         server.join(worker, None, 0, 0.0)
     server.offer(0, 0, difference(2.0, 4), 1.0)
     server.tick(9.0)
-    assert server.answer(0, 0, 4) is None
+    assert server.answer(0, 0, 0, 4) is None
     server.alive(0, 0, 9.5)
     server.tick(11.0)  # worker 1 is silent
     # m = 2, 10 - 0.5 (2 + 0.5 * 2)
-    assert server.answer(0, 0, 4) == anchor(1, 8.5)
+    assert server.answer(0, 0, 0, 4) == anchor(1, 8.5)
     server.offer(0, 0, difference(1.0, 8, read=1), 12.0)
     # m = 0.5 * 2 + 1 = 2, 8.5 - 0.5 (1 + 0.5 * 2)
-    assert server.answer(0, 0, 8) == anchor(2, 7.5)
+    assert server.answer(0, 0, 0, 8) == anchor(2, 7.5)
     server.offer(1, 0, difference(4.0, 4), 13.0)  # of round 0, in round 2, which waits for both again
-    assert server.answer(1, 0, 4) is None
+    assert server.answer(1, 0, 0, 4) is None
     server.offer(0, 0, difference(2.0, 12, read=2), 14.0)
     # mean 3, m = 0.5 * 2 + 3 = 4, 7.5 - 0.5 (3 + 0.5 * 4)
-    assert server.answer(1, 0, 4) == server.answer(0, 0, 12) == anchor(3, 5.0)
+    assert server.answer(1, 0, 0, 4) == server.answer(0, 0, 0, 12) == anchor(3, 5.0)
     assert server.join(1, 0, 0, 15.0).start == 1  # from its checkpoint of step 0
     server.offer(1, 0, difference(4.0, 4, start=1), 16.0)
-    assert server.answer(1, 0, 4) == anchor(3, 5.0)
+    assert server.answer(1, 1, 0, 4) == anchor(3, 5.0)
+    assert server.answer(1, 1, 0, 4) is None  # it is no longer in memory
+    with pytest.raises(TrainingError, match="another process has taken the place of worker 1"):
+        server.answer(1, 0, 0, 4)
     assert server.anchors[0].version == 3
     rows = [(row.event, row.worker, row.start, row.step, row.read, row.counted, row.got) for row in server.table]
     counted, again = OuterEvent.COUNTED, OuterEvent.REPEATED
@@ -154,6 +244,9 @@ def test_a_late_contribution_counts_once() -> None:
     assert [row.event for row in server.table if row.worker == 1][1:3] == [OuterEvent.SILENT, OuterEvent.RETURN]
     with pytest.raises(TrainingError, match="another process has taken the place of worker 1"):
         server.offer(1, 0, difference(1.0, 8), 17.0)
+    server.tick(30.0)
+    assert not server.leave(1, 1, 31.0, 0, 8)  # of a silent one
+    assert [row.event for row in server.table if row.worker == 1][-2:] == [OuterEvent.SILENT, OuterEvent.LEAVE]
 
 
 def test_a_worker_of_another_training_is_refused() -> None:
@@ -165,7 +258,7 @@ def test_a_worker_of_another_training_is_refused() -> None:
     server.join(1, None, 0, 2.0)
     with pytest.raises(TrainingError, match="is from version 20, and the server has 0"):
         server.offer(1, 0, difference(1.0, 4, read=20), 3.0)
-    assert server.answer(1, 0, 4) is None
+    assert server.answer(1, 0, 0, 4) is None
 
 
 def test_a_worker_joins_at_the_step_of_the_others() -> None:
@@ -173,17 +266,17 @@ def test_a_worker_joins_at_the_step_of_the_others() -> None:
     server = server_of()
     server.join(0, None, 0, 0.0)
     server.offer(0, 0, difference(2.0, 4), 1.0)
-    assert server.answer(0, 0, 4) is None
+    assert server.answer(0, 0, 0, 4) is None
     server.join(1, None, 0, 2.0)
     server.offer(1, 0, difference(4.0, 4), 3.0)
-    assert server.answer(1, 0, 4) == anchor(1, 7.75)
+    assert server.answer(1, 0, 0, 4) == anchor(1, 7.75)
     server.offer(0, 0, difference(1.0, 8, read=1), 4.0)
     joined = server.join(2, None, 0, 5.0)
     assert (joined.start, joined.step, joined.anchors) == (0, 4, [anchor(1, 7.75)])
-    server.leave(1, 0, 6.0)
-    assert server.answer(0, 0, 8) is None
+    assert server.leave(1, 0, 6.0, 0, 4)
+    assert server.answer(0, 0, 0, 8) is None
     server.offer(2, 0, difference(1.0, 8, read=1), 7.0)
-    assert server.answer(0, 0, 8) == server.answer(2, 0, 8)
+    assert server.answer(0, 0, 0, 8) == server.answer(2, 0, 0, 8)
     assert server.join(1, None, 0, 8.0)[:2] == (1, 8)
 
 
@@ -210,7 +303,7 @@ def test_a_replay_notices_what_is_not_in_the_table() -> None:
     ):
         server.offer(0, 0, difference(1.0, 4, read=1), 0.0)
     with pytest.raises(TrainingError, match=r"^the table has no contribution of worker 0 after step 8$"):
-        server.answer(0, 0, 8)
+        server.answer(0, 0, 0, 8)
     turns = Turns(1)
     link = LocalLink(server, turns, 0)
     with turns:
@@ -233,6 +326,7 @@ REFUSED = {
     "outer.overlap_steps=4": "config.outer.overlap_steps is 4; it must be at least 0 and less than 4, the steps",
     "outer.mix=2": "config.outer.mix is 2.0; it must be between 0 and 1",
     "outer.silence_seconds=0": "config.outer.silence_seconds is 0.0; it must be finite and at least 1",
+    "watchdog_seconds=5": "config.watchdog_seconds is 5.0; it must be 0 or more than 30.0 (config.outer.silence_sec",
     "outer.name=": "config.outer.name is ''; it must be the name of the run on the Ray cluster",
     "outer.address=": "config.outer.address is ''; it must be HOST:PORT or auto",
     "num_steps=10": "config.num_steps is 10; it must be a positive multiple of 4 (config.outer.every_steps)",

@@ -68,7 +68,9 @@ def test_the_server_of_another_run(tmp_path: Path) -> None:
     link._details, link._folder = details, tmp_path / "outer"  # type: ignore[assignment]
     link._ray = SimpleNamespace(get=lambda _: place)
     link._actor = SimpleNamespace(place=SimpleNamespace(remote=lambda: None))
-    with pytest.raises(UserError, match=r"outer.name is 'outer', which the run in .*/other uses; it must be the name"):
+    with pytest.raises(
+        UserError, match=r"outer.name is 'outer', which the run in .*/other uses, until all of its workers have"
+    ):
         link._check_place()
     place = (settings_of(every_steps=8), tmp_path / "outer")
     with pytest.raises(UserError, match="a run of another config: every_steps is 4 here and must be 8"):

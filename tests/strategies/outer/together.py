@@ -62,11 +62,11 @@ def make_server(settings: Settings) -> OuterServer:
     return OuterServer(details.settings, [Anchor(details.settings, anchor) for anchor in anchors])
 
 
-def worker_of(settings: Settings, server: Any, turns: Turns) -> Strategy[Any]:
-    """Return a worker around `single`. settings: with the place of the worker."""
+def worker_of(settings: Settings, server: Any, turns: Turns, link: type[LocalLink] = LocalLink) -> Strategy[Any]:
+    """Return a worker around `single`. settings: with the place of the worker. link: its connection to the server."""
     config = make_config(MLP, *CONSTANT, *overrides(settings))
     inner = single()._replace(plan=strategies.plan(config, problem(), cluster.find_cluster()))
-    return as_worker(inner, problem(), lambda _workdir: LocalLink(server, turns, config.outer.worker))
+    return as_worker(inner, problem(), lambda _workdir: link(server, turns, config.outer.worker))
 
 
 def own_batch(worker: int, step: int) -> dict[str, np.ndarray]:
@@ -166,8 +166,9 @@ def recurrence(
     fragments: int = 1,
     overlap: int = 0,
     mix: float = 0.5,
+    until: int = NUM_STEPS,
 ) -> list[Canonical]:
-    """Return the parameters of the workers after the last step."""
+    """Return the parameters of the workers after step `until`."""
     names = [layer.name for layer in problem().model.layers if layer.name in initial_tree()["params"]]
     parts = [names[number::fragments] for number in range(fragments)]
     strategy, trees = single(), []
@@ -179,7 +180,7 @@ def recurrence(
     momenta = [np.zeros_like(anchor) for anchor in anchors]
     residuals = [[np.zeros_like(anchor) for anchor in anchors] for _ in trees]
     flying: tuple[int, int] | None = None  # fragment, and the step at which it was sent
-    for step in range(NUM_STEPS):
+    for step in range(until):
         for worker, tree in enumerate(trees):
             state, _ = strategy.step(strategy.from_canonical(tree), strategy.place(own_batch(worker, step)))
             trees[worker] = jax.tree.map(np.array, jax.device_get(strategy.to_canonical(state)))
@@ -187,8 +188,8 @@ def recurrence(
         if flying and (now == flying[1] + overlap or now == NUM_STEPS):
             trees = [_mixed(tree, parts[flying[0]], anchors[flying[0]], mix) for tree in trees]
             flying = None
-        if now % (every // fragments) == 0:
-            fragment = (now // (every // fragments) - 1) % fragments
+        turn, rest = divmod(now, every // fragments)
+        for fragment in range(fragments) if now == NUM_STEPS else () if rest else [(turn - 1) % fragments]:
             total = np.zeros_like(anchors[fragment])
             for worker, tree in enumerate(trees):
                 x = anchors[fragment] - flat(tree["params"], parts[fragment]) + residuals[worker][fragment]

@@ -43,7 +43,7 @@ from jaxpar.strategies.pipeline.executor.packing import at_index
 from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs, StagePrograms
 from jaxpar.strategies.pipeline.executor.state import StagedState
 from jaxpar.strategies.pipeline.tables.table import ACTION_KINDS, StageDevices, Table, U, receiver
-from jaxpar.strategies.placement import OVERLAP
+from jaxpar.strategies.placement import OVERLAP, product_options
 from jaxpar.tasks import Sums
 
 
@@ -130,6 +130,7 @@ class StageDispatcher:
         """of_batch: partition specs of a batch. num_phases and remat: as in `StagePrograms`."""
         self.input_specs, self._has_collectives = input_specs(of_batch), bool(staged.group.axes)
         stages, self._num_phases, self._remat = staged.stages, num_phases, remat
+        self._product_options = product_options(stages.model)
         self._stages, self._columns, self._layouts = stages, columns, staged.params.of_kinds
         # how actions shard what they add up, and gather what they read
         shards = staged.all_reduce.shards
@@ -256,6 +257,7 @@ class StageDispatcher:
 
         specs = (self._specs(column, chunk), self.input_specs, ON_ALL, ON_ALL, LOCAL, LOCAL, LOCAL)
         kinds = ("parameters", "inputs", "inputs", "inputs", "transfers", "stashes", "gradients")
-        options = {"donate_argnums": 6, "compiler_options": OVERLAP if self._has_collectives else None}
+        of_compiler = self._product_options | (OVERLAP if self._has_collectives else {})
+        options = {"donate_argnums": 6, "compiler_options": of_compiler}
         program = program_on(self._columns.of_column[column], on_device, specs, LOCAL, kinds, **options)
         return program._replace(is_action=True)

@@ -1,0 +1,109 @@
+"""The page of published results: it is current, its cheap tables are repeated, and its statistics are right."""
+
+import itertools
+from typing import Any
+
+import pytest
+from scipy import stats
+
+from jaxpar.choose.costs.profile import read_profile
+from jaxpar.errors import UserError
+from scripts.bench import published
+from scripts.bench.papers import gpipe, pipedream, swarm
+from scripts.bench.papers.planned import predicted_rate
+
+MODULES = {"gpipe": gpipe, "pipedream": pipedream, "swarm": swarm}
+TABLES = [
+    pytest.param(table, id=table["title"])
+    for name in published.PAPERS
+    for table in published.read(name)["tables"]
+    if table.get("module") in MODULES and table["kind"] != "rebalancing"
+]
+
+
+def test_the_page_is_current() -> None:
+    assert published.PAGE.read_text() == published.page()
+
+
+def test_every_file_is_on_the_page() -> None:
+    assert {path.stem for path in published.FOLDER.glob("*.json")} == set(published.PAPERS)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_ours_is_repeated(table: dict[str, Any]) -> None:
+    for row, value in zip(table["rows"], MODULES[table["module"]].values(table), strict=True):
+        number, *found = value if isinstance(value, tuple) else (value,)
+        assert row["ours"] == pytest.approx(number, rel=1e-3), row["name"]
+        assert found == [row[key] for key in ("found",) if key in row]
+
+
+def test_parameters_of_amoebanet_and_the_transformer_are_those_of_the_paper() -> None:
+    (table,) = (one for one in published.read("gpipe")["tables"] if one["kind"] == "parameters")
+    for row, millions in zip(table["rows"], gpipe.values(table), strict=True):
+        assert millions == pytest.approx(row["published"], rel=0.025)
+
+
+@pytest.mark.parametrize(
+    "name", ["MPT: 1b, a100-80gb:8, 4 x 14", "02-26, 84 x 13312, 64 heads: dp 8, tp 4, pp 12, 128 x 2"]
+)
+def test_a_planned_rate_is_repeated(name: str) -> None:
+    tables = (table for paper in published.PAPERS for table in published.read(paper)["tables"])
+    (found,) = ((table, row) for table in tables for row in table["rows"] if row["name"] == name)
+    table, row = found
+    assert predicted_rate(row, table["models"][row["model"]]) == pytest.approx(row["ours"], rel=0.02)
+
+
+def test_statistics() -> None:
+    """The order of one group is compared with SciPy's, whose tau-b is tau-a without ties."""
+    published_rates, ours = [4.0, 1.0, 3.0, 2.0, 10.0], [3.9, 1.2, 2.0, 2.5, 20.0]
+    rows = [
+        {"name": str(number), "published": a, "ours": b, "group": "one"}
+        for number, (a, b) in enumerate(zip(published_rates, ours, strict=True))
+    ]
+    errors, order = published.summary(rows)
+    assert errors.startswith(
+        "- All, 5 rows: median error 25.0%, 90th percentile 100.0%,\n  median ratio 1.20, 1 within"
+    )
+    tau = stats.kendalltau(published_rates, ours).statistic
+    assert f"Kendall's tau {tau:.2f} over 10 pairs" in order
+    assert "in 1 of 1 groups,\n  the first choice is within 5% of the best (worst 0.0%)" in order
+    wrong = published.summary([*rows[:4], rows[4] | {"ours": 0.1}])[1]
+    assert "in 0 of 1 groups" in wrong
+    assert "(worst 60.0%)" in wrong  # 4.0 is chosen, and 10.0 is best
+
+
+def test_references_and_missing_rows_do_not_count() -> None:
+    rows = [
+        {"name": "a", "to": "a", "published": 1.0, "ours": 1.0},
+        {"name": "b", "to": "a", "published": 1.0, "ours": 1.5},
+        {"name": "c", "published": 1.0, "ours": None},
+    ]
+    assert published.summary(rows)[0].startswith("- All, 1 rows: median error 50.0%")
+
+
+def test_half_of_many_rows_are_held_out() -> None:
+    rows = [{"name": f"row {number}", "published": 1.0, "ours": 1.1} for number in range(200)]
+    held_out = [row for row in rows if published.is_held_out(row)]
+    assert 80 < len(held_out) < 120
+    lines = published.summary(rows)
+    assert [line.split(",")[0] for line in lines] == ["- All", "- Held out", "- Others"]
+    assert f"- Held out, {len(held_out)} rows" in lines[1]
+
+
+def test_unknown_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["published.py", "--only=gpipe,bert"])
+    with pytest.raises(UserError, match=r"^--only is gpipe,bert; it must not have bert"):
+        published.main()
+
+
+def test_stages_of_a_memory_table_are_those_of_brute_force() -> None:
+    """No other cut into four stages has a faster slowest stage."""
+    layers = read_profile(pipedream.PROFILES / "alexnet.json")
+    times = [one.forward_s + one.backward_s for one in layers]
+    sizes = [one.weight_bytes + one.stash_bytes for one in layers]
+    found = min(
+        (max(sum(times[a:b]) for a, b in itertools.pairwise([0, *cut, len(times)])), cut)
+        for cut in itertools.combinations(range(1, len(times)), 3)
+    )[1]
+    expected = [(4 - s) * sum(sizes[a:b]) for s, (a, b) in enumerate(itertools.pairwise([0, *found, len(times)]))]
+    assert pipedream.stage_bytes(layers, 4) == pytest.approx(expected)
