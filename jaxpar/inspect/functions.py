@@ -89,7 +89,7 @@ def certify_functions(
 
     Raises:
       UserError: the functions cannot be compared: they return different arrays, the reference returns a number that is
-        not finite, or there is no batch. Errors of the functions are not caught.
+        not finite, there is no batch or no example, or a typed key. Errors of the functions are not caught.
     """
     if not batches:
         raise UserError("batches is empty; certify_functions must be given at least one batch, after the parameters")
@@ -101,6 +101,7 @@ def certify_functions(
         results = evaluate_jaxpr(traced, jax.tree.leaves((params, batch)), CALLS | REMAT_CALLS, changes)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
+    _check_no_keys("params", params)
     on_host = jax.tree.map(np.array, params)
     errors: dict[str, list[Error]] = {}  # of each array: its error with each batch
     samples: dict[str, list[list[float]]] = {}  # of each array and batch: samples of the rounding error
@@ -149,14 +150,22 @@ def _error(got: dict[str, np.ndarray], expected: dict[str, np.ndarray], name: st
 
 
 def _checked_batch(batch: Tree) -> Tree:
-    """Return a batch on the host. Raises UserError unless its arrays have the same number of examples."""
+    """Return a batch on the host. Raises UserError unless its arrays have the same number of examples, at least 1."""
+    _check_no_keys("a batch", batch)
     examples = jax.tree.map(np.asarray, batch)
     shapes = {name: array.shape for name, array in _by_path(examples).items()}
     sizes = {shape[:1] for shape in shapes.values()}
-    if len(sizes) != 1 or () in sizes:
+    if len(sizes) != 1 or sizes & {(), (0,)}:
         listed = ", ".join(f"{name}: {shape}" for name, shape in shapes.items()) or "no arrays"
         raise UserError(f"a batch has {listed}; its arrays must have the same number of examples as their first dim")
     return examples
+
+
+def _check_no_keys(name: str, tree: Tree) -> None:
+    """Raise UserError for typed keys, which have no numbers to compare or to change."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise UserError(f"{name} has a typed key at {keystr(path)}; it must be jax.random.key_data of it")
 
 
 def _check_results(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
@@ -168,6 +177,8 @@ def _check_results(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
         if shapes[0] != shapes[1]:
             raise UserError(f"parallel returns {shapes[0]} at {name}; it must return {shapes[1]}, as reference does")
     for name, array in expected.items():
+        if (narrow := got[name].dtype).itemsize < array.dtype.itemsize:
+            raise UserError(f"parallel returns {narrow} at {name}; it must return {array.dtype}, as reference does")
         if array.dtype.kind == "c":
             raise UserError(f"reference returns complex numbers at {name}; all must be real")
         if not np.isfinite(array).all():

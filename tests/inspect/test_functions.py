@@ -171,6 +171,14 @@ def mean(_params: Any, batch: Any) -> Any:
             [{"x": X, "weights": X[:3, 0]}],
             "a batch has ['weights']: (3,), ['x']: (4, 2); its arrays must have the same number of examples",
         ),
+        (mean, mean, [{"x": X[:0]}], "a batch has ['x']: (0, 2); its arrays must have the same number of examples"),
+        (mean, mean, [{"x": X, "key": jax.random.key(0)}], "a batch has a typed key at ['key']; it must be"),
+        (
+            mean,
+            lambda params, batch: jax.tree.map(lambda x: x.astype(jnp.bfloat16), mean(params, batch)),
+            [{"x": X}],
+            "parallel returns bfloat16 at ['mean']; it must return float32, as reference does",
+        ),
         (lambda _params, _batch: {}, mean, [{"x": X}], "reference returns no arrays; it must return those to compare"),
         (
             mean,
