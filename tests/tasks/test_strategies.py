@@ -29,6 +29,7 @@ VARIANTS = {
     "pipeline": [
         *("--config.mesh.stage=2", "--config.mesh.data=1"),
         *("--config.pipeline.num_microbatches=4", "--config.pipeline.schedule=1f1b"),
+        "--config.pipeline.executor=lockstep",
     ],
     "async_data_parallel": ["--config.mesh.data=2", "--config.asynchronous.policy=sync"],
     "swarm": ["--config.mesh.data=1", "--config.swarm.num_microbatches=4"],

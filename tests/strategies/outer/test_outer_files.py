@@ -107,6 +107,9 @@ def test_runs_that_cannot_be_replayed(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(UserError, match=r"is not the run of a worker; it must be one with config.outer.num_workers"):
         replay.read_runs([tmp_path])
     private["outer"] = {"start": np.int32(0)}
+    other = tmp_path / "other"
+    with pytest.raises(UserError, match=f"{other} is a run of worker 0, as {tmp_path} is; it must be another worker"):
+        replay.read_runs([tmp_path, other])
     with pytest.raises(UserError, match=r"0 of the runs have a table outer/contributions.csv; it must be one"):
         replay.read_runs([tmp_path])
     (tmp_path / "outer").mkdir()
