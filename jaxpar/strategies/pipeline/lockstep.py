@@ -89,7 +89,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     like = states.abstract_state(problem.model, problem.optimizer)
     of_batch = BatchPlacement(mesh, problem.batch)
     step, timed_step = (jit_train_step(details, mesh, of_batch, each) for each in (None, timeline))
-    forward = jit_on_mesh(pipeline_evaluation(staged), staged.params.packed, PartitionSpec(), mesh, of_batch)
+    forward = jit_on_mesh(pipeline_evaluation(staged), staged.params.packed, PartitionSpec(), mesh, of_batch, {})
     one_at_a_time = partial(meshes.one_at_a_time, mesh=mesh)
 
     def on_devices(lowered: LoweredTable) -> LoweredTable:
@@ -163,17 +163,22 @@ def jit_train_step(
     state, packed = details.state, details.state.packed
     make: Any = continuous_step if isinstance(state, ContinuousState) else pipeline_step
     step = make(state, details.remat, timeline)
-    options = STASH_IN_PLACE | product_options(details.stages.model)
-    specs = packed.specs, PartitionSpec()
-    return jit_on_mesh(step, packed, specs, mesh, of_batch, donate_argnums=1, compiler_options=options)
+    specs, of_products = (packed.specs, PartitionSpec()), product_options(details.stages.model)
+    return jit_on_mesh(step, packed, specs, mesh, of_batch, of_products, donate_argnums=1)
 
 
 def jit_on_mesh(
-    function: Callable[..., Any], of_state: Layout, out_specs: Any, mesh: Mesh, of_batch: BatchPlacement, **options: Any
+    function: Callable[..., Any],
+    of_state: Layout,
+    out_specs: Any,
+    mesh: Mesh,
+    of_batch: BatchPlacement,
+    of_products: dict[str, Any],
+    **options: Any,
 ) -> Any:
     """Jit a function over the mesh: (table's shape, state, batch, table's arrays) -> results.
 
-    Inside `shard_map`, `function` receives each device's parts of these arguments.
+    Inside `shard_map`, `function` receives each device's parts of these arguments. of_products: `product_options`.
     """
 
     def mapped(shape: TableShape, state: Any, batch: Batch, arrays: TableArrays) -> Any:
@@ -187,4 +192,4 @@ def jit_on_mesh(
             state, batch, arrays
         )
 
-    return jax.jit(mapped, static_argnums=0, **{"compiler_options": STASH_IN_PLACE, **options})
+    return jax.jit(mapped, static_argnums=0, compiler_options=STASH_IN_PLACE | of_products, **options)

@@ -56,53 +56,11 @@ def test_workers_differ_between_rounds() -> None:
     assert relative_error(together.flat(first, layers), together.flat(second, layers)) > 1e-4
 
 
-def test_a_worker_that_resumes_between_two_rounds() -> None:
-    """A checkpoint has a message in flight. The result and its replay are those without a stop."""
-    settings = {**STREAMING, "compression": "topk", "ratio": 0.1}
-    expected, _ = train_all(settings)
-    server, turns = together.make_server(settings), Turns(2)
-    saved: list[Any] = []
+def interrupted_run(settings: dict[str, Any], at: int, *, stops: bool = False) -> list[Contribution]:
+    """Train two workers, of which worker 1 starts again after step `at`, and replay them. Return the table.
 
-    def interrupted(server: Any, turns: Turns, *, is_replay: bool) -> Any:
-        own = {**settings, "worker": 1}
-        strategy = together.worker_of(own, server, turns)
-        if is_replay:
-            server.starts[1] = 0
-        state = together.train_worker(strategy, 1, strategy.init(jax.random.key(0)), 0, 6)
-        assert state.sent is not None
-        trees = jax.tree.map(np.array, jax.device_get((strategy.to_canonical(state), strategy.to_private(state))))
-        saved.append(trees)
-        if is_replay:
-            server.starts[1] = 1
-        strategy = together.worker_of(own, server, turns)
-        state = together.train_worker(strategy, 1, strategy.from_canonical(*trees), 6, NUM_STEPS)
-        return jax.device_get(strategy.to_canonical(state))
-
-    def whole(server: Any, turns: Turns) -> Any:
-        strategy = together.worker_of({**settings, "worker": 0}, server, turns)
-        state = together.train_worker(strategy, 0, strategy.init(jax.random.key(0)), 0, NUM_STEPS)
-        return jax.device_get(strategy.to_canonical(state))
-
-    live = together.together(
-        [partial(whole, server, turns), partial(interrupted, server, turns, is_replay=False)], turns
-    )
-    for got, want in zip(live, expected, strict=True):
-        assert_bitwise_equal(got, want)
-    events = [row.event for row in server.table if row.worker == 1]
-    assert events.count(OuterEvent.RESUME) == events.count(OuterEvent.REPEATED) == 1
-    assert events.count(OuterEvent.COUNTED) == 7
-    initial = [anchor.vector for anchor in together.make_server(settings).anchors]
-    recorded, turns = RecordedServer(server.settings, initial, server.table), Turns(2)
-    recorded.starts[0] = 0
-    replayed = [partial(whole, recorded, turns), partial(interrupted, recorded, turns, is_replay=True)]
-    for got, want in zip(together.together(replayed, turns), expected, strict=True):
-        assert_bitwise_equal(got, want)
-    assert_bitwise_equal(*saved)
-
-
-def test_a_worker_that_stops_while_it_waits() -> None:
-    """A run saves the step that it has taken. Its difference counts, and the run continues with the answer."""
-    settings = {"compression": "int8"}
+    Results and replay must be those without a stop. stops: worker 1 stops while it waits, before there is an answer.
+    """
     expected, _ = train_all(settings)
     server, turns = together.make_server(settings), Turns(2)
     saved: list[Any] = []
@@ -114,11 +72,10 @@ def test_a_worker_that_stops_while_it_waits() -> None:
 
     def interrupted(server: Any, turns: Turns, *, is_replay: bool) -> Any:
         own = {**settings, "worker": 1}
-        link = LocalLink if is_replay else Stopping
-        strategy = together.worker_of(own, server, turns, link)
+        strategy = together.worker_of(own, server, turns, Stopping if stops and not is_replay else LocalLink)
         if is_replay:
             server.starts[1] = 0
-        state = together.train_worker(strategy, 1, strategy.init(jax.random.key(0)), 0, 4)
+        state = together.train_worker(strategy, 1, strategy.init(jax.random.key(0)), 0, at)
         assert state.sent is not None
         trees = jax.tree.map(np.array, jax.device_get((strategy.to_canonical(state), strategy.to_private(state))))
         saved.append(trees)
@@ -126,11 +83,12 @@ def test_a_worker_that_stops_while_it_waits() -> None:
         if is_replay:
             server.starts[1] = 1
         strategy = together.worker_of(own, server, turns)
-        state = together.train_worker(strategy, 1, strategy.from_canonical(*trees), 4, NUM_STEPS)
+        state = together.train_worker(strategy, 1, strategy.from_canonical(*trees), at, NUM_STEPS)
         return jax.device_get(strategy.to_canonical(state))
 
     def whole(server: Any, turns: Turns) -> Any:
-        turns.wait_for(lambda: saved or None)  # so that there is no answer yet when worker 1 stops
+        if stops:
+            turns.wait_for(lambda: saved or None)  # so that there is no answer yet when worker 1 stops
         strategy = together.worker_of({**settings, "worker": 0}, server, turns)
         state = together.train_worker(strategy, 0, strategy.init(jax.random.key(0)), 0, NUM_STEPS)
         return jax.device_get(strategy.to_canonical(state))
@@ -138,9 +96,6 @@ def test_a_worker_that_stops_while_it_waits() -> None:
     live = [partial(whole, server, turns), partial(interrupted, server, turns, is_replay=False)]
     for got, want in zip(together.together(live, turns), expected, strict=True):
         assert_bitwise_equal(got, want)
-    events = [(row.event, row.start) for row in server.table if row.worker == 1 and row.step in (-1, 4)]
-    left, counted, again = OuterEvent.LEAVE, OuterEvent.COUNTED, OuterEvent.REPEATED
-    assert events == [(left, 0), (OuterEvent.RESUME, 1), (counted, 0), (again, 1)]
     initial = [anchor.vector for anchor in together.make_server(settings).anchors]
     recorded, turns = RecordedServer(server.settings, initial, server.table), Turns(2)
     recorded.starts[0] = 0
@@ -148,6 +103,23 @@ def test_a_worker_that_stops_while_it_waits() -> None:
     for got, want in zip(together.together(replayed, turns), expected, strict=True):
         assert_bitwise_equal(got, want)
     assert_bitwise_equal(*saved)
+    return server.table
+
+
+def test_a_worker_that_resumes_between_two_rounds() -> None:
+    """A checkpoint has a message in flight. The result and its replay are those without a stop."""
+    table = interrupted_run({**STREAMING, "compression": "topk", "ratio": 0.1}, 6)
+    events = [row.event for row in table if row.worker == 1]
+    assert events.count(OuterEvent.RESUME) == events.count(OuterEvent.REPEATED) == 1
+    assert events.count(OuterEvent.COUNTED) == 7
+
+
+def test_a_worker_that_stops_while_it_waits() -> None:
+    """A run saves the step that it has taken. Its difference counts, and the run continues with the answer."""
+    table = interrupted_run({"compression": "int8"}, 4, stops=True)
+    events = [(row.event, row.start) for row in table if row.worker == 1 and row.step in (-1, 4)]
+    left, counted, again = OuterEvent.LEAVE, OuterEvent.COUNTED, OuterEvent.REPEATED
+    assert events == [(left, 0), (OuterEvent.RESUME, 1), (counted, 0), (again, 1)]
 
 
 def test_a_worker_that_stops_at_the_end_saves_nothing() -> None:
