@@ -17,11 +17,8 @@ ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\((?!https?:)([\w./-]+)(#[\w-]+)?\)")
 COMMAND = re.compile(r"^\$ (.*(?:(?<=\\)\n.*)*)", re.MULTILINE)
 CONSOLE = re.compile(r'<div class="language-console highlight">(.*?)</div>', re.DOTALL)
-# Pages that the search finds after the guides, and how much less they count.
-BOOST = {
-    **dict.fromkeys(("benchmarks.md", "certificate.md", "comparison.md", "lessons.md", "source/README.md"), 0.5),
-    **dict.fromkeys(("api.md", "source/CHANGELOG.md", "source/CONTRIBUTING.md"), 0.2),
-}
+# How much less than guides the pages of a folder count in the search.
+BOOST = {"explanation": 0.5, "results": 0.2, "reference": 0.2, "source": 0.2}
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", "": "bash"}
 
 
@@ -44,7 +41,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     """
     del config
     uri = page.file.src_uri
-    page.meta["search"] = {"boost": BOOST.get(uri, 1)}
+    page.meta["search"] = {"boost": BOOST.get(uri.partition("/")[0], 1)}
     path = uri.removeprefix("source/") if uri.startswith("source/") else f"docs/{uri}"
     if not (ROOT / path).is_file():  # a page generated from a file that is not Markdown
         page.meta["search"] = {"exclude": True}

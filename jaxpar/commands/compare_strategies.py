@@ -11,7 +11,7 @@ and the command line.
 With --cluster, further columns are the times that `jaxpar plan` predicts for a cluster that need not exist.
 
 The table is written as WORKDIR/compare.md and WORKDIR/compare.csv, pictures as WORKDIR/*.png, and both as the page
-WORKDIR/compare.html, which is self-contained. docs/strategies.md explains the columns. A strategy that fails is in
+WORKDIR/compare.html, which is self-contained. docs/howto/compare.md explains the columns. A strategy that fails is in
 the table with the reason.
 
 Exit codes: 0 if all strategies have results; 1 if some failed; 2 for invalid arguments; 130 for a Ctrl-C, which stops

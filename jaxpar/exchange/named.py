@@ -1,6 +1,6 @@
 """The named exchanges of config.exchange: a row for each in EXCHANGES, and the values of options in OPTION_VALUES.
 
-The checks of a config read the rows. tests/exchange/test_named.py compares them with `--help` and docs/exchanges.md.
+The checks of a config read the rows. scripts/reference.py writes them as docs/reference/exchanges.md.
 """
 
 import math
@@ -75,6 +75,8 @@ OPTION_VALUES: dict[str, Option] = {
 class NamedExchange(NamedTuple):
     """A row of EXCHANGES."""
 
+    of: str  # the system or paper that it is modeled on
+    sends: str  # what replicas send
     # (axis, **options) -> AllReduce if the exchange averages gradients; (axis, rule, **options) -> Exchange if it wraps
     # an optimizer; None if it has programs of its own
     make: Callable[..., Any] | None
@@ -147,38 +149,76 @@ MOMENTUM, WEIGHTS = "compresses momentum lossily after its warm-up", "has differ
 COMPRESSED = partial(NamedExchange, averages=True, residuals=True)
 
 EXCHANGES: dict[str, NamedExchange] = {
-    # PyTorch's DistributedDataParallel and DataParallel. DataParallel is data_parallel/master.py of the strategies.
     "ddp": NamedExchange(
-        ddp, {BUCKET_BYTES: 25 * MIB, "wire_dtype": "", "algorithm": "psum", "group": 1}, averages=True
+        "PyTorch DistributedDataParallel",
+        "gradients in buckets, those of the last layers first",
+        ddp,
+        {BUCKET_BYTES: 25 * MIB, "wire_dtype": "", "algorithm": "psum", "group": 1},
+        averages=True,
     ),
-    "dp": NamedExchange(None, {}),
+    # jaxpar/strategies/data_parallel/master.py has its programs
+    "dp": NamedExchange(
+        "PyTorch DataParallel",
+        "weights from the first device, gradients to it; only this device has an optimizer state",
+        None,
+        {},
+    ),
     "horovod": NamedExchange(
+        "Horovod",
+        "gradients, by ring all-reduce",
         horovod,
         {BUCKET_BYTES: 128 * MIB, "wire_dtype": "", "algorithm": "ring", "group": 1, "predivide": 1.0, **ACCUMULATION},
         averages=True,
     ),
-    # BytePS, which sends signs, the largest values, random values, or values rounded randomly
-    "byteps": NamedExchange(byteps, {BUCKET_BYTES: BYTEPS[BUCKET_BYTES], "wire_dtype": ""}, averages=True),
+    "byteps": NamedExchange(
+        "BytePS",
+        "partitions of gradients, by push and pull; the replicas are also the servers",
+        byteps,
+        {BUCKET_BYTES: BYTEPS[BUCKET_BYTES], "wire_dtype": ""},
+        averages=True,
+    ),
     "byteps_onebit": COMPRESSED(
-        partial(compressed_byteps, onebit), {**BYTEPS, "block": ROW_BLOCK, "momentum": 0.0}, differs=LOSSY, noisy=True
+        "BytePS",
+        "signs and scales of gradients, with error feedback",
+        partial(compressed_byteps, onebit),
+        {**BYTEPS, "block": ROW_BLOCK, "momentum": 0.0},
+        differs=LOSSY,
+        noisy=True,
     ),
     "byteps_topk": COMPRESSED(
-        partial(compressed_byteps, topk), {**BYTEPS, "ratio": 0.01, "momentum": 0.0}, differs=PARTIAL
+        "BytePS",
+        "the largest gradient elements and their indices, with error feedback",
+        partial(compressed_byteps, topk),
+        {**BYTEPS, "ratio": 0.01, "momentum": 0.0},
+        differs=PARTIAL,
     ),
     "byteps_randomk": COMPRESSED(
+        "BytePS",
+        "random gradient elements and their indices, with error feedback",
         partial(compressed_byteps, randomk),
         {**BYTEPS, "ratio": 0.25, "momentum": 0.0, "seed": 0},
         differs=PARTIAL,
         noisy=True,
     ),
     "byteps_dithering": COMPRESSED(
-        partial(compressed_byteps, dithering), {**BYTEPS, "levels": 127, "momentum": 0.0, "seed": 0}, differs=LOSSY
+        "BytePS",
+        "gradients rounded stochastically to signed bytes, with error feedback",
+        partial(compressed_byteps, dithering),
+        {**BYTEPS, "levels": 127, "momentum": 0.0, "seed": 0},
+        differs=LOSSY,
     ),
-    # Bagua's ByteGrad: a byte for each element, and a range for each block. Bagua's own block is 1/n of a bucket.
+    # A range for each block. Bagua's own block is 1/n of a bucket.
     "bagua_bytegrad": NamedExchange(
-        _bytegrad, {BUCKET_BYTES: 10 * MIB, "group": 1, "block": BYTES_BLOCK}, averages=True, differs=LOSSY
+        "Bagua ByteGrad",
+        "gradients with 8 bits per element",
+        _bytegrad,
+        {BUCKET_BYTES: 10 * MIB, "group": 1, "block": BYTES_BLOCK},
+        averages=True,
+        differs=LOSSY,
     ),
     "horovod_adasum": NamedExchange(
+        "Horovod, op=Adasum",
+        "updates, pairwise",
         lambda axis, rule: adasum(axis, rule.optimizer),
         ACCUMULATION,
         differs="combines updates with Adasum instead of averaging gradients",
@@ -186,12 +226,16 @@ EXCHANGES: dict[str, NamedExchange] = {
         replicas="a power of 2",
     ),
     "bagua_qadam": NamedExchange(
+        "Bagua QAdam",
+        "gradients during the warm-up, then momentum with 8 bits per element",
         lambda axis, rule, *, block, **options: momentum_exchange(axis, rule, min_max_uint8(block), **options),
         {BUCKET_BYTES: 10 * MIB, "warmup": 0.2, "block": BYTES_BLOCK},
         differs=MOMENTUM,
         adamw=True,
     ),
     "bagua_decentralized": NamedExchange(
+        "Bagua",
+        "weights, to another replica in each step, or to all",
         lambda axis, rule, **options: decentralized(axis, rule.optimizer, **options),
         {"peers": "shift_one", "interval": 1},
         differs=WEIGHTS,
@@ -199,12 +243,16 @@ EXCHANGES: dict[str, NamedExchange] = {
         replicas="even",
     ),
     "bagua_low_precision_decentralized": NamedExchange(
+        "Bagua",
+        "changes of weights with 8 bits per element, to both neighbours in a ring",
         lambda axis, rule, *, block: low_precision_decentralized(axis, rule.optimizer, min_max_uint8(block)),
         {"block": BYTES_BLOCK},
         differs=WEIGHTS,
         diverges=True,
     ),
     "bagua_model_average": NamedExchange(
+        "Bagua, its asynchronous model average made synchronous",
+        "weights, every few steps",
         lambda axis, rule, *, bucket_bytes, interval: model_average(
             fused(psum(axis), bucket_bytes), rule.optimizer, interval
         ),
@@ -212,12 +260,32 @@ EXCHANGES: dict[str, NamedExchange] = {
         differs=WEIGHTS,
         diverges=True,
     ),
-    # DeepSpeed's ZeRO, and hybrid sharding, whose groups are by default the largest that have no more replicas than a
-    # node and divide all replicas evenly. 0 as the size of messages: `_zero` chooses it.
-    "zero1": NamedExchange(partial(_zero, stage=1), ZERO, shards=True),
-    "zero2": NamedExchange(partial(_zero, stage=2), ZERO, shards=True),
-    "zero3": NamedExchange(partial(_zero, stage=3), {BUCKET_BYTES: 0, **SHARDED_PARAMS}, shards=True),
+    # The groups of hsdp are by default the largest that have no more replicas than a node and divide all evenly. 0 as
+    # the size of messages: `_zero` chooses it.
+    "zero1": NamedExchange(
+        "DeepSpeed ZeRO, stage 1",
+        "gradients to the shards of the optimizer, parameters back",
+        partial(_zero, stage=1),
+        ZERO,
+        shards=True,
+    ),
+    "zero2": NamedExchange(
+        "DeepSpeed ZeRO, stage 2",
+        "the same, with gradients after every accumulation step",
+        partial(_zero, stage=2),
+        ZERO,
+        shards=True,
+    ),
+    "zero3": NamedExchange(
+        "DeepSpeed ZeRO, stage 3; PyTorch FSDP",
+        "parameters layer by layer for both passes, gradients to the shards",
+        partial(_zero, stage=3),
+        {BUCKET_BYTES: 0, **SHARDED_PARAMS},
+        shards=True,
+    ),
     "hsdp": NamedExchange(
+        "PyTorch FSDP, HYBRID_SHARD",
+        "as zero3 within each group of replicas, then gradients of each shard between groups",
         lambda axis, rule, *, group, **options: _zero(
             axis, rule, stage=3, group=group or math.gcd(axis.size, NODE), **options
         ),
@@ -225,6 +293,8 @@ EXCHANGES: dict[str, NamedExchange] = {
         shards=True,
     ),
     "onebit_adam": NamedExchange(
+        "DeepSpeed 1-bit Adam",
+        "gradients during the warm-up, then signs and scales of momentum",
         lambda axis, rule, *, block, **options: momentum_exchange(
             axis, rule, error_feedback(onebit("l2", block)), **options
         ),
@@ -234,6 +304,8 @@ EXCHANGES: dict[str, NamedExchange] = {
         adamw=True,
     ),
     "powersgd": NamedExchange(
+        "PyTorch's PowerSGD hook",
+        "gradients during the warm-up, then two low-rank factors of each matrix, with error feedback",
         powersgd,
         {BUCKET_BYTES: 25 * MIB, "rank": 4, "warmup": 0.1, "seed": 0},
         differs="sends low-rank approximations of gradients after its warm-up",

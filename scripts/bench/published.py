@@ -1,4 +1,4 @@
-"""Prints the results of papers and of measured runs next to ours, and writes them as docs/published.md.
+"""Prints the results of papers and of measured runs next to ours, and writes them as docs/results/published.
 
     scripts/python scripts/bench/published.py [--only=gpipe,bloom] [--compute]
 
@@ -24,20 +24,20 @@ from jaxpar.errors import UserError, exit_code
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "scripts" / "bench" / "papers"
-PAGE = ROOT / "docs" / "published.md"
+PAGES = ROOT / "docs" / "results"
 PAPERS = ("gpipe", "pipedream", "swarm", "data_parallel", "rates", "bloom")
 FEWEST_HELD_OUT = 20
 WIDTH = 100  # of a line of a document
 HEAD = """# Published results
 
-Do the results of the papers hold here? Each table has what a paper or a project published, what
+Do the results of the papers hold here? Each page has what a paper or a project published, what
 jaxpar simulates, predicts or trains for the same case, and the ratio ours / published. A result
 that jaxpar does not reproduce is a row like the others, and the reason is below its table. Nothing
 was fitted to these rows. Where a table has 20 rows or more, its summary is also for the half that a
 hash of the names holds out, and for the other half.
 
 `scripts/python scripts/bench/published.py` prints the tables. With `--compute --only=gpipe`, it
-simulates and predicts those of one file again, and writes this page.
+simulates and predicts those of one paper again, and writes these pages.
 """
 
 
@@ -57,7 +57,8 @@ def main() -> None:
             (FOLDER / f"{name}.json").write_text(format_json(paper) + "\n")
         print(format_paper(paper))
     if arguments.compute:
-        PAGE.write_text(page())
+        for name, text in pages().items():
+            (PAGES / name).write_text(text)
 
 
 def read(name: str) -> dict[str, Any]:
@@ -77,9 +78,17 @@ def compute(paper: dict[str, Any]) -> None:
                 row.update(zip(["found"], found, strict=False))
 
 
-def page() -> str:
-    """Return the page of all papers."""
-    return "\n".join([HEAD, *(format_paper(read(name)) for name in PAPERS)]).rstrip() + "\n"
+def pages() -> dict[str, str]:
+    """Return the text of each page by its path: the overview with the errors of each table, and a page of each paper."""
+    papers = {name: read(name) for name in PAPERS}
+    lines = [HEAD, "| Paper and table | Rows | Median error | Within 15% |", "|---|---:|---:|---:|"]
+    for name, paper in papers.items():
+        for table in paper["tables"]:
+            errors = errors_of(compared_rows(table["rows"]))
+            found = [f"{statistics.median(errors):.1%}", str(sum(error <= 0.15 for error in errors))] if errors else ["", ""]
+            lines.append(f"| [{table['title']}](published/{name}.md) | {len(errors)} | {' | '.join(found)} |")
+    of_papers = {f"published/{name}.md": format_paper(paper) + "\n" for name, paper in papers.items()}
+    return {"published.md": "\n".join(lines) + "\n", **of_papers}
 
 
 def format_json(value: Any, depth: int = 0) -> str:
@@ -98,15 +107,15 @@ def format_json(value: Any, depth: int = 0) -> str:
 
 
 def format_paper(paper: Mapping[str, Any]) -> str:
-    """Return the section of a paper in Markdown."""
-    lines = [f"## {paper['title']}", "", _wrapped(paper["text"]), ""]
+    """Return the page of a paper in Markdown."""
+    lines = [f"# {paper['title']}", "", _wrapped(paper["text"]), ""]
     for table in paper["tables"]:
-        lines += [f"### {table['title']}", "", f"{table['how']}, by\n`{table['command']}`", ""]
+        lines += [f"## {table['title']}", "", f"{table['how']}, by\n`{table['command']}`", ""]
         lines += [f"| Case | Published{_unit(table)} | Ours | Ours / published |", "|---|---|---|---|"]
         for row in table["rows"]:
             lines.append(f"| {row['name']} | " + " | ".join(_cells(row)) + " |")
         lines += ["", *summary(table["rows"]), "", _wrapped(table["text"]), ""]
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip()
 
 
 def _wrapped(text: str) -> str:
@@ -137,15 +146,14 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
     Rows that others are relative to do not count.
     """
-    compared = [row for row in rows if _is_compared(row) and row.get("to") != row["name"]]
+    compared = compared_rows(rows)
     halves = {"All": compared}
     if len(compared) >= FEWEST_HELD_OUT:
         halves |= {"Held out": [row for row in compared if is_held_out(row)]}
         halves |= {"Others": [row for row in compared if not is_held_out(row)]}
     lines = []
     for name, part in halves.items():
-        ratios = [row["ours"] / row["published"] for row in part]
-        errors = sorted(abs(ratio - 1) for ratio in ratios)
+        ratios, errors = [row["ours"] / row["published"] for row in part], errors_of(part)
         if errors:
             ninth = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
             within = sum(error <= 0.15 for error in errors)
@@ -154,6 +162,16 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
                 f"{ninth:.1%},\n  median ratio {statistics.median(ratios):.2f}, {within} within 15%."
             )
     return [*lines, *_order(halves, "Order", "group"), *_order(halves, "Order, one tensor size", "same_tensor")]
+
+
+def compared_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the rows that have both values, without those that others are relative to."""
+    return [row for row in rows if _is_compared(row) and row.get("to") != row["name"]]
+
+
+def errors_of(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the relative errors of rows, the smallest first."""
+    return sorted(abs(row["ours"] / row["published"] - 1) for row in rows)
 
 
 def is_held_out(row: Mapping[str, Any]) -> bool:

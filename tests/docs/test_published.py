@@ -21,8 +21,9 @@ TABLES = [
 ]
 
 
-def test_the_page_is_current() -> None:
-    assert published.PAGE.read_text() == published.page()
+def test_the_pages_are_current() -> None:
+    pages = published.pages()
+    assert {name: (published.PAGES / name).read_text() for name in pages} == pages
 
 
 def test_every_file_is_on_the_page() -> None:

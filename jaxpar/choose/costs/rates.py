@@ -1,7 +1,7 @@
 """The rates that predicted times assume: those of data sheets, times efficiencies.
 
 The rates of data sheets are in jaxpar/cluster/gpus and jaxpar/measure/flops.py. The efficiencies below are assumptions,
-which hold unless a cluster has measured ones (jaxpar/choose/costs/measured_rates.py). docs/benchmarks.md compares
+which hold unless a cluster has measured ones (jaxpar/choose/costs/measured_rates.py). docs/results/plans.md compares
 predicted rates of training with published ones.
 """
 
@@ -27,7 +27,7 @@ EFFICIENCY = {
 # attention 50% to 73% (Dao, "FlashAttention-2", 2023, abstract and section 1).
 EFFICIENCY_OF = {"8": {"float32": 0.85, "bfloat16": 0.85, "attention": 0.6}}
 # Attention of Hopper with heads below 128, whose softmax takes longer than its products / that with larger heads. Heads
-# of 64 reach 0.25 (1,024 tokens) to 0.33 (4,096 tokens) of the peak: docs/benchmarks.md, "On one GPU".
+# of 64 reach 0.25 (1,024 tokens) to 0.33 (4,096 tokens) of the peak: docs/results/gpu.md.
 HOPPER, WIDE_HEAD, OF_NARROW_HEADS = "9", 128, 0.5
 LAUNCH_SECONDS = 2e-6  # from the end of a kernel to the start of the next one
 # Seconds of each message that follows another one. NCCL assumes 1.9 to 3.4 and 4 to 14 us in a ring, with its protocols

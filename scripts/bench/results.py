@@ -1,0 +1,167 @@
+"""Runs benchmarks again and records what they print, or writes the pages of all recorded results.
+
+    scripts/python scripts/bench/results.py [NAME ...]
+
+The results are in scripts/bench/results, a JSON file for each benchmark: the page and the title under which it is
+shown, what to conclude, its commands, hardware, software and date, and either its `output` or a table of `columns` and
+`rows`. With names, their commands run one after the other; what they print replaces the output or the table, with the
+hardware, the software and the date of this run. What to conclude is for a person to write.
+
+docs/results has the pages; tests/docs/test_reference.py compares them with what this script would write.
+"""
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpar.command_line import Parser
+from jaxpar.errors import UserError, exit_code, nearest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "scripts" / "bench" / "results"
+PAGES = ROOT / "docs" / "results"
+WIDTH = 100  # of a line of a document
+NOTE = "This page is written by `scripts/python scripts/bench/results.py` from recorded results."
+
+
+def main() -> None:
+    """Run the named benchmarks, and write all pages."""
+    parser = Parser(__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="results to record again")
+    for name in parser.parse().names:
+        path = FOLDER / f"{name}.json"
+        if not path.is_file():
+            known = [path.stem for path in FOLDER.glob("*.json")]
+            hint = nearest(name, known)
+            raise UserError(f"NAME is {name!r}; it must be a file of {FOLDER.relative_to(ROOT)}{hint and '.' + hint}")
+        recorded = record(json.loads(path.read_text()))
+        path.write_text(format_json(recorded))
+    for name, text in pages().items():
+        (PAGES / f"{name}.md").write_text(text)
+
+
+def record(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Run the commands of a result, and return it with what they printed, and with this machine and day."""
+    lines = []
+    for command in result["commands"]:
+        ran = subprocess.run(command, shell=True, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False)
+        if ran.returncode:
+            raise UserError(f"{command!r} ended with exit code {ran.returncode}; it must end with 0")
+        lines += ran.stdout.splitlines()
+    kept = {key: value for key, value in result.items() if key not in ("columns", "rows", "output")}
+    return {**kept, "hardware": hardware(), "software": software(), "date": f"{datetime.date.today()}", "output": lines}
+
+
+def hardware() -> str:
+    """Return the devices of this machine: its GPUs, otherwise its processor and number of cores."""
+    devices = jax.devices()
+    if devices[0].platform != "cpu":
+        return f"{len(devices)} x {devices[0].device_kind}"
+    path = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2] for line in path.read_text().splitlines() if line.startswith("model name")]
+    vectors = next((name for name in ("avx512f", "avx2") if path.is_file() and f" {name} " in path.read_text()), "")
+    return f"{len(os.sched_getaffinity(0))} cores of {' '.join(names[0].split())}{vectors and f' with {vectors}'}"
+
+
+def software() -> str:
+    """Return the versions that a result depends on."""
+    names = ("jaxpar", "jax", "jaxlib")
+    return ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)])
+
+
+def read() -> dict[str, dict[str, Any]]:
+    """Return all results, in the order in which pages show them."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
+    return dict(sorted(found.items(), key=lambda item: item[1]["order"]))
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page."""
+    by_page: dict[str, list[dict[str, Any]]] = {}
+    for result in read().values():
+        by_page.setdefault(result["page"], []).append(result)
+    return {name: page(name, results) for name, results in by_page.items()}
+
+
+def page(name: str, results: list[dict[str, Any]]) -> str:
+    """Return a page of results."""
+    parts = [f"# Results: {TITLES[name]}", wrapped(NOTE), *map(section, results)]
+    return "\n\n".join(parts) + "\n"
+
+
+TITLES = {
+    "compiled": "programs for GPUs that were not there",
+    "cpu": "training on CPUs",
+    "exchanges": "exchanges",
+    "faults": "killed processes",
+    "gpu": "one GPU",
+    "mitigations": "stale gradients with SGD",
+    "pipelines": "pipelines",
+    "plans": "predicted time and memory",
+    "strategies": "strategies compared",
+    "swarm": "swarms, and several runs",
+    "updates": "asynchronous updates",
+}
+
+
+def section(result: Mapping[str, Any]) -> str:
+    """Return what a page shows of a result: the conclusion, the commands, where and when they ran, and the numbers."""
+    commands = "\n".join(f"$ {command}" for command in map(broken, result["commands"]))
+    where = f"{result['hardware']}; {result['software']}; {result['date']}."
+    if "output" in result:
+        shown = "```text\n" + "\n".join(result["output"]) + "\n```"
+    else:
+        head = [f"| {' | '.join(result['columns'])} |", "|---" * len(result["columns"]) + "|"]
+        shown = "\n".join([*head, *(f"| {' | '.join(row)} |" for row in result["rows"])])
+    parts = [f"## {result['title']}", wrapped(result["conclusion"])]
+    parts += [f"```console\n{commands}\n```"] if commands else []
+    parts += [wrapped(where), shown]
+    parts += [f"![{result['title']}](../{result['picture']})"] if "picture" in result else []
+    return "\n\n".join(parts)
+
+
+def broken(command: str) -> str:
+    """Return a command in lines of at most WIDTH characters, as a shell continues them."""
+    if len(command) + 2 <= WIDTH:
+        return command
+    lines, line = [], ""
+    for word in shlex.split(command):
+        quoted = shlex.quote(word) if " " in word else word
+        if line and len(line) + len(quoted) + 5 > WIDTH:
+            lines.append(line)
+            line = "   "
+        line = f"{line} {quoted}" if line else quoted
+    return " \\\n".join([*lines, line])
+
+
+def wrapped(text: str) -> str:
+    """Return a text with lines of at most WIDTH characters. Empty lines separate its paragraphs."""
+    fill = textwrap.TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False).fill
+    return "\n\n".join(map(fill, text.split("\n\n")))
+
+
+def format_json(result: Mapping[str, Any]) -> str:
+    """Return JSON with a line for each key, and for each row or line of output."""
+    lines = []
+    for key, value in result.items():
+        if key in ("rows", "output", "commands") and value:
+            inner = ",\n".join(f"  {json.dumps(one, ensure_ascii=False)}" for one in value)
+            lines.append(f" {json.dumps(key)}: [\n{inner}\n ]")
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
