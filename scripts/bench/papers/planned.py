@@ -59,7 +59,7 @@ def predicted_rate(row: Mapping[str, Any], model: Mapping[str, Any]) -> float:
 
 
 def row_cluster(row: Mapping[str, Any]) -> Cluster:
-    """Return the GPUs of a row, with its `network`, the bytes/s of a GPU to other hosts, `cards`, and `memory` bytes."""
+    """Return the GPUs of a row, with its `network`, the bytes/s of a GPU to other hosts, `cards` and `memory`."""
     cluster = find_named(row["cluster"], "cluster")[1]
     network = row.get("network", cluster.send_rates["network"])
     rates = {**cluster.send_rates, "network": network}
