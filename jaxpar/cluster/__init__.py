@@ -42,9 +42,10 @@ class Cluster:
     compute_capability: str = ""  # the compute capability of NVIDIA GPUs, such as 9.0; empty for other devices
     has_pinned_host_memory: bool = True  # whether arrays can be placed in pinned host memory
     links: Mapping[str, Link] = field(default_factory=dict)  # of each mesh axis whose link is known
-    # the rates at which a device can send to others of its host (`host`) and over the network (`network`), in bytes/s;
-    # empty if unknown
+    # the rates at which a device can send to others of its host (`host`) and over the network (`network`) while all
+    # devices of its host do, in bytes/s; empty if unknown
     send_rates: Mapping[str, float] = field(default_factory=dict)
+    network_cards: int | None = None  # those of a host, which its devices share; None: one for each device
     latencies: Mapping[str, float] = field(default_factory=dict)  # the seconds of a hop on these links, if known
     # by RATE_NAMES, what is reached / the rates above; those that were not measured are missing
     efficiencies: Mapping[str, float] = field(default_factory=dict)

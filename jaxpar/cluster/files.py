@@ -2,9 +2,10 @@
 
 NAME is a kind of GPU (jaxpar/cluster/gpus), or the path of a file for another one. A cluster file has `gpu`, a kind or
 a file of the same folder; `hosts`; `gpus_per_host`; the tables `host` and `network`, each with the `bandwidth` in
-bytes/s that a GPU sends to others of its host or of other hosts, and the `latency` of a message in seconds; if they
-differ from those of the GPU, its `memory_bytes` and a table `peak_flops` by dtype; and, if they were measured,
-`launch_seconds` and a table `efficiency` (`jaxpar.cluster.Cluster`). `price_per_hour` is what a GPU costs.
+bytes/s that a GPU sends to others of its host or of other hosts, and the `latency` of a message in seconds; if the
+GPUs of a host share fewer cards, `network_cards`, while `bandwidth` is what each sends when all do; if they differ from
+those of the GPU, its `memory_bytes` and a table `peak_flops` by dtype; and, if they were measured, `launch_seconds` and
+a table `efficiency` (`jaxpar.cluster.Cluster`). `price_per_hour` is what a GPU costs.
 """
 
 import json
@@ -24,7 +25,7 @@ MOST_DEVICES = 2**16
 CLUSTER_LINKS = ("host", "network")
 CLUSTER_KEYS = (
     *("gpu", "hosts", "gpus_per_host", *CLUSTER_LINKS, "memory_bytes", "peak_flops"),
-    *("efficiency", "launch_seconds", "price_per_hour", "source"),
+    *("efficiency", "launch_seconds", "network_cards", "price_per_hour", "source"),
 )
 
 
@@ -92,6 +93,9 @@ def _read_cluster(content: dict[str, Any], path: str) -> tuple[GpuKind, Cluster]
         read_number(content, name, path, least=0) if name in content else None
         for name in ("launch_seconds", "price_per_hour")
     )
+    cards = int(read_number(content, "network_cards", path, integer=True)) if "network_cards" in content else None
+    if cards is not None and cards > each:
+        raise UserError(f"{path}: network_cards is {cards}; it must be at most {each}, gpus_per_host")
     peaks = {**cluster.peak_flops, **read_peaks(content, path)}
     efficiency = content.get("efficiency", {})
     if not isinstance(efficiency, dict) or not set(efficiency) <= set(RATE_NAMES):
@@ -104,6 +108,7 @@ def _read_cluster(content: dict[str, Any], path: str) -> tuple[GpuKind, Cluster]
         memory_bytes=memory,
         peak_flops=peaks,
         send_rates=rates,
+        network_cards=cards,
         latencies=latencies,
         efficiencies=efficiency,
         launch_seconds=launch,

@@ -233,6 +233,24 @@ def test_neighbours_send_over_one_network_card() -> None:
     assert GPUS.collective(sent, {DATA: 2, STAGE: 8}) == pytest.approx(100e6 / HOST + 3e-6)
 
 
+def test_a_network_card_that_eight_gpus_share() -> None:
+    """Of a ring, one GPU sends to the next host, with the whole card. If all send, each has an eighth of it."""
+    cluster = replace(clusters.named_cluster("v100", 16, num_processes=2), network_cards=1)
+    card = 8 * 0.8 * 6.25e9
+    ring, apart = [(0, 1), (7, 8), (15, 0)], [(one, one + 8) for one in range(8)]
+    for pairs, senders in ((ring, 1), (apart, 8), (apart[:2], 2)):
+        seconds = collective_seconds(cluster, "collective-permute", pairs, 1e9, 0)
+        assert seconds == pytest.approx(senders * 1e9 / card), senders
+    two_cards = replace(cluster, network_cards=2)
+    assert collective_seconds(two_cards, "collective-permute", ring, 1e9, 0) == pytest.approx(2e9 / card)
+
+
+def test_all_to_all_sends_most_of_its_bytes_over_the_network() -> None:
+    """Of 16 shards on two hosts, a GPU sends 8 to the other one, and no GPU of its host helps it."""
+    seconds = collective_seconds(H100, "all-to-all", [range(16)], 1e9, 0)
+    assert seconds == pytest.approx(0.5e9 / (0.8 * 50e9))
+
+
 def test_groups_within_a_host_do_not_cross_the_network() -> None:
     axes = {DATA: 16, STAGE: 1}
     within = Traffic("all-gather", "float32", DATA, 1e9, 7, members=tuple(range(8)))
@@ -717,10 +735,10 @@ def test_a_gpu_without_links(tmp_path: Path) -> None:
 
 def test_clusters(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
-    path.write_text(CLUSTER + NETWORK_LINK + "[peak_flops]\nfloat32 = 1e13\n")
+    path.write_text("network_cards = 2\n" + CLUSTER + NETWORK_LINK + "[peak_flops]\nfloat32 = 1e13\n")
     cluster = clusters_of(str(path))
     assert (cluster.num_devices, cluster.num_processes) == (8, 2)
-    assert cluster.send_rates == {"host": 1e11, "network": 1e9}
+    assert (cluster.send_rates, cluster.network_cards) == ({"host": 1e11, "network": 1e9}, 2)
     assert cluster.latencies == {"host": 1e-6, "network": 1e-5}
     assert cluster.peak_flops["float32"] == 1e13
     assert clusters_of("h100:2x8") == H100

@@ -117,15 +117,28 @@ def collective_seconds(
     on_hosts = [Counter(device // per_host for device in group) for group in groups]
     rate = send_rate(cluster, "host")
     if crossing := [numbers for numbers in on_hosts if len(numbers) > 1]:
-        # The rings of a group share the network of all its GPUs on a host. A pair only has that of its sender.
-        together = min(min(numbers.values()) for numbers in crossing)
-        rate = min(rate, together * send_rate(cluster, "network"))
+        rate = min(rate, _network_rate(cluster, kind, groups, crossing))
     sizes = {(numbers.total(), len(numbers)) for numbers in on_hosts}
     seconds = nbytes / rate + number * max(_latency(cluster, ring_hops(kind, *size)) for size in sizes)
     if kind == "all-reduce" and crossing:
         tree = nbytes / (TREE_BANDWIDTH * rate) + number * max(_latency(cluster, tree_hops(*size)) for size in sizes)
         return min(seconds, tree)
     return seconds
+
+
+def _network_rate(
+    cluster: Cluster, kind: str, groups: Sequence[Sequence[int]], crossing: Sequence[Counter[int]]
+) -> float:
+    """Return the bytes/s that a GPU sends in a collective between hosts. crossing: the GPUs of its groups by host."""
+    per_host, rate = cluster.num_devices // cluster.num_processes, send_rate(cluster, "network")
+    if kind == PERMUTE:  # a sender has its card, or a part of it if others of its host send over it
+        hosts = ((sender // per_host, receiver // per_host) for sender, receiver in groups)
+        senders = Counter(sender for sender, receiver in hosts if sender != receiver)
+        return rate * per_host / max(max(senders.values()), cluster.network_cards or per_host)
+    if kind == "all-to-all":  # each GPU sends what is for other hosts
+        return rate / max(1 - min(numbers.values()) / numbers.total() for numbers in crossing)
+    # The rings of a group share the network of all its GPUs on a host.
+    return rate * min(min(numbers.values()) for numbers in crossing)
 
 
 def _latency(cluster: Cluster, hops: Hops) -> float:

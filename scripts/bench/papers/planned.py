@@ -59,11 +59,12 @@ def predicted_rate(row: Mapping[str, Any], model: Mapping[str, Any]) -> float:
 
 
 def row_cluster(row: Mapping[str, Any]) -> Cluster:
-    """Return the GPUs of a row, with its `network`, the bytes/s of a GPU to other hosts, and `memory`, its bytes."""
+    """Return the GPUs of a row, with its `network`, the bytes/s of a GPU to other hosts, `cards` and `memory`."""
     cluster = find_named(row["cluster"], "cluster")[1]
     network = row.get("network", cluster.send_rates["network"])
     rates = {**cluster.send_rates, "network": network}
-    return replace(cluster, send_rates=rates, memory_bytes=row.get("memory", cluster.memory_bytes))
+    memory = row.get("memory", cluster.memory_bytes)
+    return replace(cluster, send_rates=rates, network_cards=row.get("cards"), memory_bytes=memory)
 
 
 def predict(row: Mapping[str, Any], model: Mapping[str, Any]) -> Planned:
