@@ -59,7 +59,8 @@ def finish(
         flags = advise_length(run.config, len(run.dataset.train), run.num_steps, run.plan.decision.batch_divisor)
         longer = "config.num_steps" if run.config.num_steps else "config.num_epochs"
         advice = flags or f"raise {longer}, or change config.optimizer.lr"
-        print(f"advice    the model learned nothing, it predicts no better than a constant; {advice}", flush=True)
+        result["advice"] = f"the model learned nothing, it predicts no better than a constant; {advice}"
+        print(f"advice    {result['advice']}", flush=True)
     trained = log.rows("train")
     rates = {name: [row[name] for row in trained if row.get(name) is not None] for name in RATES}
     skipped = sum(row.get("skipped_steps") or 0 for row in trained)

@@ -17,6 +17,7 @@ LEFT, RIGHT, ABOVE, BELOW = 58, 12, 8, 36  # margins of a line chart
 NUM_COLORS = 6
 NUM_TICKS = 5  # about, on an axis
 BUCKETS = 400  # a longer curve is drawn as the minimum and the maximum of this many equal numbers of points
+MOST_HOVERED = 200
 ROW, SIDE, CELL = 20, 30, 20  # height of the row of a device, width of its number, and usual width of an action
 PAGE_WIDTH = 1200  # about, of a timeline that fits the page on a desktop
 MOST_WIDTH = 4000  # width of the actions of a timeline
@@ -29,13 +30,15 @@ class Series(NamedTuple):
 
     name: str  # its name in the legend
     points: Sequence[tuple[float, float]]  # (x, y), in the order of x
-    is_marked: bool = False  # whether each point has a marker, which shows its values to the pointer
+    is_marked: bool = False  # whether each point has a marker
 
 
 def line_chart(
     title: str, series: Sequence[Series], x_label: str = "step", events: Sequence[tuple[float, str]] = ()
 ) -> str:
     """Return a chart with a legend that contains the last value of each curve; empty if there are no points.
+
+    Points show their values to the pointer, at most MOST_HOVERED of a curve without markers.
 
     events: (x, text) of vertical lines, which show the text to the pointer.
 
@@ -72,9 +75,12 @@ def line_chart(
         placed = [place(*point) for point in points]
         line = ";stroke-dasharray:5 3" if is_dashed else ""
         parts.append(f'<path style="stroke:{color}{line}" d="M{" L".join(f"{x:.2f} {y:.2f}" for x, y in placed)}"/>')
-        for point, (x, y) in zip(points, placed, strict=True) if one.is_marked or len(placed) == 1 else ():
+        is_marked = one.is_marked or len(placed) == 1
+        each = -(-len(placed) // MOST_HOVERED)
+        for point, (x, y) in list(zip(points, placed, strict=True))[:: 1 if is_marked else each]:
             label = escaped_text(f"{one.name}, {x_label} {format_number(point[0])}: {format_number(point[1])}")
-            circle = f'<circle style="fill:{color}" cx="{x:.2f}" cy="{y:.2f}" r="3">'
+            look = f'style="fill:{color}"' if is_marked else 'class="hover"'
+            circle = f'<circle {look} cx="{x:.2f}" cy="{y:.2f}" r="{3 if is_marked else 6}">'
             parts.append(f"{circle}<title>{label}</title></circle>")
         last = f'<data value="{one.points[-1][1]!r}">{format_number(one.points[-1][1])}</data>'
         key = f'<span class="key{" dashed" if is_dashed else ""}" style="color:{color}"></span>'

@@ -23,6 +23,7 @@ MOST_CLASSES = 100  # of a confusion matrix in the page
 NUM_CONFUSIONS = 20
 MOST_OPEN_ROWS = 20  # of a table that is not folded
 DARKEST = 0.6  # opacity of a cell of the confusion matrix, on which text of both themes is legible
+MUCH = 0.2  # part of the time of a run that a phase other than training should not exceed
 CURVE_SPLITS = ("train", "validation", "test")
 # Metrics of a log interval: their names in metrics.jsonl, and in tables.
 LABELS = {
@@ -56,7 +57,12 @@ def run_page(run: RecordedRun, plan: Plan[object], num_steps: int, timelines: Ma
     config = run.config
     title = f"{run.workdir.absolute().name}: {config.model.name} on {config.data.source}, {config.strategy}"
     charts = [timeline_chart(name, timeline) for name, timeline in timelines.items()]
-    result, baseline = f"Reached {headline(run)}.", run.result.get("test_majority_accuracy")
+    result, baseline = f"Reached {headline(run)}", run.result.get("test_majority_accuracy")
+    rate = run.result.get("examples_per_second")
+    result += f" after {format_count(run.result['steps'], 'step')}"
+    result += (
+        "." if rate is None else f", at {rate:,.0f} examples/s on {format_count(len(run.result['devices']), 'device')}."
+    )
     if baseline is not None:
         result += f" Always predicting the most frequent class: {baseline:.2%}."
     starts = [
@@ -74,11 +80,13 @@ def run_page(run: RecordedRun, plan: Plan[object], num_steps: int, timelines: Ma
         title,
         [
             paragraph(f"{config.strategy}: {plan.summary}"),
-            section("Result", paragraph(result), table(_result_rows(run, num_steps))),
+            section("Result", paragraph(result)),
             section("Curves", pictures(curves)),
+            section("Time", *_seconds(run)),
+            section("What to try", *map(paragraph, [plan.advice, *_advice(run)] if plan.advice else _advice(run))),
+            section("Numbers", table(_result_rows(run, num_steps))),
             section("Classes", *_classes(run.result)),
             section("Rates", pictures(rates)),
-            section("Time", *_seconds(run)),
             section("Schedule", *([paragraph("Rows: devices; numbers: microbatches."), *charts] if charts else [])),
             section("Memory", _memory_table(plan)),
             section("Traffic", traffic_table(plan)),
@@ -214,6 +222,25 @@ def _seconds(run: RecordedRun) -> list[str]:
     step = run.starts[-1].step if run.starts else 0
     since = f"Seconds of the last start, from step {step + 1:,}." if step else "Seconds by phase."
     return [paragraph(since), table(rows, ["phase", "seconds", "fraction", ""])] if total else []
+
+
+def _advice(run: RecordedRun) -> list[str]:
+    """Return what to change in the next run, by the result and the times of this one."""
+    result, spent = run.result, run.result["seconds"]
+    total, found = sum(spent.values()), [result["advice"]] if "advice" in result else []
+    best = result.get("best_step", result["steps"])
+    if best < result["steps"]:
+        found.append(
+            f"The validation loss was lowest at step {best:,}, so the later steps gained nothing: predictions use that "
+            "checkpoint. `config.early_stop.patience` ends runs earlier."
+        )
+    if spent.get("input", 0) > MUCH * total:
+        found.append("The devices waited for data: raise `config.data.num_threads` and `config.data.prefetch`.")
+    if spent.get("eval", 0) > MUCH * total:
+        found.append("Evaluation took much of the time: raise `config.eval.batch_size` or `config.eval.every_steps`.")
+    if spent.get("checkpoint", 0) > MUCH * total:
+        found.append("Checkpoints took much of the time: raise `config.checkpoint.every_steps`, or use a faster disk.")
+    return found
 
 
 def _memory_table(plan: Plan[object]) -> str:

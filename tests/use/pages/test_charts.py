@@ -8,6 +8,7 @@ import pytest
 
 from jaxpar.strategies.pipeline.tables.simulate import Span
 from jaxpar.strategies.pipeline.tables.table import BW, F, U
+from jaxpar.use.pages import charts
 from jaxpar.use.pages.charts import Series, line_chart, thinned, ticks, timeline_chart
 
 
@@ -37,6 +38,14 @@ def test_points_are_where_the_ticks_put_them() -> None:
     [path] = picture.iter("path")
     read = [(x_start + x_slope * x, y_start + y_slope * y) for x, y in places(path)]
     np.testing.assert_allclose(read, points, atol=0.02)
+
+
+def test_points_show_their_values_to_the_pointer() -> None:
+    """Of a long curve, at most MOST_HOVERED."""
+    picture = svg(line_chart("Loss", [Series("train", [(20.0, 0.5), (40.0, 0.25)])]))
+    assert [title.text for title in picture.iter("title")] == ["train, step 20: 0.5", "train, step 40: 0.25"]
+    long = svg(line_chart("Loss", [Series("train", [(float(x), float(x)) for x in range(799)])]))
+    assert 100 < len(list(long.iter("title"))) <= charts.MOST_HOVERED
 
 
 def test_events_are_where_their_values_are() -> None:
