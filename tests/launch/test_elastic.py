@@ -140,6 +140,33 @@ def test_an_error_of_the_run_itself_does_not_wait() -> None:
     ]
 
 
+def test_a_survivor_gets_the_signal_of_its_predecessor() -> None:
+    """The training of the new program reads it, and nothing before, as the state is not saved yet."""
+    program = """
+import ctypes, os, signal, threading, time
+from jaxpar.launch.elastic import Survival
+from jaxpar.launch.place import Place, find_survivor
+from jaxpar.launch.signals import Ending, Interrupt
+
+survivor = find_survivor()
+with Ending(1, 75, lambda: "not saved", unblocks=survivor is None):
+    if survivor:
+        time.sleep(0.1)
+    with Interrupt() as interrupt:
+        if survivor:
+            print(interrupt.requested.name, survivor.lost, flush=True)
+            os._exit(0)
+        survival = Survival(Place("127.0.0.1:8477", 2, 1), 5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Timer(0.5, survival._exec, ([1], None)).start()
+        ctypes.CDLL(None).sleep(60)  # as in a collective
+"""
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "SIGTERM (0,)" in ended.stdout.splitlines()
+
+
 @pytest.mark.parametrize("name", ["sharding", "byteps"])
 def test_the_previous_state_is_part_of_the_plan(name: str) -> None:
     """With several processes, a step leaves its input intact, and devices hold two states."""
