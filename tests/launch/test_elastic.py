@@ -222,7 +222,14 @@ def group(codes: Sequence[int | None], **state: Any) -> Any:
     """Return the group of these processes, of which those with a code have ended. state: other attributes."""
     made: Any = launcher.Group.__new__(launcher.Group)
     made._processes = [SimpleNamespace(poll=lambda code=code: code, wait=lambda *_: None) for code in codes]
-    own = {"_least": 2, "_grow_seconds": 60.0, "_elastic_seconds": 10, "lost": set(), "_lost_at": -math.inf}
+    own = {
+        "_is_silent": False,
+        "_least": 2,
+        "_grow_seconds": 60.0,
+        "_elastic_seconds": 10,
+        "lost": set(),
+        "_lost_at": -math.inf,
+    }
     vars(made).update(own | {"_has_met": True, "_grow_at": math.inf} | state)
     return made
 
@@ -253,6 +260,19 @@ def test_losses_without_which_the_others_continue() -> None:
         assert made._ended(is_stopping=False) == expected, (codes, state)
         assert made.lost == lost, (codes, state)
         assert (made._grow_at < math.inf) == (expected is None)
+
+
+def test_process_0_is_killed_if_it_does_not_continue(capsys: pytest.CaptureFixture[str]) -> None:
+    """The others abort if it is stopped, which looks as if they were lost."""
+    made = group([None, -signal.SIGABRT], _least=1)
+    killed: list[int] = []
+    made._processes[0].kill = lambda: killed.append(0)
+    for seconds in (None, -1.0, 1.0, 2.0):
+        if seconds:
+            made._lost_at = time.monotonic() - made._elastic_seconds - launcher.CONTINUE_SECONDS - seconds
+        assert made._ended(is_stopping=True) is None
+        assert killed == [0][: bool(seconds and seconds > 0)]
+    assert "launch: process 0 has not continued within 300 s, and is killed" in capsys.readouterr().err
 
 
 def test_the_processes_have_met_when_process_0_prints_the_header() -> None:
