@@ -21,7 +21,7 @@ from jaxpar.cluster import Cluster
 from jaxpar.core.plan import Plan
 from jaxpar.core.state import abstract_state, nbytes
 from jaxpar.core.step import Problem
-from jaxpar.errors import is_refused
+from jaxpar.errors import UserError, is_refused
 from jaxpar.exchange.named import check_options, exchange_differs
 from jaxpar.run import build
 from jaxpar.strategies.exchanges import given
@@ -179,6 +179,9 @@ def options_of(space: Space, exchange: str, num_replicas: int) -> dict[str, Any]
 
 def load_problem(config: ConfigDict, cluster: Cluster, workdir: Path) -> build.Parts:
     """Read the data and build the model of a config, whatever its strategy. Raises UserError for its mistakes."""
+    if seconds := config.elastic_seconds:
+        rule = "0 for the planner, most of whose strategies cannot continue without a lost process"
+        raise UserError(f"config.elastic_seconds is {seconds}; it must be {rule}")
     options = {f"{OPTIONS}{name}": None for name in config.exchange_options}
     single = with_settings(config, {"strategy": "single", "mesh.data": 1, **options})
     build.check_run(single, workdir, replace(cluster, num_processes=1))  # `single` refuses several

@@ -30,7 +30,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--workdir", type=Path, help="directory of the run, which need not exist")
     parser.add_argument("--seconds", type=number("at least 1", 1), default=60.0, help="time for each answer")
     for name, flag in FLAGS.items():
-        parser.add_argument(f"--{name}", type=integer(0) if flag.kind is int else str, help=flag.help)
+        parser.add_argument(
+            f"--{name}", type=integer(int(name == "num_processes")) if flag.kind is int else str, help=flag.help
+        )
     arguments = parser.parse(argv)
     count = arguments.num_processes
     others: list[subprocess.Popen[bytes]] = []

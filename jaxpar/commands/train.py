@@ -37,7 +37,7 @@ from jaxpar.errors import TrainingError, UserError, fail, format_count, printabl
 from jaxpar.files import disk_error
 from jaxpar.host_memory import memory_error
 from jaxpar.launch.launcher import end_with_launcher
-from jaxpar.launch.place import FLAGS, command_of, find_place
+from jaxpar.launch.place import FLAGS, command_of, find_place, find_survivor
 from jaxpar.launch.signals import Ending, Interrupt, Stopped, StoppedEarly
 
 INTACT = "the existing checkpoints are intact"
@@ -133,7 +133,9 @@ def _main(argv: list[str]) -> int:
     if errors.is_failure(stopped):
         codes = f"{errors.STOPPED_CODES[0]} to {errors.STOPPED_CODES[-1]}"
         raise UserError(f"--stopped_exit_code is {stopped}; it must be 0, or {codes}, because other codes are reserved")
-    with Ending(nth=1, code=stopped, text=lambda: _stopped(argv, early=not Interrupt.was_entered)):
+    # The state of a survivor is in memory only: signals wait until the training can save it.
+    unblocks = find_survivor() is None
+    with Ending(1, stopped, lambda: _stopped(argv, early=not Interrupt.was_entered), unblocks=unblocks):
         config = configs.load_config(values.config)
         given = configs.override(config, overrides)
         if values.print_config:

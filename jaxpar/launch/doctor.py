@@ -13,6 +13,7 @@ Messages are lines of JSON.
 """
 
 import contextlib
+import errno
 import importlib.metadata
 import json
 import os
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpar.errors import USER_ERROR, TrainingError, format_bytes, format_count
+from jaxpar.errors import USER_ERROR, TrainingError, format_bytes, format_count, printable
 from jaxpar.host_memory import host_bytes
 from jaxpar.launch.launcher import PROCESS_BYTES
 from jaxpar.launch.place import Place, bind_address, in_address, own_address
@@ -45,6 +46,9 @@ EXAMINED = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-n
 DRIVERS = {"jax-cuda12-plugin": 525, "jax-cuda13-plugin": 580}
 # Versions of NCCL that are known to hang, by what, with the source.
 HANGING_NCCL = {"2.30.7": "programs on different devices that exchange arrays (github.com/NVIDIA/jaxpp/issues/11)"}
+
+
+NO_DRIVER = "nvidia-smi fails"
 
 
 class Row(NamedTuple):
@@ -65,8 +69,11 @@ def facts(workdir: Path | None) -> dict[str, Any]:
             continue
     gpus = shutil.which("nvidia-smi")
     query = [gpus or "", "--query-gpu=driver_version,name", "--format=csv,noheader"]
-    listed = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines() if gpus else []
+    asked = subprocess.run(query, capture_output=True, text=True, check=False) if gpus else None
+    listed = asked.stdout.splitlines() if asked else []
     drivers = {line.partition(",")[0].strip() for line in listed}
+    if asked and asked.returncode:  # its reason is on stdout
+        listed, drivers = [], {f"{NO_DRIVER}: {printable(' '.join(listed[:1]))}"}
     shared = Path("/dev/shm")  # its size, not a file in it
     return {
         "host": platform.node(),
@@ -117,6 +124,8 @@ def _of_version(name: str, values: Sequence[str], of_processes: Sequence[Mapping
     if name in DRIVERS and versions[name] != versions["jaxlib"]:
         return f"jaxlib is {versions['jaxlib']}; {name} must be the same version"
     if name == "driver":
+        if values[0].startswith(NO_DRIVER):
+            return "nvidia-smi must list the GPUs"
         least = max((needed for plugin, needed in DRIVERS.items() if plugin in versions), default=0)
         if int(values[0].partition(".")[0] or 0) < least:
             return f"the driver must be {least} or newer for this CUDA version"
@@ -397,13 +406,22 @@ class Examination:
         return [found[number] for number in sorted(found)]
 
     def _ask(self, number: int, what: str, argument: Any = None) -> Any:
-        self._peers[number].send({"do": what, "with": argument})
+        self._tell(number, what, argument)
         return self._receive(number, what)
 
+    def _tell(self, number: int, what: str, argument: Any = None) -> None:
+        with self._answering(number, what):
+            self._peers[number].send({"do": what, "with": argument})
+
     def _receive(self, number: int, what: str) -> Any:
-        try:
+        with self._answering(number, what):
             return self._peers[number].receive()
-        except OSError as error:
+
+    @contextlib.contextmanager
+    def _answering(self, number: int, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:  # a process that ends can leave half a message
             who = f"process {number} on {self._facts[number]['host']}"
             raise _Broken(Row(what, "no answer", f"{who} did not answer: {error}")) from None
 
@@ -424,11 +442,13 @@ class Examination:
         paths = [folder / f".doctor-{token}-{number}" for number in range(len(self._facts))]
         wrong = {}
         try:
+            if self._workdir.exists() and not self._workdir.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             paths[0].touch()
             for number in self._peers:
                 wrong[number] = self._ask(number, "files", [str(paths[0]), str(paths[number])])
         except OSError as error:
-            wrong[0] = f"cannot write to {folder}: {error.strerror}"
+            wrong[0] = f"cannot write to {self._workdir if self._workdir.exists() else folder}: {error.strerror}"
         finally:
             for path in paths:
                 with contextlib.suppress(OSError):
@@ -447,8 +467,8 @@ class Examination:
             addresses = [own, *(of["address"] for of in self._facts[1:])]
             for places in range(1, number):
                 receivers = {sender: (sender + places) % number for sender in range(number)}
-                for sender, peer in self._peers.items():
-                    peer.send({"do": "send", "with": addresses[receivers[sender]]})
+                for sender in self._peers:
+                    self._tell(sender, "send", addresses[receivers[sender]])
                 of_round = {0: _sent(addresses[receivers[0]], self._seconds)}
                 of_round |= {sender: self._receive(sender, "send") for sender in self._peers}
                 for sender, rate in of_round.items():
@@ -464,8 +484,8 @@ class Examination:
 
     def _add(self) -> None:
         place = self._place
-        for peer in self._peers.values():
-            peer.send({"do": "add"})
+        for number in self._peers:
+            self._tell(number, "add")
         found = {0: _done(lambda: add_on_devices(place))} | {
             number: self._receive(number, "add") for number in self._peers
         }

@@ -12,6 +12,8 @@ one (exec), which starts the run again with fewer processes. Only the state come
     all        exec; the address of process 0 gets the next port
     process 0  reads the file and sends the state to the others
 
+A signal that asks this process to stop is sent again to the new program, which takes a step and saves it.
+
 Process 0 cannot be lost, as the service ends with it: the others end, too, and the launcher or the cluster restarts the
 run from the last checkpoint. The same happens if survivors do not meet again within MEET_SECONDS.
 """
@@ -35,7 +37,7 @@ from jax.experimental.multihost_utils import ProcessFailureError, live_devices
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import processes
 from jaxpar.launch.place import BIND, MEET, MEET_SECONDS, SURVIVOR, Place, Survivor, find_survivor
-from jaxpar.launch.signals import SIGNALS
+from jaxpar.launch.signals import SIGNALS, Interrupt
 
 LOOK_SECONDS = 0.5  # between two calls for the list of processes that are left
 LEAD_SECONDS = 1.0  # by which the others exec before process 0, whose service ends with its program
@@ -78,7 +80,8 @@ class Survival:
         elif isinstance(error, Exception) and not _is_own(error):
             [line, *_] = str(error).splitlines() or [type(error).__name__]
             print(f"jaxpar: {line}; waiting, in case a lost process is the cause", file=sys.stderr, flush=True)
-            self._thread.join(2 * self._seconds + GRACE_SECONDS)  # does not return if it is
+            with Interrupt():  # the state is not saved yet
+                self._thread.join(2 * self._seconds + GRACE_SECONDS)  # does not return if it is
         self._is_over = True
         if error is None and processes.is_first():
             self._thread.join(2 * self._seconds)  # the others lose their connection if this process ends first
@@ -130,10 +133,12 @@ class Survival:
             record[BIND] = _next_port(os.environ[BIND])
         if own == 0:
             time.sleep(LEAD_SECONDS)
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the new program unblocks them: signals.Ending
         for number in sorted(int(path.name) for path in Path("/proc/self/fd").iterdir())[3:]:
             with contextlib.suppress(OSError):  # closed in the meantime
                 os.set_inheritable(number, number == file)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the training of the new program: signals.Interrupt
+        if Interrupt.received:
+            signal.pthread_kill(threading.get_ident(), Interrupt.received)  # arrives there
         os.execve(sys.executable, sys.orig_argv, os.environ | record)
 
 

@@ -31,6 +31,7 @@ PROCESS_THREADS = 40  # that JAX starts on two CPU cores; more on more cores
 POLL_SECONDS = 0.05
 GROW_SECONDS = 60.0  # default of --grow_seconds
 END_SECONDS = 10.0  # for the other processes to end after process 0 of an elastic run
+CONTINUE_SECONDS = 300.0  # for process 0 to notice a loss and start again; JAX's default time to meet
 MAX_FORWARDED = 2  # signals that are forwarded; another one kills the processes
 
 
@@ -110,6 +111,7 @@ class Group:
         self.lost: set[int] = set()  # processes that failed, without which the others continue
         self._lost_at = -math.inf  # when the last of them was lost
         self._has_met = False  # whether the processes have met since then
+        self._is_silent = False  # whether process 0 was killed because they did not meet
         self.grows = False  # whether the processes were asked to stop, so that all are started again
         self._grow_at = time.monotonic() + launch.grow_seconds if number < most else math.inf
         address = f"127.0.0.1:{free_ports(most) if launch.elastic_seconds else free_port()}"
@@ -176,6 +178,12 @@ class Group:
         # processes have saved.
         if is_stopping and failed and stopped:
             return stopped[0]
+        # The others also abort if process 0 hangs or is stopped, and then nobody continues.
+        late = time.monotonic() - self._lost_at - self._elastic_seconds > CONTINUE_SECONDS
+        if self.lost and late and not self._has_met and not self._is_silent:
+            self._is_silent = True
+            print_line(f"process 0 has not continued within {CONTINUE_SECONDS:g} s, and is killed")
+            self._processes[0].kill()
         if failed and self._can_continue(failed):
             for number, code in failed:
                 self.lost.add(number)

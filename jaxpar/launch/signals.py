@@ -28,8 +28,9 @@ class Ending:
     SIGHUP stays ignored under `nohup`. It counts only as the first signal, because a closed terminal can send several.
     """
 
-    def __init__(self, nth: int, code: int, text: Callable[[], str]):
-        self._nth, self._code, self._text = nth, code, text
+    def __init__(self, nth: int, code: int, text: Callable[[], str], *, unblocks: bool = True):
+        """unblocks: whether blocked signals arrive from now on, or only in an Ending within this one."""
+        self._nth, self._code, self._text, self._unblocks = nth, code, text, unblocks
 
     def __enter__(self) -> Self:
         reader, self._writer = os.pipe()
@@ -40,7 +41,8 @@ class Ending:
         handled = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
         self._handlers = {number: signal.signal(number, self._handle) for number in handled}
         self._wakeup = signal.set_wakeup_fd(self._writer)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher starts processes with blocked signals
+        if self._unblocks:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher starts processes with blocked signals
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -109,6 +111,7 @@ class Interrupt(Ending):
     """
 
     was_entered = False  # whether any Interrupt was entered in this process
+    received: signal.Signals | None = None  # the last first signal of an Interrupt of this process
     _current: "Interrupt | None" = None  # the one whose `with` block runs
 
     def __init__(self, *, ends_process: bool = True) -> None:
@@ -154,6 +157,8 @@ class Interrupt(Ending):
         self.requested = signal.Signals(number)
 
     def _received(self, count: int, number: signal.Signals) -> None:
+        if count == 1:
+            Interrupt.received = number
         if count == 1 and number != signal.SIGHUP:  # a terminal that was closed shows nothing
             print_from_thread(f"{number.name}: {self.answer}; a second signal exits at once, without saving")
         super()._received(count, number)

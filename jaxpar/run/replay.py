@@ -67,9 +67,16 @@ def read_runs(workdirs: Sequence[Path]) -> tuple[list[SavedRun], list[Contributi
     if len(tables) != 1:
         raise UserError(f"{len(tables)} of the runs have a table outer/{TABLE}; it must be one, that of worker 0")
     [table] = tables
+    starts = {(row.worker, row.start) for row in table}
     if missing := {row.worker for row in table if row.event == OuterEvent.COUNTED} - {run.place[0] for run in runs}:
         raise UserError(
             f"worker {min(missing)} has contributed, and its run is missing; it must be one of the workdirs"
+        )
+    if other := next((run for run in runs if run.place not in starts), None):
+        worker, start = other.place
+        raise UserError(
+            f"{other.workdir} is of start {start} of worker {worker}, which the table lacks; it must be of the same "
+            "training as the others"
         )
     return runs, table
 

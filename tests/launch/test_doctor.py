@@ -1,5 +1,6 @@
 """Tests `jaxpar doctor`: what the facts mean, who is missing or unreachable, and a whole examination."""
 
+import socket
 import subprocess
 import sys
 import threading
@@ -41,6 +42,7 @@ def of_version(name: str, version: str) -> dict[str, Any]:
         (of_version("jaxlib", "0.11.1"), False, "jaxlib", "process 1 has 0.11.1, process 0 has 0.11.2"),
         (of_version("jax-cuda13-plugin", "0.11.1"), True, "jax-cuda13-plugin", "must be the same version"),
         (of_version("driver", "575.51.03"), True, "driver", "must be 580 or newer"),
+        (of_version("driver", f"{doctor.NO_DRIVER}: No devices were found"), True, "driver", "must list the GPUs"),
         (of_version("nvidia-nccl-cu13", "2.30.7"), True, "nvidia-nccl-cu13", "known to hang"),
         ({"gpus": ["H100"], "host": "b"}, False, "GPUs that nvidia-smi lists", "process 1 on b has 1, process 0 has 2"),
         ({"gpus": ["A100", "A100"]}, False, "GPUs that nvidia-smi lists", "wait for the slowest: A100, H100"),
@@ -139,6 +141,38 @@ def test_an_unwritable_workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert f"cannot write to {tmp_path}: Permission denied" in found["workdir"]
 
 
+def test_nvidia_smi_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It prints the reason where it otherwise prints the GPUs."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed, because it has no driver.'\nexit 9\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    found = doctor.facts(None)
+    assert found["versions"]["driver"] == "nvidia-smi fails: NVIDIA-SMI has failed, because it has no driver."
+    assert found["gpus"] == []
+
+
+def test_a_process_that_ends() -> None:
+    """It is named, whether it is asked or answers, with half a message."""
+    examination = Examination(None, None, 1.0)
+    examination._facts = [FACTS, {**FACTS, "host": "b"}]
+    for sends_half in (False, True):
+        own, other = socket.socketpair()
+        examination._peers = {1: doctor.Peer(own)}
+        if sends_half:
+            other.sendall(b'{"wro')
+        other.close()
+        with pytest.raises(doctor._Broken, match="process 1 on b did not answer"):
+            examination._ask(1, "time")
+        examination._peers[1].close()
+
+
+def test_a_file_as_workdir(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert problems(Examination(None, file, 20.0).run())["workdir"].endswith(f"cannot write to {file}: Not a directory")
+
+
 def test_command(tmp_path: Path) -> None:
     """Two processes on this machine, through JAX, and a port that is in use."""
     line = [sys.executable, "-m", "jaxpar", "doctor", f"--workdir={tmp_path}"]
@@ -152,3 +186,5 @@ def test_command(tmp_path: Path) -> None:
             command.main([*place, "--process_id=0"])
     with pytest.raises(UserError, match=r"process 1 on .* cannot reach process 0"):
         command.main([*place, "--process_id=1", "--seconds=1"])
+    with pytest.raises(UserError, match="--num_processes is 0; it must be at least 1"):
+        command.main(["--num_processes=0"])

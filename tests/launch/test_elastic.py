@@ -21,6 +21,7 @@ import pytest
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import training
+from jaxpar.choose.candidates import load_problem
 from jaxpar.commands import launch as command
 from jaxpar.core.plan import PREVIOUS
 from jaxpar.errors import TrainingError, UserError
@@ -140,6 +141,33 @@ def test_an_error_of_the_run_itself_does_not_wait() -> None:
     ]
 
 
+def test_a_survivor_gets_the_signal_of_its_predecessor() -> None:
+    """The training of the new program reads it, and nothing before, as the state is not saved yet."""
+    program = """
+import ctypes, os, signal, threading, time
+from jaxpar.launch.elastic import Survival
+from jaxpar.launch.place import Place, find_survivor
+from jaxpar.launch.signals import Ending, Interrupt
+
+survivor = find_survivor()
+with Ending(1, 75, lambda: "not saved", unblocks=survivor is None):
+    if survivor:
+        time.sleep(0.1)
+    with Interrupt() as interrupt:
+        if survivor:
+            print(interrupt.requested.name, survivor.lost, flush=True)
+            os._exit(0)
+        survival = Survival(Place("127.0.0.1:8477", 2, 1), 5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Timer(0.5, survival._exec, ([1], None)).start()
+        ctypes.CDLL(None).sleep(60)  # as in a collective
+"""
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "SIGTERM (0,)" in ended.stdout.splitlines()
+
+
 @pytest.mark.parametrize("name", ["sharding", "byteps"])
 def test_the_previous_state_is_part_of_the_plan(name: str) -> None:
     """With several processes, a step leaves its input intact, and devices hold two states."""
@@ -188,6 +216,12 @@ def test_configs_that_cannot_lose_a_process(overrides: list[str], message: str, 
         decide(config, clusters.find_cluster())
 
 
+def test_the_planner_is_not_for_runs_that_can_lose_a_process(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "--config.elastic_seconds=5", "--config.strategy=data_parallel")
+    with pytest.raises(UserError, match=r"^config\.elastic_seconds is 5; it must be 0 for the planner"):
+        load_problem(config, clusters.find_cluster(), tmp_path)
+
+
 # ---- the launcher -------------------------------------------------------------------------------
 
 
@@ -195,7 +229,14 @@ def group(codes: Sequence[int | None], **state: Any) -> Any:
     """Return the group of these processes, of which those with a code have ended. state: other attributes."""
     made: Any = launcher.Group.__new__(launcher.Group)
     made._processes = [SimpleNamespace(poll=lambda code=code: code, wait=lambda *_: None) for code in codes]
-    own = {"_least": 2, "_grow_seconds": 60.0, "_elastic_seconds": 10, "lost": set(), "_lost_at": -math.inf}
+    own = {
+        "_is_silent": False,
+        "_least": 2,
+        "_grow_seconds": 60.0,
+        "_elastic_seconds": 10,
+        "lost": set(),
+        "_lost_at": -math.inf,
+    }
     vars(made).update(own | {"_has_met": True, "_grow_at": math.inf} | state)
     return made
 
@@ -226,6 +267,19 @@ def test_losses_without_which_the_others_continue() -> None:
         assert made._ended(is_stopping=False) == expected, (codes, state)
         assert made.lost == lost, (codes, state)
         assert (made._grow_at < math.inf) == (expected is None)
+
+
+def test_process_0_is_killed_if_it_does_not_continue(capsys: pytest.CaptureFixture[str]) -> None:
+    """The others abort if it is stopped, which looks as if they were lost."""
+    made = group([None, -signal.SIGABRT], _least=1)
+    killed: list[int] = []
+    made._processes[0].kill = lambda: killed.append(0)
+    for seconds in (None, -1.0, 1.0, 2.0):
+        if seconds:
+            made._lost_at = time.monotonic() - made._elastic_seconds - launcher.CONTINUE_SECONDS - seconds
+        assert made._ended(is_stopping=True) is None
+        assert killed == [0][: bool(seconds and seconds > 0)]
+    assert "launch: process 0 has not continued within 300 s, and is killed" in capsys.readouterr().err
 
 
 def test_the_processes_have_met_when_process_0_prints_the_header() -> None:

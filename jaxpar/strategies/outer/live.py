@@ -37,6 +37,8 @@ TABLE, ANCHORS = "contributions.csv", "anchors.npz"
 ROUND_POLL_SECONDS, RETRY_SECONDS, STOP_SECONDS = 0.02, 0.5, 0.5  # STOP_SECONDS: how often a signal is looked for
 BEATS = 4  # heartbeats in config.outer.silence_seconds
 LINGER_SECONDS = 1.0  # in which the actor sends its last answers, when all workers have left
+# Settings that are not keys of config.outer, in messages.
+WHAT = {"num_steps": "config.num_steps", "seed": "config.seed", "lengths": "the number of parameters of each fragment"}
 ANNOUNCED = {  # what the workers print of the table
     OuterEvent.JOIN: "worker {worker} joined at step {step}",
     OuterEvent.RESUME: "worker {worker} continued from step {step}",
@@ -127,14 +129,18 @@ class OuterActor:
     async def _look_for_silence(self) -> None:
         """Stop waiting for silent members, and end this process when there are none."""
         had_members, patience = time.monotonic(), LINGER_SECONDS
-        while (now := time.monotonic()) < had_members + patience:
-            self._server.tick(now)
-            self._write()
-            if not self._server.is_empty:
-                had_members = now
-            is_silent = self._server.table[-1].event == OuterEvent.SILENT
-            patience = self._server.settings.silence_seconds if is_silent else LINGER_SECONDS
-            await asyncio.sleep(ROUND_POLL_SECONDS)
+        try:
+            while (now := time.monotonic()) < had_members + patience:
+                self._server.tick(now)
+                self._write()
+                if not self._server.is_empty:
+                    had_members = now
+                is_silent = self._server.table[-1].event == OuterEvent.SILENT
+                patience = self._server.settings.silence_seconds if is_silent else LINGER_SECONDS
+                await asyncio.sleep(ROUND_POLL_SECONDS)
+        except OSError:  # the table cannot be written, and nobody else would stop waiting for silent members
+            ray_cluster.end_actor()
+            raise
         ray_cluster.end_actor()
 
     def _write(self) -> None:
@@ -214,7 +220,8 @@ class RayLink:
             )
         for key, value in self._details.settings._asdict().items():
             if value != (other := getattr(settings, key)):
-                raise UserError(f"{name}, a run of another config: {key} is {value} here and must be {other}")
+                what = WHAT.get(key, f"config.outer.{key}")
+                raise UserError(f"{name}, a run of another config: {what} is {value} here and must be {other}")
 
     def offer(self, fragment: int, difference: Difference) -> None:
         """See OuterLink."""

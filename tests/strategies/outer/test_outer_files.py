@@ -15,6 +15,7 @@ from jaxpar.config import default_config
 from jaxpar.data.share import Share, with_share
 from jaxpar.errors import UserError
 from jaxpar.run import replay
+from jaxpar.strategies import ray_cluster
 from jaxpar.strategies.outer.live import OuterActor, RayLink
 from jaxpar.strategies.outer.table import OuterEvent, read_contributions
 from tests.runs import small_config
@@ -52,6 +53,23 @@ def test_the_actor_continues_from_its_files(tmp_path: Path) -> None:
             joined_actor(folder)
 
 
+def test_the_actor_ends_if_it_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, it would wait for silent members without end."""
+    ended: list[str] = []
+    monkeypatch.setattr(ray_cluster, "end_actor", lambda: ended.append("the actor"))
+
+    async def fail() -> None:
+        actor = joined_actor(tmp_path / "outer")
+        await actor.join(0, None, 0)
+        monkeypatch.setattr(actor, "_write", lambda: (tmp_path / "outer" / "none" / "none").touch())
+        assert actor._watch
+        await actor._watch
+
+    with pytest.raises(FileNotFoundError):
+        asyncio.run(fail())
+    assert ended == ["the actor"]
+
+
 def test_a_row_that_is_not_of_the_table(tmp_path: Path) -> None:
     path = tmp_path / "contributions.csv"
     for row in ("1,counted,0,0", "1,vanished,0,0,,,,,,", "1,leave,0,-7,,,,,,"):
@@ -72,9 +90,13 @@ def test_the_server_of_another_run(tmp_path: Path) -> None:
         UserError, match=r"outer.name is 'outer', which the run in .*/other uses, until all of its workers have"
     ):
         link._check_place()
-    place = (settings_of(every_steps=8), tmp_path / "outer")
-    with pytest.raises(UserError, match="a run of another config: every_steps is 4 here and must be 8"):
-        link._check_place()
+    for changed, message in (
+        ({"every_steps": 8}, "config.outer.every_steps is 4 here and must be 8"),
+        ({"lengths": (2,)}, r"the number of parameters of each fragment is \(1,\) here and must be \(2,\)"),
+    ):
+        place = (settings_of()._replace(**changed), tmp_path / "outer")
+        with pytest.raises(UserError, match=f"a run of another config: {message}"):
+            link._check_place()
 
 
 def test_shares_of_the_data(tmp_path: Path) -> None:
@@ -116,6 +138,9 @@ def test_runs_that_cannot_be_replayed(tmp_path: Path, monkeypatch: pytest.Monkey
     header = "seconds,event,worker,start,step,fragment,read,counted,got,nbytes"
     (tmp_path / "outer" / "contributions.csv").write_text(f"{header}\n1,counted,2,0,4,0,0,0,1,4\n")
     with pytest.raises(UserError, match="worker 2 has contributed, and its run is missing; it must be one of the work"):
+        replay.read_runs([tmp_path])
+    (tmp_path / "outer" / "contributions.csv").write_text(f"{header}\n1,join,0,1,0,0,,,0,\n")
+    with pytest.raises(UserError, match=f"{tmp_path} is of start 0 of worker 0, which the table lacks; it must be of"):
         replay.read_runs([tmp_path])
 
 
