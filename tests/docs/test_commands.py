@@ -60,7 +60,6 @@ NOT_RUN = {
     "jaxpar serve": "needs a run",
     "jaxpar swarm --": "trains",
     "jaxpar swarm simulate --peers=400": "takes 3 s; tests/strategies/swarm/test_simulate.py checks it",
-    "jaxpar swarm simulate --report=replay": "needs a run",
     "scripts/launch": "trains",
     'scripts/python -c "import jax;': "depends on the machine",
     "scripts/python -m pip": "installs packages",
