@@ -1,6 +1,7 @@
 """The named exchanges of config.exchange: a row for each in EXCHANGES, and the values of options in OPTION_VALUES.
 
-The checks of a config read the rows. tests/exchange/test_named.py compares them with `--help` and docs/exchanges.md.
+The checks of a config read the rows. tests/exchange/test_named.py compares them with `--help` and
+docs/reference/exchanges.md.
 """
 
 import math

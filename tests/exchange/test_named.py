@@ -1,4 +1,4 @@
-"""The table of exchanges agrees with `--help`, the keys of the config, and the tables of docs/exchanges.md."""
+"""The table of exchanges agrees with `--help`, the keys of the config, and docs/reference/exchanges.md."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from jaxpar.config_help import describe_keys
 from jaxpar.core.optimizer import OPTIMIZERS
 from jaxpar.exchange.named import EXCHANGES, OPTION_VALUES, NamedExchange
 
-DOCS = Path(__file__).parents[2] / "docs" / "exchanges.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "exchanges.md"
 
 
 def table(first_column: str) -> dict[str, list[str]]:
