@@ -32,7 +32,6 @@ OTHERS = {"json", "no-deps", "dest", "map-by", "head", "port", "address"}
 # Workdirs of commands whose config cannot be checked here.
 FROM_OTHERS = {
     "runs/again": "reads the table of another run",
-    "runs/delayed": "reads the files of the page above it",
     "runs/finetuned": "reads the export of another run",
     "runs/minilm": "reads a downloaded model",
     "runs/mine": "reads the model of the page above it",
