@@ -22,9 +22,9 @@ def get_config() -> ConfigDict:
     config.mesh = mesh = ConfigDict()  # devices: the axes of the mesh, and virtual CPU devices
     mesh.data = -1  # size of the data axis (number of replicas); -1: as many as the devices allow
     mesh.stage = 1  # size of the stage axis: devices in a pipeline; more than 1 only with strategy pipeline
-    # Size of the tensor axis: neighbouring devices, each with a part of the arrays of every layer (docs/tensor.md)
+    # Size of the tensor axis: neighbouring devices, each with a part of every layer (docs/howto/tensor.md)
     mesh.tensor = 1
-    # Size of the context axis: devices that each have a part of the positions of every text (docs/tensor.md)
+    # Size of the context axis: devices that each have a part of the positions of every text (docs/howto/tensor.md)
     mesh.context = 1
     mesh.virtual_cpu_devices = 0  # split the CPU into this many devices; 0: the number in XLA_FLAGS, otherwise 1
 
@@ -44,7 +44,7 @@ def get_config() -> ConfigDict:
     # Pipelines support the exchanges of gradients (ddp, horovod, byteps with its compressors, bagua_bytegrad) and
     # zero1, with pipeline.executor=dispatch also zero2, zero3 and hsdp.
     config.exchange = "ddp"
-    # Options of the exchange. None: the default of the exchange. docs/exchanges.md lists the options of each.
+    # Options of the exchange. None: the default of the exchange. docs/reference/exchanges.md lists the options of each.
     config.exchange_options = exchange = ConfigDict()
     exchange.bucket_bytes = placeholder(int)  # bytes per message: size of a bucket (ddp), fusion buffer or partition
     # Dtype of gradients in transfers: float16, bfloat16, float8_e4m3fn, float8_e5m2; None: float32.
@@ -133,7 +133,7 @@ def get_config() -> ConfigDict:
     # Ray, on this machine or others
     swarm.mode = "emulated"
     swarm.stages = 2  # number of stages, which config.pipeline.partition divides the layers into
-    swarm.peers = "4"  # number of equal peers, named p0, p1, ...; or the path of a CSV file of peers (docs/swarm.md)
+    swarm.peers = "4"  # number of equal peers, named p0, p1, ...; or the path of a CSV file (docs/howto/swarm.md)
     swarm.trace = ""  # path of a CSV file of the times at which peers join and leave; empty: see failures
     # Without a trace: random failures. Times are exponentially distributed, in virtual seconds.
     swarm.failures = failures = ConfigDict()
@@ -147,7 +147,7 @@ def get_config() -> ConfigDict:
     # repeats the forward pass, takes three times as long.
     swarm.forward_seconds = 0.1
     swarm.rebalance_seconds = 0.0  # period after which peers can move to another stage; 0: never
-    swarm.rule = "balance"  # who moves: paper, balance (docs/swarm.md)
+    swarm.rule = "balance"  # who moves: paper, balance (docs/explanation/swarm.md)
     swarm.delayed = False  # begin a step before the update of the previous one, with weights that are one step older
     swarm.compress = "none"  # activations and their gradients between peers. int8: 8 bits per element; none: exact
     # Only for mode live, where swarm.peers is the most peers at a time.
@@ -304,7 +304,7 @@ def get_config() -> ConfigDict:
     config.certify_every = 0
 
     # Several runs that train one model together, each with its own share of the data, on its own machine and with any
-    # synchronous strategy. All average their parameters every few steps (docs/outer.md)
+    # synchronous strategy. All average their parameters every few steps (docs/howto/diloco.md)
     config.outer = outer = ConfigDict()
     outer.num_workers = 0  # number of runs; 0: this run trains alone
     outer.worker = 0  # place of this run, from 0; worker 0 has the server

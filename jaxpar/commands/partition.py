@@ -3,8 +3,8 @@ r"""Divides a profiled model into pipeline stages and replicas, by PipeDream's p
     jaxpar partition --profile=profile.json --num_workers=16 --bandwidth=1.25e9
     jaxpar partition --profile=profile.json --num_workers=16 --levels=8:3e11,2:1.25e9 --json
 
-The profile is a JSON file with the times and sizes of the layers (docs/pipelines.md). The plan minimizes the time of
-the slowest stage, transfer, or exchange of gradients.
+The profile is a JSON file with the times and sizes of the layers (docs/howto/partition.md). The plan minimizes the time
+of the slowest stage, transfer, or exchange of gradients.
 """
 
 import math

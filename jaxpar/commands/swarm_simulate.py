@@ -6,7 +6,7 @@ r"""Simulates pipelines over unreliable peers (SWARM): rebalancing, latency, and
     jaxpar swarm simulate --report=width
     jaxpar swarm simulate --report=replay --scenario=runs/swarm/scenario.json
 
-Peers and traces are CSV files (docs/swarm.md). If --peers is a number, the peers are named p0, p1, .. and are equal.
+Peers and traces are CSV files (docs/howto/swarm.md). If --peers is a number, the peers are equal: p0, p1, ...
 Without --trace, a trace is generated from --hours, --lifetime, --rejoin, --groups, --group_lifetime, --group_share and
 --seed; --make_trace also writes it. The reports:
 

@@ -55,7 +55,7 @@ def distributed_optimizer(
       axis_name: name of the mesh axis of the replicas.
       exchange: an exchange of gradients (ddp, horovod, byteps, byteps_onebit, ..., bagua_bytegrad), horovod_adasum,
         bagua_decentralized, bagua_low_precision_decentralized or bagua_model_average.
-      options: options of the exchange; see docs/exchanges.md. A dtype may be given by name.
+      options: options of the exchange; see docs/reference/exchanges.md. A dtype may be given by name.
 
     Raises:
       ValueError: the exchange does not exist. `init` and `update` raise ValueError if an option is invalid, if the

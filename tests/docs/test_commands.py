@@ -32,7 +32,6 @@ OTHERS = {"json", "no-deps", "dest", "map-by", "head", "port", "address"}
 # Workdirs of commands whose config cannot be checked here.
 FROM_OTHERS = {
     "runs/again": "reads the table of another run",
-    "runs/delayed": "reads the files of the page above it",
     "runs/finetuned": "reads the export of another run",
     "runs/minilm": "reads a downloaded model",
     "runs/mine": "reads the model of the page above it",
@@ -60,7 +59,6 @@ NOT_RUN = {
     "jaxpar serve": "needs a run",
     "jaxpar swarm --": "trains",
     "jaxpar swarm simulate --peers=400": "takes 3 s; tests/strategies/swarm/test_simulate.py checks it",
-    "jaxpar swarm simulate --report=replay": "needs a run",
     "scripts/launch": "trains",
     'scripts/python -c "import jax;': "depends on the machine",
     "scripts/python -m pip": "installs packages",

@@ -3,7 +3,7 @@
 A peer keeps every input and gradient of the output of a stage that it has sent, received or computed, and what it has
 accumulated, until the update of the step. If it fails, all of that is lost. The weights of the step are on every peer
 of the stage, and outside the swarm. Every lost value can be computed from the data again, by a chain of passes: forward
-up to the input of the stage, and backward from the loss to the gradient of its output (docs/swarm.md).
+up to the input of the stage, and backward from the loss to the gradient of its output (docs/explanation/swarm.md).
 """
 
 FORWARD_PASS, BACKWARD_PASS = 0, 1
