@@ -225,5 +225,5 @@ def _closing(result: Mapping[str, Any], workdir: Path, headline: str, changes: S
     return (
         f"\n{reached} after {format_count(result['steps'], 'step')}{rate}\n"
         f"results   {workdir}/{results}\n"
-        f"next      {first}use the model (docs/predict.md), or train on your own data (docs/data.md)"
+        f"next      {first}use the model (docs/howto/predict.md), or train on your own data (docs/howto/data.md)"
     )

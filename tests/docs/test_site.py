@@ -26,14 +26,14 @@ def test_search_finds_guides_and_no_source(site: Path) -> None:
     boosts = {entry["location"].partition("#")[0]: entry.get("boost", 1) for entry in entries}
     assert (site / "source/jaxpar/training.py.html").is_file()
     assert not [page for page in boosts if page.endswith(".py.html")]
-    first, last = boosts["processes.html"], max(boosts["api.html"], boosts["source/CHANGELOG.html"])
-    assert first == boosts["models.html"] > boosts["benchmarks.html"] > last
+    first, last = boosts["howto/machines.html"], max(boosts["api.html"], boosts["source/CHANGELOG.html"])
+    assert first == boosts["howto/model.html"] > boosts["benchmarks.html"] > last
 
 
 def test_copy_buttons_copy_commands_only(site: Path) -> None:
-    html = (site / "checkpoints.html").read_text()
+    html = (site / "howto/resume.html").read_text()
     blocks = re.findall(r'<div data-copy="([^"]*)" class="language-console', html)
-    markdown = (ROOT / "docs/checkpoints.md").read_text()
+    markdown = (ROOT / "docs/howto/resume.md").read_text()
     assert len(blocks) == len(re.findall(r"^```console$", markdown, re.MULTILINE))
     copied = "\n".join(map(unescape, blocks))
     assert len(re.findall(r"^\$ ", markdown, re.MULTILINE)) == len(re.findall(r"(?<!\\)\n", copied)) + 1
