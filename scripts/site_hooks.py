@@ -19,7 +19,7 @@ COMMAND = re.compile(r"^\$ (.*(?:(?<=\\)\n.*)*)", re.MULTILINE)
 CONSOLE = re.compile(r'<div class="language-console highlight">(.*?)</div>', re.DOTALL)
 # Pages that the search finds after the guides, and how much less they count.
 BOOST = {
-    **dict.fromkeys(("benchmarks.md", "certificate.md", "comparison.md", "lessons.md", "source/README.md"), 0.5),
+    **dict.fromkeys(("benchmarks.md", "explanation/comparison.md", "lessons.md", "source/README.md"), 0.5),
     **dict.fromkeys(("api.md", "source/CHANGELOG.md", "source/CONTRIBUTING.md"), 0.2),
 }
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", "": "bash"}
