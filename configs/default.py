@@ -14,7 +14,7 @@ def get_config() -> ConfigDict:
     # What is trained: classification, regression, token_classification, masked_lm, causal_lm
     config.task = "classification"
     # single, data_parallel, async_data_parallel, pipeline, swarm; auto: the planner chooses single, data_parallel or
-    # pipeline for the devices of the run, with mesh, exchange, microbatches, schedule and remat (docs/planner.md)
+    # pipeline for the devices of the run, with mesh, exchange, microbatches, schedule and remat (docs/howto/planner.md)
     config.strategy = "data_parallel"
     config.chosen = ""  # set by jaxpar: what was chosen for each `auto`, and why
     config.planned_for = ""  # set by strategy auto: the devices for which it chose; a resumed run then keeps the choice
@@ -163,7 +163,8 @@ def get_config() -> ConfigDict:
     # bert: tiny, mini, small, base, large; gpt: tiny, gpt2, gpt2_medium, gpt2_large, gpt2_xl, llama_1b, llama_8b;
     # resnet: 18, 50; vit: tiny, small, base, large; mlp: tiny
     model.size = "tiny"
-    model.init_from = ""  # Hugging Face directory with pretrained weights (docs/models.md), which also sets the sizes
+    # Hugging Face directory with pretrained weights, which also sets the sizes (docs/howto/pretrained.md)
+    model.init_from = ""
     # Overrides of model.size. None: the value of the size.
     model.num_layers = placeholder(int)  # number of blocks
     model.hidden_size = placeholder(int)  # features of the hidden states; resnet: channels of the first stage
@@ -181,7 +182,7 @@ def get_config() -> ConfigDict:
     model.qkv_bias = placeholder(bool)  # gpt with norm rmsnorm: biases of queries, keys and values; default False
     model.rope_base = placeholder(float)  # gpt with positions rotary: base of the frequencies; default 10000
     # gpt with positions rotary: scaling of the frequencies, in JSON as in config.json of Hugging Face; None: no scaling
-    # {"rope_type": "linear", "factor": 2.0}, or rope_type llama3 with its four numbers (docs/models.md)
+    # {"rope_type": "linear", "factor": 2.0}, or rope_type llama3 with its four numbers (docs/howto/pretrained.md)
     model.rope_scaling = placeholder(str)
     model.tied_embeddings = placeholder(bool)  # gpt for causal_lm: the head is the embedding; default True
     model.pooling = placeholder(str)  # bert (classification and regression), vit: cls, mean
@@ -296,11 +297,11 @@ def get_config() -> ConfigDict:
     config.watchdog_seconds = 900.0
 
     # Data-parallel runs of several processes: seconds without a heartbeat after which a process is lost, and the others
-    # do its step again without it (docs/processes.md); 0: a lost process ends the run
+    # do its step again without it (docs/howto/elastic.md); 0: a lost process ends the run
     config.elastic_seconds = 0
 
     # Compare every N-th step with the same step on one device, and stop with an error if they differ by more than
-    # rounding (docs/certificate.md); 0: none
+    # rounding (docs/howto/certify.md); 0: none
     config.certify_every = 0
 
     # Several runs that train one model together, each with its own share of the data, on its own machine and with any

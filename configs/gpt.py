@@ -3,7 +3,7 @@
     scripts/train --config=configs/gpt.py:gpt2 --config.data.source=text --config.data.train=TEXTS --workdir=runs/gpt
 
 TEXTS is a path or a glob, such as 'books/*.txt'. Without both data flags, the texts are WordNet's. The values suit
-GPUs; plan a size first (docs/planner.md). Of this config, only the size tiny was trained, for a few steps on a CPU.
+GPUs; plan a size first (docs/howto/plan.md). Of this config, only the size tiny was trained, for a few steps on a CPU.
 """
 
 from ml_collections import ConfigDict

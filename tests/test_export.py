@@ -64,7 +64,7 @@ def python(docs: str, workdir: Path) -> list[str]:
     return result.stdout.splitlines()
 
 
-def docs(heading: str, page: str = "checkpoints.md") -> str:
+def docs(heading: str, page: str = "explanation/checkpoints.md") -> str:
     text = (ROOT / "docs" / page).read_text()
     return text.split(heading)[1]
 
@@ -90,9 +90,9 @@ def test_safetensors_read_it_as_the_docs_say(workdir: Path, monkeypatch: pytest.
 
 
 def test_a_program_classifies_as_the_docs_say(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The block of docs/export.md, and the model on one text without padding."""
+    """The block of docs/howto/export.md, and the model on one text without padding."""
     assert run(monkeypatch, workdir, workdir / "program", "--step=6", kind="stablehlo") == 0
-    lines = python(docs("## StableHLO", "export.md"), workdir)
+    lines = python(docs("## StableHLO", "howto/export.md"), workdir)
     config = configs.read_config(workdir)
     tree, info = checkpoint.read(workdir / "checkpoints" / "6").tree, data.read_info(workdir)
     apply = fast_jit(models.build(config, info, find_cluster()).apply)

@@ -6,7 +6,7 @@ r"""Certifies a strategy: runs it and a single-device reference on the same batc
 For each layer, reports the error of the initial parameters, the largest errors over all steps of the gradient and of
 the optimizer update, the error of a resumed state, and the difference of the parameters after two independent runs.
 A pipeline that never drains is compared with one device that delays its updates as the pipeline does.
-docs/certificate.md explains what is compared and why.
+docs/explanation/certificates.md explains what is compared and why.
 
 Exit codes: 0 if the differences are within the tolerance, or if there is no tolerance because the strategy computes
 different numbers by design; 1 if they are outside the tolerance, or if the training failed; 2 for invalid arguments.

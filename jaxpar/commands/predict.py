@@ -5,8 +5,8 @@
     jaxpar predict --workdir=runs/quickstart
 
 The first command reads the text columns of the run's config, and writes all columns of the input and the predictions.
-The second one reads a line for each text. The last one asks for texts in the terminal. docs/predict.md explains the
-formats. The model is that of the best checkpoint.
+The second one reads a line for each text. The last one asks for texts in the terminal. docs/howto/predict.md explains
+the formats. The model is that of the best checkpoint.
 """
 
 import contextlib

@@ -3,9 +3,9 @@
     jaxpar serve --workdir=runs/quickstart [--host=127.0.0.1 --port=8000]
     curl localhost:8000/predict --json '{"texts": ["a small dog"]}'
 
-docs/serve.md describes the routes. Texts of concurrent requests are computed together, in batches of similar lengths.
-The model is that of the best checkpoint. SIGTERM and Ctrl-C end the service after the requests of all connections that
-were established are answered.
+docs/howto/serve.md describes the routes. Texts of concurrent requests are computed together, in batches of similar
+lengths. The model is that of the best checkpoint. SIGTERM and Ctrl-C end the service after the requests of all
+connections that were established are answered.
 """
 
 import contextlib

@@ -6,8 +6,8 @@
     jaxpar train --help[=SECTION or KEY]
 
 --coordinator_address, --num_processes and --process_id connect processes that were started by hand, without a cluster
-manager (docs/processes.md). To start several processes on one machine, use `jaxpar launch`. --print_config prints all
-keys of the config with their values, as flags, and changes nothing.
+manager (docs/howto/machines.md). To start several processes on one machine, use `jaxpar launch`. --print_config prints
+all keys of the config with their values, as flags, and changes nothing.
 
 Exit codes:
   0    finished, or stopped by a signal after saving the state (--stopped_exit_code replaces 0 for a stopped run)
@@ -227,5 +227,5 @@ def _closing(result: Mapping[str, Any], workdir: Path, headline: str, changes: S
     return (
         f"\n{reached} after {format_count(result['steps'], 'step')}{rate}\n"
         f"results   {workdir}/{results}\n"
-        f"next      {first}use the model (docs/predict.md), or train on your own data (docs/data.md)"
+        f"next      {first}use the model (docs/howto/predict.md), or train on your own data (docs/howto/data.md)"
     )

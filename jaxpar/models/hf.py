@@ -112,7 +112,7 @@ def _options(family: Family, settings: Settings, path: Path, task: str) -> dict[
         except ValueError as error:
             raise UserError(
                 f"config.model.init_from is {str(path.parent)!r}, whose rotary positions have {error} in config.json; "
-                "it must be a model with positions as in docs/models.md"
+                "it must be a model with positions as in docs/howto/pretrained.md"
             ) from error
     return options
 

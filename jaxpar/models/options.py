@@ -66,7 +66,8 @@ def check_task(config: ConfigDict, info: DataInfo, *, heads: Sequence[Head], kin
         possible = ", ".join(other for other, make in tasks.TASKS.items() if make(config).head in heads)
         for_model = f"for model {name!r}"
         raise UserError(
-            f"config.task is {task.name!r}; {for_model} it must be one of {possible} (other models: docs/tasks.md)"
+            f"config.task is {task.name!r}; {for_model} it must be one of {possible} "
+            "(other models: docs/howto/tasks.md)"
         )
     if info.kind not in kinds:
         what, needed = f"{config.data.source!r}, which provides {info.kind} data", " or ".join(kinds)

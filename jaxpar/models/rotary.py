@@ -56,7 +56,7 @@ def rope_of(base: float | None, scaling: str | None) -> Rope:
     except ValueError as error:
         problem = str(error)
     if problem:
-        example = '{"rope_type": "linear", "factor": 2.0}, see docs/models.md'
+        example = '{"rope_type": "linear", "factor": 2.0}, see docs/howto/pretrained.md'
         what = f"{scaling!r:.200} ({problem})"
         raise UserError(f"config.model.rope_scaling is {what}; it must be None or JSON like {example}")
     names = ("factor", "low_freq_factor", "high_freq_factor", "length")

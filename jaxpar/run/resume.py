@@ -2,7 +2,7 @@
 
 A workdir contains one training run. Keys that define where and how it is computed may change: strategy, mesh, batch
 layout, logging and file paths. Keys that define the result may not: model, data, optimizer, seed, and the choice of the
-examples of each step. docs/checkpoints.md explains each key.
+examples of each step. docs/reference/resume.md explains each key.
 
 The paths that a run writes in its workdir are checked here, too, before it starts.
 """

@@ -11,7 +11,6 @@ import pytest
 
 from jaxpar import config as configs
 from tests.docs.prose import FENCE, ROOT, documents
-from tests.selection import slow
 
 PAGES = [str(path.relative_to(ROOT)) for path in documents()]
 LANGUAGES = {"bash", "console", "json", "python", "text", "toml", "yaml"}
@@ -19,11 +18,11 @@ LANGUAGES = {"bash", "console", "json", "python", "text", "toml", "yaml"}
 PARTS = {
     "README.md": "reads the checkpoint of a run, as tests/test_export.py does",
     "CONTRIBUTING.md": "parts of new files; its guides were followed by hand",
-    "docs/certificate.md": "part of scripts/examples/certify_functions.py, which was run",
-    "docs/predict.md": "reads the checkpoint of a run, as tests/use/inference does",
-    "docs/generate.md": "reads the checkpoint of a run, as tests/use/serve does",
-    "docs/checkpoints.md": "reads the checkpoint of a run, as tests/test_export.py does",
-    "docs/export.md": "reads the export of a run, as tests/test_export.py does",
+    "docs/howto/certify_functions.md": "part of scripts/examples/certify_functions.py, which was run",
+    "docs/howto/predict.md": "reads the checkpoint of a run, as tests/use/inference does",
+    "docs/howto/generate.md": "reads the checkpoint of a run, as tests/use/serve does",
+    "docs/explanation/checkpoints.md": "reads the checkpoint of a run, as tests/test_export.py does",
+    "docs/howto/export.md": "reads the export of a run, as tests/test_export.py does",
 }
 WIDTH = 100
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -88,10 +87,9 @@ def test_config_keys_exist(page: str) -> None:
 
 WITH_PYTHON = [page for page in PAGES if any(language == "python" for language, _ in blocks(page))]
 ESTIMATE = re.compile(r"about\s+([\d.]+)")
-TOKENIZES = "docs/data.md"  # all 100,000 glosses
 
 
-@pytest.mark.parametrize("page", [slow(page) if page == TOKENIZES else page for page in WITH_PYTHON])
+@pytest.mark.parametrize("page", WITH_PYTHON)
 def test_python_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

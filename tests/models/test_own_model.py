@@ -16,8 +16,8 @@ from tests.models.small import BATCH, CLASSES, CPU, TEXT, dropout_keys, fast_jit
 
 
 def example() -> str:
-    """Return the example in docs/models.md, so that the tests run it."""
-    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    """Return the example in docs/howto/model.md, so that the tests run it."""
+    text = (Path(__file__).parents[2] / "docs" / "howto" / "model.md").read_text()
     return text.split("```python\n")[1].split("```")[0]
 
 

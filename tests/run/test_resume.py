@@ -27,14 +27,14 @@ from tests.strategies.pipelines import relative_error
 from tests.test_main import mistake
 from tests.test_train import final_params, stop_at
 
-DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "resume.md"
 
 
 # ---- what may change ----------------------------------------------------------------------------
 
 
 def table() -> list[tuple[list[str], str]]:
-    """Return the rows of the table in docs/checkpoints.md: patterns of keys, and whether the keys may change."""
+    """Return the rows of the table in docs/reference/resume.md: patterns of keys, and whether the keys may change."""
     text = DOCS.read_text().split("| key | may change | why |")[1].split("\n\n")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
     return [(re.findall(r"`([^`]+)`", keys), answer) for keys, answer, _ in rows]

@@ -53,7 +53,7 @@ class InferenceModel:
         return inputs.make_encoder(self.trained)
 
     def predict(self, examples: Sequence[Text] | np.ndarray, *, top_k: int = 1) -> list[Prediction]:
-        """Return the prediction for each example, in order, in the form that docs/tasks.md describes.
+        """Return the prediction for each example, in order, in the form that docs/howto/predict.md describes.
 
         Args:
           examples: texts; pairs of texts for a model of two text columns; lists of words for token classification;
