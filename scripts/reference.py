@@ -58,7 +58,7 @@ def config_page() -> str:
     lines += head
     for one in config_help.described():
         if one.is_section:
-            lines += ["", f"## {one.name}", "", cell(one.comment), "", *head]
+            lines += ["", f"## {one.name}", "", *filled(cell(one.comment)), *head]
             continue
         changes = "may change" if resume.may_change(one.name, config) else "fixed"
         meaning = (

@@ -79,13 +79,17 @@ def compute(paper: dict[str, Any]) -> None:
 
 
 def pages() -> dict[str, str]:
-    """Return the text of each page by its path: the overview with the errors of each table, and a page of each paper."""
+    """Return the text of each page by its path: the errors of each table, and a page of each paper."""
     papers = {name: read(name) for name in PAPERS}
     lines = [HEAD, "| Paper and table | Rows | Median error | Within 15% |", "|---|---:|---:|---:|"]
     for name, paper in papers.items():
         for table in paper["tables"]:
             errors = errors_of(compared_rows(table["rows"]))
-            found = [f"{statistics.median(errors):.1%}", str(sum(error <= 0.15 for error in errors))] if errors else ["", ""]
+            found = (
+                [f"{statistics.median(errors):.1%}", str(sum(error <= 0.15 for error in errors))]
+                if errors
+                else ["", ""]
+            )
             lines.append(f"| [{table['title']}](published/{name}.md) | {len(errors)} | {' | '.join(found)} |")
     of_papers = {f"published/{name}.md": format_paper(paper) + "\n" for name, paper in papers.items()}
     return {"published.md": "\n".join(lines) + "\n", **of_papers}

@@ -234,7 +234,7 @@ def test_neighbours_send_over_one_network_card() -> None:
 
 
 def test_a_network_card_that_eight_gpus_share() -> None:
-    """Of a ring, one GPU sends to the next host, with the whole card. If all send, each has an eighth of it."""
+    """One GPU of a ring sends to the next host, with the whole card. If all send, each has an eighth of it."""
     cluster = replace(clusters.named_cluster("v100", 16, num_processes=2), network_cards=1)
     card = 8 * 0.8 * 6.25e9
     ring, apart = [(0, 1), (7, 8), (15, 0)], [(one, one + 8) for one in range(8)]
@@ -246,7 +246,7 @@ def test_a_network_card_that_eight_gpus_share() -> None:
 
 
 def test_all_to_all_sends_most_of_its_bytes_over_the_network() -> None:
-    """Of 16 shards on two hosts, a GPU sends 8 to the other one, and no GPU of its host helps it."""
+    """A GPU sends 8 of 16 shards on two hosts to the other one, and no GPU of its host helps it."""
     seconds = collective_seconds(H100, "all-to-all", [range(16)], 1e9, 0)
     assert seconds == pytest.approx(0.5e9 / (0.8 * 50e9))
 

@@ -16,7 +16,8 @@ PAGES = [str(path.relative_to(ROOT)) for path in documents()]
 LANGUAGES = {"bash", "console", "json", "python", "text", "toml", "yaml"}
 # Pages whose Python does not run alone.
 PARTS = {
-    "README.md": "reads the checkpoint of a run, as tests/test_export.py does",
+    "README.md": "a part of docs/tutorials/train.md",
+    "docs/tutorials/train.md": "reads the checkpoint of a run, and a model in another file; it was run",
     "CONTRIBUTING.md": "parts of new files; its guides were followed by hand",
     "docs/howto/certify_functions.md": "part of scripts/examples/certify_functions.py, which was run",
     "docs/howto/predict.md": "reads the checkpoint of a run, as tests/use/inference does",

@@ -1,4 +1,4 @@
-"""The table of exchanges agrees with `--help` and the keys of the config. tests/docs/test_reference.py checks its page."""
+"""The table of exchanges agrees with `--help` and the keys of the config. test_reference.py of docs checks its page."""
 
 import re
 

@@ -142,7 +142,7 @@ def test_an_unwritable_workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_nvidia_smi_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It prints the reason where it otherwise prints the GPUs."""
+    """A failing nvidia-smi prints the reason where it otherwise prints the GPUs."""
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed, because it has no driver.'\nexit 9\n")
     program.chmod(0o755)
@@ -153,7 +153,7 @@ def test_nvidia_smi_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_process_that_ends() -> None:
-    """It is named, whether it is asked or answers, with half a message."""
+    """The lost process is named, whether it is asked or answers, with half a message."""
     examination = Examination(None, None, 1.0)
     examination._facts = [FACTS, {**FACTS, "host": "b"}]
     for sends_half in (False, True):

@@ -50,11 +50,15 @@ def test_example_of_the_docs(own_package: Path) -> None:
     assert np.abs(outputs[0] - outputs[1]).max() > 1e-3
 
 
-def test_the_readme_trains_its_model(
+def test_the_tutorial_trains_its_model(
     own_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The program is the one of the README, on synthetic texts instead of the definitions."""
-    module, program, *_ = (text for language, text in blocks("README.md") if language == "python")
+    """The program is the one of the tutorial, on synthetic texts instead of the definitions.
+
+    The README has the same model.
+    """
+    _, module, program = (text for language, text in blocks("docs/tutorials/train.md") if language == "python")
+    assert ("python", module) in blocks("README.md")
     (own_package / "my_model.py").write_text(module)
     config = jaxpar.load_config("configs/quickstart.py")
     config.data.source, config.batch_size, config.strategy = "synthetic", 64, "single"
@@ -62,7 +66,7 @@ def test_the_readme_trains_its_model(
     monkeypatch.setattr(jaxpar, "load_config", lambda _: config)
     monkeypatch.chdir(tmp_path)
     with jax.numpy_dtype_promotion("standard"):  # optax mixes float and int32
-        exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
+        exec(compile(program, "train.md", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
     assert "model     my_package.my_model, layers embed, head; " in printed
     assert float(printed.split()[-1]) > 0.5  # of 8 classes

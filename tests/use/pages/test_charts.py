@@ -41,7 +41,7 @@ def test_points_are_where_the_ticks_put_them() -> None:
 
 
 def test_points_show_their_values_to_the_pointer() -> None:
-    """Of a long curve, at most MOST_HOVERED."""
+    """A long curve has at most MOST_HOVERED of them."""
     picture = svg(line_chart("Loss", [Series("train", [(20.0, 0.5), (40.0, 0.25)])]))
     assert [title.text for title in picture.iter("title")] == ["train, step 20: 0.5", "train, step 40: 0.25"]
     long = svg(line_chart("Loss", [Series("train", [(float(x), float(x)) for x in range(799)])]))
