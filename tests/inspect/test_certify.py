@@ -843,7 +843,7 @@ def check_page(text: str, found: dict[str, Any], printed: str) -> None:
     """Check that a page has the errors of a certificate without rounding, and the cells that were printed."""
     page = check_alone(text)
     errors = [error for of in (found["metrics"], *found["layers"].values()) for error in of.values()]
-    assert {error["relative"] for error in errors if error["tolerance"] is not None} <= set(page.values)
+    assert {error["relative"] for error in errors} <= set(page.values)
     rows = {row[0]: row[1:] for row in reversed(page.rows)}  # the first of each name
     assert rows["layer"] == list(certificate.QUANTITIES)
     for layer in found["layers"]:
@@ -876,7 +876,7 @@ def test_the_page_of_a_strategy_that_differs() -> None:
     assert ["delays", certificate_report.format_delays(stage)] in page.rows
     assert ["embed", "1.0e-07"] in page.rows
     assert ["reference", "one device; its losses and gradients are those of the model in float32"] in page.rows
-    assert page.values == []
+    assert page.values == [1e-7, 1e-7]  # numbers, so that a narrow screen does not break them at the hyphen
 
 
 def test_an_infinite_error_is_marked() -> None:
