@@ -21,7 +21,7 @@ from jaxpar.checkpoint import ledger
 from jaxpar.choose.auto import choose
 from jaxpar.core import mesh
 from jaxpar.errors import UserError, printable
-from jaxpar.inspect.certified_steps import certified_run, uncertified_set_aside
+from jaxpar.inspect.certified_steps import certified
 from jaxpar.launch import processes
 from jaxpar.launch.elastic import Survival
 from jaxpar.launch.signals import Interrupt
@@ -87,12 +87,10 @@ def train_config(
         with phases("setup"):
             run = build.make_run(config, workdir, phases, checked, dataset)
             print(printable(build.describe_run(run), keep="\n"), flush=True)
-            if config.certify_every:
-                run = certified_run(run)
         is_main_thread = threading.current_thread() is threading.main_thread()  # Python handles signals only there
-        with Watchdog(config.watchdog_seconds, phases), interrupt if is_main_thread else contextlib.nullcontext():
-            with uncertified_set_aside(workdir):
-                result = run_through(run, interrupt, callbacks, survival)
+        handled = interrupt if is_main_thread else contextlib.nullcontext()
+        with Watchdog(config.watchdog_seconds, phases), handled, certified(run) as run:
+            result = run_through(run, interrupt, callbacks, survival)
             processes.wait("the ledger is written")
             result["seconds"] = {name: round(seconds, 2) for name, seconds in phases.seconds.items()}
             if processes.is_first():

@@ -37,8 +37,9 @@ MOST_IN_16_BITS = 0.3  # MOST_UNEXPLAINED for a model in 16 bits, whose rounding
 NOT_EXPLAINED = "unknown"
 OTHER_COPIES = "devices hold different copies of the state: an update that some missed, or a lost broadcast"
 CLEARLY_BETTER = 0.25  # what a later hypothesis may leave / what the best one so far leaves
+MOST_LEFT = 0.01  # part of an array's norm that a cause may leave unexplained, unless the model is in 16 bits
 AS_ROUNDED = 1e-6  # relative error of a prediction that no later hypothesis improves, because it is that of rounding
-OLDEST = 3  # steps by which stale weights are looked for
+OLDEST = 8  # steps by which stale weights are looked for
 # quantities of a step, the earliest cause first
 CAUSAL_ORDER = ("start", "gradient", "", "update", "moments", "resume")
 
@@ -74,11 +75,11 @@ def find_cause(runs: Runs, measured: Measured) -> Cause | None:
         return Cause(where, OTHER_COPIES, evidence.copies)
     most = MOST_UNEXPLAINED if runs.ours.config.model.dtype == "float32" else MOST_IN_16_BITS
     if quantity == "gradient":
-        return _best(where, *gradient_guesses(evidence, names, has_loss=has_loss), most)
+        return best_cause(where, *gradient_guesses(evidence, names, has_loss=has_loss), most)
     if quantity == "update":
-        return _best(where, *update_guesses(evidence, names), most)
+        return best_cause(where, *update_guesses(evidence, names), most)
     if quantity == "moments":
-        return _best(where, *moment_guesses(evidence, names), most)
+        return best_cause(where, *moment_guesses(evidence, names), most)
     if quantity == "resume":
         return Cause(where, *_of_resume(evidence))
     if quantity == "start":
@@ -130,13 +131,14 @@ def _where(runs: Runs, number: int, quantity: str, names: Sequence[str], *, has_
     return text + (f", of stage {', '.join(map(str, stages))}" if stages else "")
 
 
-def _best(where: str, got: np.ndarray, expected: np.ndarray, guesses: Iterator[Guess], most: float) -> Cause:
+def best_cause(where: str, got: np.ndarray, expected: np.ndarray, guesses: Iterator[Guess], most: float) -> Cause:
     """Return the cause that leaves the least of the difference unexplained, at most this part."""
     difference = float(np.linalg.norm(got - expected))
     if not difference:
         return Cause(where, f"{NOT_EXPLAINED}: the step has no error when it is taken again", [])
     relative = difference / max(float(np.linalg.norm(expected)), SMALLEST_NORM)
-    tried, best, least = 0, None, most
+    tried, best = 0, None
+    least = most if most == MOST_IN_16_BITS else min(most, MOST_LEFT / relative)
     for guess in guesses:
         if best and least * relative < AS_ROUNDED:
             break

@@ -120,8 +120,7 @@ def format_certificate(certified: dict[str, Any]) -> str:
     of = certified["tolerance"]
     lines += format_verdict(certified["outside"], of["number"], of["false_alarm"])
     if cause := certified["cause"]:
-        lines += [f"where      {cause['where']}", f"cause      {cause['cause']}"]
-        lines += [f"evidence   {one}" for one in cause["evidence"]]
+        lines += format_cause(cause)
     else:
         scales = of["smallest_scale_errors"].items()
         (first, least), (last, most) = (pick(scales, key=lambda item: item[1]) for pick in (min, max))
@@ -145,6 +144,12 @@ def format_verdict(outside: Sequence[str], number: int, false_alarm: float) -> l
     """Return the lines of the verdict, and of the errors that exceed their tolerances."""
     verdict = describe_verdict(outside, number, false_alarm)
     return [f"verdict    {verdict}", *(f"outside    {one}" for one in outside)]
+
+
+def format_cause(cause: dict[str, Any]) -> list[str]:
+    """Return the lines of a cause. cause: a Cause as a dict."""
+    lines = [f"where      {cause['where']}", f"cause      {cause['cause']}"]
+    return lines + [f"evidence   {one}" for one in cause["evidence"]]
 
 
 def format_delays(stage: dict[str, Any]) -> str:

@@ -62,14 +62,22 @@ class PlacedBatch(NamedTuple):
     placed: Any  # the batch as the strategy places it
 
 
-def certified_run(run: Run) -> Run:
-    """Return a run whose strategy raises TrainingError if a certified step is outside its tolerances. Prints the cost.
+@contextlib.contextmanager
+def certified(run: Run) -> Iterator[Run]:
+    """Yield the run that certifies its steps, and print the cost; without config.certify_every, yield the run as it is.
 
-    Raises UserError if its steps cannot be compared one by one, or the memory is too small.
+    If a step is outside its tolerances, the checkpoints after the last certified step are set aside, once all of them
+    are written. The TrainingError names the checkpoint from which the run can be resumed.
+
+    Raises UserError if the steps cannot be compared one by one, or the memory is too small.
     """
-    steps = CertifiedSteps(run)
-    print(f"certify   {steps.describe_cost()}", flush=True)
+    if not run.config.certify_every:
+        yield run
+        return
     strategy = run.strategy
+    with run.phases("setup"):
+        steps = CertifiedSteps(run)
+        print(f"certify   {steps.describe_cost()}", flush=True)
     wrapped = strategy._replace(
         init=steps.init,
         from_canonical=steps.from_canonical,
@@ -78,19 +86,10 @@ def certified_run(run: Run) -> Run:
         evaluate=lambda state, batch: strategy.evaluate(state, batch.placed),
         report=steps.report,
     )
-    return run._replace(strategy=wrapped)
-
-
-@contextlib.contextmanager
-def uncertified_set_aside(workdir: Path) -> Iterator[None]:
-    """Set the checkpoints after the last certified step aside if a step fails, once all of them are written.
-
-    The error names the checkpoint from which the run can be resumed.
-    """
     try:
-        yield
+        yield run._replace(strategy=wrapped)
     except NotCertified as error:
-        directory = workdir / "checkpoints"
+        directory = run.workdir / "checkpoints"
         later = [step for step in checkpoint.steps(directory) if step > error.last]
         checkpoint.set_aside(directory, after=error.last, kind="uncertified")
         intact = checkpoint.steps(directory)

@@ -8,7 +8,7 @@ are changed too, and the examples of the batch are permuted.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,8 +19,21 @@ from jax.tree_util import keystr
 
 from jaxpar.command_line import format_rows
 from jaxpar.errors import UserError, format_count
+from jaxpar.inspect.cause import MOST_IN_16_BITS, MOST_LEFT, Cause, best_cause
 from jaxpar.inspect.certificate import Largest, Measured, largest, outside
-from jaxpar.inspect.certificate_report import cell, format_verdict
+from jaxpar.inspect.certificate_report import cell, format_cause, format_verdict
+from jaxpar.inspect.hypotheses import (
+    MOST_PARTS,
+    MOST_UNEXPLAINED,
+    NEAR,
+    NUMBERS_OF_PART,
+    SMALLEST_NORM,
+    Guess,
+    fitted_scale,
+    list_shares,
+    name_of_scale,
+    name_of_shares,
+)
 from jaxpar.inspect.reference import Error, compare
 from jaxpar.inspect.rounding import FALSE_ALARM, SEEDS, changed, changed_in_program, permuted, tolerances
 from jaxpar.layout import Tree
@@ -57,6 +70,7 @@ class FunctionsCertificate(NamedTuple):
     outside: list[str]  # one line for each array whose error is outside its tolerance
     num_batches: int
     versions: dict[str, str]  # of the packages
+    cause: Cause | None = None  # the likely cause of the first batch that fails
 
     @property
     def passed(self) -> bool:
@@ -69,7 +83,8 @@ class FunctionsCertificate(NamedTuple):
         packages = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         lines = [f"compared   {format_count(self.num_batches, 'batch')}", f"versions   {packages}", ""]
         number = self.num_batches * len(self.results)
-        return "\n".join([*lines, format_rows(rows), "", *format_verdict(self.outside, number, FALSE_ALARM)])
+        lines += [format_rows(rows), "", *format_verdict(self.outside, number, FALSE_ALARM)]
+        return "\n".join([*lines, *(format_cause(self.cause._asdict()) if self.cause else [])])
 
 
 def certify_functions(
@@ -127,8 +142,69 @@ def certify_functions(
                 f"{max(bounds):.1g} would be allowed; it must return sums or means over the examples"
             )
     results = {name: largest(errors[name], allowed[name]) for name in errors}
-    measured = Measured(results, {}, {}, 0, [], [])
-    return FunctionsCertificate(results, outside(measured), len(batches), report.versions())
+    found = outside(Measured(results, {}, {}, 0, [], []))
+    cause = None
+    for number, batch in enumerate(batches):
+        wrong = [name for name in errors if not errors[name][number].relative <= allowed[name][number]]
+        if wrong:
+            most = MOST_IN_16_BITS if max(allowed[name][number] for name in wrong) > MOST_LEFT else MOST_UNEXPLAINED
+            examples = _checked_batch(batch)
+
+            def of_order(order: np.ndarray, examples: Tree = examples) -> dict[str, np.ndarray]:
+                return _by_path(sampled(on_host, jax.tree.map(lambda array: array[order], examples), np.uint32(0)))
+
+            with jax.default_matmul_precision("highest"):
+                got = _by_path(parallel(params, batch))
+                where = f"batch {number}, {len(wrong)} of {len(errors)} arrays, {wrong[0]} first"
+                cause = _find_cause(where, got, of_order, len(jax.tree.leaves(examples)[0]), wrong, most)
+            break
+    return FunctionsCertificate(results, found, len(batches), report.versions(), cause)
+
+
+def _find_cause(
+    where: str,
+    got: dict[str, np.ndarray],
+    reference: Callable[[np.ndarray], dict[str, np.ndarray]],
+    size: int,
+    names: Sequence[str],
+    most: float,
+) -> Cause:
+    """Return the likely cause of wrong results.
+
+    reference: the results for a batch of these of its `size` examples. Instead of leaving examples out, a part of the
+    batch is repeated, which the same program computes. most: part of a difference that a cause may leave unexplained.
+    """
+    of_batch = reference(np.arange(size))
+
+    def joined(results: dict[str, np.ndarray]) -> np.ndarray:
+        """Return all arrays as one vector, each relative to the reference, so that none hides the others."""
+        norms = [max(float(np.linalg.norm(of_batch[name].astype(np.float64))), SMALLEST_NORM) for name in names]
+        arrays = [np.ravel(results[name]).astype(np.float64) / norm for name, norm in zip(names, norms, strict=True)]
+        return np.concatenate(arrays)
+
+    vector, expected = joined(got), joined(of_batch)
+    if not np.isfinite(vector).all():
+        return Cause(where, "a result is not finite", [])
+
+    def guesses() -> Iterator[Guess]:
+        scale = fitted_scale(vector, expected)
+        numbers = {f"{number} devices": number for number in range(2, MOST_PARTS + 1)}
+        some = ", of some arrays only" if len(names) < len(got) else ""
+        yield Guess(f"{name_of_scale(scale, numbers)}{some}", scale * expected, f"{scale:.7g} times those expected")
+        for number in range(2, MOST_PARTS + 1):
+            if size % number or len(vector) < NUMBERS_OF_PART * number:
+                continue
+            parts = [np.tile(part, number) for part in np.split(np.arange(size), number)]
+            of_parts = np.stack([joined(reference(part)) for part in parts], axis=1)
+            if not np.isfinite(of_parts).all():  # a part of padding examples alone
+                continue
+            shares, right = (np.linalg.lstsq(of_parts, one, rcond=None)[0] for one in (vector, expected))
+            shares_of_right = shares / np.where(np.abs(right) > NEAR / number, right, np.inf)
+            listed = [(part, 0) for part in range(number)]
+            name = name_of_shares(shares_of_right, listed, has_loss=False)
+            yield Guess(f"{name}{some}", of_parts @ shares, list_shares(shares_of_right, listed))
+
+    return best_cause(where, vector, expected, guesses(), most)
 
 
 def _changed_results(name: str, results: list[Any], *, numbers: "itertools.count[int]", seed: jax.Array) -> list[Any]:

@@ -21,8 +21,9 @@ from jaxpar.inspect.reference import HostBatch, Leaves, Reference, Runs, Snapsho
 from jaxpar.run.build import StrategyState
 
 MOST_UNEXPLAINED = 0.05  # part of the difference that a cause may leave unexplained
-NUMBERS_OF_PART = 20  # numbers of the gradient for each part, so that shares are determined
+NUMBERS_OF_PART = 10  # numbers of the gradient for each part, so that shares are determined
 MOST_PARTS = 32  # of a batch, whose shares in a gradient are determined
+OLDEST_PART = 3  # updates that the weights of some layers alone are supposed to lack
 NEAR = 0.02  # error of a share that counts as a whole number
 SMALLEST_NORM = float(np.finfo(np.float32).tiny)
 
@@ -121,8 +122,8 @@ def _not_summed(
         copies = [copy.gradient for copy in copies_along(run, reference, evidence.state, axis)]
         if all(np.array_equal(joined(copy, names), got) for copy in copies):
             continue
-        norms = ", ".join(f"{np.linalg.norm(joined(copy, names)):.4g}" for copy in copies)
-        words = f"norms of the gradients along the {axis} axis, which should be equal: {norms}"
+        apart = max(np.linalg.norm(joined(copy, names) - got) for copy in copies) / np.linalg.norm(got)
+        words = f"the gradients along the {axis} axis, which should be equal, differ by up to {apart:.2g}"
         for kind, scale in (("sum", 1), ("mean", 1 / size)):
             errors = []
             for name in names:
@@ -150,7 +151,7 @@ def _of_some_arrays(
     if not mask.any() or mask.all():
         return
     scale = fitted_scale(joined(evidence.after.gradient, names)[mask], whole[mask])
-    name = f"{_name_of_scale(scale, evidence)}, of some arrays only"
+    name = f"{name_of_scale(scale, _numbers(evidence))}, of some arrays only"
     yield Guess(name, np.where(mask, scale, 1) * whole, f"{scale:.7g} times those expected: {', '.join(listed)}")
 
 
@@ -195,6 +196,7 @@ def _guesses_of_gradient(
             gradient(index=batch["index"][index]),
             "the index of an example in the batch is folded into the key of the step",
         )
+    yield Guess("dropout keys: one for all examples", gradient(index=np.full_like(batch["index"], batch["index"][0])))
     tree = evidence.before[-1].tree
     for offset in (1, -1):
         keys = {**tree, "step": tree["step"] + np.asarray(offset, tree["step"].dtype)}
@@ -203,11 +205,16 @@ def _guesses_of_gradient(
     if (weights != ones).any():
         yield Guess("padding examples are counted", gradient(ones, weight=weights.sum()))
         yield Guess("padding examples are counted", gradient(ones, weight=np.float32(ones.size)))
+    for dtype in (jnp.bfloat16, jnp.float16):
+        narrow = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype).astype(x.dtype), tree["params"])
+        yield Guess(f"weights in {np.dtype(dtype).name}", gradient(tree={**tree, "params": narrow}))
     yield from _stale(evidence, gradient)
     if not expected.any():
         return
     scale = fitted_scale(got, expected)
-    yield Guess(_name_of_scale(scale, evidence), scale * expected, f"the gradient is {scale:.7g} times that expected")
+    yield Guess(
+        name_of_scale(scale, _numbers(evidence)), scale * expected, f"the gradient is {scale:.7g} times that expected"
+    )
     parts = [(k, j) for k in range(n) for j in range(m)] if n * m <= MOST_PARTS else [(k, -1) for k in range(n)]
     if not 1 < len(parts) <= MOST_PARTS or len(got) < NUMBERS_OF_PART * len(parts):
         return
@@ -225,7 +232,7 @@ def _guesses_of_gradient(
             name = f"a mean of the means of {words}, whatever their weights"
             yield Guess(name, of_parts @ means, f"weights of {listed}")
     shares = np.linalg.lstsq(of_parts, got, rcond=None)[0]
-    yield Guess(_name_of_shares(shares, parts, has_loss=has_loss), of_parts @ shares, _listed(shares, parts))
+    yield Guess(name_of_shares(shares, parts, has_loss=has_loss), of_parts @ shares, list_shares(shares, parts))
     yield from _rounded(got, expected, list(of_parts.T))
 
 
@@ -233,27 +240,41 @@ def _stale(evidence: Evidence, gradient: Callable[..., np.ndarray]) -> Iterator[
     """Yield gradients at earlier parameters, of all layers or of those of one stage."""
     newest = evidence.before[-1].tree
     names = [layer.name for layer in evidence.runs.ours.problem.model.layers]
-    held: list[tuple[str, Sequence[str]]] = [("", names)]
-    held += [(f" in stage {stage}", layers) for stage, layers in enumerate(stages_of(evidence.runs))]
+    held: list[tuple[str, Sequence[str]]] = [
+        (f" in stage {stage}", layers) for stage, layers in enumerate(stages_of(evidence.runs))
+    ]
     held += [(f" of {name}", [name]) for name in names]
     if len(names) <= MOST_PARTS:
         held += [(f" from {names[first]} on", names[first:]) for first in range(1, len(names) - 1)]
         held += [(f" up to {names[last]}", names[: last + 1]) for last in range(1, len(names) - 1)]
-    for count, earlier in enumerate(reversed(evidence.before[:-1]), 1):
-        for where, layers in held:
-            old = {layer: earlier.tree["params"][layer] for layer in layers if layer in newest["params"]}
-            stale = {**newest, "params": {**newest["params"], **old}}
-            yield Guess(f"stale weights{where}: they lack {format_count(count, 'update')}", gradient(tree=stale))
+    earlier = [*enumerate(reversed(evidence.before[:-1]), 1)]
+    places: list[tuple[int, Snapshot, str, Sequence[str]]] = [(*of, "", names) for of in earlier]
+    places += [(*of, *where) for of in earlier[:OLDEST_PART] for where in held]
+    for count, state, where, layers in places:
+        old = {layer: state.tree["params"][layer] for layer in layers if layer in newest["params"]}
+        stale = {**newest, "params": {**newest["params"], **old}}
+        yield Guess(f"stale weights{where}: they lack {format_count(count, 'update')}", gradient(tree=stale))
 
 
-def _name_of_scale(scale: float, evidence: Evidence) -> str:
-    """Return the likely reason why all gradients are too large or too small by the same factor."""
+def _numbers(evidence: Evidence) -> dict[str, int]:
+    """Return the numbers that a gradient can be multiplied or divided by, by name."""
     n, m, axes = evidence.num_replicas, evidence.num_microbatches, evidence.runs.ours.plan.axes
     numbers = {"replicas": n, "microbatches": m, "all devices that share the batch": n * m}
-    numbers |= {f"the devices of the {axis} axis": axes[axis] for axis in (TENSOR, CONTEXT) if axis in axes}
+    return numbers | {f"the devices of the {axis} axis": axes[axis] for axis in (TENSOR, CONTEXT) if axis in axes}
+
+
+def name_of_scale(scale: float, numbers: Mapping[str, int]) -> str:
+    """Return the likely reason why all gradients are too large or too small by the same factor.
+
+    numbers: how many there are of what could be summed, by name.
+    """
+    if abs(scale) < NEAR:
+        return "the gradient is 0: lost, or not computed"
+    if math.isclose(scale, -1, rel_tol=NEAR):
+        return "the gradient has the wrong sign"
     for factor, text in (
         (scale, "a sum over {} instead of their mean, or a sum that is taken twice"),
-        (1 / scale if scale else 0.0, "divided by the number of {} twice, or a missing sum over them"),
+        (1 / scale, "divided by the number of {} twice, or a missing sum over them"),
     ):
         same = [words for words, number in numbers.items() if number > 1 and math.isclose(factor, number, rel_tol=NEAR)]
         if same:
@@ -261,7 +282,7 @@ def _name_of_scale(scale: float, evidence: Evidence) -> str:
     return "scaled by a wrong factor"
 
 
-def _name_of_shares(shares: np.ndarray, parts: Sequence[tuple[int, int]], *, has_loss: bool) -> str:
+def name_of_shares(shares: np.ndarray, parts: Sequence[tuple[int, int]], *, has_loss: bool) -> str:
     """Return what is wrong with the shares of replicas and microbatches in a gradient. Each should be 1."""
     rounded = np.round(shares)
     if np.max(np.abs(shares - rounded)) > NEAR * max(float(np.max(np.abs(shares))), 1.0):
@@ -287,7 +308,8 @@ def _named(some: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int]]) ->
     return ", ".join(f"microbatch {j} of replica {k}" for k, j in some)
 
 
-def _listed(shares: np.ndarray, parts: Sequence[tuple[int, int]]) -> str:
+def list_shares(shares: np.ndarray, parts: Sequence[tuple[int, int]]) -> str:
+    """Return the shares of replicas and microbatches in a gradient, as evidence."""
     listed = ", ".join(f"{round(float(share), 3):g}" for share in shares)
     kind = "replicas" if all(j <= 0 for _, j in parts) else "microbatches"
     kind += ", replica by replica," if parts[-1][0] and kind == "microbatches" else ""
@@ -339,7 +361,7 @@ def update_guesses(evidence: Evidence, names: Sequence[str]) -> tuple[np.ndarray
     if np.array_equal(got, expected):  # the optimizer is right, but not what is done with its result
         got = joined(after.params, names) - joined(before.params, names)
         return got, expected, _guesses_of_change(got, expected, before, after)
-    return got, expected, _guesses_of_update(evidence, got, expected, update)
+    return got, expected, _guesses_of_update(evidence, names, got, expected, update)
 
 
 def _guesses_of_change(got: np.ndarray, expected: np.ndarray, before: Snapshot, after: Snapshot) -> Iterator[Guess]:
@@ -355,7 +377,11 @@ def _guesses_of_change(got: np.ndarray, expected: np.ndarray, before: Snapshot, 
 
 
 def _guesses_of_update(
-    evidence: Evidence, got: np.ndarray, expected: np.ndarray, update: Callable[..., np.ndarray]
+    evidence: Evidence,
+    names: Sequence[str],
+    got: np.ndarray,
+    expected: np.ndarray,
+    update: Callable[..., np.ndarray],
 ) -> Iterator[Guess]:
     """Yield hypotheses. update: with another norm of the gradient, or other parts of the state."""
     run, before, n = evidence.runs.ours, evidence.before[-1], evidence.num_replicas
@@ -371,6 +397,13 @@ def _guesses_of_update(
     for name, rate in zip(("after", "before"), rates[1:], strict=True):
         if rates[0] and rate not in (rates[0], 0.0):
             yield Guess(f"the learning rate of the step {name}", rate / rates[0] * expected, words)
+    for offset, where in ((1, "ahead"), (-1, "behind")) if step else ((1, "ahead"),):
+        counters = jax.tree.map(
+            lambda x, offset=offset: x if x.ndim else x + np.asarray(offset, x.dtype), before.tree["optimizer"]
+        )
+        yield Guess(f"the step counters of the optimizer are {where} by 1", update(optimizer=counters))
+        both = update(optimizer=counters, step=before.tree["step"] + np.asarray(offset, before.tree["step"].dtype))
+        yield Guess(f"the step counters of the optimizer and of the learning rate are {where} by 1", both)
     if run.config.optimizer.clip_norm:
         norm = np.float32(evidence.metrics.grad_norm)
         wrong = {"no clipping": 0.0, f"{n} times the norm": n * norm, f"1/{n} of the norm": norm / n}
@@ -395,6 +428,10 @@ def _guesses_of_update(
         share = 1 + float((got - expected) @ decay / (decay @ decay))
         name = "no weight decay" if abs(share) < NEAR else "wrong weight decay"
         yield Guess(name, expected + (share - 1) * decay, f"weight decay is {share:.3g} times that expected")
+        others = np.where(decay == 0, joined(before.params, names), 0)  # such as biases
+        share = float((got - expected) @ others / max(float(others @ others), SMALLEST_NORM))
+        words_of = f"{share:.2g} times the parameters that have no decay is added"
+        yield Guess("wrong weight decay: of parameters that have none", expected + share * others, words_of)
     yield Guess("the update is scaled by a wrong factor", scale * expected, words)
 
 

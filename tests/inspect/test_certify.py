@@ -503,17 +503,18 @@ def doubled_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stale_weights(
-    monkeypatch: pytest.MonkeyPatch, layers: Sequence[str] = ("embed", "block_0", "block_1", "head")
+    monkeypatch: pytest.MonkeyPatch, layers: Sequence[str] = ("embed", "block_0", "block_1", "head"), lag: int = 1
 ) -> None:
-    """Compute each gradient at parameters of layers before the last update, and apply its update to the newest ones."""
+    """Compute each gradient at parameters of layers `lag` updates ago, and apply its update to the newest ones."""
 
     def change(made: Strategy[Any]) -> Strategy[Any]:
         params: list[Any] = []
 
         def step(state: Any, batch: Any) -> Any:
             tree = jax.tree.map(np.array, made.to_canonical(state))
-            params.append(tree["params"])
-            mixed = tree["params"] | {layer: params[-2:][0][layer] for layer in layers}
+            params[int(tree["step"]) :] = [tree["params"]]
+            old = params[-lag - 1] if len(params) > lag else params[-1]
+            mixed = tree["params"] | {layer: old[layer] for layer in layers}
             after, metrics = made.step(made.from_canonical({**tree, "params": mixed}), batch)
             stale = jax.tree.map(np.array, made.to_canonical(after))
             update = stale["optimizer"]["2"]["last"]
@@ -579,6 +580,60 @@ def missing_in_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReplicaGroup, "reduced", lambda _group, grads: grads)
 
 
+def changed_gradients(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
+    """Replace the gradients of a replica."""
+
+    def gradients(*arguments: Any, **options: Any) -> Any:
+        grads, sums = steps.gradients(*arguments, **options)
+        return change(grads), sums
+
+    changed(monkeypatch, shard_map, gradients=gradients)
+
+
+def key_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw the same dropout mask for all examples."""
+
+    def gradients(problem: Any, state: Any, batch: Any, *rest: Any, **options: Any) -> Any:
+        index = jax.numpy.zeros_like(batch["index"])
+        return steps.gradients(problem, state, {**batch, "index": index}, *rest, **options)
+
+    changed(monkeypatch, shard_map, gradients=gradients)
+
+
+def narrow_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradients(problem: Any, state: Any, *rest: Any, **options: Any) -> Any:
+        params = jax.tree.map(lambda x: x.astype(jax.numpy.bfloat16).astype(x.dtype), state.params)
+        return steps.gradients(problem, state._replace(params=params), *rest, **options)
+
+    changed(monkeypatch, shard_map, gradients=gradients)
+
+
+def decayed_biases(update: Any, grads: Any, state: Any, params: Any, **options: Any) -> Any:
+    updates, after = update(grads, state, params, **options)
+    updates = jax.tree.map(lambda u, p: u - 5e-5 * p if p.ndim == 1 else u, updates, params)
+    return updates, (after[0], after[1], after[2]._replace(last=updates))
+
+
+def counted_ahead(update: Any, grads: Any, state: Any, *rest: Any, **options: Any) -> Any:
+    """Correct the bias of the moments as one step later."""
+
+    def ahead(tree: Any, number: int) -> Any:
+        def is_adam(node: Any) -> bool:
+            return isinstance(node, optax.ScaleByAdamState)
+
+        def count(node: Any) -> Any:
+            return node._replace(count=node.count + number) if is_adam(node) else node
+
+        return jax.tree.map(count, tree, is_leaf=is_adam)
+
+    updates, after = update(grads, (state[0], ahead(state[1], 1), state[2]), *rest, **options)
+    return updates, (after[0], ahead(after[1], -1), after[2])
+
+
+def clipped_elements(grads: Any) -> Any:
+    return jax.tree.map(lambda g: jax.numpy.clip(g, -0.01, 0.01), grads)
+
+
 def lost_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute the update of one layer, as a shard of an optimizer does, and do not send it."""
 
@@ -635,6 +690,40 @@ CAUSES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], str, st
     ),
     "a replica": (missed_by_replica, [*MLP, *SHARD_MAP], "batch 3", "devices hold different copies of the state"),
     "an evaluation": (doubled_evaluation, MLP, "an evaluation", "examples are counted twice"),
+    "one key": (key_of_all, [*MLP, *SHARD_MAP], "forward", "dropout keys: one for all examples"),
+    "narrow weights": (narrow_weights, [*MLP, *SHARD_MAP], "forward", "weights in bfloat16"),
+    "no gradient": (
+        partial(changed_gradients, change=lambda grads: jax.tree.map(jax.numpy.zeros_like, grads)),
+        [*MLP, *SHARD_MAP],
+        "backward",
+        "the gradient is 0",
+    ),
+    "a sign": (
+        partial(changed_gradients, change=lambda grads: jax.tree.map(jax.numpy.negative, grads)),
+        [*MLP, *SHARD_MAP],
+        "backward",
+        "the gradient has the wrong sign",
+    ),
+    # A factor explains all but 4% of this, which rounding does not: it would be a wrong cause.
+    "clipped elements": (
+        partial(changed_gradients, change=clipped_elements),
+        [*MLP, *SHARD_MAP],
+        "backward",
+        "unknown: none of",
+    ),
+    "decayed biases": (
+        partial(changed_optimizer, change=decayed_biases),
+        [*MLP, *SHARD_MAP],
+        "batch 1, update",
+        "wrong weight decay: of parameters that have none",
+    ),
+    "a counter": (
+        partial(changed_optimizer, change=counted_ahead),
+        [*MLP, *SHARD_MAP],
+        "batch 0, update",
+        "the step counters of the optimizer are ahead by 1",
+    ),
+    "old weights": (partial(stale_weights, lag=5), [*MLP, *SHARD_MAP], "batch 5, forward", "they lack 5 updates"),
 }
 
 
@@ -646,7 +735,7 @@ def test_causes_are_named(
 ) -> None:
     plant, keys, where, why = CAUSES[name]
     plant(monkeypatch)
-    code, found = certify(*keys)
+    code, found = certify(*keys, num_steps=7 if name == "old weights" else 3)
     assert code == 1
     assert where in found["cause"]["where"], found["cause"]
     assert why in found["cause"]["cause"], found["cause"]
@@ -843,7 +932,7 @@ def check_page(text: str, found: dict[str, Any], printed: str) -> None:
     """Check that a page has the errors of a certificate without rounding, and the cells that were printed."""
     page = check_alone(text)
     errors = [error for of in (found["metrics"], *found["layers"].values()) for error in of.values()]
-    assert {error["relative"] for error in errors if error["tolerance"] is not None} <= set(page.values)
+    assert {error["relative"] for error in errors} <= set(page.values)
     rows = {row[0]: row[1:] for row in reversed(page.rows)}  # the first of each name
     assert rows["layer"] == list(certificate.QUANTITIES)
     for layer in found["layers"]:
@@ -876,7 +965,7 @@ def test_the_page_of_a_strategy_that_differs() -> None:
     assert ["delays", certificate_report.format_delays(stage)] in page.rows
     assert ["embed", "1.0e-07"] in page.rows
     assert ["reference", "one device; its losses and gradients are those of the model in float32"] in page.rows
-    assert page.values == []
+    assert page.values == [1e-7, 1e-7]  # numbers, so that a narrow screen does not break them at the hyphen
 
 
 def test_an_infinite_error_is_marked() -> None:

@@ -126,25 +126,47 @@ def test_correct_steps_pass(make: Callable[[Step], Step], dtype: str) -> None:
     assert f"passed: {3 * len(found.results)} errors are within" in str(found)
 
 
-MISTAKES: dict[str, tuple[Callable[[Step], Step], bool]] = {
-    "sum of means": (on_two_devices(lambda tree: jax.tree.map(lambda x: 2 * x, total(tree))), True),
-    "no psum": (on_two_devices(lambda tree: tree), True),
-    "mean of means": (on_two_devices(total, own_weight=True), True),
-    "one leaf without psum": (on_two_devices(one_leaf_of(lambda own: own)), False),
-    "one leaf larger by 1e-4": (on_two_devices(one_leaf_of(lambda own: total(own) * (1 + 1e-4))), False),
-    "not a number": (on_two_devices(one_leaf_of(lambda own: own * jnp.nan)), False),
+ONE_LEAF = "scaled by a wrong factor, of some arrays only"
+MISTAKES: dict[str, tuple[Callable[[Step], Step], bool, str]] = {
+    "sum of means": (
+        on_two_devices(lambda tree: jax.tree.map(lambda x: 2 * x, total(tree))),
+        True,
+        "a sum over 2 devices instead of their mean",
+    ),
+    "mean of sums": (
+        on_two_devices(lambda tree: jax.tree.map(lambda x: x / 2, total(tree))),
+        True,
+        "divided by the number of 2 devices twice",
+    ),
+    "no psum": (
+        on_two_devices(lambda tree: tree),
+        True,
+        "a missing sum over replicas: the gradient is that of replica 0",
+    ),
+    "mean of means": (on_two_devices(total, own_weight=True), True, "replicas or microbatches have wrong weights"),
+    "one leaf without psum": (on_two_devices(one_leaf_of(lambda own: own)), False, "a missing sum over replicas"),
+    "one leaf larger by 1e-4": (on_two_devices(one_leaf_of(lambda own: total(own) * (1 + 1e-4))), False, ONE_LEAF),
+    "one leaf clipped": (
+        on_two_devices(one_leaf_of(lambda own: jnp.clip(total(own), -1e-2, 1e-2))),
+        False,
+        "unknown: none of",
+    ),
+    "not a number": (on_two_devices(one_leaf_of(lambda own: own * jnp.nan)), False, "a result is not finite"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_found_and_named(name: str) -> None:
-    make, of_all = MISTAKES[name]
+    make, of_all, cause = MISTAKES[name]
     one_device, params = problem("float32")
     found = jaxpar.certify_functions(one_device, make(one_device), params, batch_of(0))
     named = [line.partition(":")[0] for line in found.outside]
     assert not found.passed
     assert named == ([*found.results] if of_all else [KERNEL])
     assert f"verdict    failed, outside the tolerance\noutside    {named[0]}: " in str(found)
+    assert found.cause is not None
+    assert found.cause.where == f"batch 0, {len(named)} of {len(found.results)} arrays, {named[0]} first"
+    assert f"\ncause      {cause}" in str(found)
 
 
 def test_a_missing_sum_is_found_in_bfloat16() -> None:

@@ -60,9 +60,11 @@ def certificate_page(certified: Mapping[str, Any]) -> str:
 def error_cell(error: Mapping[str, Any] | None) -> Cell:
     """Return the cell of an error, marked if it is outside its tolerance."""
     text = cell(dict(error) if error else None)
-    if error is None or error["tolerance"] is None:
+    if error is None:
         return Cell(text)
     relative, tolerance = error["relative"], error["tolerance"]
+    if tolerance is None:
+        return Cell(text, relative)
     if relative is None or relative > tolerance:
         return Cell(f"outside: {text}", relative, shade=SHADE_AT_TOLERANCE)
     return Cell(text, relative, shade=SHADE_AT_TOLERANCE * relative / tolerance if tolerance else 0.0)
