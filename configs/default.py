@@ -201,7 +201,7 @@ def get_config() -> ConfigDict:
     # matrix products
     model.remat = "none"
     # Compute consecutive equal layers with one scan: True, False. auto: False if remat is none, because layers are
-    # faster without a scan; otherwise True
+    # faster without a scan; otherwise True, because without one XLA on GPUs undoes rematerialization
     model.scan_layers = FieldReference("auto", field_type=bool | str)
     # Linear maps of transformers multiply one matrix [examples x positions, features]: True, or an array [examples,
     # positions, features]: False. auto: True on CPUs, where the matrix is faster, otherwise False

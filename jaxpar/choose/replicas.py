@@ -73,8 +73,7 @@ def _of_groups(space: Space, sizes: Mapping[str, int]) -> Iterator[Candidate]:
             continue
         update = update_of(space, with_settings(space.config, settings), plan)
         for remat in space.choices("model.remat", space.layers.remats):
-            scans = ("auto", False) if space.machine.overlaps and remat != "none" else ("auto",)
-            for scan in space.choices("model.scan_layers", scans):
+            for scan in space.choices("model.scan_layers", ("auto",)):
                 numbers = space.choices("optimizer.accumulation_steps", divisors(batch // n))
                 best: Candidate | None = None
                 for number in (number for number in numbers if batch % (n * number) == 0):

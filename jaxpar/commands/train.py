@@ -187,7 +187,8 @@ def _train(config: ConfigDict, given: set[str], values: flags.FlagValues, argv: 
     except StoppedEarly:
         print(_stopped(argv, early=True), flush=True)
         return int(values.stopped_exit_code)
-    closing = _closing(result, workdir, tasks.find_task(config).headline, changes_to_try(config))
+    is_example = config.data.source in ("wordnet", "synthetic")
+    closing = _closing(result, workdir, tasks.find_task(config).headline, changes_to_try(config), is_example)
     print(printable(closing, keep="\n"), flush=True)
     return 0
 
@@ -217,15 +218,28 @@ def changes_to_try(config: ConfigDict) -> list[str]:
     return flags
 
 
-def _closing(result: Mapping[str, Any], workdir: Path, headline: str, changes: Sequence[str]) -> str:
-    """Return the lines to print at the end of a run. headline: of the task. changes: flags to try next."""
+def _closing(result: Mapping[str, Any], workdir: Path, headline: str, changes: Sequence[str], is_example: bool) -> str:
+    """Return the lines to print at the end of a run.
+
+    headline: of the task. changes: flags to try next. is_example: whether the data is not the user's own.
+    """
     reached = headline.format(**result) if "test_loss" in result else "finished"
-    left = "result.json", "report.html", "metrics.jsonl", "curves.png", "confusion.png", "checkpoints/", "tensorboard/"
+    left = (
+        "result.json",
+        "report.html",
+        "metrics.jsonl",
+        "curves.png",
+        "confusion.png",
+        "checkpoints/",
+        "tensorboard/",
+        "profile/",
+    )
     results = ", ".join(name for name in left if (workdir / name).exists())
     rate = f", {result['examples_per_second']:,.0f} examples/s" if "examples_per_second" in result else ""
     first = f"try {' or '.join(changes)} with a new --workdir;\n          " if changes else ""
+    own = ", or train on your own data (docs/howto/data.md)" if is_example else ""
     return (
         f"\n{reached} after {format_count(result['steps'], 'step')}{rate}\n"
         f"results   {workdir}/{results}\n"
-        f"next      {first}use the model (docs/howto/predict.md), or train on your own data (docs/howto/data.md)"
+        f"next      {first}use the model (docs/howto/predict.md, serve.md){own}"
     )

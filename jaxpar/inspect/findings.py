@@ -27,7 +27,7 @@ EXPOSED_SHARE = 0.5  # of the time of a collective
 RECOMPUTED_SHARE = 0.1  # of the FLOPs of both passes: cuDNN attention computes its scores again, which is less
 
 NEGLIGIBLE = f"at most {LARGE_SHARE:.0%} of the step"
-AT_THE_END = "gradients are exchanged after the backward pass"
+AT_THE_END = "too little is left to compute when the last gradients are sent, one message after the other"
 AFTER_WARMUP = "compression begins after the warm-up"
 BETWEEN_PRODUCTS = "layers wait for the positions of the other devices of a group"
 AT_BOTH_ENDS = "nothing is left to compute before the first parameters arrive, and after the last gradients"
@@ -112,6 +112,7 @@ def remedies(config: ConfigDict) -> Mapping[str, str]:
     """Return what avoids the findings of a run, by the kind of finding or by the collective that the GPU waits for."""
     found, is_pipeline = {}, config.strategy == "pipeline"
     scans = scans_layers(config.model.scan_layers, config.model.remat) and not is_pipeline
+    scans = scans and config.model.remat == "none"  # otherwise, the memory would be that without rematerialization
     if scans:
         found["stacks"] = "config.model.scan_layers=False avoids it"
     elif is_pipeline and config.pipeline.executor != "dispatch":
@@ -119,8 +120,10 @@ def remedies(config: ConfigDict) -> Mapping[str, str]:
     is_alone = all(config.mesh[axis] == 1 for axis in GROUP_AXES) and config.optimizer.accumulation_steps == 1
     if config.strategy == "data_parallel" and is_alone and config.exchange not in ("zero3", "hsdp"):
         if scans:
-            earlier = "with config.model.scan_layers=False, they are sent during the backward pass"
+            earlier = "with config.model.scan_layers=False, most are sent during the backward pass"
             found |= dict.fromkeys(("all-reduce", "reduce-scatter"), earlier)
+        elif config.exchange in ("ddp", "horovod", "byteps") and not config.exchange_options.wire_dtype:
+            found["all-reduce"] = "config.exchange_options.wire_dtype=bfloat16 halves the bytes, and rounds gradients"
         if config.exchange in ("zero1", "zero2"):
             found["all-gather"] = "with config.exchange=zero3, layers gather their parameters during both passes"
     return found

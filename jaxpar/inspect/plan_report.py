@@ -158,6 +158,13 @@ def describe_plans(
     ]
     if any(one.waits for one in each):
         lines.append(WAITING_LAST)
+    if cluster.price_per_hour is not None:
+        rent = cluster.num_devices * cluster.price_per_hour
+        of_million = rent / 3600 * best.costs.seconds / work.examples * 1e6
+        lines += [
+            "",
+            f"The cluster costs {rent:.4g} an hour, and with the first one {of_million:.3g} a million examples.",
+        ]
     size, n = space.config.batch_size, space.num_devices
     if size % n and all(one.settings["strategy"] == "pipeline" for one in found):
         multiple = f"config.batch_size is {size}, which is not a multiple of {n}"

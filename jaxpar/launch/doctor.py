@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpar.errors import USER_ERROR, TrainingError, format_bytes, format_count, printable
+from jaxpar.errors import USER_ERROR, TrainingError, UserError, format_bytes, format_count, printable
 from jaxpar.host_memory import host_bytes
 from jaxpar.launch.launcher import PROCESS_BYTES
 from jaxpar.launch.place import Place, bind_address, in_address, own_address
@@ -283,7 +283,10 @@ def add_on_devices(place: Place | None) -> dict[str, Any]:
 
 
 def answer(place: Place, workdir: Path | None, seconds: float) -> None:
-    """Do what process 0 asks for, until it reports the end. Raises TrainingError if it cannot be reached."""
+    """Do what process 0 asks for, until it reports the end. Raises TrainingError if it cannot be reached.
+
+    Raises UserError if process 0 found a problem.
+    """
     try:
         connection = connect_to(place.coordinator_address, seconds)
         with contextlib.closing(Peer(connection)) as peer, receiving(place.coordinator_address) as address:
@@ -296,6 +299,8 @@ def answer(place: Place, workdir: Path | None, seconds: float) -> None:
             }
             while (asked := peer.receive())["do"] != "end":
                 peer.send(tasks[asked["do"]](asked.get("with")))
+            if asked.get("with"):
+                raise UserError(f"process 0 found a problem; see its output ({asked['with']})")
     except OSError as error:
         who = f"process {place.process_id} on {platform.node()}"
         raise TrainingError(f"{who} cannot reach process 0 at {place.coordinator_address}: {error}") from None
@@ -362,7 +367,7 @@ class Examination:
                 break
         for peer in self._peers.values():
             with contextlib.suppress(OSError):  # it has ended
-                peer.send({"do": "end"})
+                peer.send({"do": "end", "with": ", ".join(row.what for row in self.rows if row.problem)})
             peer.close()
         return self.rows
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -166,7 +167,7 @@ def load_parts(config: ConfigDict, workdir: Path, cluster: Cluster, dataset: dat
             if processes.is_first() and not contains_run(workdir):
                 (workdir / "tokenizer.json").unlink(missing_ok=True)  # left over from a start that failed
             dataset = data.load(config, task.labels, workdir)
-    check_alike(config, dataset.fingerprint)
+    check_alike(config, dataset.fingerprint, workdir)
     if config.early_stop.patience and not dataset.validation:
         raise UserError(
             f"config.early_stop.patience is {config.early_stop.patience}; it must be 0, because the validation split, "
@@ -197,14 +198,24 @@ def contains_run(workdir: Path) -> bool:
     return (workdir / "config.json").exists() or bool(checkpoint.steps(workdir / "checkpoints"))
 
 
-def check_alike(config: ConfigDict, fingerprint: str) -> None:
-    """Raise UserError in all processes if any process has a different config or different data than process 0."""
-    local = {"config": configs.keys(config), "data": fingerprint}
+def check_alike(config: ConfigDict, fingerprint: str, workdir: Path) -> None:
+    """Raise UserError in all processes if any has another config, data or workdir than process 0."""
+    if jax.process_count() == 1:
+        return
+    mark = workdir / f".mark-{uuid.uuid4().hex}"
+    local = {"config": configs.keys(config), "data": fingerprint, "mark": mark.name}
+    if processes.is_first():
+        mark.touch()
     first = json.loads(processes.from_first(json.dumps(local)))
     changed = [text for key, text in resume.differences(first["config"], config).items() if key not in PLACES]
     if first["data"] != fingerprint:
         changed.append("the data")
-    if processes.any_of(bool(changed)):
+    if not (workdir / first["mark"]).exists():
+        changed.append(f"--workdir is {str(workdir)!r}, which is another folder")
+    differ = processes.any_of(bool(changed))
+    if processes.is_first():
+        mark.unlink()
+    if differ:
         number = jax.process_index()
         this = f"process {number} differs from process 0: {'; '.join(changed)} (process 0 -> process {number})"
         raise UserError(this if changed else "another process differs from process 0; see the error of that process")
@@ -260,7 +271,7 @@ def advise_length(config: ConfigDict, num_examples: int, num_steps: int, divisor
     epochs = math.ceil(ENOUGH_STEPS / math.ceil(num_examples / size) / 5) * 5
     flags = f"--config.batch_size={size} " if size < config.batch_size else ""
     too_few = f"{format_count(num_steps, 'step')} {'is' if num_steps == 1 else 'are'} too few"
-    return f"{too_few}; train longer, with {flags}--config.num_epochs={epochs}"
+    return f"{too_few}; train longer, in a new --workdir with {flags}--config.num_epochs={epochs}"
 
 
 def describe_run(run: Run) -> str:

@@ -55,6 +55,10 @@ def format_classes(confusion_CC: np.ndarray, names: Sequence[str]) -> str:
     for name, *values in rows:
         numbers = "{:10.4f} {:7.4f} {:7.4f} {:9,}".format(*values) if values else ""
         lines.append(f"{'':9} {name:{width}} {numbers}".rstrip())
+    if unmeasured := sorted(set(range(len(names))) - set(occurring.tolist())):
+        listed = ", ".join(_short(names[number]) for number in unmeasured[:NUM_WORST])
+        rest = len(unmeasured) - NUM_WORST
+        lines.append(f"{'':9} without test examples: {listed}{f' and {rest} more' if rest > 0 else ''}")
     return "\n".join(lines)
 
 

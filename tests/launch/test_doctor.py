@@ -59,18 +59,26 @@ def test_facts(changes: dict[str, Any], all_change: bool, what: str | None, prob
 
 
 def examine(number: int, workdir: Path | None, *, absent: int = 0, seconds: float = 20.0) -> list[Row]:
-    """Examine processes that are threads, the last `absent` of which are missing."""
+    """Examine processes that are threads, the last `absent` of which are missing. The others learn of problems."""
     address = f"127.0.0.1:{free_port()}"
-    threads = [
-        threading.Thread(target=doctor.answer, args=(Place(address, number, i), workdir, 20.0), daemon=True)
-        for i in range(1, number - absent)
-    ]
+    refused = []
+
+    def answer(process: int) -> None:
+        try:
+            doctor.answer(Place(address, number, process), workdir, 20.0)
+        except UserError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=answer, args=(i,), daemon=True) for i in range(1, number - absent)]
     for thread in threads:
         thread.start()
     rows = Examination(Place(address, number, 0), workdir, seconds).run()
     for thread in threads:
         thread.join(20)
         assert not thread.is_alive()
+    listed = ", ".join(problems(rows))
+    assert all(f"see its output ({listed})" in one for one in refused)
+    assert len(refused) == (len(threads) if listed else 0)
     return rows
 
 

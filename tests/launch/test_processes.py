@@ -478,8 +478,9 @@ def test_processes_that_are_given_different_runs(folder: Path, tmp_path: Path) -
     arguments = [*settings(folder, "texts"), "--config.mesh.virtual_cpu_devices=2", *place]
     other = tmp_path / "other.csv"
     other.write_text((folder / "data.csv").read_text() + "one more row,none\n")
-    command = [sys.executable, "-m", "jaxpar", "train", "--config=configs/default.py", f"--workdir={tmp_path}/run"]
-    own = [[], ["--config.optimizer.lr=0.5", f"--config.data.train={other}"]]
+    command = [sys.executable, "-m", "jaxpar", "train", "--config=configs/default.py"]
+    workdirs = [f"--workdir={tmp_path}/{name}" for name in ("run", "elsewhere")]
+    own = [workdirs[:1], [workdirs[1], "--config.optimizer.lr=0.5", f"--config.data.train={other}"]]
     started = [
         subprocess.Popen(
             [*command, *arguments, *own[i], f"--process_id={i}"],
@@ -491,10 +492,11 @@ def test_processes_that_are_given_different_runs(folder: Path, tmp_path: Path) -
         for i in range(2)
     ]
     first, second = (finished(process, code=2)[1] for process in started)
-    differs = "config.optimizer.lr: 0.01 -> 0.5; the data"
+    elsewhere = f"--workdir is '{tmp_path}/elsewhere', which is another folder"
+    differs = f"config.optimizer.lr: 0.01 -> 0.5; the data; {elsewhere}"
     assert f"jaxpar: process 1 differs from process 0: {differs} (process 0 -> process 1)" in second
     assert "jaxpar: another process differs from process 0; see the error of that process" in first
-    assert not (tmp_path / "run" / "config.json").exists()
+    assert not (tmp_path / "run").exists()
 
 
 SRUN = 'echo "srun $*"; exit $CODE'

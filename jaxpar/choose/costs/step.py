@@ -86,7 +86,9 @@ def replicas_costs(
     accumulation, remat, scan_layers = (settings[key] for key in REPLICA_KEYS)
     is_scanned, is_accumulated = scans_layers(scan_layers, remat) and machine.overlaps, accumulation > 1
     flags = {"is_scanned": is_scanned, "is_accumulated": is_accumulated, "gathers_layers": gathers_layers}
-    nbytes = replica_bytes(layers, model, state, size, remat, **flags)
+    # Without a scan, XLA on GPUs computes again long before the backward pass needs it, and so saves nothing.
+    saved = remat if is_scanned or not machine.overlaps else "none"
+    nbytes = replica_bytes(layers, model, state, size, saved, **flags)
     # The backward pass does not compute the loss again.
     profile = [*layers.profile(size, remat)[:-1], layers.profile(size, "none")[-1]]
     n, devices = axes[DATA], math.prod(axes.values())

@@ -122,7 +122,11 @@ def _result_rows(run: RecordedRun, num_steps: int) -> list[Row]:
     rows.append(["examples", number_cell(result["examples"])])
     rows += [[f"{name} split, examples", number_cell(size)] for name, size in result["splits"].items()]
     rows.append(["parameters", number_cell(result["parameters"])])
-    rows += [[f"{LABELS[name]}, median", number_cell(result[name])] for name in report.RATES if name in result]
+    rows += [
+        [f"{LABELS[name]}, median of the log intervals", number_cell(result[name])]
+        for name in report.RATES
+        if name in result
+    ]
     rows.append(["ledger", result["ledger"]])
     rows += [[f"discarded after step {one['step']:,}", one["private_state"]] for one in result["discarded"]]
     if result["in_flight"]:
@@ -234,6 +238,8 @@ def _advice(run: RecordedRun) -> list[str]:
             f"The validation loss was lowest at step {best:,}, so the later steps gained nothing: predictions use that "
             "checkpoint. `config.early_stop.patience` ends runs earlier."
         )
+    if spent.get("compile", 0) > MUCH * total:
+        found.append("Compiling took much of the time: programs are cached, so that the next run has less of it.")
     if spent.get("input", 0) > MUCH * total:
         found.append("The devices waited for data: raise `config.data.num_threads` and `config.data.prefetch`.")
     if spent.get("eval", 0) > MUCH * total:
