@@ -214,8 +214,9 @@ Set `config.pipeline.schedule`, or leave `auto`, which chooses the fastest one t
 The costs are those of `jaxpar simulate` for {STAGES} devices and {MICROBATCHES} microbatches. A forward pass, the
 gradient of the input and the gradient of the weights take one unit of time each. *Step* is the time of a step if
 devices wait only for their inputs, *in lockstep* if all wait for each other after each clock. *Bubble* is the idle
-share of the longest span of a device. *Microbatches in memory* are those between their forward and their backward
-pass, at most; on one of two chunks, each counts 0.5.
+share of a device between its first and its last action; as in the papers, the next step can begin on it before the
+others have finished, which it cannot here, so *Step* decides. *Microbatches in memory* is the largest number of
+microbatches between their forward and backward passes on a device; on one of two chunks, each counts 0.5.
 """
 CONTINUOUS_HEAD = "These schedules never drain, and train with older weights. The bubble is that of the full pipeline."
 
@@ -256,7 +257,10 @@ MODELS_HEAD = """
 Keys of `config.model`, which [config keys](config.md#model) lists, override the sizes of a model. Parameters are
 counted with the vocabulary of the published model, and with heads for 1,000 classes of images.
 """
-GPUS_HEAD = "A cluster is `NAME:GPUs` or `NAME:GPUsxHOSTS`, such as `h100:4x8`. Rates are those at which a GPU sends."
+GPUS_HEAD = """
+A cluster is `NAME:GPUs` or `NAME:HOSTSxGPUS`, such as `h100:4x8` for 4 hosts of 8. Rates are those of data sheets, at
+which a GPU sends.
+"""
 SHOWN = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "mlp_size")
 REVERSED = tuple(reversed(tasks.TASKS))
 

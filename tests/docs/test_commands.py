@@ -32,7 +32,7 @@ OTHERS = {"json", "no-deps", "dest", "map-by", "head", "port", "address"}
 # Workdirs of commands whose config cannot be checked here.
 FROM_OTHERS = {
     "runs/again": "reads the table of another run",
-    "runs/finetuned": "reads the export of another run",
+    "runs/own": "reads the schedule of the page above it",
     "runs/minilm": "reads a downloaded model",
     "runs/mine": "reads the model of the page above it",
     "runs/swarm": "reads the files of the page above it",

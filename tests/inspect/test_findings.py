@@ -223,7 +223,9 @@ def test_remedies() -> None:
     assert kinds(strategy="pipeline", **{"pipeline.executor": "dispatch"}) == set()
     for unrolled in (False, "auto"):
         assert kinds(exchange="zero2", **{"model.scan_layers": unrolled}) == {"all-gather"}
-    assert kinds(**{"model.scan_layers": "auto", "model.remat": "full"}) == set()
+    assert kinds(**{"model.scan_layers": "auto", "model.remat": "full"}) == {"all-reduce"}  # a narrower dtype
+    narrow = {"model.scan_layers": False, "exchange_options.wire_dtype": "bfloat16"}
+    assert kinds(**narrow) == set()
     others: Mapping[str, Any]
     for others in (
         {"exchange": "zero3"},

@@ -514,7 +514,7 @@ SCONTROL = 'echo "scontrol $*"'
 def test_the_job_script_of_the_docs(code: int, restarts: str | None, comes_back: bool, tmp_path: Path) -> None:
     """The script follows the table of exit codes. The commands of SLURM are replaced by fakes."""
     page = (ROOT / "docs" / "howto" / "machines.md").read_text()
-    script = page.partition("```bash\n")[2].partition("```")[0]
+    script = "#!/bin/bash\n" + page.partition("```bash\n#!/bin/bash\n")[2].partition("```")[0]
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)

@@ -57,7 +57,7 @@ def test_the_tutorial_trains_its_model(
 
     The README has the same model.
     """
-    _, module, program = (text for language, text in blocks("docs/tutorials/train.md") if language == "python")
+    *_, module, program = (text for language, text in blocks("docs/tutorials/train.md") if language == "python")
     assert ("python", module) in blocks("README.md")
     (own_package / "my_model.py").write_text(module)
     config = jaxpar.load_config("configs/quickstart.py")

@@ -36,6 +36,7 @@ def test_table_of_few_classes_keeps_their_order() -> None:
         "          x                                    0.0000  0.0000  0.0000         0",
         "          a name that is longer than a ...     1.0000  0.5000  0.6667         8",
         "          macro average                        0.5333  0.4167  0.4444        12",
+        "          without test examples: y",
     ]
 
 
@@ -46,10 +47,11 @@ def test_table_of_many_classes_shows_the_worst() -> None:
         matrix[number, number] = number
         matrix[number, (number + 1) % 20] = 40 - number
     lines = classes.format_classes(matrix[::-1, ::-1], [f"c{number}" for number in range(20, -1, -1)]).splitlines()
-    assert [line.split()[0] for line in lines[2:-2]] == [f"c{number}" for number in range(8)]
-    assert lines[-2] == "          and 12 of higher f1"
-    assert lines[-1].split()[:2] == ["macro", "average"]
-    assert lines[-1].split()[-1] == "800"
+    assert [line.split()[0] for line in lines[2:-3]] == [f"c{number}" for number in range(8)]
+    assert lines[-3] == "          and 12 of higher f1"
+    assert lines[-2].split()[:2] == ["macro", "average"]
+    assert lines[-2].split()[-1] == "800"
+    assert lines[-1] == "          without test examples: c20"
 
 
 @pytest.mark.parametrize("num_classes", [2, 10, 45, 200])
