@@ -54,17 +54,16 @@ def config_page() -> str:
     """Return the page of all config keys."""
     config, defaults = configs.default_config(), configs.keys(configs.default_config())
     lines = ["# Config keys", "", NOTE, "", *filled(CONFIG_HEAD)]
-    head = ["| Key | Default | Meaning | On resume |", "|---|---|---|---|"]
+    head = ["| Key of `config` | Default | Meaning | On resume |", "|---|---|---|---|"]
     lines += head
     for one in config_help.described():
         if one.is_section:
             lines += ["", f"## {one.name}", "", *filled(cell(one.comment)), *head]
             continue
         changes = "may change" if resume.may_change(one.name, config) else "fixed"
-        meaning = (
-            f"{one.heading} {one.comment}" if one.heading and not one.heading.endswith(one.comment) else one.comment
-        )
-        lines.append(row(f"`config.{one.name}`", f"`{defaults[one.name]!r}`", cell(meaning), changes))
+        if one.heading:
+            lines.append(row("", "", cell(one.heading), ""))
+        lines.append(row(f"`{one.name}`", f"`{defaults[one.name]!r}`", cell(one.comment), changes))
     return "\n".join(lines) + "\n"
 
 

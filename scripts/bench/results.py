@@ -96,22 +96,22 @@ def pages() -> dict[str, str]:
 
 def page(name: str, results: list[dict[str, Any]]) -> str:
     """Return a page of results."""
-    parts = [f"# Results: {TITLES[name]}", wrapped(NOTE), *map(section, results)]
+    parts = [f"# {TITLES[name]}", wrapped(NOTE), *map(section, results)]
     return "\n\n".join(parts) + "\n"
 
 
 TITLES = {
-    "compiled": "programs for GPUs that were not there",
-    "cpu": "training on CPUs",
-    "exchanges": "exchanges",
-    "faults": "killed processes",
-    "gpu": "one GPU",
-    "mitigations": "stale gradients with SGD",
-    "pipelines": "pipelines",
-    "plans": "predicted time and memory",
-    "strategies": "strategies compared",
-    "swarm": "swarms, and several runs",
-    "updates": "asynchronous updates",
+    "compiled": "Programs for GPUs that were not there",
+    "cpu": "Training on CPUs",
+    "exchanges": "Exchanges",
+    "faults": "Killed processes",
+    "gpu": "One GPU",
+    "mitigations": "Stale gradients with SGD",
+    "pipelines": "Pipelines",
+    "plans": "Predicted time and memory",
+    "strategies": "Strategies compared",
+    "swarm": "Swarms, and several runs",
+    "updates": "Asynchronous updates",
 }
 
 
