@@ -107,14 +107,15 @@ def test_a_program_classifies_as_the_docs_say(workdir: Path, monkeypatch: pytest
     shutil.rmtree(workdir / "program")
 
 
-def test_the_readme_predicts(
+def test_the_tutorial_predicts(
     workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [block] = [text for language, text in blocks("README.md") if language == "python" and "jaxpar.load(" in text]
+    page = "docs/tutorials/train.md"
+    [block] = [text for language, text in blocks(page) if language == "python" and "jaxpar.load(" in text]
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "quickstart").symlink_to(workdir)
     monkeypatch.chdir(tmp_path)
-    exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
+    exec(compile(block, page, "exec"), {"__name__": "__main__"})
     predictions = [ast.literal_eval(line) for line in capsys.readouterr().out.splitlines()]
     assert len(predictions) == 2
     for prediction in predictions:

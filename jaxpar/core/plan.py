@@ -42,6 +42,8 @@ class Traffic(NamedTuple):
     required: float = 1.0  # the fraction of `nbytes` that is sent even if XLA can optimize some transfers away
     # positions on the axis of the devices of the first group, if groups of them communicate; empty: all do
     members: tuple[int, ...] = ()
+    # of a collective-permute: positions between partners, which exchange; 1: each device sends to the next one
+    distance: int = 1
 
 
 def ring_traffic(

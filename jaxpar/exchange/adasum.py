@@ -40,8 +40,8 @@ def adasum(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:
         return ExchangeUpdate(updates, DistributedState(inner, ()), None)
 
     def traffic(params: Tree, _num_microbatches: int) -> list[Traffic]:
-        nbytes = len(rounds) * 4 * flat_size(params)
-        return [Traffic("collective-permute", "float32", axis.name, nbytes, messages=len(rounds))]
+        nbytes = 4 * flat_size(params)
+        return [Traffic("collective-permute", "float32", axis.name, nbytes, messages=1, distance=bit) for bit in rounds]
 
     return Exchange(lambda params: DistributedState(optimizer.init(params), ()), update, traffic, optimizer=PER_REPLICA)
 

@@ -86,7 +86,7 @@ def decentralized(
     def traffic(params: Tree) -> list[Traffic]:
         nbytes = 4 * flat_size(params)
         to_all = axis.traffic("all-reduce", 2, nbytes, "float32")
-        to_peer = Traffic("collective-permute", "float32", axis.name, nbytes, messages=1)
+        to_peer = Traffic("collective-permute", "float32", axis.name, nbytes, messages=1, distance=half)
         return shared([to_all if peers == "all" else to_peer], 1 / interval)
 
     branches: dict[str, tuple[float, ...]] = {}

@@ -271,7 +271,7 @@ def advise_length(config: ConfigDict, num_examples: int, num_steps: int, divisor
     epochs = math.ceil(ENOUGH_STEPS / math.ceil(num_examples / size) / 5) * 5
     flags = f"--config.batch_size={size} " if size < config.batch_size else ""
     too_few = f"{format_count(num_steps, 'step')} {'is' if num_steps == 1 else 'are'} too few"
-    return f"{too_few}; train longer, in a new --workdir with {flags}--config.num_epochs={epochs}"
+    return f"{too_few}; train longer, in a new workdir, with {flags}--config.num_epochs={epochs}"
 
 
 def describe_run(run: Run) -> str:

@@ -5,9 +5,10 @@
 The results are in scripts/bench/results, a JSON file for each benchmark: the page and the title under which it is
 shown, what to conclude, its commands, hardware, software and date, and either its `output` or a table of `columns` and
 `rows`. With names, their commands run one after the other; what they print replaces the output or the table, with the
-hardware, the software and the date of this run. What to conclude is for a person to write.
+hardware, the software and the date of this run. What to conclude is for a person to write. A benchmark that needs the
+memory of a GPU must be recorded alone, because this process asks JAX for its devices.
 
-docs/results has the pages; tests/docs/test_reference.py compares them with what this script would write.
+docs/results has the pages; test_reference.py of the tests compares them with what this script would write.
 """
 
 import datetime
@@ -19,7 +20,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import jax
 
 from jaxpar.command_line import Parser
 from jaxpar.errors import UserError, exit_code, nearest
+from jaxpar.run.report import versions
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "scripts" / "bench" / "results"
@@ -53,6 +54,9 @@ def main() -> None:
 
 def record(result: Mapping[str, Any]) -> dict[str, Any]:
     """Run the commands of a result, and return it with what they printed, and with this machine and day."""
+    if not result["commands"]:
+        raise UserError(f"NAME is that of {result['title']!r}, which has no commands; it must have some")
+    where = {"hardware": hardware(), "software": software(), "date": f"{datetime.date.today()}"}
     lines = []
     for command in result["commands"]:
         ran = subprocess.run(command, shell=True, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False)
@@ -60,7 +64,7 @@ def record(result: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"{command!r} ended with exit code {ran.returncode}; it must end with 0")
         lines += ran.stdout.splitlines()
     kept = {key: value for key, value in result.items() if key not in ("columns", "rows", "output")}
-    return {**kept, "hardware": hardware(), "software": software(), "date": f"{datetime.date.today()}", "output": lines}
+    return {**kept, **where, "output": lines}
 
 
 def hardware() -> str:
@@ -69,15 +73,17 @@ def hardware() -> str:
     if devices[0].platform != "cpu":
         return f"{len(devices)} x {devices[0].device_kind}"
     path = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2] for line in path.read_text().splitlines() if line.startswith("model name")]
-    vectors = next((name for name in ("avx512f", "avx2") if path.is_file() and f" {name} " in path.read_text()), "")
-    return f"{len(os.sched_getaffinity(0))} cores of {' '.join(names[0].split())}{vectors and f' with {vectors}'}"
+    text = path.read_text() if path.is_file() else ""
+    names = [line.partition(":")[2] for line in text.splitlines() if line.startswith("model name")]
+    vectors = next((name for name in ("avx512f", "avx2") if f" {name} " in text), "")
+    model = " ".join(names[0].split()) if names else platform.machine()
+    return f"{os.cpu_count()} cores of {model}{vectors and f' with {vectors}'}"
 
 
 def software() -> str:
     """Return the versions that a result depends on."""
-    names = ("jaxpar", "jax", "jaxlib")
-    return ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)])
+    found = versions()
+    return ", ".join(f"{name} {found[name]}" for name in ("jaxpar", "python", "jax", "jaxlib"))
 
 
 def read() -> dict[str, dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from ml_collections import ConfigDict
 
@@ -31,7 +32,7 @@ from jaxpar.choose.costs.layers import (
     narrowed_bytes,
     resized,
 )
-from jaxpar.choose.costs.machine import CpuMachine, GpuMachine
+from jaxpar.choose.costs.machine import CpuMachine, GpuMachine, partners
 from jaxpar.choose.costs.memory import (
     StateBytes,
     largest_transfer,
@@ -67,6 +68,9 @@ from jaxpar.core.state import nbytes
 from jaxpar.core.step import Problem
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
+from jaxpar.exchange.exchange import Rule
+from jaxpar.exchange.named import EXCHANGES
+from jaxpar.exchange.reduce import Axis
 from jaxpar.inspect import plan_report as planning
 from jaxpar.measure.operations import Residuals
 from jaxpar.models.model import LayerRun
@@ -242,13 +246,30 @@ def test_a_network_card_that_eight_gpus_share() -> None:
         seconds = collective_seconds(cluster, "collective-permute", pairs, 1e9, 0)
         assert seconds == pytest.approx(senders * 1e9 / card), senders
     two_cards = replace(cluster, network_cards=2)
-    assert collective_seconds(two_cards, "collective-permute", ring, 1e9, 0) == pytest.approx(2e9 / card)
+    for pairs, together in ((ring, 1), (apart[:3], 2)):  # of three senders, two share a card
+        seconds = collective_seconds(two_cards, "collective-permute", pairs, 1e9, 0)
+        assert seconds == pytest.approx(2e9 * together / card)
+
+
+def test_replicas_that_send_to_others_than_neighbours() -> None:
+    """All GPUs of a host send to the other one at once, and so share its card; rounds of Adasum begin in the host."""
+    cluster = replace(clusters.named_cluster("v100", 16, num_processes=2), network_cards=1)
+    axis = Axis(DATA, 16)
+    shapes = {"w": jax.ShapeDtypeStruct((250_000_000,), np.float32)}
+    for name in ("bagua_decentralized", "horovod_adasum"):
+        exchange = EXCHANGES[name].call(axis, Rule(optax.sgd(0.1), shapes))
+        seconds = [GpuMachine(cluster).collective(one, {DATA: 16, STAGE: 1}) for one in exchange.traffic(shapes, 1)]
+        over_network = [one for one in seconds if one > 0.1]
+        assert over_network == pytest.approx([1e9 / (0.8 * 6.25e9)], rel=1e-3), name
+    assert len(seconds) == 4
+    assert partners(range(8), 2) == [(i, i ^ 2) for i in range(8)]
 
 
 def test_all_to_all_sends_most_of_its_bytes_over_the_network() -> None:
-    """A GPU sends 8 of 16 shards on two hosts to the other one, and no GPU of its host helps it."""
-    seconds = collective_seconds(H100, "all-to-all", [range(16)], 1e9, 0)
-    assert seconds == pytest.approx(0.5e9 / (0.8 * 50e9))
+    """A GPU sends 8 of the 15 shards of others on two hosts to the other one, and no GPU of its host helps it."""
+    for group, others in ((range(16), 8 / 15), ((0, 8), 1)):
+        seconds = collective_seconds(H100, "all-to-all", [group], 1e9, 0)
+        assert seconds == pytest.approx(others * 1e9 / (0.8 * 50e9))
 
 
 def test_groups_within_a_host_do_not_cross_the_network() -> None:
@@ -704,6 +725,7 @@ NETWORK_LINK = "[network]\nbandwidth = 1e9\nlatency = 1e-5\n"
     ("content", "message"),
     [
         (CLUSTER.replace("hosts = 2", "hosts = 0"), "hosts is 0; it must be an integer of at least 1"),
+        ("network_cards = 5\n" + CLUSTER + NETWORK_LINK, "network_cards is 5; it must be at most 4, gpus_per_host"),
         (CLUSTER.replace('"v100"', '"v10"'), "gpu is 'v10'; it must be one of"),
         (CLUSTER.replace("latency = 1e-6", ""), "host is {'bandwidth': 100000000000.0}; it must be a table with"),
         (CLUSTER.replace("hosts", "host_s", 1), "host_s is not a key; it must be one of"),

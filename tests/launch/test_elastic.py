@@ -165,7 +165,7 @@ with Ending(1, 75, lambda: "not saved", unblocks=survivor is None):
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert "SIGTERM (0,)" in ended.stdout.splitlines()
+    assert "SIGTERM (0,)" in ended.stdout  # the handler prints a line, too, and the write can end within it
 
 
 @pytest.mark.parametrize("name", ["sharding", "byteps"])

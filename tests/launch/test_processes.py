@@ -722,7 +722,7 @@ def test_the_process_that_failed_first_is_reported() -> None:
 
     def ended(*codes: int, signals: Sequence[int] = ()) -> Any:
         group: Any = launcher.Group.__new__(launcher.Group)
-        vars(group).update(lost=set(), _elastic_seconds=0, _grow_at=math.inf, grows=False)
+        vars(group).update(lost=set(), _elastic_seconds=0, _lost_at=0.0, _grow_at=math.inf, grows=False)
         group._processes = [SimpleNamespace(poll=lambda code=code: code, wait=int, send_signal=print) for code in codes]
         group._printers = [SimpleNamespace(join=lambda **_: None) for _ in codes]
         return group.wait(list(signals))

@@ -12,7 +12,7 @@ A machine has these:
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -47,6 +47,12 @@ def axis_groups(
     return tuple(map(tuple, groups.reshape(-1, groups.shape[-1]).tolist()))
 
 
+def partners(group: Sequence[int], distance: int) -> list[tuple[int, int]]:
+    """Return each device and its partner, if blocks of `distance` devices exchange with the next block."""
+    ahead = [1 if place // distance % 2 == 0 else -1 for place in range(len(group))]
+    return [(device, group[place + ahead[place] * distance]) for place, device in enumerate(group)]
+
+
 class GpuMachine(NamedTuple):
     """GPUs, with the rates of jaxpar/choose/costs/rates.py, measured or assumed."""
 
@@ -74,8 +80,10 @@ class GpuMachine(NamedTuple):
         if size == 1:
             return 0.0
         number = num_collectives(sent, size)
-        if sent.kind == PERMUTE:  # between neighbours
+        if sent.kind == PERMUTE and sent.distance == 1:
             within = tuple(pair for group in within for pair in pairwise(group))
+        elif sent.kind == PERMUTE:
+            within = tuple(pair for group in within for pair in partners(group, sent.distance))
         return collective_seconds(self.cluster, sent.kind, within, sent.nbytes, number)
 
     def started(self, num_devices: int) -> float:

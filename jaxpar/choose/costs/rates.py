@@ -134,9 +134,11 @@ def _network_rate(
     if kind == PERMUTE:  # a sender has its card, or a part of it if others of its host send over it
         hosts = ((sender // per_host, receiver // per_host) for sender, receiver in groups)
         senders = Counter(sender for sender, receiver in hosts if sender != receiver)
-        return rate * per_host / max(max(senders.values()), cluster.network_cards or per_host)
-    if kind == "all-to-all":  # each GPU sends what is for other hosts
-        return rate / max(1 - min(numbers.values()) / numbers.total() for numbers in crossing)
+        cards = cluster.network_cards or per_host
+        return rate * per_host / cards / math.ceil(max(senders.values()) / cards)
+    if kind == "all-to-all":  # each GPU sends what is for other hosts, of what is for other GPUs
+        fewest = ((numbers.total(), min(numbers.values())) for numbers in crossing)
+        return rate * min((total - 1) / (total - own) for total, own in fewest)
     # The rings of a group share the network of all its GPUs on a host.
     return rate * min(min(numbers.values()) for numbers in crossing)
 
