@@ -177,7 +177,7 @@ def schedules_page() -> str:
     """Return the page of all pipeline schedules."""
     lines = ["# Schedules", "", NOTE, "", *filled(SCHEDULES_HEAD)]
     lines += [
-        "| Schedule | Source | Step | In lockstep | Bubble | Microbatches in memory |",
+        "| Schedule | What it does | Step | In lockstep | Bubble | Microbatches in memory |",
         "|---|---|---|---|---|---|",
     ]
     for name, one in SCHEDULES.items():

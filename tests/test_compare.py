@@ -31,6 +31,7 @@ from jaxpar.compare.pictures import MOST_LINES, draw_pictures, svg
 from jaxpar.compare.report import (
     StrategyOutcome,
     TableColumn,
+    best_of,
     comparison_columns,
     csv_text,
     format_range,
@@ -95,6 +96,18 @@ def test_the_table() -> None:
     assert gpipe == ["gpipe", *[""] * 10, r"failed: a \| b <script>alert(1)</script>"]
     assert emulated[1:6] == ["2.5 s (emulated)", "51", "", "1 B", "1 to 3 MB"]  # not compared with single
     assert emulated[8:] == ["0.75", "3", "differs: stale", "not certified"]
+
+
+def test_the_best_equal_the_reference() -> None:
+    """async is emulated and differs; of the others, single has no guarantee here."""
+    assert best_of(OUTCOMES) == (
+        "Of the strategies that equal single, `ddp` is the fastest, 160 ms for a step, and `ddp` needs least memory, "
+        "about 9 MB."
+    )
+    small = replace(OUTCOMES["ddp"], step_seconds=0.3, in_flight_bytes=0)
+    assert "`ddp` is the fastest, 160 ms" in best_of({**OUTCOMES, "zero": small})
+    assert "`zero` needs least memory, about 8 MB" in best_of({**OUTCOMES, "zero": small})
+    assert best_of({"gpipe": OUTCOMES["gpipe"]}) == ""
 
 
 def test_the_csv_file_has_exact_values() -> None:

@@ -82,6 +82,23 @@ def comparison_columns(
     ]  # fmt: skip
 
 
+def best_of(outcomes: Mapping[str, StrategyOutcome]) -> str:
+    """Return which strategies that equal REFERENCE are the fastest and the smallest; empty if no time was measured."""
+    equal = {name: row for name, row in outcomes.items() if row.guarantee == f"equal to {REFERENCE}"}
+    seconds = {name: row.step_seconds for name, row in equal.items() if row.step_seconds and not row.is_emulated}
+    nbytes = {
+        name: max(row.device_bytes) + (row.in_flight_bytes or 0) for name, row in equal.items() if row.device_bytes
+    }
+    if not seconds or not nbytes:
+        return ""
+    fastest, smallest = min(seconds, key=seconds.__getitem__), min(nbytes, key=nbytes.__getitem__)
+    time, memory = format_step_seconds(seconds[fastest]), format_bytes(nbytes[smallest])
+    return (
+        f"Of the strategies that equal {REFERENCE}, `{fastest}` is the fastest, {time} for a step, and `{smallest}` "
+        f"needs least memory, about {memory}."
+    )
+
+
 def time_columns(
     seconds: Mapping[str, float | None], group: str, *, batch_size: int, emulated: frozenset[str] = frozenset()
 ) -> list[TableColumn]:

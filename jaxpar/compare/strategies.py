@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import platform
 import re
 import shlex
 import sys
@@ -27,6 +28,7 @@ from jaxpar.compare.pictures import draw_pictures, svg
 from jaxpar.compare.report import (
     REFERENCE,
     StrategyOutcome,
+    best_of,
     comparison_columns,
     csv_text,
     format_step_seconds,
@@ -51,7 +53,7 @@ from jaxpar.errors import UserError, format_count
 from jaxpar.inspect.plan_report import make_space
 from jaxpar.launch.launcher import format_exit, forwarded
 from jaxpar.launch.place import command_of
-from jaxpar.run import build, metrics
+from jaxpar.run import build, metrics, report
 from jaxpar.use.pages.recorded import CERTIFICATE
 
 _EXCHANGES = ("dp", "ddp", "horovod", "byteps", "bagua_bytegrad", "zero1", "zero2", "zero3", "onebit_adam")
@@ -290,6 +292,11 @@ def write(
         f"{loaded.num_steps:,} steps of {config.batch_size} examples, learning rate {config.optimizer.lr:g}, seed "
         f"{config.seed}. Times are measured on {machine}."
     )
+    notes.append(
+        f"Started as `{command_of(sys.argv)}` on {platform.node()}, at commit {report.commit() or 'unknown'}, "
+        f"with jaxpar {report.versions()['jaxpar']} and jax {jax.__version__}."
+    )
+    header = f"{best_of(outcomes)} {header}".strip()
     lines = [header, "", *markdown(columns), *(f"\n{note}" for note in notes)]
     figures = {picture.title: svg(picture) for picture in drawn}
     title = f"{len(outcomes)} strategies, {loaded.problem.task.name} with {config.model.name}"

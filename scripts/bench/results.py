@@ -3,10 +3,10 @@
     scripts/python scripts/bench/results.py [NAME ...]
 
 The results are in scripts/bench/results, a JSON file for each benchmark: the page and the title under which it is
-shown, what to conclude, its commands, hardware, software and date, and either its `output` or a table of `columns` and
-`rows`. With names, their commands run one after the other; what they print replaces the output or the table, with the
-hardware, the software and the date of this run. What to conclude is for a person to write. A benchmark that needs the
-memory of a GPU must be recorded alone, because this process asks JAX for its devices.
+shown, what to conclude, its commands, hardware, software and date, its pictures, and either its `output` or a table
+of `columns` and `rows`. With names, their commands run one after the other; what they print replaces the output or
+the table, with the hardware, the software and the date of this run. What to conclude is for a person to write. A
+benchmark that needs the memory of a GPU must be recorded alone, because this process asks JAX for its devices.
 
 docs/results has the pages; test_reference.py of the tests compares them with what this script would write.
 """
@@ -133,7 +133,7 @@ def section(result: Mapping[str, Any]) -> str:
     parts = [f"## {result['title']}", wrapped(result["conclusion"])]
     parts += [f"```console\n{commands}\n```"] if commands else []
     parts += [wrapped(where), shown]
-    parts += [f"![{result['title']}](../{result['picture']})"] if "picture" in result else []
+    parts += [f"![{result['title']}](../{picture})" for picture in result.get("pictures", [])]
     return "\n\n".join(parts)
 
 
