@@ -811,8 +811,15 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     config = configs.load_config(str(out))
     assert config.mesh.data * config.mesh.stage == 4
     odd = ("--config.batch_size=6", "--config.exchange_options.bucket_bytes=1000")
-    assert run_script(monkeypatch, command, *PERCEPTRON, *odd, "--cluster=configs/clusters/8xv100_nvlink.toml") == 0
+    priced = tmp_path / "priced.toml"
+    priced.write_text("price_per_hour = 2.5\n" + (configs.config_folder() / "clusters/8xv100_nvlink.toml").read_text())
+    assert run_script(monkeypatch, command, *PERCEPTRON, *odd, f"--cluster={priced}") == 0
     of_v100s = capsys.readouterr().out
+    [rate] = re.findall(r"^ 1 +\S+ \S+ +([\d,]+) ", of_v100s, re.MULTILINE)  # examples/s
+    [price] = re.findall(
+        r"^The cluster costs 20 an hour, and with the first one (\S+) a million", of_v100s, re.MULTILINE
+    )
+    assert float(price) == pytest.approx(20 / 3600 * 1e6 / float(rate.replace(",", "")), rel=0.01)
     assert "\n8 x Tesla V100-SXM2-32GB with 16 GB: " in of_v100s
     no_replicas = "No strategy without stages is possible: config.batch_size is 6, which is not a multiple of 8."
     assert f"\n{no_replicas}\n" in of_v100s
