@@ -34,9 +34,9 @@ HEAD = """# Published results
 Do the results of the papers hold here? Each page has what a paper or a project published, what
 jaxpar simulates, predicts or trains for the same case, and the ratio ours / published. A result
 that jaxpar does not reproduce is a row like the others, and the reason is below its table. Nothing
-was fitted to these rows, except that the generated trace of SWARM gives its first row. Where a table
-has 20 rows or more, its summary is also for the half that a hash of the names holds out, and for
-the other half.
+was fitted to these rows, except that the generated trace of SWARM gives its first row. Where a
+table has 20 rows or more, its summary is also for the half that a hash of the names holds out, and
+for the other half.
 
 The goals were ratios within 15% for the papers, and for the runs of language models a median error
 of 12%, in the right order (Kendall's tau of 0.8). The order within groups of BLOOM's rows has a tau
