@@ -4,8 +4,8 @@
 
 A line covers the steps from .. to - 1 of one epoch and one shard of their batches, and is computed from the ids of the
 examples that were passed to the strategy. A process writes its lines before each checkpoint or, in a run that continues
-without lost processes, before each step. A run that resumes removes the lines of later steps. What the
-ledger proves is in docs/explanation/checkpoints.md.
+without lost processes, before each step. A run that resumes removes the lines of later steps. What the ledger proves is
+in docs/explanation/checkpoints.md.
 
 The digest is the sum mod 2^64 of a hash of each example id. It does not depend on the order of examples, on restarts or
 on how batches are sharded between processes, and it changes if an example is replaced by another or used twice.
