@@ -179,11 +179,11 @@ def options_of(space: Space, exchange: str, num_replicas: int) -> dict[str, Any]
 
 def load_problem(config: ConfigDict, cluster: Cluster, workdir: Path) -> build.Parts:
     """Read the data and build the model of a config, whatever its strategy. Raises UserError for its mistakes."""
-    if seconds := config.elastic_seconds:
-        rule = "0 for the planner, most of whose strategies cannot continue without a lost process"
-        raise UserError(f"config.elastic_seconds is {seconds}; it must be {rule}")
+    if config.elastic_seconds and config.batch_size % cluster.num_devices:
+        rule = f"a multiple of the {cluster.num_devices} devices for the planner, with config.elastic_seconds"
+        raise UserError(f"config.batch_size is {config.batch_size}; it must be {rule}")
     options = {f"{OPTIONS}{name}": None for name in config.exchange_options}
-    single = with_settings(config, {"strategy": "single", "mesh.data": 1, **options})
+    single = with_settings(config, {"strategy": "single", "mesh.data": 1, "elastic_seconds": 0, **options})
     build.check_run(single, workdir, replace(cluster, num_processes=1))  # `single` refuses several
     return build.load_parts(single, workdir, cluster)
 

@@ -40,7 +40,8 @@ def candidates(space: Space) -> list[Candidate]:
 
 
 def _all(space: Space) -> Iterator[Candidate]:
-    return itertools.chain(of_replicas(space), of_pipelines(space))
+    pipelines = () if space.config.elastic_seconds else of_pipelines(space)  # no run continues without a stage
+    return itertools.chain(of_replicas(space), pipelines)
 
 
 def candidate_of_plan(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:

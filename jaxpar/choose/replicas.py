@@ -87,7 +87,8 @@ def _of_groups(space: Space, sizes: Mapping[str, int]) -> Iterator[Candidate]:
 
 def _exchange_settings(name: str, space: Space, together: int) -> Settings:
     cluster, replicas = space.machine.cluster, space.num_devices // together
-    settings: dict[str, Any] = {"strategy": "data_parallel", "mesh.data": replicas, "exchange": name}
+    data = -1 if space.config.elastic_seconds else replicas  # elastic runs have as many replicas as devices are left
+    settings: dict[str, Any] = {"strategy": "data_parallel", "mesh.data": data, "exchange": name}
     if name == HSDP:
         settings[GROUP] = cluster.num_devices // cluster.num_processes // together
     if IMPLEMENTATION in space.kept:

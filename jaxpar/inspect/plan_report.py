@@ -22,6 +22,7 @@ from jaxpar.choose.candidates import (
     cpu_space,
     gpu_space,
     load_problem,
+    plan_of,
     ranked,
     with_settings,
 )
@@ -33,6 +34,7 @@ from jaxpar.cluster.gpus import kind_of_device, name_of_kind
 from jaxpar.cluster.target import HERE, Target, memory_fraction
 from jaxpar.command_line import check_new_file, writing
 from jaxpar.core import mesh
+from jaxpar.core.plan import PREVIOUS
 from jaxpar.errors import UserError, check_choice, format_bytes, is_refused
 from jaxpar.files import write_text
 from jaxpar.inspect import audit, step_time
@@ -165,6 +167,8 @@ def describe_plans(
             "",
             f"The cluster costs {rent:.4g} an hour, and with the first one {of_million:.3g} a million examples.",
         ]
+    if space.config.elastic_seconds:
+        lines += ["", _describe_previous(space, best)]
     size, n = space.config.batch_size, space.num_devices
     if size % n and all(one.settings["strategy"] == "pipeline" for one in found):
         multiple = f"config.batch_size is {size}, which is not a multiple of {n}"
@@ -187,6 +191,19 @@ def describe_plans(
         *dict.fromkeys(f"Not possible: {reason}" for reason in others if isinstance(reason, str)),
     ]
     return "\n".join(lines).rstrip()
+
+
+def _describe_previous(space: Space, best: Candidate) -> str:
+    """Return a sentence about the state before a step, which elastic runs of several processes keep."""
+    plan = plan_of(space, best.settings)
+    assert not isinstance(plan, str), plan
+    kept = plan.memory[0].get(PREVIOUS)
+    if kept is None:
+        return (
+            "config.elastic_seconds: with a process for each host, as planned here, there is no other process. With "
+            f"several, each device also keeps the state before a step, {format_bytes(plan.device_bytes[0])}."
+        )
+    return f"config.elastic_seconds: {format_bytes(kept)} of the memory are for the state before a step."
 
 
 class Verified(NamedTuple):

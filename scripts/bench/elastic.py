@@ -1,6 +1,7 @@
 """Kills processes of elastic runs at random moments, and compares the results with a run that lost nobody.
 
-scripts/python scripts/bench/elastic.py [--runs=30] [--first_runs=10] [--stop_runs=2] [--at_once=2] [--seed=0]
+scripts/python scripts/bench/elastic.py [--runs=30] [--first_runs=10] [--stop_runs=2] [--hang_runs=1]
+    [--at_once=2] [--seed=0]
 
 Each run trains a tiny MLP on 3 or 4 processes that the launcher starts. In half of the runs, a moment is random between
 the start of the run and its end, in the others between its first log line and LATEST seconds after it. The line of a
@@ -9,7 +10,8 @@ parameter from the run without losses.
 
 runs        one or two processes are killed (SIGKILL), never process 0, and nobody is started again
 first_runs  process 0 is killed once; the launcher restarts the run with one process less
-stop_runs   a process is stopped (SIGSTOP) and continued after 20 seconds
+stop_runs   a process other than 0 is stopped (SIGSTOP) and continued after 20 seconds
+hang_runs   process 0 is stopped and never continued; the launcher kills it after 300 seconds, and restarts the run
 
 Each line of the ledger must be there once. A run that is not finished after --limit seconds counts as one that hangs.
 """
@@ -86,16 +88,17 @@ class Ended(NamedTuple):
 def main() -> None:
     """Run the command line."""
     parser = Parser(__doc__)
-    for name, default in (("runs", 30), ("first_runs", 10), ("stop_runs", 2)):
+    for name, default in (("runs", 30), ("first_runs", 10), ("stop_runs", 2), ("hang_runs", 1)):
         parser.add_argument(f"--{name}", type=integer(0), default=default, help="number of runs")
     parser.add_argument("--at_once", type=integer(1), default=2, help="number of runs at the same time")
     parser.add_argument(
-        "--limit", type=integer(1), default=400, help="seconds after which a run counts as one that hangs"
+        "--limit", type=integer(1), default=800, help="seconds after which a run counts as one that hangs"
     )
     parser.add_argument("--seed", type=integer(0), default=0, help="seed of the random moments")
     arguments = parser.parse()
     logging.set_verbosity(logging.FATAL)  # as in the training command
     kinds = ["kill"] * arguments.runs + ["first"] * arguments.first_runs + ["stop"] * arguments.stop_runs
+    kinds += ["hang"] * arguments.hang_runs
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(arguments.at_once) as pool:
         folder = Path(name)
         whole = [go(folder / f"whole{number}", number, [], folder, arguments.limit) for number in (3, 4)]
@@ -130,9 +133,9 @@ def plan(kind: str, longest: float, draw: random.Random) -> tuple[int, list[Kill
     processes = draw.sample(range(1, number), draw.choice((1, 2)) if kind == "kill" else 1)
     is_late = draw.random() < 0.5
     moments = sorted(draw.uniform(0, LATEST if is_late else longest) for _ in processes)
-    if kind == "first":
+    if kind in ("first", "hang"):
         processes = [0]
-    sent = signal.SIGSTOP if kind == "stop" else signal.SIGKILL
+    sent = signal.SIGSTOP if kind in ("stop", "hang") else signal.SIGKILL
     return number, [Kill(process, at, is_late, sent) for process, at in zip(processes, moments, strict=True)]
 
 
@@ -164,7 +167,7 @@ def go(workdir: Path, number: int, kills: list[Kill], folder: Path, limit: float
         for kill in kills:
             time.sleep(max(0.0, began + kill.seconds - time.monotonic()))
             sent += kill_worker(process, kill)
-        if kills and kills[0].number == signal.SIGSTOP:
+        if kills and kills[0].number == signal.SIGSTOP and kills[0].process:
             time.sleep(STOPPED_SECONDS)
             kill_worker(process, kills[0]._replace(number=signal.SIGCONT))
         try:

@@ -843,6 +843,32 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert unranked == ["async", "ssp with bound 3", "swarm", "swarm"]
 
 
+def test_runs_that_continue_without_a_lost_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only exchanges that leave the whole state on every replica are possible, and devices hold two states."""
+    flags = (*PERCEPTRON, "--config.strategy=data_parallel", "--cluster=h100:2x2")
+    elastic = "--config.elastic_seconds=5"
+
+    def needed(*more: str) -> dict[str, int]:
+        assert run_script(monkeypatch, command, *flags, *more, "--json") == 0
+        return {one["name"]: one["bytes"] for one in json.loads(capsys.readouterr().out) if one["ranked"]}
+
+    before, after = needed(), needed(elastic)
+    assert set(after) == {"ddp", "horovod", "byteps"}
+    assert run_script(monkeypatch, command, *flags, elastic) == 0
+    of_two_hosts = capsys.readouterr().out
+    assert "\n  --config.mesh.data=-1\n" in of_two_hosts
+    [size] = re.findall(r"^config.elastic_seconds: (\S+) kB of the memory are", of_two_hosts, re.MULTILINE)
+    for name, needs in after.items():
+        assert needs - before[name] == pytest.approx(1e3 * float(size), rel=0.01)
+    assert run_script(monkeypatch, command, *flags, elastic, "--cluster=h100:2") == 0
+    assert f"each device also keeps the state before a step, {size} kB." in capsys.readouterr().out
+    assert run_script(monkeypatch, command, *flags, elastic, "--cluster=h100:3") == 2
+    message = "config.batch_size is 8; it must be a multiple of the 3 devices for the planner, with config.elastic"
+    assert message in capsys.readouterr().err
+
+
 def test_compiled_candidates_are_corrected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,6 @@ import pytest
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import training
-from jaxpar.choose.candidates import load_problem
 from jaxpar.commands import launch as command
 from jaxpar.core.plan import PREVIOUS
 from jaxpar.errors import TrainingError, UserError
@@ -214,12 +213,6 @@ def test_configs_that_cannot_lose_a_process(overrides: list[str], message: str, 
     config = small_config(tmp_path, *(f"--config.{one}" for one in given))
     with pytest.raises(UserError, match=f"^config.{re.escape(message)}"):
         decide(config, clusters.find_cluster())
-
-
-def test_the_planner_is_not_for_runs_that_can_lose_a_process(tmp_path: Path) -> None:
-    config = small_config(tmp_path, "--config.elastic_seconds=5", "--config.strategy=data_parallel")
-    with pytest.raises(UserError, match=r"^config\.elastic_seconds is 5; it must be 0 for the planner"):
-        load_problem(config, clusters.find_cluster(), tmp_path)
 
 
 # ---- the launcher -------------------------------------------------------------------------------
