@@ -1,7 +1,7 @@
 """Kills processes of elastic runs at random moments, and compares the results with a run that lost nobody.
 
 scripts/python scripts/bench/elastic.py [--runs=30] [--first_runs=10] [--stop_runs=2] [--hang_runs=1]
-    [--at_once=2] [--seed=0]
+    [--at_once=2] [--seed=0] [--picture=FILE.png]
 
 Each run trains a tiny MLP on 3 or 4 processes that the launcher starts. In half of the runs, a moment is random between
 the start of the run and its end, in the others between its first log line and LATEST seconds after it. The line of a
@@ -14,27 +14,34 @@ stop_runs   a process other than 0 is stopped (SIGSTOP) and continued after 20 s
 hang_runs   process 0 is stopped and never continued; the launcher kills it after 300 seconds, and restarts the run
 
 Each line of the ledger must be there once. A run that is not finished after --limit seconds counts as one that hangs.
+
+With --picture, only draws the throughput of one run over time, of whose 3 processes one is killed and later comes back.
 """
 
+import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from absl import logging
+from matplotlib.figure import Figure
 
 from jaxpar import checkpoint
-from jaxpar.command_line import Parser, integer
-from jaxpar.errors import exit_code
+from jaxpar.command_line import Parser, integer, output_path
+from jaxpar.compare.pictures import CURVE_COLORS
+from jaxpar.errors import TrainingError, exit_code
 from jaxpar.run.history import LOST_PREFIX, read_starts
 
 TIMEOUT = 5  # config.elastic_seconds
@@ -95,7 +102,11 @@ def main() -> None:
         "--limit", type=integer(1), default=800, help="seconds after which a run counts as one that hangs"
     )
     parser.add_argument("--seed", type=integer(0), default=0, help="seed of the random moments")
+    parser.add_argument("--picture", type=output_path, metavar="FILE.png", help="only draw the throughput of one run")
     arguments = parser.parse()
+    if arguments.picture:
+        draw_throughput(arguments.picture)
+        return
     logging.set_verbosity(logging.FATAL)  # as in the training command
     kinds = ["kill"] * arguments.runs + ["first"] * arguments.first_runs + ["stop"] * arguments.stop_runs
     kinds += ["hang"] * arguments.hang_runs
@@ -153,9 +164,7 @@ def describe(one: Ended) -> str:
 
 def go(workdir: Path, number: int, kills: list[Kill], folder: Path, limit: float) -> Ended:
     """Run with this number of processes, send the signals, and compare the result with that without losses."""
-    values = [f"--config.{key}={value}" for key, value in RUN.items()]
-    launch = [sys.executable, "-m", "jaxpar", "launch", f"--num_processes=1:{number}", "--max_restarts=3"]
-    command = [*launch, "--grow_seconds=10000", "--", "--config=configs/default.py", f"--workdir={workdir}", *values]
+    command = launch(workdir, number, 10_000, RUN)
     log = folder / f"{workdir.name}.log"
     since, sent = time.monotonic(), 0
     with log.open("w") as output:
@@ -187,7 +196,55 @@ def go(workdir: Path, number: int, kills: list[Kill], folder: Path, limit: float
     return Ended(code, seconds, memory, text.count("launch: restart"), error, ledger, sent)
 
 
-def kill_worker(launcher: "subprocess.Popen[bytes]", kill: Kill) -> bool:
+def launch(workdir: Path, number: int, grow_seconds: int, config: Mapping[str, Any]) -> list[str]:
+    """Return the command that starts a run with this number of processes."""
+    values = [f"--config.{key}={value}" for key, value in config.items()]
+    flags = [f"--num_processes=1:{number}", "--max_restarts=3", f"--grow_seconds={grow_seconds}"]
+    run = ["--config=configs/default.py", f"--workdir={workdir}", *values]
+    return [sys.executable, "-m", "jaxpar", "launch", *flags, "--", *run]
+
+
+def draw_throughput(path: Path) -> None:
+    """Draw the throughput over time of a run that loses process 1, and gets it back."""
+    config: dict[str, Any] = {
+        **RUN,
+        "num_steps": 1600,
+        "log.every_steps": 40,
+        "checkpoint.every_steps": 1600,
+        "eval.every_steps": 0,
+    }
+    steps: list[tuple[float, int]] = []  # seconds since the first line of a step, and its number
+    events: list[tuple[float, str]] = []
+    since, killed = 0.0, Kill(1, 15.0, is_late=True)
+    with tempfile.TemporaryDirectory() as name:
+        command = launch(Path(name) / "run", 3, 30, config)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert process.stdout
+        for line in process.stdout:
+            now = time.monotonic()
+            if match := re.match(r"\[0\] step (\d+)/", line):
+                since = since or now
+                steps.append((now - since, int(match[1])))
+                if now - since > killed.seconds and not events:
+                    kill_worker(process, killed)
+                    events.append((time.monotonic() - since, "process 1 is killed"))
+            elif match := re.match(r"\[0\] lost .*; (\d left)|launch: (all 3 processes are started)", line):
+                events.append((now - since, match[1] or match[2]))
+    if process.wait() or len(events) < 3:
+        raise TrainingError(f"the run ended with exit code {process.returncode} and {events}; it must end with 0")
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    axes = figure.subplots()
+    pairs = list(itertools.pairwise(steps))
+    rates = [max(after - before, 0) * config["batch_size"] / (end - begin) for (begin, before), (end, after) in pairs]
+    axes.stairs(rates, [seconds for seconds, _ in steps], color=CURVE_COLORS[1])
+    for seconds, text in events:
+        axes.axvline(seconds, color=CURVE_COLORS[2], linestyle="--", linewidth=1)
+        axes.text(seconds, 0.98, f" {text}", transform=axes.get_xaxis_transform(), fontsize=9, rotation=90, va="top")
+    axes.set(xlabel="time since the first log line (s)", ylabel="throughput (examples/s)", xlim=0, ylim=0)
+    figure.savefig(path, dpi=150)
+
+
+def kill_worker(launcher: "subprocess.Popen[Any]", kill: Kill) -> bool:
     """Send a signal to a process of the launcher by its number, and return whether it was there."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
