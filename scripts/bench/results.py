@@ -3,10 +3,12 @@
     scripts/python scripts/bench/results.py [NAME ...]
 
 The results are in scripts/bench/results, a JSON file for each benchmark: the page and the title under which it is
-shown, what to conclude, its commands, hardware, software and date, its pictures, and either its `output` or a table
-of `columns` and `rows`. With names, their commands run one after the other; what they print replaces the output or
-the table, with the hardware, the software and the date of this run. What to conclude is for a person to write. A
-benchmark that needs the memory of a GPU must be recorded alone, because this process asks JAX for its devices.
+shown, what to conclude, its commands, hardware, software and date, its pictures, and a table of `columns` and `rows`.
+With names, their commands run one after the other, and the rows that they show (tables.py) replace the table, with the
+hardware, the software and the date of this run. All rows of a result have the same columns. Two kinds of commands show
+no rows: if the result names a `table`, a file in Markdown that its commands write, the columns of the result are
+read from it again; otherwise the text that they print is recorded as `output`. What to conclude is for a person to
+write. A benchmark that needs the memory of a GPU must be recorded alone, because this process asks JAX for its devices.
 
 docs/results has the pages; test_reference.py of the tests compares them with what this script would write.
 """
@@ -15,19 +17,24 @@ import datetime
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxpar.command_line import Parser
+from jaxpar.compare.report import BAR, markdown_table
 from jaxpar.errors import UserError, exit_code, nearest
 from jaxpar.run.report import versions
+from scripts.bench import tables
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "scripts" / "bench" / "results"
@@ -53,18 +60,40 @@ def main() -> None:
 
 
 def record(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Run the commands of a result, and return it with what they printed, and with this machine and day."""
+    """Run the commands of a result, and return it with their rows or text, and with this machine and day."""
     if not result["commands"]:
         raise UserError(f"NAME is that of {result['title']!r}, which has no commands; it must have some")
     where = {"hardware": hardware(), "software": software(), "date": f"{datetime.date.today()}"}
     lines = []
-    for command in result["commands"]:
-        ran = subprocess.run(command, shell=True, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False)
-        if ran.returncode:
-            raise UserError(f"{command!r} ended with exit code {ran.returncode}; it must end with 0")
-        lines += ran.stdout.splitlines()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows"
+        path.touch()
+        environment = {**os.environ, tables.ROWS: str(path)}
+        for command in result["commands"]:
+            ran = subprocess.run(command, shell=True, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE)
+            if ran.returncode:
+                raise UserError(f"{command!r} ended with exit code {ran.returncode}; it must end with 0")
+            lines += ran.stdout.splitlines()
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    if "table" in result:
+        rows = read_markdown(ROOT / result["table"], result["columns"])
     kept = {key: value for key, value in result.items() if key not in ("columns", "rows", "output")}
-    return {**kept, **where, "output": lines}
+    if not rows:
+        return {**kept, **where, "output": lines}
+    columns = list(rows[0])
+    if others := [row for row in rows if list(row) != columns]:
+        raise UserError(f"the columns of a row are {list(others[0])}; they must be those of the first row, {columns}")
+    return {**kept, **where, "columns": columns, "rows": [list(row.values()) for row in rows]}
+
+
+def read_markdown(path: Path, wanted: Sequence[str]) -> list[dict[str, str]]:
+    """Return the rows of the first table in a file. wanted: its columns to read."""
+    lines = dropwhile(lambda line: not line.startswith("|"), path.read_text().splitlines())
+    table = [line[1:-1] for line in takewhile(lambda line: line.startswith("|"), lines)]
+    columns, _, *rows = ([cell.strip().replace(BAR, "|") for cell in re.split(r"(?<!\\)\|", line)] for line in table)
+    if missing := set(wanted) - set(columns):
+        raise UserError(f"{path} has no column {sorted(missing)[0]!r}; it must be one of {', '.join(columns)}")
+    return [{column: row[columns.index(column)] for column in wanted} for row in rows]
 
 
 def hardware() -> str:
@@ -128,8 +157,7 @@ def section(result: Mapping[str, Any]) -> str:
     if "output" in result:
         shown = "```text\n" + "\n".join(result["output"]) + "\n```"
     else:
-        head = [f"| {' | '.join(result['columns'])} |", "|---" * len(result["columns"]) + "|"]
-        shown = "\n".join([*head, *(f"| {' | '.join(row)} |" for row in result["rows"])])
+        shown = "\n".join(markdown_table(result["columns"], result["rows"]))
     parts = [f"## {result['title']}", wrapped(result["conclusion"])]
     parts += [f"```console\n{commands}\n```"] if commands else []
     parts += [wrapped(where), shown]

@@ -1,12 +1,16 @@
-"""The reference and the pages of results are current, and a result is recorded with what its commands print."""
+"""The reference and the pages of results are current, and results are recorded as rows or as text."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxpar.compare.report import markdown_table
 from jaxpar.errors import UserError
 from scripts import reference
 from scripts.bench import results
+from scripts.bench.tables import show
 
 
 @pytest.mark.parametrize("name", reference.PAGES)
@@ -35,15 +39,55 @@ def test_the_pages_of_results_are_current() -> None:
     assert {name: (results.PAGES / f"{name}.md").read_text() for name in pages} == pages
 
 
-def test_a_result_is_recorded() -> None:
-    """The output replaces the table, and what a person wrote stays."""
-    old: dict[str, Any] = {"page": "cpu", "title": "T", "conclusion": "C", "columns": ["a"], "rows": [["1"]]}
-    found = results.record({**old, "date": "2000-01-01", "commands": ["echo one; echo two", "echo three"]})
-    assert found["output"] == ["one", "two", "three"]
-    assert (found["conclusion"], "rows" in found, "columns" in found) == ("C", False, False)
+SHOWS = """
+from scripts.bench.tables import show
+
+show(["case", "time / `ddp`"], ([name, value] for name, value in [("ddp", "1.00"), ("a longer name", "12.34")]))
+"""
+
+
+def test_rows_of_a_benchmark_are_recorded(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of all commands form one table; what a person wrote stays. Outside of results.py, nothing is recorded."""
+    (tmp_path / "shows.py").write_text(SHOWS)
+    (tmp_path / "shows.py.other").write_text('from scripts.bench.tables import show; show(["x"], [["1"]])')
+    command = f"{sys.executable} {tmp_path / 'shows.py'}"
+    monkeypatch.setenv("PYTHONPATH", str(results.ROOT))
+    old: dict[str, Any] = {"page": "cpu", "title": "T", "conclusion": "C", "output": ["old"]}
+    found = results.record({**old, "date": "2000-01-01", "commands": [command, "echo text", command]})
+    assert found["columns"] == ["case", "time / `ddp`"]
+    assert found["rows"] == 2 * [["ddp", "1.00"], ["a longer name", "12.34"]]
+    assert (found["conclusion"], "output" in found) == ("C", False)
     assert found["date"] > "2026"
     assert "jaxpar " in found["software"]
     assert "cores of" in found["hardware"]
+    assert results.section(found).endswith("| ddp | 1.00 |\n| a longer name | 12.34 |")
+    with pytest.raises(UserError, match=r"the columns of a row are \['x'\]; they must be those of the first row"):
+        results.record({**old, "commands": [command, f"{command}.other"]})
+    show(found["columns"], found["rows"][:2])
+    assert capfd.readouterr().out == (
+        "case           time / `ddp`\nddp                    1.00\na longer name         12.34\n"
+    )
+
+
+def test_a_table_of_a_file_is_recorded(tmp_path: Path) -> None:
+    """A result can name the Markdown file of its command. Its columns choose some of those of the first table."""
+    lines = ["Text.", "", *markdown_table(["name", "x|y", "z"], [["a", "1|2", ""], ["b", "", "3"]]), "", "| no |"]
+    path = tmp_path / "table.md"
+    old: dict[str, Any] = {"title": "T", "commands": ["true"], "table": str(path), "rows": []}
+    path.write_text("\n".join(lines))
+    found = results.record({**old, "columns": ["name", "x|y"]})
+    assert (found["columns"], found["rows"]) == (["name", "x|y"], [["a", "1|2"], ["b", ""]])
+    with pytest.raises(UserError, match="table.md has no column 'w'; it must be one of name, x"):
+        results.record({**old, "columns": ["name", "w"]})
+
+
+def test_text_is_recorded_without_rows() -> None:
+    old: dict[str, Any] = {"page": "cpu", "title": "T", "conclusion": "C", "columns": ["a"], "rows": [["1"]]}
+    found = results.record({**old, "commands": ["echo one; echo two", "echo three"]})
+    assert found["output"] == ["one", "two", "three"]
+    assert ("rows" in found, "columns" in found) == (False, False)
     shown = results.section(found)
     assert "$ echo three" in shown
     assert shown.endswith("```text\none\ntwo\nthree\n```")
