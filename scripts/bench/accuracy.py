@@ -10,16 +10,18 @@ seeds, and the range from the lowest to the highest score. Runs with results in 
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from jaxpar import config as configs
 from jaxpar import tasks
 from jaxpar.command_line import Parser, integer, names, output_path
 from jaxpar.errors import exit_code
 from jaxpar.exchange import EXCHANGES
+from scripts.bench.tables import show
 
 # Exchanges whose options change the accuracy, and the options.
 VARIANTS = (
@@ -58,7 +60,7 @@ def main() -> None:
 def compare(
     head: str, rows: Mapping[str, list[str]], config_path: str, overrides: list[str], workdir: Path, seeds: int
 ) -> None:
-    """Train each row with several seeds, and print the scores and their difference from those of the first row.
+    """Train each row with several seeds, and show the scores and their difference from those of the first row.
 
     Args:
       head: head of the column with the names of the rows.
@@ -70,28 +72,32 @@ def compare(
     """
     config = configs.load_config(config_path)
     configs.override(config, overrides)
+    columns = [head, tasks.find_task(config).score.key, f"minus {next(iter(rows))}", "MB per step"]
+    columns += ["lowest to highest"] if seeds > 1 else []
+    show(columns, compared(rows, config_path, config, overrides, workdir, seeds))
+
+
+def compared(
+    rows: Mapping[str, list[str]], path: str, config: ConfigDict, overrides: list[str], workdir: Path, seeds: int
+) -> Iterator[list[str]]:
+    """Yield the rows of `compare`."""
     score = tasks.find_task(config).score
     reference: float | None = None
-    minus = f"minus {next(iter(rows))}"
-    print(f"{head:54} {score.key:>14} {'lowest to highest':>20} {minus:>10} MB per step", flush=True)
     for row, settings in rows.items():
         results = []
         for seed in range(config.seed, config.seed + seeds):
-            path = workdir / row.replace(" ", "_") / str(seed)
-            results.append(train(config_path, path, [*overrides, *settings, f"--config.seed={seed}"]))
+            of_run = workdir / row.replace(" ", "_") / str(seed)
+            results.append(train(path, of_run, [*overrides, *settings, f"--config.seed={seed}"]))
         finished = [result for result in results if result]
         if len(finished) < len(results):
-            print(f"{row:54} {len(results) - len(finished)} of {len(results)} runs diverged", flush=True)
+            yield [row, f"{len(results) - len(finished)} of {len(results)} runs diverged", "", "", *[""] * (seeds > 1)]
             continue
         values = [result[score.key] for result in finished]
         mean = float(np.mean(values))
         reference = mean if reference is None else reference
-        extent = f"{min(values):{score.format}} to {max(values):{score.format}}"
-        megabytes = finished[0]["wire_bytes"] / 1e6
-        print(
-            f"{row:54} {mean:>14{score.format}} {extent:>20} {mean - reference:>+10{score.format}} {megabytes:11.3f}",
-            flush=True,
-        )
+        extent = [f"{min(values):{score.format}} to {max(values):{score.format}}"] if seeds > 1 else []
+        difference, megabytes = f"{mean - reference:+{score.format}}", f"{finished[0]['wire_bytes'] / 1e6:.3f}"
+        yield [row, format(mean, score.format), difference, megabytes, *extent]
 
 
 def chosen(row: str) -> list[str]:

@@ -14,6 +14,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +32,7 @@ from jaxpar.core import mesh
 from jaxpar.errors import exit_code
 from jaxpar.strategies import Strategy
 from scripts.bench.steps import make_problem, race
+from scripts.bench.tables import COLUMNS, show
 
 RESULTS = ("emulated", "history", "live")
 WORKERS, LIVE_WORKERS, SLOWDOWN = 8, 4, 4
@@ -59,13 +62,9 @@ def main() -> None:
         strategies.decide(variant, there)
         return strategies.make(variant, make_problem(variant, dataset.info, batch))
 
-    batch = batches.batch(0)
-    if "emulated" in arguments.results:
-        emulated(build, batch, arguments.rounds)
-    if "history" in arguments.results:
-        history(build, batch)
-    if "live" in arguments.results:
-        live(build, batch, arguments.rounds)
+    measures: dict[str, Callable[..., Iterator[list[str]]]] = {"emulated": emulated, "history": history, "live": live}
+    of_results = (measures[name](build, batches.batch(0), arguments.rounds) for name in arguments.results)
+    show(COLUMNS, chain.from_iterable(of_results))
 
 
 def asynchronous(workers: int, devices: int, *settings: str) -> list[str]:
@@ -74,7 +73,7 @@ def asynchronous(workers: int, devices: int, *settings: str) -> list[str]:
     return ["--config.strategy=async_data_parallel", f"--config.mesh.data={devices}", *chosen]
 
 
-def emulated(build: Any, batch: dict[str, np.ndarray], rounds: int) -> None:
+def emulated(build: Any, batch: dict[str, np.ndarray], rounds: int) -> Iterator[list[str]]:
     """Measure the result `emulated`."""
     shards = [{name: x[i::WORKERS] for name, x in batch.items()} for i in range(WORKERS)]
     plain = build(shards[0], "--config.strategy=single", "--config.mesh.data=1")
@@ -92,11 +91,12 @@ def emulated(build: Any, batch: dict[str, np.ndarray], rounds: int) -> None:
     )
     timings = race(contenders, batch, rounds=rounds)
     for name, timing in timings.items():
-        ratio = timing.seconds / timings["single"].seconds
-        print(f"emulated  {name:12} {ratio:.3f} of the time of {WORKERS} steps of single", flush=True)
+        if name != "single":
+            ratio = timing.seconds / timings["single"].seconds
+            yield [f"time of an emulated step of `{name}` / {WORKERS} steps of `single`", f"{ratio:.3f}", "<= 1.10"]
 
 
-def history(build: Any, batch: dict[str, np.ndarray]) -> None:
+def history(build: Any, batch: dict[str, np.ndarray], _rounds: int) -> Iterator[list[str]]:
     """Measure the result `history`."""
     strategy = build(batch, *asynchronous(WORKERS, 1))
     state = strategy.init(jax.random.key(0))
@@ -105,10 +105,10 @@ def history(build: Any, batch: dict[str, np.ndarray]) -> None:
     leaves = jax.tree.leaves(list(state.transport.history.values()))
     there = sum({leaf.unsafe_buffer_pointer(): leaf.nbytes for leaf in leaves}.values())
     formula = (WORKERS - 1) * sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
-    print(f"history   {there / formula:.4f} of {WORKERS - 1} times the bytes of the weights", flush=True)
+    yield [f"bytes of older weights / {WORKERS - 1} x bytes of the weights", f"{there / formula:.4f}", "<= 1.05"]
 
 
-def live(build: Any, batch: dict[str, np.ndarray], rounds: int) -> None:
+def live(build: Any, batch: dict[str, np.ndarray], rounds: int) -> Iterator[list[str]]:
     """Measure the result `live`. Rounds alternate, so that a slow phase of the machine affects both contenders."""
     slow = ("mode=live", f"delays.slowdown={SLOWDOWN}")
     ways = {"async": ("policy=async",), "lockstep": ("policy=ssp", "bound=0")}
@@ -124,7 +124,7 @@ def live(build: Any, batch: dict[str, np.ndarray], rounds: int) -> None:
             if number >= 2:
                 seconds[name].append(time.perf_counter() - start)
     ratio = statistics.median(seconds["lockstep"]) / statistics.median(seconds["async"])
-    print(f"live      {ratio:.2f} times the gradients per second of lockstep", flush=True)
+    yield ["gradients per second of live workers / in lockstep", f"{ratio:.2f}", ">= 2"]
 
 
 if __name__ == "__main__":

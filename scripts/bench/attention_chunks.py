@@ -19,6 +19,7 @@ from jaxpar.command_line import Parser, integer
 from jaxpar.core.context import attend_to_texts, order
 from jaxpar.errors import TrainingError, exit_code
 from jaxpar.models.attention import attend
+from scripts.bench.tables import show
 
 BATCH, HEADS, GROUPS, SIZE = 2, 8, 4, 64
 
@@ -60,9 +61,8 @@ def main() -> None:
         name: [float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in zip(values, exact, strict=True)]
         for name, values in found.items()
     }
-    print(f"{length:5} tokens           result    dq        dk        dv")
-    for name, each in errors.items():
-        print(f"{name:22} " + "  ".join(f"{one:.2e}" for one in each))
+    rows = [[name, *(f"{one:.2e}" for one in each)] for name, each in errors.items()]
+    show([f"{length} tokens", "result", "dq", "dk", "dv"], rows)
     if not all(own <= 2 * one for one, own in zip(*errors.values(), strict=True)):
         raise TrainingError("the differences on the axis are more than twice those of whole texts")
 

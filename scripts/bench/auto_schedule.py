@@ -5,12 +5,14 @@
 
 The model and the microbatches are those of scripts/bench/pipeline.py. Each row is a number of stages, a number of
 microbatches and a schedule. It has the median time of a step in alternating rounds / that of 1f1b, and the same for the
-CPU time; behind auto is the schedule that it chose. The benchmark runs on GPUs if there are any, and otherwise on as
+CPU time; auto has the schedule that it chose. The benchmark runs on GPUs if there are any, and otherwise on as
 many virtual CPU devices as there are stages, in a process for each number of stages.
 """
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from itertools import chain
 
 import jax
 
@@ -23,21 +25,23 @@ from jaxpar.strategies.pipeline.executor.partition import AUTO
 from scripts.bench.pipeline import SCHEDULES, stage_counts
 from scripts.bench.pipeline_case import Maker, Parts
 from scripts.bench.steps import race
+from scripts.bench.tables import show
 
 REFERENCE = "1f1b"
 EXAMPLES = 4  # of a microbatch
+COLUMNS = ["stages x microbatches", "schedule", "step", "time / `1f1b`", "CPU time / `1f1b`"]
 
 
-def compare(maker: Maker, p: int, m: int, schedules: list[str], rounds: int) -> None:
-    """Print the rows of a number of stages and of microbatches."""
+def compared(maker: Maker, p: int, m: int, schedules: list[str], rounds: int) -> Iterator[list[str]]:
+    """Yield the rows of a number of stages and of microbatches."""
     cases = {name: maker.pipeline(p, name, m=m) for name in dict.fromkeys((REFERENCE, AUTO, *schedules))}
     contenders = {name: case.contender for name, case in cases.items()}
     timings = race(contenders, cases[REFERENCE].batch, rounds=rounds)
     reference = timings[REFERENCE]
     for name, timing in timings.items():
-        time, cpu_time = timing.seconds / reference.seconds, timing.cpu_seconds / reference.cpu_seconds
-        chosen = Parts(cases[name]).details.schedule
-        print(f"{p:6}  {m:12}  {chosen:<18}  {timing.seconds:8.3f} s  {time:6.3f}  {cpu_time:6.3f}", flush=True)
+        ratios = timing.seconds / reference.seconds, timing.cpu_seconds / reference.cpu_seconds
+        label = f"auto: {Parts(cases[name]).details.schedule}" if name == AUTO else name
+        yield [f"{p} x {m}", label, f"{timing.seconds:.3f} s", *(f"{ratio:.3f}" for ratio in ratios)]
     jax.clear_caches()
 
 
@@ -54,9 +58,9 @@ def main(arguments: list[str]) -> None:
     configs.override(config, [f"--config.mesh.virtual_cpu_devices={first}", *overrides])
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     mesh.partition_by_gspmd()
-    print("stages  microbatches  schedule                  time / 1f1b  CPU time / 1f1b", flush=True)
-    for m in parsed.microbatches:
-        compare(Maker(tuple(overrides), EXAMPLES), first, m, parsed.schedules, parsed.rounds)
+    maker = Maker(tuple(overrides), EXAMPLES)
+    of_m = (compared(maker, first, m, parsed.schedules, parsed.rounds) for m in parsed.microbatches)
+    show(COLUMNS, chain.from_iterable(of_m))
     for p in others:
         subprocess.run([sys.executable, __file__, *arguments, f"--stages={p}"], check=True)  # the last flags win
 

@@ -18,13 +18,12 @@ from jaxpar.cluster import find_cluster
 from jaxpar.core import mesh
 from jaxpar.errors import exit_code
 from scripts.bench.steps import arguments_of, measure
+from scripts.bench.tables import COLUMNS, show
 
-ROUNDS = 30
+ROUNDS, WAYS = 30, ("shard_map", "sharding", "pmap")
 VARIANTS = {
     "single": ["--config.strategy=single"],
-    "data_parallel, shard_map": ["--config.strategy=data_parallel", "--config.data_parallel.implementation=shard_map"],
-    "data_parallel, sharding": ["--config.strategy=data_parallel", "--config.data_parallel.implementation=sharding"],
-    "data_parallel, pmap": ["--config.strategy=data_parallel", "--config.data_parallel.implementation=pmap"],
+    **{way: ["--config.strategy=data_parallel", f"--config.data_parallel.implementation={way}"] for way in WAYS},
 }
 
 
@@ -51,10 +50,11 @@ def main() -> None:
     for length in sorted(batch_by_length):
         timings = measure(contenders, dataset.info, batch_by_length[length], rounds=ROUNDS)
         medians = {variant: timing.seconds for variant, timing in timings.items()}
-        ratios = "  ".join(f"{variant}: {medians[variant] / medians['single']:.3f}" for variant in VARIANTS)
-        print(f"length {length} ({counts[length] / batches.steps_per_epoch:.0%} of the steps)  {ratios}")
+        ratios = ", ".join(f"{way} {medians[way] / medians['single']:.3f}" for way in WAYS)
+        print(f"length {length} ({counts[length] / batches.steps_per_epoch:.0%} of the steps)  {ratios}", flush=True)
         totals = {variant: total + counts[length] * medians[variant] for variant, total in totals.items()}
-    print("epoch  " + "  ".join(f"{variant}: {totals[variant] / totals['single']:.3f}" for variant in VARIANTS))
+    what = f"step on {there.num_devices} devices / on one"
+    show(COLUMNS, [[f"{what}, {way}", f"{totals[way] / totals['single']:.3f}", "<= 1.10"] for way in WAYS])
 
 
 if __name__ == "__main__":

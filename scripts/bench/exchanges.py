@@ -13,7 +13,7 @@ steps     time of a step / time of a ddp step, on the same batch and cores, for 
 
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from jaxpar.exchange import EXCHANGES, compress, reduce
 from jaxpar.inspect import audit
 from jaxpar.measure.phases import seconds_in_turn
 from scripts.bench.steps import Contender, make_problem, race
+from scripts.bench.tables import show
 
 RESULTS = ("bytes", "memory", "ring", "compress", "steps")
 SIZE = 25 * 2**20 // 4  # elements
@@ -78,38 +79,38 @@ def main() -> None:
 
         if {"bytes", "memory"} & set(results):
             task = tasks.find_task(config)
-            bytes_and_memory(build, task, arguments.replicas, "bytes" in results, "memory" in results)
+            rows = bytes_and_memory(build, task, arguments.replicas, "bytes" in results, "memory" in results)
+            show(["exchange", "sent / formula", "formula / `ddp`", "state / formula"], rows)
         if "steps" in results:
             steps(build, batch, arguments.rounds)
-    if "ring" in results:
-        ring(arguments.replicas, arguments.rounds)
-    if "compress" in results:
-        round_trips(arguments.rounds)
+    blocks = ring(arguments.replicas, arguments.rounds) if "ring" in results else []
+    blocks += round_trips(arguments.rounds) if "compress" in results else []
+    if blocks:
+        show(["25 MiB", "time / reference", "reference"], blocks)
 
 
 def bytes_and_memory(
     build: Callable[..., strategies.Strategy[Any]], task: tasks.Task, n: int, has_bytes: bool, has_memory: bool
-) -> None:
+) -> Iterator[list[str]]:
     """Measure the results `bytes` and `memory`."""
     ddp = build("ddp").plan
     parameters, optimizer = ddp.memory[0]["parameters"], ddp.memory[0]["optimizer"]
     for name in EXCHANGES:
         strategy = build(name)
         plan, programs = strategy.plan, strategy.compile()
+        sent = state = ""
         if has_bytes:
             rows = audit.audit(programs, plan, task)
             total = sum(row.nbytes for row in rows if row.dtype != audit.SCALARS)
-            ratio = f"{total / plan.wire_bytes:.4f}" if total else "copies"
-            of_ddp = plan.wire_bytes / ddp.wire_bytes
-            print(f"bytes   {name:36} {ratio} of theory, which is {of_ddp:.4f} of ddp", flush=True)
+            sent = f"{total / plan.wire_bytes:.4f}" if total else "copies"
         if has_memory and name.startswith("zero"):
             formula = (parameters / n if name == "zero3" else parameters) + optimizer / n
-            of_all = formula / (parameters + optimizer)
             devices = audit.memory(programs, strategy)
             fullest = max(
                 sum(part.nbytes or 0 for part in parts.values() if part.theory is not None) for parts in devices
             )
-            print(f"memory  {name:36} {fullest / formula:.4f} of the formula, which is {of_all:.4f} of ddp")
+            state = f"{fullest / formula:.4f}"
+        yield [name, sent, f"{plan.wire_bytes / ddp.wire_bytes:.4f}", state]
 
 
 def steps(build: Callable[..., strategies.Strategy[Any]], batch: Any, rounds: int) -> None:
@@ -117,11 +118,11 @@ def steps(build: Callable[..., strategies.Strategy[Any]], batch: Any, rounds: in
     contenders: dict[str, Contender] = {name: build(name) for name in EXCHANGES}
     contenders |= {f"ddp by {way}": build("ddp", f"--config.data_parallel.implementation={way}") for way in WAYS[1:]}
     timings = race(contenders, batch, rounds=rounds)
-    for name, timing in timings.items():
-        print(f"steps   {name:36} {timing.seconds / timings['ddp'].seconds:.3f}", flush=True)
+    rows = [[name, f"{timing.seconds / timings['ddp'].seconds:.3f}"] for name, timing in timings.items()]
+    show(["exchange", "step / `ddp`"], rows)
 
 
-def ring(n: int, rounds: int) -> None:
+def ring(n: int, rounds: int) -> list[list[str]]:
     """Measure the result `ring`."""
     axis, on = reduce.Axis(mesh.DATA, n), mesh.make_mesh({mesh.DATA: n, mesh.STAGE: 1}, clusters.devices())
     spec = PartitionSpec(mesh.DATA)
@@ -136,11 +137,10 @@ def ring(n: int, rounds: int) -> None:
 
     ways = {"psum": reduce.psum, "ring": reduce.ring, "push_pull": reduce.push_pull}
     times = seconds_in_turn({name: mapped(make(axis)) for name, make in ways.items()}, rounds)
-    for name, seconds in times.items():
-        print(f"ring    {name:36} {seconds / times['psum']:.3f} of the time of psum", flush=True)
+    return [[name, f"{seconds / times['psum']:.3f}", "psum"] for name, seconds in times.items() if name != "psum"]
 
 
-def round_trips(rounds: int) -> None:
+def round_trips(rounds: int) -> list[list[str]]:
     """Measure the result `compress`."""
     x = jax.random.normal(jax.random.key(0), (SIZE,))
 
@@ -152,8 +152,7 @@ def round_trips(rounds: int) -> None:
     for name, compressor in COMPRESSORS.items():
         calls[name] = partial(jax.jit(partial(round_trip, compressor)), x, compressor.init(SIZE, jax.random.key(1), 0))
     times = seconds_in_turn(calls, rounds)
-    for name, seconds in times.items():
-        print(f"compress {name:36} {seconds / times['copy']:.2f} times a copy", flush=True)
+    return [[name, f"{seconds / times['copy']:.2f}", "copy"] for name, seconds in times.items() if name != "copy"]
 
 
 if __name__ == "__main__":

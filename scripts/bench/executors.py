@@ -12,7 +12,8 @@ median measured time of each kind of action on each device.
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import jax
@@ -31,8 +32,10 @@ from jaxpar.strategies.pipeline.tables.simulate import simulate_table
 from scripts.bench.peers import HEAD, widths
 from scripts.bench.pipeline_case import Maker
 from scripts.bench.steps import race
+from scripts.bench.tables import show
 
 TOLERANCE = 1e-5
+COLUMNS = ["width, stages", "schedule", "lockstep / dispatch", "host, us per action", "simulated / measured"]
 TRACED = 3  # number of the step whose actions are measured
 
 
@@ -48,17 +51,14 @@ def main() -> None:
     configs.override(config, [f"--config.mesh.virtual_cpu_devices={max(map(int, arguments.stages))}"])
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     mesh.partition_by_gspmd()
-    print("width  stages  schedule    lockstep   dispatch  ratio  host, us per action  simulated / measured")
-    for width in arguments.widths:
-        sizes = (f"--config.model.hidden_size={width}", f"--config.model.num_heads={width // HEAD}")
-        for p in map(int, arguments.stages):
-            for schedule in arguments.schedules:
-                words = compare(Maker((*overrides, *sizes), 4), p, schedule, arguments.rounds)
-                print(f"{width:5}  {p:6}  {schedule:9}  {words}", flush=True)
+    cases = product(arguments.widths, map(int, arguments.stages), arguments.schedules)
+    show(COLUMNS, (compared(overrides, *case, arguments.rounds) for case in cases))
 
 
-def compare(maker: Maker, p: int, schedule: str, rounds: int) -> str:
-    """Return the columns of a row with measured values."""
+def compared(overrides: Sequence[str], width: int, p: int, schedule: str, rounds: int) -> list[str]:
+    """Return a row."""
+    sizes = (f"--config.model.hidden_size={width}", f"--config.model.num_heads={width // HEAD}")
+    maker = Maker((*overrides, *sizes), 4)
     cases = {name: maker.more(f"--config.pipeline.executor={name}").pipeline(p, schedule) for name in EXECUTORS}
     strategies_of = {name: strategies.make(case.config, case.problem) for name, case in cases.items()}
     batch = cases[DISPATCH].batch
@@ -69,9 +69,9 @@ def compare(maker: Maker, p: int, schedule: str, rounds: int) -> str:
     strategy = strategies_of[DISPATCH]
     details: Any = strategy.plan.details
     host = host_seconds(strategy, batch) / len(details.table.actions)
-    ratio = lockstep.seconds / dispatch.seconds
-    columns = f"{lockstep.seconds:7.3f} s  {dispatch.seconds:7.3f} s  {ratio:5.2f}  {host * 1e6:19.0f}"
-    return f"{columns}  {simulated_over_measured(maker, p, schedule):20.2f}"
+    times = f"{lockstep.seconds:.3f} / {dispatch.seconds:.3f} s = {lockstep.seconds / dispatch.seconds:.2f}"
+    simulated = simulated_over_measured(maker, p, schedule)
+    return [f"{width}, {p}", schedule, times, f"{host * 1e6:.0f}", f"{simulated:.2f}"]
 
 
 def host_seconds(strategy: Strategy[Any], batch: Mapping[str, np.ndarray]) -> float:

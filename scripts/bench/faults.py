@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,13 +31,13 @@ from absl import logging
 
 from jaxpar import checkpoint, data
 from jaxpar import config as configs
-from jaxpar.cluster import find_cluster
 from jaxpar.command_line import Parser, integer, names
 from jaxpar.core import mesh
 from jaxpar.errors import exit_code
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
 from jaxpar.run.restore import Past, save_info
+from scripts.bench.tables import COLUMNS, show
 
 RESULTS = ("faults", "save")
 STEPS, EVERY = 400, 10
@@ -77,9 +78,9 @@ def main() -> None:
     logging.set_verbosity(logging.FATAL)  # as in the training command
     with tempfile.TemporaryDirectory() as folder:
         if "faults" in arguments.results:
-            faults(Path(folder), arguments.kills, arguments.terms, random.Random(arguments.seed))
+            show(COLUMNS, faults(Path(folder), arguments.kills, arguments.terms, random.Random(arguments.seed)))
         if "save" in arguments.results:
-            save(Path(folder) / "save", arguments.rounds)
+            show(COLUMNS, save(Path(folder) / "save", arguments.rounds))
 
 
 # ---- faults -------------------------------------------------------------------------------------
@@ -139,14 +140,14 @@ def go(workdir: Path, since: float, sent: Signal | None = None, *, asynchronous:
     )
 
 
-def faults(folder: Path, kills: int, terms: int, draw: random.Random) -> None:
+def faults(folder: Path, kills: int, terms: int, draw: random.Random) -> Iterator[list[str]]:
     """Measure the result `faults`."""
     whole = folder / "whole"
     go(folder / "warm", time.perf_counter())  # fills the compilation cache
     ended = go(whole, time.perf_counter())
     assert ended.code == 0
     assert ended.first_step_after
-    terminated(folder / "terminated", whole, terms, draw)
+    yield terminated(folder / "terminated", whole, terms, draw)
     fresh = [ended.first_step_after]
     lost: dict[bool, list[int]] = {True: [], False: []}
     again = list[float]()
@@ -173,18 +174,18 @@ def faults(folder: Path, kills: int, terms: int, draw: random.Random) -> None:
     for asynchronous, steps in lost.items():
         if not steps:
             continue
-        most = f"at most {max(steps)} steps lost, median {statistics.median(steps):g}, {len(steps)} kills after a step"
-        print(f"faults    kill -9: {most}; a checkpoint every {EVERY} steps, asynchronous={asynchronous}")
-    print(f"faults    after {bitwise} of {done} random kills, in {run} runs, the run ends bitwise the same")
+        what = f"steps lost on `kill -9`, most and median of {len(steps)}, asynchronous={asynchronous}"
+        yield [what, f"{max(steps)}, {statistics.median(steps):g}", f"<= {EVERY}"]
+    yield [f"random kills, in {run} runs, after which the run ends bitwise the same", f"{bitwise} of {done}", f"{done}"]
     first, after = statistics.median(fresh), statistics.median(again)
-    ratio = f"{after:.2f} s / {first:.2f} s = {after / first:.2f}"
-    print(
-        f"faults    time to the first step after a kill / a fresh start: {ratio} ({len(again)}, {len(fresh)} starts)",
-        flush=True,
-    )
+    yield [
+        "time to the first step after a kill / a fresh start",
+        f"{after:.2f} / {first:.2f} s = {after / first:.2f}",
+        "",
+    ]
 
 
-def terminated(workdir: Path, whole: Path, terms: int, draw: random.Random) -> None:
+def terminated(workdir: Path, whole: Path, terms: int, draw: random.Random) -> list[str]:
     """Measure the steps lost on SIGTERM."""
     lost, before = list[int](), 0
     while len(lost) < terms and before < STEPS // 2:  # every signal arrives before the run is finished
@@ -198,7 +199,7 @@ def terminated(workdir: Path, whole: Path, terms: int, draw: random.Random) -> N
         lost.append(before - checkpoint.steps(workdir / "checkpoints")[-1])
     go(workdir, 0)
     assert same(workdir, whole)
-    print(f"faults    SIGTERM: at most {max(lost)} steps lost ({len(lost)} times)", flush=True)
+    return [f"steps lost on SIGTERM, most of {len(lost)}", f"{max(lost)}", "0"]
 
 
 def same(workdir: Path, whole: Path) -> bool:
@@ -212,7 +213,7 @@ def same(workdir: Path, whole: Path) -> bool:
 # ---- save ---------------------------------------------------------------------------------------
 
 
-def save(workdir: Path, rounds: int) -> None:
+def save(workdir: Path, rounds: int) -> list[list[str]]:
     """Measure the result `save`.
 
     Save, copy and nothing take turns. Each runs after a step, so that the host has no copies of the arrays yet, and
@@ -249,16 +250,17 @@ def save(workdir: Path, rounds: int) -> None:
                 with_step[name].append(time.perf_counter() - start)
             saver.wait()
     saver.close()
-    of = f"a copy of {size / 1e6:.0f} MB ({rounds} alternating rounds, {find_cluster().device_kind})"
     stall, copying = (statistics.median(calls[name]) for name in ("save", "copy"))
-    print(f"save      {in_ms(stall, copying)}: time until a save returns / {of}")
-    saving, copying, step = (statistics.median(with_step[name]) for name in ("save", "copy", "nothing"))
-    print(f"save      {in_ms(saving - step, copying - step)}: time that a save / a copy adds, with the step after it")
+    saving, with_copy, step = (statistics.median(with_step[name]) for name in ("save", "copy", "nothing"))
+    return [
+        [f"time until a save returns / a copy of {size / 1e6:.0f} MB", in_ms(stall, copying), "<= 1.1"],
+        ["time that a save / a copy adds to the next step", in_ms(saving - step, with_copy - step), ""],
+    ]
 
 
 def in_ms(seconds: float, reference: float) -> str:
     """Return both times in ms and their ratio, as text."""
-    return f"{seconds * 1000:.0f} ms / {reference * 1000:.0f} ms = {seconds / reference:.2f}"
+    return f"{seconds * 1000:.0f} / {reference * 1000:.0f} ms = {seconds / reference:.2f}"
 
 
 def copy(tree: Any) -> Any:

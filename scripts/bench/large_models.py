@@ -2,8 +2,9 @@
 
     scripts/python scripts/bench/large_models.py [--only=bert_base]
 
-In bfloat16, with cuDNN attention. Compiles each of CASES, prints a row for it and its findings, those that are normal
-for the strategy included. Needs the extra `targets`, and nvidia-cudnn-cu12.
+In bfloat16, with cuDNN attention. Compiles each of CASES, prints its findings, those that are normal for the strategy
+included, and a row: the bytes that the step needs on a GPU, and its predicted time. Needs the extra `targets`, and
+nvidia-cudnn-cu12.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from jaxpar.command_line import Parser
 from jaxpar.errors import exit_code, format_bytes
 from jaxpar.inspect import audit_report
 from jaxpar.strategies.pipeline.schedules import EXECUTORS
+from scripts.bench.tables import show
 
 
 class Case(NamedTuple):
@@ -81,16 +83,18 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--only", choices=list(CASES), help="the case to compile; without it, all")
     arguments = parser.parse()
-    print(f"{'model':21} {'GPUs':9} {'arguments':>10} {'temporary':>10} {'fits':>5} {'step, s':>8} {'MFU':>6}")
-    for name, case in CASES.items():
-        if arguments.only in (None, name):
-            found = audited(case)
-            needed, time = found["needed"], found["time"]
-            fits = "yes" if sum(needed.values()) <= found["usable_bytes"] else "no"
-            sizes = f"{format_bytes(needed['arguments']):>10} {format_bytes(needed['temporary arrays']):>10}"
-            print(f"{name:21} {case.target:9} {sizes} {fits:>5} {time['seconds']:8.3f} {time['mfu']:6.3f}")
-            if found["findings"] is not None:  # of a step of one program
-                print("\n".join(f"    {line}" for line in audit_report.format_findings(found["findings"])), flush=True)
+    cases = {name: case for name, case in CASES.items() if arguments.only in (None, name)}
+    show(["model", "GPUs", "memory", "step", "MFU"], (compiled(name, case) for name, case in cases.items()))
+
+
+def compiled(name: str, case: Case) -> list[str]:
+    """Return the row of a case, and print its findings."""
+    found = audited(case)
+    needed, time = sum(found["needed"].values()), found["time"]
+    if found["findings"] is not None:  # of a step of one program
+        print("\n".join(f"    {line}" for line in audit_report.format_findings(found["findings"])), flush=True)
+    memory = f"{format_bytes(needed)}{'' if needed <= found['usable_bytes'] else ', too much'}"
+    return [name, case.target, memory, f"{1e3 * time['seconds']:.0f} ms", f"{time['mfu']:.3f}"]
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from jaxpar import tasks
 from jaxpar.command_line import Parser, integer, number
 from jaxpar.data import Batches, load
 from jaxpar.errors import exit_code
+from scripts.bench.tables import COLUMNS, show
 
 
 def rates(batches: Batches, steps: int, runs: int, num_threads: int, prefetch: int) -> list[float]:
@@ -49,7 +50,7 @@ def main() -> int:
     median = statistics.median(speeds)
     ratio = median / arguments.consumption
     print(f"loader: {median:,.0f} examples/s (median of {len(speeds)} runs, {min(speeds):,.0f} to {max(speeds):,.0f})")
-    print(f"training consumes {arguments.consumption:,.0f} examples/s; the loader is {ratio:.1f} times as fast")
+    show(COLUMNS, [["examples/s of the loader / of training", f"{ratio:.0f}", ">= 10"]])
     return int(ratio < 10)
 
 

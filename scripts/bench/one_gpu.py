@@ -2,8 +2,9 @@
 
     scripts/python scripts/bench/one_gpu.py [--only=gpt2] [--rounds=5] [--profile=FOLDER] [--json=FILE]
 
-Trains each of CASES in bfloat16 on random tokens, in a process of its own, and prints the time of a step, MFU, the peak
-memory of the process, and predicted / measured. The host enqueues steps ahead of the GPU, as the training loop does:
+Trains each of CASES in bfloat16 on random tokens, in a process of its own. The host enqueues steps ahead of the GPU, as
+the training loop does. Prints the time of a step, MFU, the peak memory of the process, and predicted / measured of time
+and of memory, first of the planner, then of the program:
 
   planner   time and memory that `jaxpar plan` predicts
   program   time and memory that `jaxpar audit --target=here --time` predicts for the compiled step
@@ -35,6 +36,7 @@ from jaxpar.inspect.audit_report import model_flops
 from jaxpar.strategies import Strategy
 from scripts.bench.planned_memory import GPT, Case, configured, make_problem
 from scripts.bench.steps import race
+from scripts.bench.tables import show
 
 SINGLE = ("strategy=single", "mesh.data=1", "model.dtype=bfloat16")
 BERT = Case(64, 512, 30522, (*SINGLE, "model.size=base"))
@@ -74,20 +76,16 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="the folder of the profiles")
     parser.add_argument("--json", type=Path, help="the file of the rows")
     arguments = parser.parse()
-    title = (
-        f"{'':20} {'step, ms':>9} {'MFU':>6} {'planner':>8} {'program':>8} {'peak':>9} {'planner':>8} {'program':>8}"
-    )
     names = list(CASES) if arguments.only is None else arguments.only.split(";")
     for name in names:
         check_choice("--only", name, CASES)
     if len(names) == 1:
         found = measured(names[0], arguments.rounds, arguments.profile)
-        print(row(found), flush=True)
+        show(["case", "step", "MFU", "predicted / step", "peak", "predicted / peak"], [row(found)])
         if arguments.json is not None:
             with arguments.json.open("a") as file:
                 file.write(json.dumps(found) + "\n")
         return
-    print(title, flush=True)
     others = [argument for argument in sys.argv[1:] if not argument.startswith("--only")]
     codes = [  # the peak of a process cannot be reset
         subprocess.run([sys.executable, __file__, *others, f"--only={name}"], check=False).returncode for name in names
@@ -121,16 +119,14 @@ def measured(name: str, rounds: int, profile: Path | None) -> dict[str, Any]:
     return found
 
 
-def row(found: dict[str, Any]) -> str:
-    """Return the line of a case: what was measured, and predicted / measured."""
+def row(found: dict[str, Any]) -> list[str]:
+    """Return the row of a case: what was measured, and predicted / measured by the planner and by the program."""
     seconds, nbytes = found["seconds"], found["bytes"]
     of_time, of_memory = (
-        " ".join(f"{found[key][i] / measured:8.3f}" for key in ("planned", "program"))
+        ", ".join(f"{found[key][i] / measured:.3f}" for key in ("planned", "program"))
         for i, measured in enumerate((seconds, nbytes))
     )
-    return (
-        f"{found['case']:20} {1e3 * seconds:9.2f} {found['mfu']:6.3f} {of_time} {format_bytes(nbytes):>9} {of_memory}"
-    )
+    return [found["case"], f"{1e3 * seconds:.2f} ms", f"{found['mfu']:.3f}", of_time, format_bytes(nbytes), of_memory]
 
 
 def built(case: Case, settings: tuple[str, ...], target: Target) -> tuple[Any, Problem, Strategy[Any]]:

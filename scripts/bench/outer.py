@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from jaxpar.command_line import Parser, integer
 from jaxpar.errors import TrainingError, exit_code
 from jaxpar.launch.place import free_port
 from jaxpar.strategies.outer.table import OuterEvent, read_contributions
+from scripts.bench.tables import COLUMNS, show
 
 ROOT, STEP_SECONDS, DELAY_SECONDS = Path(__file__).parents[2], 0.05, 1.0
 SLOWED = """
@@ -89,8 +91,8 @@ def check_ended(folder: Path, processes: Mapping[int, subprocess.Popen[bytes]]) 
             raise TrainingError((folder / f"log{worker}").read_text()[-2000:])
 
 
-def run_killed(folder: Path, address: str, rng: random.Random) -> None:
-    """Run four workers, of which one is killed and one joins, and print what they did."""
+def run_killed(folder: Path, address: str, rng: random.Random) -> list[list[str]]:
+    """Run four workers, of which one is killed and one joins. Returns rows of what they did."""
     every = 10
     settings = {"outer.num_workers": 4, "outer.min_workers": 3, "outer.every_steps": every, "num_steps": 400}
     workers = Workers(folder, address, 0.0, settings)
@@ -109,10 +111,15 @@ def run_killed(folder: Path, address: str, rng: random.Random) -> None:
     replay = [sys.executable, "-m", "jaxpar", "replay", *(f"{folder}/w{worker}" for worker in range(4))]
     shown = subprocess.run(replay, cwd=ROOT, capture_output=True, text=True)
     equal = shown.stdout.count("equal bitwise")
-    events = ", ".join(f"{count} {event}" for event, count in counts.items())
-    print(f"killed    {events}; messages of {sizes} bytes, as planned: {as_planned}; {equal} of 4 runs equal bitwise")
     if not as_planned or equal != 4:
         raise TrainingError(shown.stderr or "the bytes are not those of the plan")
+    of_event = [[f"events {event}", f"{count}", ""] for event, count in counts.items()]
+    same = ["workers whose replay is equal bitwise", f"{equal} of 4", "4"]
+    return [
+        *of_event,
+        ["bytes of a message per step / by the plan", f"{max(sizes) / every:,.0f} / {planned:,}", ""],
+        same,
+    ]
 
 
 def waited(folder: Path, address: str, streaming: Mapping[str, Any]) -> float:
@@ -139,14 +146,13 @@ def main() -> None:
         time.sleep(8)
         try:
             folder, address = Path(name), f"127.0.0.1:{port}"
-            for number in range(arguments.runs):
-                run_killed(folder / f"killed{number}", address, rng)
+            runs = (run_killed(folder / f"killed{number}", address, rng) for number in range(arguments.runs))
+            show(COLUMNS, chain.from_iterable(runs))
             whole = waited(folder / "whole", address, {})
             streaming = {"outer.fragments": 2, "outer.overlap_steps": 25}
             overlapped = waited(folder / "streaming", address, streaming)
-            print(
-                f"waited    {whole:.3f} s per round, {overlapped:.3f} s with streaming: {whole / overlapped:.2f} times"
-            )
+            ratio = f"{overlapped:.3f} / {whole:.3f} s = {overlapped / whole:.3f}"
+            show(COLUMNS, [["wait of a round, with streaming / without", ratio, ""]])
         finally:
             node.terminate()
             node.wait()

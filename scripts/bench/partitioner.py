@@ -5,7 +5,7 @@
 Two processes, on a core each, profile the layers of a BERT classifier with 6 blocks of width 256: at the same time,
 because cores share a memory. Pipelines of two stages without a flush, whose devices have a core each, then take steps
 of 16 microbatches: cut where the partitioner chooses, and one layer before and after. The prediction is the time of the
-slowest stage; the exchange of activations takes no time. A line has the predicted and the measured milliseconds of a
+slowest stage; the exchange of activations takes no time. A row has the predicted and the measured milliseconds of a
 microbatch, and their ratio.
 """
 
@@ -26,6 +26,7 @@ from jaxpar.core import mesh
 from jaxpar.errors import exit_code
 from scripts.bench.pipeline_case import CLASSIFIER, Maker
 from scripts.bench.steps import race
+from scripts.bench.tables import COLUMNS, show
 
 NUM_EXAMPLES, NUM_MICROBATCHES = 8, 16
 SIZE = ("--config.model.num_layers=6", "--config.optimizer.name=sgd")
@@ -76,11 +77,14 @@ def main() -> None:
     }
     contenders = {layers[cut].name: case.contender for cut, case in cases.items()}
     timings = race(contenders, next(iter(cases.values())).batch, rounds=parsed.rounds, warm_up=3)
+    rows = []
     for cut in cases:
         predicted = max(sum(seconds[:cut]), sum(seconds[cut:]))
         measured = timings[layers[cut].name].seconds / NUM_MICROBATCHES
-        words = f"predicted {1e3 * predicted:.2f} ms / measured {1e3 * measured:.2f} ms = {predicted / measured:.3f}"
-        print(f"cut at {layers[cut].name:8} {'(chosen)' if cut == chosen else '':8}  {words}")
+        what = f"predicted / measured, cut at {layers[cut].name}{', as chosen' if cut == chosen else ''}"
+        of = f"{1e3 * predicted:.2f} / {1e3 * measured:.2f} ms"
+        rows.append([what, f"{of} = {predicted / measured:.3f}", "0.85 to 1.15"])
+    show(COLUMNS, rows)
 
 
 if __name__ == "__main__":

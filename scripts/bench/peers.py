@@ -31,6 +31,7 @@ import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from jaxpar.errors import TrainingError, UserError, exit_code
 from jaxpar.tasks import mean_loss
 from scripts.bench.pipeline_case import MODEL, random_data
 from scripts.bench.steps import make_problem
+from scripts.bench.tables import show
 
 HEAD = 64  # features of an attention head
 LR = 0.1
@@ -177,16 +179,18 @@ def main() -> None:
     if parsed.gpu:
         parsed.widths, parsed.strategies = [GPU_MODEL["hidden_size"]], ["single"]
         overrides = ["--config.model.dtype=bfloat16", *overrides]
-    for norm in parsed.norms:
-        for width in parsed.widths:
-            own = GPU_MODEL if parsed.gpu else {"hidden_size": width, "num_heads": width // HEAD}
-            model = {**MODEL, **own, "norm": norm}
-            for strategy in parsed.strategies:
-                torch, ours = compare(
-                    parsed.torch_python, model, strategy, overrides, parsed.rounds, is_on_gpu=parsed.gpu
-                )
-                words = f"torch {torch:.3f} s / jaxpar {ours:.3f} s = {torch / ours:.3f}"
-                print(f"{norm:9}  width {width:4}  {strategy:6}  {words}", flush=True)
+
+    def compared(strategy: str, norm: str, width: int) -> str:
+        own = GPU_MODEL if parsed.gpu else {"hidden_size": width, "num_heads": width // HEAD}
+        model = {**MODEL, **own, "norm": norm}
+        torch, ours = compare(parsed.torch_python, model, strategy, overrides, parsed.rounds, is_on_gpu=parsed.gpu)
+        return f"{torch:.3f} / {ours:.3f} = {torch / ours:.3f}"
+
+    version = "import torch; print('torch', torch.__version__)"
+    torch = subprocess.run([parsed.torch_python, "-c", version], stdout=subprocess.PIPE, text=True, check=True).stdout
+    columns = [f"{torch.strip()} / jaxpar, s", "norm", *(f"width {width}" for width in parsed.widths)]
+    cases = product(parsed.strategies, parsed.norms)
+    show(columns, ([*case, *(compared(*case, width) for width in parsed.widths)] for case in cases))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@
 
 The model is a GPT with 8 layers and hidden size 256 on random tokens. Unless overridden, a microbatch has `--examples`
 examples of 128 tokens, and there are four microbatches per stage. The benchmark runs on GPUs if there are any, with
---stages defaulting to their number, and otherwise on as many virtual CPU devices as the largest of --stages. Each line
-shows the measured quantity, its value and the target.
+--stages defaulting to their number, and otherwise on as many virtual CPU devices as the largest of --stages.
 
   a  FLOPs of matrix products on all devices in the compiled program / FLOPs on a single device (times 4/3 with full
      rematerialization)
@@ -25,7 +24,7 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -53,11 +52,15 @@ from scripts.bench.pipeline_case import (
     step_lowering,
 )
 from scripts.bench.steps import race
+from scripts.bench.tables import COLUMNS, show
 
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v")
 REMATS = ("none", "full")
 REMAT_FLOPS = {"none": 1.0, "full": 4 / 3}
 DEEP = 24  # layers
+
+
+Rows = Iterator[list[str]]
 
 
 class Options(NamedTuple):
@@ -69,29 +72,33 @@ class Options(NamedTuple):
     rounds: int
 
 
-def report(result: str, what: str, value: float, aim: str) -> None:
-    """Print one line of results."""
-    print(f"({result}) {what:<72} {value:7.3f}  {aim}", flush=True)
+def row(result: str, what: str, value: float, aim: str = "", *, of: str = "") -> list[str]:
+    """Return a row. of: the two measured values whose ratio it is."""
+    return [f"({result}) {what}", f"{of} = {value:.3f}" if of else f"{value:.3f}", aim]
 
 
-def executed_flops(options: Options) -> None:
+def executed_flops(options: Options) -> Rows:
     """Measure result (a)."""
     p, maker = options.stages[0], options.maker
     m = 4 * p
     single = maker.single(m)
     reference = executed.flops(compiled(single, FAST).text)
     counted = 3 * flops.forward_flops(single.problem.model.apply, single.problem.model.shapes, abstract(single.batch))
-    report("a", "single device: executed / three forward passes in the jaxpr", reference / counted, "about 1")
+    print(f"FLOPs of one device / of three forward passes in the jaxpr: {reference / counted:.3f}", flush=True)
     for remat in REMATS:
+        ratios = []
         for schedule in SCHEDULES:
             case = maker.pipeline(p, schedule, remat)
             shares = partial(of_switch, shares=Parts(case).shares())
             total = p * executed.flops(compiled(case, FAST).text, shares)
-            what = f"{schedule}, {p} stages, remat {remat}"
-            report("a", what, total / reference / REMAT_FLOPS[remat], "at most 1.02")
+            ratios.append(total / reference / REMAT_FLOPS[remat])
+            print(f"{schedule}, remat {remat}: {ratios[-1]:.3f}", flush=True)
+        extent = f"{min(ratios):.3f} to {max(ratios):.3f}"
+        yield [f"(a) FLOPs of {len(SCHEDULES)} schedules / of one device, remat {remat}", extent, "<= 1.02"]
         masked = p * executed.flops(compiled(maker.scan_and_mask(p, remat), FAST).text)
-        theory = f"blocks in theory (m+p-1)/m = {(m + p - 1) / m:.3f}"
-        report("a", f"scan and mask, {p} stages, remat {remat}", masked / reference / REMAT_FLOPS[remat], theory)
+        yield row(
+            "a", f"FLOPs of scan and mask / of one device, remat {remat}", masked / reference / REMAT_FLOPS[remat]
+        )
 
 
 def of_switch(name: str, shares: Sequence[Sequence[float]]) -> Sequence[float] | None:
@@ -100,7 +107,7 @@ def of_switch(name: str, shares: Sequence[Sequence[float]]) -> Sequence[float] |
     return shares[phases[0]] if phases else None
 
 
-def step_time(options: Options) -> None:
+def step_time(options: Options) -> Rows:
     """Measure result (b)."""
     for p in options.stages:
         for remat in REMATS:
@@ -116,55 +123,48 @@ def step_time(options: Options) -> None:
             losses = [timing.first_loss for timing in timings.values()]
             assert max(losses) - min(losses) <= 1e-5 * max(losses), losses  # all contenders compute the same step
             reference = min(singles, key=lambda name: timings[name].seconds)
-            for name, timing in timings.items():
-                aim = "at least 0.95" if name in pipelines else ""
-                seconds = f"{timing.seconds:.2f} s, CPU time {timing.cpu_seconds:.2f} s"
-                what = f"{reference} / {name}, {p} stages, remat {remat}"
-                report("b", what, timings[reference].seconds / timing.seconds, f"{aim:<13}  ({seconds})")
+            for name in (*pipelines, "scan and mask"):
+                both = timings[reference].seconds, timings[name].seconds
+                what = f"time of one device / of {name}, {p} stages, remat {remat}"
+                aim = ">= 0.95" if name in pipelines else ""
+                yield row("b", what, both[0] / both[1], aim, of=f"{both[0]:.2f} / {both[1]:.2f} s")
 
 
-def parameter_bytes(options: Options) -> None:
+def parameter_bytes(options: Options) -> Rows:
     """Measure result (d)."""
-    for p in options.stages:
-        makers = {
-            "gpt, tied": options.maker,
-            "bert, tied": options.maker.more(*BERT),
-            "resnet": Maker(tuple(RESNET), options.maker.num_examples),
-        }
-        for name, maker in makers.items():
-            case = maker.pipeline(p, "1f1b")
-            stored = dict.fromkeys(range(p), 0)
-            state = case.contender.init(jax.random.key(0))
-            numbers = {device: number for number, device in enumerate(Parts(case).mesh.devices.flat)}
-            for leaf in jax.tree.leaves(state.params):
-                for shard in leaf.addressable_shards:
-                    stored[numbers[shard.device]] += shard.data.nbytes
-            stages = Parts(case).stages
-            layers = [case.problem.model.layers[slice(*stages.span(device, 0))] for device in range(p)]
-            # A tied array counts in both layers.
-            expected = [sum(nbytes(layer.shapes) for layer in stage) for stage in layers]
-            fullest = max(range(p), key=lambda device: (stored[device], expected[device]))
-            report("d", f"{name}, {p} stages: fullest device", stored[fullest] / expected[fullest], "at most 1.05")
-            report("d", f"{name}, {p} stages: all devices / all stages", sum(stored.values()) / sum(expected), "")
+    p = options.stages[-1]
+    makers = {
+        "gpt, tied": options.maker,
+        "bert, tied": options.maker.more(*BERT),
+        "resnet": Maker(tuple(RESNET), options.maker.num_examples),
+    }
+    for name, maker in makers.items():
+        case = maker.pipeline(p, "1f1b")
+        stored = dict.fromkeys(range(p), 0)
+        state = case.contender.init(jax.random.key(0))
+        numbers = {device: number for number, device in enumerate(Parts(case).mesh.devices.flat)}
+        for leaf in jax.tree.leaves(state.params):
+            for shard in leaf.addressable_shards:
+                stored[numbers[shard.device]] += shard.data.nbytes
+        stages = Parts(case).stages
+        layers = [case.problem.model.layers[slice(*stages.span(device, 0))] for device in range(p)]
+        # A tied array counts in both layers.
+        expected = [sum(nbytes(layer.shapes) for layer in stage) for stage in layers]
+        fullest = max(range(p), key=lambda device: (stored[device], expected[device]))
+        ratio = stored[fullest] / expected[fullest]
+        yield row("d", f"bytes of the fullest device / of its stage, {name}, {p} stages", ratio, "<= 1.05")
 
 
-def compile_time(options: Options) -> None:
+def compile_time(options: Options) -> Rows:
     """Measure result (e)."""
     p, seconds = options.stages[-1], compile_seconds
     seconds(options.maker.more("--config.model.num_layers=1").single(1))  # one-time costs of the first compilation
     for maker in (options.maker, options.maker.more(f"--config.model.num_layers={DEEP}")):
         for remat in REMATS:
-            cases = {
-                f"{p} stages": maker.pipeline(p, "1f1b", remat),
-                "unrolled": maker.single(4 * p, remat, scan=False),
-            }
-            size = f"{len(cases['unrolled'].problem.model.layers)} layers, remat {remat}"
-            times = {name: seconds(case) for name, case in cases.items()}
-            single = seconds(maker.single(4 * p, remat))
-            for name, value in times.items():
-                aim = "" if name == "unrolled" else f"at most 3  ({value:.1f} s / {single:.1f} s)"
-                report("e", f"{name}, {size} / single device", value / single, aim)
-            report("e", f"{p} stages, {size} / unrolled", times[f"{p} stages"] / times["unrolled"], "")
+            case = maker.pipeline(p, "1f1b", remat)
+            pipeline, single = seconds(case), seconds(maker.single(4 * p, remat))
+            what = f"compilation of {p} stages / of one device, {len(case.problem.model.layers)} layers, remat {remat}"
+            yield row("e", what, pipeline / single, "<= 3", of=f"{pipeline:.1f} / {single:.1f} s")
 
 
 def compile_seconds(case: Case) -> float:
@@ -176,7 +176,7 @@ def compile_seconds(case: Case) -> float:
     return time.perf_counter() - start
 
 
-def without_flush(options: Options) -> None:
+def without_flush(options: Options) -> Rows:
     """Measure result (g)."""
     p, maker = options.stages[0], options.maker.more(*CLASSIFIER)
     m = 4 * p
@@ -189,15 +189,15 @@ def without_flush(options: Options) -> None:
     results = {f"{name}, {m} microbatches": (of.seconds, of.cpu_seconds) for name, of in timings.items()}
     results["pipedream, 1 microbatch"] = (m * of_one.seconds, m * of_one.cpu_seconds)
     for name, (seconds, cpu) in results.items():
-        report("g", f"{name} / 1f1b, {p} stages: time", seconds / flush.seconds, "at most 1.03")
-        report("g", f"{name} / 1f1b, {p} stages: CPU time", cpu / flush.cpu_seconds, "")
+        yield row("g", f"time of {name} / of 1f1b, {p} stages", seconds / flush.seconds, "<= 1.03")
+        yield row("g", "the same of the CPU time", cpu / flush.cpu_seconds)
     compile_seconds(alone)  # one-time costs
     reference = compile_seconds(cases["1f1b"])
-    for name, case in {**cases, "pipedream, 1 microbatch": alone}.items():
-        report("g", f"{name} / 1f1b, {p} stages: compilation", compile_seconds(case) / reference, "at most 1.3")
+    for name, case in {"pipedream": cases["pipedream"], "pipedream_2bw": cases["pipedream_2bw"], "one": alone}.items():
+        yield row("g", f"compilation of {name} / of 1f1b, {p} stages", compile_seconds(case) / reference, "<= 1.3")
 
 
-def memory_growth(options: Options) -> None:
+def memory_growth(options: Options) -> Rows:
     """Measure result (c)."""
     p, maker = options.stages[0], options.maker
     for remat in REMATS:
@@ -207,28 +207,27 @@ def memory_growth(options: Options) -> None:
 
         sizes = {schedule: size(schedule, 4 * p) for schedule in ("1f1b", "gpipe", "zb_h1")}
         growth = {schedule: sizes[schedule] - size(schedule, p) for schedule in ("1f1b", "gpipe")}
-        what = f"growth of 1f1b / of gpipe, {p} stages, remat {remat}"
-        report("c", what, growth["1f1b"] / growth["gpipe"], "at most 0.05")
+        what = f"growth of memory of 1f1b / of gpipe, {p} stages, remat {remat}"
+        yield row("c", what, growth["1f1b"] / growth["gpipe"], "<= 0.05")
         for schedule, temporary in sizes.items():
-            terms = pipeline_memory.terms(Parts(maker.pipeline(p, schedule, remat)))
-            what = f"{schedule}, {p} stages, m = {4 * p}, remat {remat}: compiled / predicted"
-            listed = ", ".join(f"{name} {size / 1e6:.1f}" for name, size in {"compiled": temporary, **terms}.items())
-            report("c", what, temporary / pipeline_memory.total(terms), f"0.85 to 1.15  (MB: {listed})")
+            predicted = pipeline_memory.total(pipeline_memory.terms(Parts(maker.pipeline(p, schedule, remat))))
+            what = f"memory of {schedule}, compiled / predicted, {p} stages, remat {remat}"
+            of = f"{temporary / 1e6:.1f} / {predicted / 1e6:.1f} MB"
+            yield row("c", what, temporary / predicted, "0.85 to 1.15", of=of)
 
 
-def saved(options: Options) -> None:
+def saved(options: Options) -> Rows:
     """Measure result (f)."""
     p, maker = options.stages[0], options.maker
     parts = Parts(maker.pipeline(p, "1f1b"))
     programs = parts.engine().programs.programs
     of_stages = [nbytes(programs[kind].cut.saved.get((0, 1), [])) for kind in parts.stages.kinds]
     one = pipeline_memory.single_microbatch(maker.single(1, scan=False))
-    listed = ", ".join(f"{size / 1e6:.1f}" for size in of_stages)
-    aim = f"(MB: stages {listed}; one device {one / 1e6:.1f})"
-    report("f", f"saved between F and B, {p} stages / temporary memory of one device", sum(of_stages) / one, aim)
+    of = f"{sum(of_stages) / 1e6:.1f} / {one / 1e6:.1f} MB"
+    yield row("f", f"saved between F and B, {p} stages / temporary memory of one device", sum(of_stages) / one, of=of)
 
 
-RESULTS: dict[str, Callable[[Options], None]] = {
+RESULTS: dict[str, Callable[[Options], Rows]] = {
     "a": executed_flops,
     "b": step_time,
     "c": memory_growth,
@@ -276,7 +275,7 @@ def main(arguments: list[str]) -> None:
                 command = [sys.executable, __file__, *arguments, "--results=b", f"--stages={p}"]  # the last flags win
                 subprocess.run(command, check=True)
         else:
-            RESULTS[result](options)
+            show(COLUMNS, RESULTS[result](options))
         print(f"    ({result}) took {time.perf_counter() - start:.0f} s", flush=True)
 
 

@@ -2,10 +2,10 @@
 
     scripts/python scripts/bench/planned_memory.py [--target=h100:8] [--held-out] [--large] [--only=TEXT]
 
-Compiles the step of each config for 8 GPUs, which need not exist. Prints the predicted time of a step, that of the
-program (as `jaxpar audit --time`) and their ratio; the predicted bytes of a device, those of XLA's buffer assignment
-(arguments + temporary arrays + results that reuse no argument, as `jaxpar audit`) and their ratio; and the median error
-of the bytes and the share within 10%. Nothing is computed. It needs the extra `targets`. --held-out takes other models
+Compiles the step of each config for 8 GPUs, which need not exist. Prints the predicted time of a step / that of the
+program (as `jaxpar audit --time`); the predicted bytes of a device / those of XLA's buffer assignment (arguments +
+temporary arrays + results that reuse no argument, as `jaxpar audit`); and the median error of the bytes and the share
+within 10%. Nothing is computed. It needs the extra `targets`. --held-out takes other models
 and sizes, with which the prediction was not developed, and --large the cases of large_models.py.
 """
 
@@ -33,6 +33,7 @@ from jaxpar.errors import exit_code, format_bytes
 from jaxpar.inspect import audit, step_time
 from scripts.bench.large_models import CASES as LARGE_CASES
 from scripts.bench.large_models import Case as LargeCase
+from scripts.bench.tables import show
 
 CLASSES, STEPS = 10, 100
 PIPELINE = (
@@ -102,24 +103,31 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="take the cases of large_models.py")
     parser.add_argument("--only", default="", help="compile the configs whose model or name contains this text")
     arguments = parser.parse()
-    errors = []
+    errors: list[float] = []
     models_of = HELD_OUT_CASES if arguments.held_out else CASES
     rows = [
         (model, name, arguments.target, case, CONFIGS[name]) for model, case in models_of.items() for name in CONFIGS
     ]
     if arguments.large:
         rows = [("", name, large.target, *of_large(large)) for name, large in LARGE_CASES.items()]
+
+    listed, ratios = [], {}
     for model, name, gpus, case, settings in rows:
         if arguments.only in f"{model}: {name}":
             costs, needed, seconds = compare(case, settings, find_target(gpus))
             total = sum(needed.values())
             errors.append(abs(costs.nbytes / total - 1))
-            print(
-                f"{model:20} {name:24} {1e3 * costs.seconds:7.1f} / {1e3 * seconds:7.1f} ms = "
-                f"{costs.seconds / seconds:.3f}  {format_bytes(costs.nbytes):>8} / {format_bytes(total):>8} = "
-                f"{costs.nbytes / total:.3f}",
-                flush=True,
-            )
+            ratios[name, model] = f"{costs.nbytes / total:.3f}"
+            of_time = f"{1e3 * costs.seconds:.1f} / {1e3 * seconds:.1f} ms = {costs.seconds / seconds:.3f}"
+            memory = f"{format_bytes(costs.nbytes)} / {format_bytes(total)} = {ratios[name, model]}"
+            listed.append([name, of_time, memory])
+            print(f"{model:20} {name:24} {of_time}  {memory}", flush=True)
+    if arguments.large:
+        show(["config", "step, planned / compiled", "memory, planned / compiled"], listed)
+    else:
+        names = dict.fromkeys(name for name, _ in ratios)
+        grid = [[name, *(ratios.get((name, model), "") for model in models_of)] for name in names]
+        show(["memory, planned / compiled", *models_of], grid)
     within = sum(error <= 0.1 for error in errors)
     print(f"median error {statistics.median(errors):.1%}; {within} of {len(errors)} within 10%")
 

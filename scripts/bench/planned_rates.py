@@ -25,7 +25,8 @@ from jaxpar.choose.candidates import AsyncCandidate, Candidate, state_ratios
 from jaxpar.command_line import Parser, integer
 from jaxpar.errors import exit_code
 from jaxpar.strategies import Strategy
-from scripts.bench.planner import measure_model, prepare_devices
+from scripts.bench.planner import format_ratio, measure_model, prepare_devices
+from scripts.bench.tables import show
 
 NUM_STEPS = 8  # of a config at a time
 SINGLE = "single"
@@ -87,13 +88,14 @@ def compare(model: str, rounds: int, only: str) -> list[float]:
     predicted_s = {
         name: one.seconds if isinstance(one, AsyncCandidate) else one.costs.seconds for name, one in candidates.items()
     }
+    rows = []
     for name, run in running.items():
         one, of_run = candidates[name], run.mean_staleness()
-        times = f"predicted {predicted_s[name] * 1e3:7.1f} ms / measured {measured_s[name] * 1e3:7.1f} ms"
-        ratio = f"{predicted_s[name] / measured_s[name]:.3f}"
-        if of_run is not None and isinstance(one, AsyncCandidate):
-            ratio += f"; staleness {one.mean_staleness:.2f} / {of_run:.2f}"
-        print(f"{model:14} {name:38} {times} = {ratio}", flush=True)
+        staleness = (
+            f"{one.mean_staleness:.2f} / {of_run:.2f}" if of_run is not None and isinstance(one, AsyncCandidate) else ""
+        )
+        rows.append([name, format_ratio(predicted_s[name], measured_s[name]), staleness])
+    show(["config", "step, predicted / measured", "mean staleness, predicted / measured"], rows)
     return [abs(predicted_s[name] / measured_s[name] - 1) for name in running]
 
 

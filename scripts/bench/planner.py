@@ -27,6 +27,7 @@ from jaxpar.data import DataInfo
 from jaxpar.errors import exit_code
 from jaxpar.host_memory import host_bytes
 from scripts.bench.steps import make_problem, race
+from scripts.bench.tables import show
 
 DEVICES = 4
 PIPELINE = ("strategy=pipeline", "pipeline.executor=lockstep")
@@ -79,6 +80,9 @@ def main() -> None:
     rows = []
     for model in MODELS:
         rows += measured(model, arguments.rounds, arguments.only)
+    ratios = {(row.name, row.model): f"{row.predicted / row.measured:.3f}" for row in rows}
+    names = dict.fromkeys(row.name for row in rows)
+    show(["predicted / measured", *MODELS], [[name, *(ratios[name, model] for model in MODELS)] for name in names])
     errors = [row.error for row in rows]
     print(
         f"median error {statistics.median(errors):.1%}; {sum(error <= 0.2 for error in errors)} of {len(rows)} within "
@@ -89,6 +93,11 @@ def main() -> None:
         first, best = min(of_model, key=lambda row: row.predicted), min(of_model, key=lambda row: row.measured)
         slower = first.measured / best.measured - 1
         print(f"{model}: the first choice, {first.name}, is {slower:.1%} slower than the fastest, {best.name}")
+
+
+def format_ratio(predicted: float, measured: float) -> str:
+    """Return two times in milliseconds, given in seconds, and their ratio."""
+    return f"{1e3 * predicted:.1f} / {1e3 * measured:.1f} ms = {predicted / measured:.3f}"
 
 
 def rounded(values: Any) -> str:
@@ -165,18 +174,9 @@ def measured(model: str, rounds: int, only: str) -> list[Row]:
             predicted[name] = candidate.costs
             contenders[name] = strategies.build(plan, space.problem, clusters.devices())
     timings = race(contenders, on_machine.batch, rounds=rounds)
-    rows = []
-    for name, costs in predicted.items():
-        row = Row(model, name, costs.seconds, timings[name].seconds)
-        parts = ", ".join(
-            f"{part} {getattr(costs, part) * 1e3:.1f}" for part in ("compute", "waiting", "exposed", "update")
-        )
-        print(
-            f"{model:14} {name:24} predicted {row.predicted * 1e3:8.1f} ms / measured {row.measured * 1e3:8.1f} ms = "
-            f"{row.predicted / row.measured:.3f}  ({parts})",
-            flush=True,
-        )
-        rows.append(row)
+    rows = [Row(model, name, costs.seconds, timings[name].seconds) for name, costs in predicted.items()]
+    for row in rows:
+        print(f"{model:14} {row.name:24} {format_ratio(row.predicted, row.measured)}", flush=True)
     return rows
 
 

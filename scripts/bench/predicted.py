@@ -10,6 +10,7 @@ is jaxpar's step with what another program reaches. Needs the extra `targets`, a
 """
 
 import sys
+from itertools import product
 from typing import Any
 
 from jaxpar import config as configs
@@ -18,6 +19,7 @@ from jaxpar.cluster.target import find_target
 from jaxpar.command_line import Parser
 from jaxpar.errors import exit_code
 from jaxpar.inspect.step_time import predict
+from scripts.bench.tables import show
 from scripts.bench.vocabulary import DEFAULTS, make_problem
 
 NUM_STEPS, TOKENS = 19_560, 524_288  # tokens of a step
@@ -28,19 +30,22 @@ def main() -> None:
     """Print a row for each kind of GPU and form of the layers."""
     parser = Parser(__doc__)
     _, overrides = parser.parse_with_overrides()
-    print(f"{'GPUs':12} {'scan_layers':11} {'predicted':>10} {'published':>10} tokens/s   ratio")
-    for name, minutes in MINUTES.items():
-        target, published = find_target(name), NUM_STEPS * TOKENS / (60 * minutes)
-        for scan in (True, False):
-            config: Any = configs.default_config()
-            config.update_from_flattened_dict(DEFAULTS | {"mesh.data": 8, "batch_size": TOKENS // 1024})
-            config.model.scan_layers = scan
-            configs.override(config, overrides)
-            problem = make_problem(config, target.cluster)
-            plan = strategies.plan(config, problem, target.cluster)
-            time = predict(strategies.build(plan, problem, target.devices).compile(), target.cluster)
-            rate = TOKENS / time.seconds
-            print(f"{name:12} {scan!s:11} {rate:10,.0f} {published:10,.0f} {rate / published:16.3f}", flush=True)
+    rows = (compared(name, scan, overrides) for name, scan in product(MINUTES, (True, False)))
+    show(["GPUs", "layers", "tokens/s, predicted / published"], rows)
+
+
+def compared(name: str, scan: bool, overrides: list[str]) -> list[str]:
+    """Return a row."""
+    target, published = find_target(name), NUM_STEPS * TOKENS / (60 * MINUTES[name])
+    config: Any = configs.default_config()
+    config.update_from_flattened_dict(DEFAULTS | {"mesh.data": 8, "batch_size": TOKENS // 1024})
+    config.model.scan_layers = scan
+    configs.override(config, overrides)
+    problem = make_problem(config, target.cluster)
+    plan = strategies.plan(config, problem, target.cluster)
+    time = predict(strategies.build(plan, problem, target.devices).compile(), target.cluster)
+    rate = TOKENS / time.seconds
+    return [name, "scanned" if scan else "unrolled", f"{rate:,.0f} / {published:,.0f} = {rate / published:.3f}"]
 
 
 if __name__ == "__main__":

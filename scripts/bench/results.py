@@ -68,7 +68,8 @@ def record(result: Mapping[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows"
         path.touch()
-        environment = {**os.environ, tables.ROWS: str(path)}
+        search = os.pathsep.join([os.environ["PATH"], str(ROOT / "scripts")])  # finds `jaxpar`, unless it is installed
+        environment = {**os.environ, "PATH": search, tables.ROWS: str(path)}
         for command in result["commands"]:
             ran = subprocess.run(command, shell=True, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE)
             if ran.returncode:

@@ -13,6 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from scripts.bench.tables import COLUMNS, show
+
 ROUNDS = 3
 
 
@@ -55,7 +57,8 @@ def main(arguments: list[str]) -> None:
     first_step(arguments)
     times = [(first_step(arguments), import_jax()) for _ in range(ROUNDS)]
     ours, jax_alone = (statistics.median(column) for column in zip(*times, strict=True))
-    print(f"command to first step {ours:.1f} s; importing JAX alone {jax_alone:.1f} s; ratio {ours / jax_alone:.1f}")
+    what = "time from the command to the end of the first step / to import JAX"
+    show(COLUMNS, [[what, f"{ours:.1f} / {jax_alone:.1f} s = {ours / jax_alone:.1f}", ""]])
 
 
 if __name__ == "__main__":

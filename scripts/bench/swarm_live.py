@@ -23,6 +23,7 @@ from jaxpar.errors import exit_code
 from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent, listeners
 from jaxpar.strategies.swarm.live.trainer import LiveTrainer
 from scripts.bench.pipeline_case import Maker
+from scripts.bench.tables import COLUMNS, show
 
 
 def main() -> None:
@@ -65,15 +66,10 @@ def main() -> None:
     table = step.routing_table()
     busy = float((table.finish - table.start)[table.step == step.num_steps - 1].sum())
     last = seconds[1][-1]
-    print(f"{'1f1b in one program':<36} {spmd:8.3f} s")
-    print(f"{'live swarm':<36} {alive:8.3f} s")
-    print(f"{'live swarm / 1f1b':<36} {alive / spmd:8.2f}")
-    for name, part in (
-        ("computing", sum(computed)),
-        ("Ray and copying", busy - sum(computed)),
-        ("waiting", num_stages * last - busy),
-    ):
-        print(f"{'  ' + name + ', of the time of peers':<36} {part / (num_stages * last):8.1%}")
+    parts = {"computing": sum(computed), "Ray and copying": busy - sum(computed), "waiting": num_stages * last - busy}
+    rows = [["step of a live swarm / of `1f1b` in one program", f"{alive:.3f} / {spmd:.3f} s = {alive / spmd:.2f}", ""]]
+    rows += [[f"{name}, of the time of peers", f"{part / (num_stages * last):.1%}", ""] for name, part in parts.items()]
+    show(COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,8 @@ the numbers of layers of the stages; --seconds is the mean time of a forward pas
 long. After some steps, a peer of the first stage is killed, and no other is started in its place. Prints the rates, in
 microbatches per second, and:
 
-  share of the capacity that is left  rate after recovery / (rate before x the share of the peers that are left)
-  rate that whole peers allow         the same for the best assignment of the peers that are left to the stages, as a
-                                      peer serves one stage at a time
-  recovery                            time from the kill until the first step at the rate after recovery, in periods of
-                                      rebalancing
+  what whole peers allow  the rate of the best assignment of peers to stages, as a peer serves one stage at a time
+  recovery                time from the kill until the first step at the rate after recovery, in periods of rebalancing
 """
 
 import os
@@ -39,6 +36,7 @@ from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent, PeerStatus
 from jaxpar.strategies.swarm.live.peer import StagePeer
 from jaxpar.strategies.swarm.live.trainer import LiveTrainer
 from scripts.bench.pipeline_case import Maker
+from scripts.bench.tables import COLUMNS, show
 
 NUM_BEFORE, NUM_PERIODS = 6, 4  # steps before the kill; periods after it
 SETTLED = 1.1  # a step has recovered if it takes at most this many times the median time after recovery
@@ -179,19 +177,20 @@ def report(timeline: Timeline, work: np.ndarray, num_peers: int, period: float, 
         if end - one > timeline.kill and one <= SETTLED * after
     )
     left = (num_peers - 1) / num_peers
-    allowed = whole_peers(work, num_peers - 1) / whole_peers(work, num_peers)
-    rows = {
-        "before": f"{num_microbatches / before:8.2f} microbatches/s",
-        "before / what whole peers allow": f"{num_microbatches / before / whole_peers(work, num_peers):8.3f}",
-        "after": f"{num_microbatches / after:8.2f} microbatches/s",
-        "after / what whole peers allow": f"{num_microbatches / after / whole_peers(work, num_peers - 1):8.3f}",
-        "after / before": f"{before / after:8.3f}",
-        "share of the capacity that is left": f"{before / after / left:8.3f}",
-        "share that whole peers allow": f"{allowed / left:8.3f}",
-        "recovery": f"{(recovered - timeline.kill) / period:8.2f} periods of {period:g} s",
-    }
-    for name, value in rows.items():
-        print(f"{name:<36}{value}")
+    rates, most = [], [whole_peers(work, num_peers), whole_peers(work, num_peers - 1)]
+    for name, seconds_of_step, limit in zip(("before", "after"), (before, after), most, strict=True):
+        rate = num_microbatches / seconds_of_step
+        rates.append(
+            [f"microbatches/s {name} / what whole peers allow", f"{rate:.2f} / {limit:.2f} = {rate / limit:.3f}"]
+        )
+    rows = [
+        *rates,
+        ["rate after / before", f"{before / after:.3f}"],
+        ["the same / share of the peers that are left", f"{before / after / left:.3f}"],
+        ["what whole peers allow of that", f"{most[1] / most[0] / left:.3f}"],
+        ["recovery, in periods of rebalancing", f"{(recovered - timeline.kill) / period:.2f} of {period:g} s"],
+    ]
+    show(COLUMNS[:2], rows)
 
 
 if __name__ == "__main__":

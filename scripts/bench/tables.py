@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 
+COLUMNS = ("quantity", "result", "target")  # of benchmarks whose rows are different quantities
 ROWS = "JAXPAR_BENCH_ROWS"  # environment variable: the file to which rows are added, an object of JSON on each line
 
 
@@ -20,8 +21,7 @@ def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     widths = [max(map(len, cells)) for cells in zip(columns, *known, strict=True)]
     for number, row in enumerate(chain([columns], rows)):
         widths = [max(width, len(cell)) for width, cell in zip(widths, row, strict=True)]
-        cells = [cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths))]
-        print("  ".join(cells), flush=True)
+        print("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]), flush=True)
         if number and (path := os.environ.get(ROWS)):
             with Path(path).open("a") as file:
                 file.write(json.dumps(dict(zip(columns, row, strict=True))) + "\n")

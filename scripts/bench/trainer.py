@@ -25,6 +25,7 @@ from jaxpar.run import build, metrics
 from jaxpar.run.restore import Past
 from jaxpar.training import Loop
 from scripts.bench.steps import arguments_of
+from scripts.bench.tables import COLUMNS, show
 
 ROUNDS = 3
 STEPS = 250
@@ -62,7 +63,7 @@ def main() -> None:
                 times["bare"].append(bare)
                 times["whole"].append(whole)
     ratio = statistics.median(times["whole"]) / statistics.median(times["bare"])
-    print(f"{name}: full loop / bare loop over {STEPS} steps: {ratio:.3f} (medians of {ROUNDS} alternating rounds)")
+    show(COLUMNS, [[f"training loop / bare loop over {STEPS} steps", f"{ratio:.3f}", "<= 1.03"]])
 
 
 if __name__ == "__main__":

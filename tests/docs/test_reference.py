@@ -79,7 +79,7 @@ def test_a_table_of_a_file_is_recorded(tmp_path: Path) -> None:
     path.write_text("\n".join(lines))
     found = results.record({**old, "columns": ["name", "x|y"]})
     assert (found["columns"], found["rows"]) == (["name", "x|y"], [["a", "1|2"], ["b", ""]])
-    with pytest.raises(UserError, match="table.md has no column 'w'; it must be one of name, x"):
+    with pytest.raises(UserError, match=r"table\.md has no column 'w'; it must be one of name, x"):
         results.record({**old, "columns": ["name", "w"]})
 
 

@@ -53,8 +53,8 @@ def test_rows_are_means_over_seeds(
     assert ran == ["ddp", "ddp", "byteps_onebit", "byteps_onebit", "zero1", "zero1"]
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert rows == [
-        ["ddp", "55.00%", "50.00%", "to", "60.00%", "+0.00%", "2.000"],
-        ["byteps_onebit", "group=2", "30.00%", "25.00%", "to", "35.00%", "-25.00%", "2.000"],
+        ["ddp", "55.00%", "+0.00%", "2.000", "50.00%", "to", "60.00%"],
+        ["byteps_onebit", "group=2", "30.00%", "-25.00%", "2.000", "25.00%", "to", "35.00%"],
         ["zero1", "2", "of", "2", "runs", "diverged"],
     ]
     assert compare(monkeypatch, *arguments, codes={"zero1": 1}) == ["zero1", "zero1"]  # the others have results
