@@ -29,11 +29,11 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -51,6 +51,7 @@ from scripts.bench.tables import show
 HEAD = 64  # features of an attention head
 LR = 0.1
 EQUAL_STEPS = 3
+WARM_STEPS = 5  # more steps that do not count, until no step needs new memory
 TOLERANCE, GPU_TOLERANCE = 1e-5, 1e-2
 GPU_MODEL = {"num_layers": 12, "hidden_size": 768, "num_heads": 12, "max_length": 1024, "vocab_size": 50304}
 STRATEGIES = {
@@ -99,47 +100,65 @@ class Torch:
             raise TrainingError("a process of torch ended; its error is above")
         return sum(map(float, shares))
 
+    @property
+    def processes(self) -> list[int]:
+        """The ids of the processes."""
+        return [process.pid for process in self._processes]
+
     def close(self) -> None:
         """End the processes."""
         for process in self._processes:
             process.communicate()
 
 
-def compare(
-    python: str, model: Mapping[str, Any], strategy: str, overrides: Sequence[str], rounds: int, *, is_on_gpu: bool
-) -> list[float]:
-    """Return the median seconds of a step of torch and of jaxpar, after checking that their losses are equal."""
+class Contender(NamedTuple):
+    """A side of the comparison."""
+
+    step: Callable[[], float]  # takes a step, and returns its loss
+    processes: list[int]  # ids of its processes
+
+
+@contextmanager
+def contenders(
+    python: str, model: Mapping[str, Any], strategy: str, overrides: Sequence[str], *, is_on_gpu: bool = False
+) -> Iterator[dict[str, Contender]]:
+    """Yield torch and jaxpar, after the first steps, whose losses are equal."""
     config, tolerance = configs.default_config(), GPU_TOLERANCE if is_on_gpu else TOLERANCE
     of_model = [f"--config.model.{key}={value}" for key, value in model.items()]
     more = ["--config.task=causal_lm", "--config.batch_size=32", *SGD, *of_model, *STRATEGIES[strategy]]
     configs.override(config, [*more, *overrides])
     info, batch = random_data(config)
-    contender = strategies.make(config, make_problem(config, info, batch, lr=LR))
-    state, placed = contender.init(jax.random.key(0)), contender.place(batch)
+    ours = strategies.make(config, make_problem(config, info, batch, lr=LR))
+    state, placed = ours.init(jax.random.key(0)), ours.place(batch)
 
     def step() -> float:
         nonlocal state
-        state, metrics = contender.step(state, placed)
+        state, metrics = ours.step(state, placed)
         jax.block_until_ready(state)
         return float(mean_loss(metrics.sums.loss, metrics.sums.weight))
 
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         case = Path(folder) / "case.npz"
-        np.savez(case, **flat(contender.to_canonical(state)["params"]), inputs=batch["inputs"], labels=batch["labels"])
+        np.savez(case, **flat(ours.to_canonical(state)["params"]), inputs=batch["inputs"], labels=batch["labels"])
         torch = Torch(python, case, strategy, "cuda" if is_on_gpu else "cpu")
         stack.callback(torch.close)
-        peers: dict[str, Callable[[], float]] = {"torch": torch.step, "jaxpar": step}
+        found = {"torch": Contender(torch.step, torch.processes), "jaxpar": Contender(step, [os.getpid()])}
         for _ in range(EQUAL_STEPS):
-            losses = {name: take_step() for name, take_step in peers.items()}
+            losses = {name: one.step() for name, one in found.items()}
             if not abs(losses["torch"] - losses["jaxpar"]) <= tolerance:
                 raise TrainingError(f"the losses of a step differ by more than {tolerance}: {losses}")
-        times: dict[str, list[float]] = {name: [] for name in peers}
-        for _ in range(rounds):
-            for name, take_step in peers.items():
-                start = time.perf_counter()
-                take_step()
-                times[name].append(time.perf_counter() - start)
-    return [statistics.median(times[name]) for name in peers]
+        yield found
+
+
+def compare(found: Mapping[str, Contender], rounds: int) -> list[float]:
+    """Return the median seconds of a step of torch and of jaxpar."""
+    times: dict[str, list[float]] = {name: [] for name in found}
+    for _ in range(WARM_STEPS + rounds):
+        for name, one in found.items():
+            start = time.perf_counter()
+            one.step()
+            times[name].append(time.perf_counter() - start)
+    return [statistics.median(times[name][WARM_STEPS:]) for name in found]
 
 
 def flat(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -183,7 +202,8 @@ def main() -> None:
     def compared(strategy: str, norm: str, width: int) -> str:
         own = GPU_MODEL if parsed.gpu else {"hidden_size": width, "num_heads": width // HEAD}
         model = {**MODEL, **own, "norm": norm}
-        torch, ours = compare(parsed.torch_python, model, strategy, overrides, parsed.rounds, is_on_gpu=parsed.gpu)
+        with contenders(parsed.torch_python, model, strategy, overrides, is_on_gpu=parsed.gpu) as found:
+            torch, ours = compare(found, parsed.rounds)
         return f"{torch:.3f} / {ours:.3f} = {torch / ours:.3f}"
 
     version = "import torch; print('torch', torch.__version__)"
