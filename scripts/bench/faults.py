@@ -207,7 +207,7 @@ def same(workdir: Path, whole: Path) -> bool:
     result = json.loads((workdir / "result.json").read_text())
     trees = [checkpoint.read(path / "checkpoints" / str(STEPS)).tree for path in (workdir, whole)]
     equal = jax.tree.map(lambda x, y: x.tobytes() == y.tobytes(), *trees)
-    return all(jax.tree.leaves(equal)) and result["ledger"].endswith("epochs was used exactly once")
+    return all(jax.tree.leaves(equal)) and result["ledger"].endswith("was used exactly once")
 
 
 # ---- save ---------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
       columns: heads of the columns. The tables of one result have equal ones.
       rows: cells of each row. A generator's rows are printed as they come, and columns grow with them.
     """
-    known = rows if isinstance(rows, Sequence) else ()
+    known = rows if isinstance(rows, Sequence) else [[" " * 48, *(" " * 12 for _ in columns[1:])]]
     widths = [max(map(len, cells)) for cells in zip(columns, *known, strict=True)]
     for number, row in enumerate(chain([columns], rows)):
         widths = [max(width, len(cell)) for width, cell in zip(widths, row, strict=True)]
