@@ -12,8 +12,8 @@ Without --trace, a trace is generated from --hours, --lifetime, --rejoin, --grou
 
   rebalancing  throughput as a fraction of the optimum, without rebalancing, and with each rule and period. The optimum
                is the bound of the linear program: at each moment, the speed of all present peers divided by the work of
-               all stages. --out=FILE.{png,svg} draws the load of the stages over time. The published values are those
-               of the paper's rule on the trace of its authors; they are shown if all settings are the defaults.
+               all stages. --out=FILE.{png,svg} draws the capacity of the stages over time. The published values are
+               those of the paper's rule on the trace of its authors; they are shown if all settings are the defaults.
   latency      throughput at latencies from 0 to 200 ms, as a fraction of that without any idle time, of GPipe in fixed
                pipelines and of a swarm whose peers do not fail, without the averaging of gradients
   width        utilization of devices by the width of a transformer layer, the bandwidth and the round-trip time
@@ -76,7 +76,7 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     add("--backward", type=positive, default=0.3, help="seconds of a backward pass, which recomputes")
     add("--activation_bytes", type=positive, default=1e6, help="bytes between two stages")
     add("--num_microbatches", type=integer(1), default=64, help="in a global batch, for latency")
-    add("--out", type=output_path, metavar="FILE.{png,svg}", help="picture of the load of the stages")
+    add("--out", type=output_path, metavar="FILE.{png,svg}", help="picture of the capacity of the stages")
     add("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse(argv)
     changed = {name: value for name, value in vars(arguments).items() if value != parser.get_default(name)}

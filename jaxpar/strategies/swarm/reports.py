@@ -113,30 +113,38 @@ def rebalancing(arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any
 
 
 def _draw(runs: dict[tuple[str, float], FluidRun], path: Path) -> None:
-    """Draw the load of each stage over time, with the failures of peers, for each case."""
-    import matplotlib
+    """Draw the capacities of the stages over time: a panel without rebalancing, and one of each rule."""
+    from matplotlib.figure import Figure  # imported here because the import takes almost a second
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        len(runs), 1, figsize=(10, 2.4 * len(runs)), sharex=True, sharey=True, layout="constrained", squeeze=False
-    )
-    for axis, ((rule, period), run) in zip(axes[:, 0], runs.items(), strict=True):
-        load = run.optimal[:, None] / np.maximum(run.capacity, 1e-12)
-        for stage in range(load.shape[1]):
-            axis.step(run.time[:-1] / HOUR, load[:, stage], where="post", lw=1, label=f"stage {stage}")
-        axis.plot(np.array(run.failures) / HOUR, np.full(len(run.failures), 0.55), "|", color="black", ms=5)
-        axis.set_ylim(0.5, 2)
-        axis.set_ylabel("optimal / capacity")
+    drawn: dict[str, tuple[float, FluidRun]] = {}
+    for (rule, period), run in runs.items():
+        drawn.setdefault(rule, (period, run))  # with its first period
+    figure = Figure(figsize=(8, 2.3 * len(drawn) + 0.6), layout="constrained")
+    axes = figure.subplots(len(drawn), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axis, (rule, (period, run)) in zip(axes, drawn.items(), strict=True):
+        hours, most = run.time / HOUR, 100 * run.capacity / run.optimal[:, None]
+        slowest, fastest = most.min(axis=1), most.max(axis=1)
+        axis.stairs(
+            fastest,
+            hours,
+            baseline=slowest,
+            fill=True,
+            color="#56b4e9",
+            alpha=0.5,
+            label="from the slowest to the fastest stage",
+        )
+        axis.stairs(slowest, hours, baseline=None, color="#0072b2", lw=1.4, label="slowest stage: the throughput")
+        axis.axhline(100, color="black", ls=":", lw=1, label="optimum of the peers present")
+        failed = np.array(run.failures) / HOUR
+        axis.plot(failed, np.full(len(failed), 4), "|", color="#d55e00", ms=6, label="failure of a peer")
+        axis.set(xlim=(0, hours[-1]), ylim=(0, 200), ylabel="capacity (% of optimum)")
         axis.grid(alpha=0.3)
-        name = f"{rule}, every {period:g} s" if period else "no rebalancing"
-        axis.set_title(f"{name}: {run.efficiency:.1%} of the optimum", fontsize=10)
-    axes[-1, 0].set_xlabel("hours; each mark is a failure")
-    axes[0, 0].legend(loc="upper left", fontsize=8, ncols=4)
+        name = f"rule {rule}, every {period:g} s" if period else "no rebalancing"
+        axis.set_title(f"{name}: throughput {run.efficiency:.1%} of the optimum", fontsize=10)
+    axes[-1].set_xlabel("time (hours)")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     with writing("--out", path):
-        figure.savefig(path, dpi=100)
-    pyplot.close(figure)
+        figure.savefig(path, dpi=150)
 
 
 def latency(arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:

@@ -37,11 +37,16 @@ SMALL = ("--peers=12", "--stages=3", "--hours=4", "--lifetime=3", "--rejoin=1")
 def test_a_written_trace_replays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.csv"
     made = simulate(capsys, *SMALL, f"--make_trace={path}")
-    again = simulate(capsys, *SMALL[:3], f"--trace={path}", f"--out={tmp_path / 'load.svg'}")
+    again = simulate(capsys, *SMALL[:3], f"--trace={path}", f"--out={tmp_path / 'capacity.svg'}")
     assert made == again
     assert [case["rule"] for case in made["cases"]] == ["none", "paper", "paper", "balance", "balance"]
     assert read_swarm_trace(path, [SwarmPeer(f"p{n}") for n in range(12)])
-    assert "hours; each mark is a failure" in (tmp_path / "load.svg").read_text()
+    drawn = (tmp_path / "capacity.svg").read_text()
+    none, paper, later, balance, _ = (f"{case['efficiency']:.1%} of the optimum" for case in made["cases"])
+    assert f"no rebalancing: throughput {none}" in drawn
+    assert f"rule paper, every 300 s: throughput {paper}" in drawn
+    assert f"rule balance, every 300 s: throughput {balance}" in drawn
+    assert later not in drawn  # the other period has no panel
     one = simulate(capsys, *SMALL, "--rebalance_seconds=300", "--rule=paper")
     assert one["cases"] == made["cases"][:2]
 
