@@ -3,9 +3,9 @@
     jaxpar compare updates --config=configs/quickstart.py [--workdir=runs/updates] [--workers=4]
         [--slowdown=4] [--cases=sync,async,..] [--config.KEY=VALUE ...]
 
-Each case is a run of `jaxpar train`; a run that is already in the workdir is not repeated. The loss
-against steps (an equal number of gradients) and against virtual time is drawn as WORKDIR/updates.png. A table is
-printed, and written as WORKDIR/updates.md:
+Each case is a run of `jaxpar train`; a run that is already in the workdir is not repeated. The training
+loss against virtual time is drawn as WORKDIR/updates.png: without and with the straggler, and the mitigations in
+panels of their own. A table is printed, and written as WORKDIR/updates.md:
 
   throughput   gradients per virtual second; one worker computes 1 by default
   staleness    number of versions between the one a gradient is computed from and the one it is applied to: mean,
@@ -13,7 +13,7 @@ printed, and written as WORKDIR/updates.md:
   recovered    for a mitigation: the share of the gap between async and sync that it closes (of log perplexity)
   time to      virtual seconds to the training loss that sync without a straggler has after 1/4 of the run
 
-The curve of a case that diverges ends there, and the case has no results.
+A case that diverges has no results and no curve; the legend names it.
 
 The delays are those of config.asynchronous.delays; --config.asynchronous.delays.distribution=lognormal, for example,
 changes them.

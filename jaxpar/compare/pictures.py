@@ -1,11 +1,12 @@
 """Pictures of a comparison: bars of the throughput and the memory, and the metric against time."""
 
 import io
+import itertools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
@@ -139,34 +140,47 @@ def svg(picture: DrawnPicture) -> str:
 
 
 class PolicyCurve(NamedTuple):
-    """A metric against steps and against virtual seconds."""
+    """A metric against steps or virtual seconds."""
 
     name: str  # label of the curve
-    x: tuple[ArrayLike, ArrayLike]  # the steps, and the virtual seconds
-    values: Sequence[float]  # of the metric
-    style: Mapping[str, Any]  # keyword arguments of a line of matplotlib
+    x: ArrayLike  # [P], in the unit of the panel
+    values: Sequence[float]  # of the metric, [P]
     reached: int | None = None  # index of the point to mark; None: no point
 
 
-def save_policy_curves(
-    path: Path, panels: Mapping[str, Sequence[PolicyCurve]], metric: str, target: float | None = None
-) -> None:
-    """Draw a row of two panels for each title: a metric against steps, and against virtual seconds."""
-    figure = Figure(figsize=(14, 4.5 * len(panels) + 0.5), layout="constrained")
-    axes = figure.subplots(len(panels), 2, sharey="row", squeeze=False)
-    for row, (title, curves) in zip(axes, panels.items(), strict=True):
-        for index, (axis, label) in enumerate(zip(row, ("step", "virtual seconds"), strict=True)):
-            for curve in curves:
-                [line] = axis.plot(curve.x[index], curve.values, label=curve.name, **curve.style)
+class CurvePanel(NamedTuple):
+    """A panel of at most MOST_LINES curves."""
+
+    title: str
+    xlabel: str
+    curves: Sequence[PolicyCurve]
+
+
+def draw_panels(rows: Sequence[Sequence[CurvePanel]], metric: str, target: float | None = None) -> Figure:
+    """Draw rows of panels of a metric, with a legend below each column. target: a value to show as a line.
+
+    Equal curves do not hide each other: the later ones are thinner, and no two of them mark the same points.
+    """
+    with matplotlib.rc_context(PICTURE_STYLE):
+        figure = Figure(figsize=(8, 3 * len(rows) + 1), layout="constrained")
+        axes_RC = figure.subplots(len(rows), len(rows[0]), sharey=True, squeeze=False)
+        for axis, panel in zip(axes_RC.flat, itertools.chain(*rows), strict=True):
+            for place, curve in enumerate(panel.curves):
+                color, every = CURVE_COLORS[place], (place, MOST_LINES)
+                style = {"color": color, "marker": MARKERS[place], "ms": 4, "lw": 2.6 - 0.2 * place}
+                axis.plot(curve.x, curve.values, label=curve.name, markevery=every, **style)
                 if curve.reached is not None:
-                    x = line.get_xdata()[curve.reached]
-                    axis.plot(x, curve.values[curve.reached], "o", color=line.get_color(), ms=6)
+                    x, y = np.asarray(curve.x)[curve.reached], curve.values[curve.reached]
+                    axis.plot(x, y, "o", ms=10, markerfacecolor="none", markeredgecolor=color)
             if target is not None:
-                axis.axhline(target, color="grey", lw=0.8, label="target" if index == 0 else None)
-            axis.set_xlim(left=0)
-            axis.set_xlabel(label)
-            axis.set_title(title)
+                axis.axhline(target, color="black", ls=":", lw=1, label="target (circles)")
+            axis.set_title(panel.title, fontsize=9)
+            axis.set(xlabel=panel.xlabel, xlim=0)
             axis.grid(alpha=0.3)
-        row[0].set_ylabel(metric)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize=9)
-    figure.savefig(path, dpi=120)
+        for axis in axes_RC[:, 0]:
+            axis.set_ylabel(metric)
+        for axes_R in axes_RC.T:
+            lines = {line.get_label(): line for axis in axes_R for line in axis.get_legend_handles_labels()[0]}
+            below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2, "frameon": False}
+            axes_R[-1].legend(handles=lines.values(), **below)
+    return figure

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
 from jaxpar import data, files, strategies
@@ -13,7 +14,7 @@ from jaxpar.choose.candidates import Space, gpu_space
 from jaxpar.choose.costs.step import StepCosts
 from jaxpar.choose.planner import candidate_of_plan
 from jaxpar.cluster import Cluster
-from jaxpar.compare.pictures import PolicyCurve, save_policy_curves
+from jaxpar.compare.pictures import CurvePanel, PolicyCurve, draw_panels
 from jaxpar.compare.report import markdown_table
 from jaxpar.compare.runs import configured, finish_run
 from jaxpar.core import mesh
@@ -26,16 +27,7 @@ from jaxpar.run import build, metrics
 DDP = "ddp"
 BASELINE = "1f1b"  # the case to which the others are compared
 UNSPLIT = "pipedream_unsplit"  # a batch is one microbatch, as in the paper
-# By name: color (Okabe and Ito, "Color Universal Design", 2008) and style in the picture, where curves can be equal.
-PIPELINE_CASES = {
-    DDP: ("#000000", "-"),
-    "gpipe": ("#e69f00", "-"),
-    BASELINE: ("#56b4e9", "--"),
-    "zb_h1": ("#009e73", "-."),
-    "pipedream": ("#d55e00", "-"),
-    UNSPLIT: ("#d55e00", ":"),
-    "pipedream_2bw": ("#cc79a7", "-"),
-}
+PIPELINE_CASES = (DDP, "gpipe", BASELINE, "zb_h1", "pipedream", UNSPLIT, "pipedream_2bw")
 
 
 class PipelineCase(NamedTuple):
@@ -86,7 +78,7 @@ def compare_pipelines(
         print(f"{name:18} {seconds} per step, bubble {bubble}  {did}", flush=True)
     lines = [_describe(cluster, config), "", *_rows(planned, outcomes, target, metric)]
     files.write_text(workdir / "pipelines.md", "\n".join(lines) + "\n")
-    _draw(planned, outcomes, target, metric, workdir / "pipelines.png")
+    _draw(planned, outcomes, target, metric).savefig(workdir / "pipelines.png", dpi=150)
     return lines
 
 
@@ -188,14 +180,14 @@ def _rows(
 
 
 def _draw(
-    cases: Mapping[str, PipelineCase], outcomes: Mapping[str, PipelineOutcome], target: float, metric: str, path: Path
-) -> None:
-    """Plot the metric against steps and against virtual time."""
-    curves = []
-    for name, (steps, values, _) in outcomes.items():
-        color, style = PIPELINE_CASES[name]
-        number = steps_to(outcomes[name], target)
-        x = steps, np.array(steps) * cases[name].costs.seconds
-        reached = None if number is None else steps.index(number)
-        curves.append(PolicyCurve(name, x, values, {"color": color, "linestyle": style, "lw": 1.6}, reached))
-    save_policy_curves(path, {"": curves}, f"{metric} (validation)", target)
+    cases: Mapping[str, PipelineCase], outcomes: Mapping[str, PipelineOutcome], target: float, metric: str
+) -> Figure:
+    """Draw the metric against steps and against virtual time."""
+    of_steps, of_seconds = [], []
+    for name, outcome in outcomes.items():
+        number = steps_to(outcome, target)
+        reached = None if number is None else outcome.steps.index(number)
+        of_steps.append(PolicyCurve(name, outcome.steps, outcome.values, reached))
+        of_seconds.append(of_steps[-1]._replace(x=np.array(outcome.steps) * cases[name].costs.seconds))
+    panels = [CurvePanel("", "step", of_steps), CurvePanel("", "virtual seconds", of_seconds)]
+    return draw_panels([panels], f"{metric} (validation)", target)

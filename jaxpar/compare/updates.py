@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from jaxpar import files, tasks
-from jaxpar.compare.pictures import PolicyCurve, save_policy_curves
+from jaxpar.compare.pictures import CurvePanel, PolicyCurve, draw_panels
 from jaxpar.compare.report import markdown_table
 from jaxpar.compare.runs import UNTESTED, configured, finish_run
 from jaxpar.errors import TrainingError
@@ -77,7 +78,7 @@ def compare_updates(
                 raise TrainingError("sync diverged, so there is nothing to compare with; lower config.optimizer.lr")
     lines = update_rows(outcomes, score)
     files.write_text(workdir / "updates.md", "\n".join(lines) + "\n")
-    _draw(outcomes, workdir / "updates.png")
+    draw_updates(outcomes).savefig(workdir / "updates.png", dpi=150)
     return lines
 
 
@@ -130,15 +131,23 @@ def recovered(outcomes: dict[tuple[str, float], UpdatesOutcome], name: str, slow
     return f"{round(100 * (mitigated - stale) / (fresh - stale))}%" if fresh != stale else "nothing lost"
 
 
-def _draw(outcomes: dict[tuple[str, float], UpdatesOutcome], path: Path) -> None:
-    """Plot the loss: a row without the straggler, and one with it."""
+def draw_updates(outcomes: dict[tuple[str, float], UpdatesOutcome]) -> Figure:
+    """Draw the loss against virtual time: a row without the straggler and one with it, a column for mitigations."""
     names = list(dict.fromkeys(name for name, _ in outcomes))
-    panels: dict[str, list[PolicyCurve]] = {}
-    for (name, slowdown), outcome in sorted(outcomes.items(), key=lambda one: one[0][1]):
-        title = "no straggler" if slowdown == 1 else f"one worker {slowdown:g} times slower"
-        color = "black" if name == "sync" else f"C{names.index(name)}"
-        curve = PolicyCurve(
-            name, (outcome.steps, outcome.seconds), outcome.losses.tolist(), {"color": color, "lw": 1.4}
-        )
-        panels.setdefault(title, []).append(curve)
-    save_policy_curves(path, panels, "training loss (nats)")
+    mitigated = [name for name in names if "+" in name]
+    columns = {"each way to update": [name for name in names if name not in mitigated]}
+    if mitigated:
+        columns["mitigations of async"] = ["sync", "async", *mitigated]
+    rows = []
+    for slowdown in sorted({slowdown for _, slowdown in outcomes}):
+        straggler = "no straggler" if slowdown == 1 else f"one worker {slowdown:g} times slower"
+        row = []
+        for title, cases in columns.items():
+            curves = []
+            for name in cases:
+                one = outcomes[name, slowdown]
+                label = name if one.result else f"{name} (diverged)"
+                curves.append(PolicyCurve(label, one.seconds, one.losses.tolist()))
+            row.append(CurvePanel(f"{title}, {straggler}", "virtual seconds", curves))
+        rows.append(row)
+    return draw_panels(rows, "training loss (nats)")

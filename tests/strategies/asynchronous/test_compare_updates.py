@@ -114,6 +114,33 @@ def test_a_case_that_diverges() -> None:
     assert cells[4][5] == "async diverged"
 
 
+def test_the_picture_of_all_cases() -> None:
+    """No panel has more curves than colors, and equal curves can be told apart: by color, width and marked points."""
+    steps = np.arange(5, 205, 5)
+    outcomes = {
+        (name, slowdown): updates.UpdatesOutcome(steps, 1 / steps, slowdown * steps, {"updates": 40}, 1.0)
+        for name in updates.UPDATE_CASES
+        for slowdown in (4.0, 1.0)
+    }
+    outcomes["ssp", 4.0] = updates.UpdatesOutcome(steps[:1], np.ones(1), np.full(1, np.nan), None, np.nan)
+    figure: Any = updates.draw_updates(outcomes)
+    panels = [{str(line.get_label()): line for line in axis.lines} for axis in figure.axes]
+    ways = [name for name in updates.UPDATE_CASES if "+" not in name]
+    mitigated = ["sync", "async", *(name for name in updates.UPDATE_CASES if "+" in name)]
+    diverged = [name.replace("ssp", "ssp (diverged)") for name in ways]
+    assert [list(lines) for lines in panels] == [ways, mitigated, diverged, mitigated]
+    assert [lines["sync"].get_xdata()[-1] for lines in panels] == [200, 200, 800, 800]
+    assert {axis.get_xlabel() for axis in figure.axes} == {"virtual seconds"}
+    for lines in panels:
+        marks = [line.get_markevery() for line in lines.values()]
+        marked = [point for first, every in marks for point in range(first, len(steps), every)]
+        assert len(marked) == len(set(marked)) == 5 * len(lines)
+        for looks in ("color", "linewidth", "marker"):
+            assert len({line.properties()[looks] for line in lines.values()}) == len(lines)
+    shown = [text.get_text() for text in figure.axes[2].get_legend().get_texts()]
+    assert shown == [*ways, "ssp (diverged)"]
+
+
 @pytest.mark.parametrize("row", mitigations.ROWS)
 def test_rows_of_the_benchmark_of_mitigations(row: str) -> None:
     config = configs.default_config()
