@@ -34,8 +34,10 @@ def main(argv: Sequence[str]) -> None:
         f"{schedule.policy}, {table.num_devices} devices, {table.num_microbatches} microbatches: "
         f"bubble {simulation.bubble_rate:.1%}"
     )
+    forward = arguments.forward
+    unit = "the unit of --forward" if isinstance(forward, list) else f"F takes {forward:g}"
     with writing("--out", path):
         if path.suffix == ".txt":
             path.write_text(f"{title}\n{draw.format_table(table)}\n")
         else:
-            draw.save_charts(path, [(title, simulation.timeline)])
+            draw.save_charts(path, [(title, simulation.timeline)], axis=f"time ({unit})")

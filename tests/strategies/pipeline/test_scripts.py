@@ -133,13 +133,15 @@ def test_a_text_has_a_limit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 @pytest.mark.parametrize("suffix", ["txt", "svg", "png"])
 def test_draw_by_the_suffix(suffix: str, tmp_path: Path) -> None:
     out = tmp_path / f"chart.{suffix}"
-    process = run("draw", "--schedule=1f1b", "--num_stages=3", "--num_microbatches=4", f"--out={out}")
+    flags = "--schedule=1f1b", "--num_stages=3", "--num_microbatches=4", "--forward=2", "--backward=2", "--weight=2"
+    process = run("draw", *flags, f"--out={out}")
     assert process.returncode == 0, process.stderr
     assert not process.stderr + process.stdout, process.stderr
     start = {"txt": b"1f1b, 3 devices, 4 microbatches: bubble 33.3%\n0:  F0  F1", "svg": b"<?xml", "png": b"\x89PNG"}
     assert out.read_bytes().startswith(start[suffix])
     if suffix == "svg":
         assert "1f1b, 3 devices, 4 microbatches: bubble 33.3%" in out.read_text()
+        assert "time (F takes 2)" in out.read_text()
 
 
 def test_replicas_and_batches(
