@@ -6,6 +6,7 @@ The facts are in scripts/bench/papers, a JSON file for each paper: its sources, 
 published value, and ours. `--compute` predicts or simulates ours again, with the module of scripts/bench/papers that a
 table names, and writes the files and the page. Tables without a module are of trained runs: their command is in the
 table. Nothing is fitted to the rows. If a table has at least 20, half of them are held out, by a hash of their names.
+All rows are printed; the page of a table with a key `page_groups` has a row for each value of that key instead.
 """
 
 import hashlib
@@ -62,7 +63,7 @@ def main() -> None:
         if arguments.compute:
             compute(paper)
             (FOLDER / f"{name}.json").write_text(format_json(paper) + "\n")
-        print(format_paper(paper))
+        print(format_paper(paper, with_all_rows=True))
     if arguments.compute:
         for name, text in pages().items():
             (PAGES / name).write_text(text)
@@ -117,17 +118,36 @@ def format_json(value: Any, depth: int = 0) -> str:
     return f"{start}\n" + ",\n".join(lines) + f"\n{' ' * depth}{end}" if lines else start + end
 
 
-def format_paper(paper: Mapping[str, Any]) -> str:
-    """Return the page of a paper in Markdown."""
+def format_paper(paper: Mapping[str, Any], *, with_all_rows: bool = False) -> str:
+    """Return the page of a paper in Markdown. with_all_rows: also those that the page groups."""
     lines = [f"# {paper['title']}", "", NOTE, "", _wrapped(paper["text"]), ""]
     for table in paper["tables"]:
         lines += [f"## {table['title']}", "", f"{table['how']}, by\n`{table['command']}`", ""]
-        lines += [f"| Case | Published{_unit(table)} | Ours | Ours / published |", "|---|---|---|---|"]
-        for row in table["rows"]:
-            lines.append(f"| {row['name']} | " + " | ".join(_cells(row)) + " |")
+        if "page_groups" in table and not with_all_rows:
+            lines += format_groups(table)
+        else:
+            lines += [f"| Case | Published{_unit(table)} | Ours | Ours / published |", "|---|---|---|---|"]
+            lines += [f"| {row['name']} | {' | '.join(_cells(row))} |" for row in table["rows"]]
         found = summary(table["rows"])
         lines += ["", *found, *([""] if found else []), _wrapped(table["text"]), ""]
     return "\n".join(lines).rstrip()
+
+
+def format_groups(table: Mapping[str, Any]) -> list[str]:
+    """Return a table with a row for each group of rows, in Markdown."""
+    titles = f"Published{_unit(table)}", "Ours / published", "Median error", "Tau", "First choice"
+    lines = [f"| Group | Rows | {' | '.join(titles)} |", "|---" * (len(titles) + 2) + "|"]
+    for name, group in groups_of(compared_rows(table["rows"]), table["page_groups"]).items():
+        rates, ratios = [rate for rate, _ in group], [ours / rate for rate, ours in group]
+        low, high = _number(min(rates)), _number(max(rates))
+        error = statistics.median(abs(ratio - 1) for ratio in ratios)
+        order = ["-", "-"]
+        if len(group) > 1:
+            order = [f"{kendall(list(itertools.combinations(group, 2))):.2f}", f"{loss_of_first(group):.1%}"]
+        published = low if low == high else f"{low} to {high}"
+        cells = name, str(len(group)), published, f"{statistics.median(ratios):.2f}", f"{error:.1%}", *order
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def _wrapped(text: str) -> str:
@@ -195,21 +215,32 @@ def _order(halves: Mapping[str, Sequence[Mapping[str, Any]]], title: str, key: s
     """Return lines with Kendall's tau, and how far first choices are from the best, of groups of rows by a key."""
     lines = []
     for name, part in halves.items():
-        groups: dict[str, list[tuple[float, float]]] = {}
-        for row in part:
-            if key in row:
-                groups.setdefault(row[key], []).append((row["published"], row["ours"]))
+        groups = groups_of(part, key)
         pairs = [pair for group in groups.values() for pair in itertools.combinations(group, 2)]
         if not pairs:
             continue
         several = [group for group in groups.values() if len(group) > 1]
-        losses = [1 - max(group, key=lambda pair: pair[1])[0] / max(group)[0] for group in several]
+        losses = [loss_of_first(group) for group in several]
         good = sum(loss <= 0.05 for loss in losses)
         lines.append(
             f"- {title}, {name.lower()}: Kendall's tau {kendall(pairs):.2f} over {len(pairs)} pairs of a group; in "
             f"{good} of {len(several)} groups,\n  the first choice is within 5% of the best (worst {max(losses):.1%})."
         )
     return lines
+
+
+def groups_of(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[tuple[float, float]]]:
+    """Return the published values and ours by the value of a key of the rows, without the rows that do not have it."""
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if key in row:
+            groups.setdefault(row[key], []).append((row["published"], row["ours"]))
+    return groups
+
+
+def loss_of_first(group: Sequence[tuple[float, float]]) -> float:
+    """Return the fraction by which the published value of our first choice is below the best published value."""
+    return 1 - max(group, key=lambda pair: pair[1])[0] / max(group)[0]
 
 
 def kendall(pairs: Sequence[tuple[tuple[float, float], tuple[float, float]]]) -> float:

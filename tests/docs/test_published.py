@@ -82,6 +82,28 @@ def test_statistics() -> None:
     assert "(worst 60.0%)" in wrong  # 4.0 is chosen, and 10.0 is best
 
 
+def test_groups_of_rows() -> None:
+    """A page has a line for each group, with SciPy's tau; the rows are printed."""
+    pairs = {"one": ([4.0, 1.0, 3.0], [3.9, 2.0, 4.5]), "alone": ([2.0], [1.0])}
+    rows = [
+        {"name": f"{group} {number}", "published": a, "ours": b, "size": group}
+        for group, values in pairs.items()
+        for number, (a, b) in enumerate(zip(*values, strict=True))
+    ]
+    table = {"rows": rows, "page_groups": "size", "unit": "tokens/s", "title": "", "how": "", "command": "", "text": ""}
+    tau = stats.kendalltau(*pairs["one"]).statistic
+    lines = published.format_groups(table)
+    assert lines[0] == "| Group | Rows | Published (tokens/s) | Ours / published | Median error | Tau | First choice |"
+    assert lines[2:] == [
+        f"| one | 3 | 1 to 4 | 1.50 | 50.0% | {tau:.2f} | 25.0% |",
+        "| alone | 1 | 2 | 0.50 | 50.0% | - | - |",
+    ]
+    paper = {"title": "", "text": "", "tables": [table]}
+    page, printed = published.format_paper(paper), published.format_paper(paper, with_all_rows=True)
+    assert ("| one | 3 |" in page, "| one 2 |" in page) == (True, False)
+    assert ("| one | 3 |" in printed, "| one 2 |" in printed) == (False, True)
+
+
 def test_references_and_missing_rows_do_not_count() -> None:
     rows = [
         {"name": "a", "to": "a", "published": 1.0, "ours": 1.0},
