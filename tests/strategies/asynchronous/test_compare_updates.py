@@ -115,7 +115,7 @@ def test_a_case_that_diverges() -> None:
 
 
 def test_the_picture_of_all_cases() -> None:
-    """No panel has more curves than colors, and equal curves can be told apart: by color, width and marked points."""
+    """No panel has more curves than colors, and equal curves differ in color, width and marked points."""
     steps = np.arange(5, 205, 5)
     outcomes = {
         (name, slowdown): updates.UpdatesOutcome(steps, 1 / steps, slowdown * steps, {"updates": 40}, 1.0)
