@@ -1,6 +1,7 @@
 """The page of published results: it is current, its cheap tables are repeated, and its statistics are right."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from scipy import stats
 from jaxpar.choose.costs.profile import read_profile
 from jaxpar.errors import UserError
 from scripts.bench import published
-from scripts.bench.papers import gpipe, pipedream, swarm
+from scripts.bench.papers import gpipe, megatron, pipedream, swarm
 from scripts.bench.papers.planned import predicted_rate
 
 MODULES = {"gpipe": gpipe, "pipedream": pipedream, "swarm": swarm}
@@ -56,11 +57,46 @@ def test_a_planned_rate_is_repeated(name: str) -> None:
     tables = (table for paper in published.PAPERS for table in published.read(paper)["tables"])
     (found,) = ((table, row) for table in tables for row in table["rows"] if row["name"] == name)
     table, row = found
-    predicted = predicted_rate(row, table["models"][row["model"]])
+    rate = megatron.priced_rate if table["module"] == "megatron" else predicted_rate
+    predicted = rate(row, table["models"][row["model"]])
     if "to" in row:
         [other] = [one for one in table["rows"] if one["name"] == row["to"]]
-        predicted /= predicted_rate(other, table["models"][row["model"]])
+        predicted /= rate(other, table["models"][row["model"]])
     assert predicted == pytest.approx(row["ours"], rel=0.02)
+
+
+MEGATRON = {"features": 27 * 1024, "heads": 256, "layers": 4, "tokens": 2048, "words": 51200, "transfers": 2}
+A100S = {"cluster": "a100-80gb:8", "size": 2, "microbatches": 4, "stages": 1, "cuts": 4, "cuts_ends": 0}
+
+
+def test_products_of_megatron_are_those_of_its_formula() -> None:
+    """A block computes 96 B T D^2 (1 + T / 6D) FLOPs with recomputation (Narayanan et al., 2021, section 3).
+
+    Tiles of these sizes fill the processors of an A100, and memory is free.
+    """
+    run = megatron.MegatronRun({**A100S, "tensor": 1}, MEGATRON)
+    run.cluster = replace(run.cluster, memory_bandwidth=1e30)
+    tokens, features = 2 * 2048, MEGATRON["features"]
+    flops = 96 * tokens * features**2 * (1 + 2048 / (6 * features))
+    assert sum(run.block()) * 0.85 * run.cluster.peak_flops["bfloat16"] == pytest.approx(flops)
+
+
+def test_a_tensor_axis_repeats_the_passes_over_all_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device moves 45 times the bytes of all positions in a step of a block, and 1 / t of the rest."""
+    seconds = []
+    for size in (1, 8):
+        run = megatron.MegatronRun({**A100S, "tensor": size}, MEGATRON)
+        run.cluster = replace(run.cluster, peak_flops={"bfloat16": 1e30}, memory_bandwidth=1e9 / 0.85)
+        monkeypatch.setattr(run, "products", lambda _: megatron.PhaseTimes(0.0, 0.0))
+        seconds.append(sum(run.block()))
+    repeated = (8 * seconds[1] - seconds[0]) / 7
+    assert repeated * 1e9 == pytest.approx(45 * 2 * 2 * 2048 * MEGATRON["features"])
+
+
+def test_products_take_whole_waves() -> None:
+    """109 tiles on 108 processors take two waves."""
+    assert megatron.wave_factor(128 * 108, 256) == pytest.approx(1.0)
+    assert megatron.wave_factor(128 * 109, 256) == pytest.approx(216 / 109)
 
 
 def test_statistics() -> None:
