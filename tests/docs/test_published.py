@@ -10,7 +10,7 @@ from scipy import stats
 from jaxpar.choose.costs.profile import read_profile
 from jaxpar.errors import UserError
 from scripts.bench import published
-from scripts.bench.papers import gpipe, megatron, pipedream, swarm
+from scripts.bench.papers import amoebanet, gpipe, megatron, pipedream, swarm
 from scripts.bench.papers.planned import predicted_rate
 
 MODULES = {"gpipe": gpipe, "pipedream": pipedream, "swarm": swarm}
@@ -51,6 +51,7 @@ def test_parameters_of_amoebanet_and_the_transformer_are_those_of_the_paper() ->
         "MPT: 1b, a100-80gb:8, 4 x 14",
         "02-26, 84 x 13312, 64 heads: dp 8, tp 4, pp 12, 128 x 2",
         "Bagua decentralized, 1 Gb/s",
+        "nanotron: 3.6b, tp 8, 1 x 18",
     ],
 )
 def test_a_planned_rate_is_repeated(name: str) -> None:
@@ -63,6 +64,22 @@ def test_a_planned_rate_is_repeated(name: str) -> None:
         [other] = [one for one in table["rows"] if one["name"] == row["to"]]
         predicted /= rate(other, table["models"][row["model"]])
     assert predicted == pytest.approx(row["ours"], rel=0.02)
+
+
+def test_a_device_of_gpipe_recomputes_while_it_waits() -> None:
+    """Two stages of 0.5 s: by hand, with the recomputation of the first stage before its gradient arrives."""
+    assert gpipe.seconds([0.5, 0.5], 1, repeats_last=True) == pytest.approx(3.5)
+    assert gpipe.seconds([0.5, 0.5], 2, repeats_last=True) == pytest.approx(2.75)
+    assert gpipe.seconds([0.5, 0.5], 2, repeats_last=False) == pytest.approx(2.5)
+
+
+def test_activations_of_amoebanet() -> None:
+    """Stages read 128 images, and recompute one: the values of the convolutions of the stem, counted by hand."""
+    stem, first, *_ = amoebanet.amoebanet(18, 208)
+    side, channels = 224, 208 // 4
+    assert stem.inputs == 4 * 3 * side**2
+    assert stem.saved == 4 * (3 * side**2 + channels * (side // 2) ** 2)
+    assert first.inputs == 4 * 2 * channels * (side // 2) ** 2
 
 
 MEGATRON = {"features": 27 * 1024, "heads": 256, "layers": 4, "tokens": 2048, "words": 51200, "transfers": 2}

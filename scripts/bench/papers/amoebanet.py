@@ -14,14 +14,17 @@ class ConvLayer(NamedTuple):
 
     parameters: int
     flops: float
-    nbytes: float  # float32 values that activation, convolution and normalization read and write
+    nbytes: float  # bytes that activation, convolution and normalization read and write
+    saved: float  # bytes that they keep for the backward pass: what convolutions read and write
+    inputs: float = 0.0  # bytes of what the layer reads from the layers before it
 
 
 def _conv(inputs: int, outputs: int, kernel: int, pixels: int, strided: int | None = None) -> ConvLayer:
     """Return ReLU, a convolution from `pixels` to as many or `strided` ones, and batch normalization."""
     weights, after = inputs * outputs * kernel, strided or pixels
     moved = 4.0 * (3 * inputs * pixels + 4 * outputs * after)
-    return ConvLayer(weights + 2 * outputs, 2.0 * weights * after, moved)
+    saved = 4.0 * (inputs * pixels + outputs * after)
+    return ConvLayer(weights + 2 * outputs, 2.0 * weights * after, moved, saved)
 
 
 def _bottleneck(channels: int, kernels: tuple[int, ...], before: int, after: int) -> list[ConvLayer]:
@@ -32,15 +35,15 @@ def _bottleneck(channels: int, kernels: tuple[int, ...], before: int, after: int
     return [_conv(channels, quarter, 1, before), first, *others, _conv(quarter, channels, 1, after)]
 
 
-def _sum(convolutions: list[ConvLayer]) -> ConvLayer:
-    parameters, flops, nbytes = zip(*convolutions, strict=True)
-    return ConvLayer(sum(parameters), sum(flops), sum(nbytes))
+def _sum(convolutions: list[ConvLayer], inputs: float) -> ConvLayer:
+    parameters, flops, nbytes, saved, _ = zip(*convolutions, strict=True)
+    return ConvLayer(sum(parameters), sum(flops), sum(nbytes), sum(saved), inputs)
 
 
 def amoebanet(num_layers: int, filters: int, num_classes: int = 1000) -> list[ConvLayer]:
     """Return the layers: three of the stem, `num_layers` normal cells in three groups with reductions, classifier."""
     channels, side = filters // 4, SIDE // 2
-    layers = [_conv(3, channels, 9, SIDE**2, side**2)]
+    layers = [_conv(3, channels, 9, SIDE**2, side**2)._replace(inputs=4.0 * 3 * SIDE**2)]
     before_previous = previous = channels
     was_reduction = False
     group = ["normal"] * (num_layers // 3)
@@ -49,8 +52,9 @@ def amoebanet(num_layers: int, filters: int, num_classes: int = 1000) -> list[Co
         channels *= 2 if reduces else 1
         pixels, half = side**2, (side // 2) ** 2
         cell = [_conv(previous, channels, 1, pixels)]
+        before = 4 * pixels if was_reduction else pixels
+        inputs = 4.0 * (previous * pixels + before_previous * before)
         if was_reduction or before_previous != channels:  # a factorized reduction is two convolutions of half the width
-            before = 4 * pixels if was_reduction else pixels
             cell.append(_conv(before_previous, channels, 1, before, pixels))
         if reduces:
             cell += [_conv(channels, channels, 1, half), *_bottleneck(channels, (9,), pixels, half)]
@@ -58,8 +62,9 @@ def amoebanet(num_layers: int, filters: int, num_classes: int = 1000) -> list[Co
         else:
             cell += [_conv(channels, channels, 1, pixels)] * 3
             cell += _bottleneck(channels, (7, 7), pixels, pixels) * 2
-        layers.append(_sum(cell))
+        layers.append(_sum(cell, inputs))
         before_previous, previous, was_reduction = previous, channels * (3 if reduces else 4), reduces
         side //= 2 if reduces else 1
     classifier = (previous + 1) * num_classes
-    return [*layers, ConvLayer(classifier, 2.0 * classifier, 4.0 * (previous * side**2 + num_classes))]
+    values = 4.0 * (previous * side**2 + num_classes)
+    return [*layers, ConvLayer(classifier, 2.0 * classifier, values, values, 4.0 * previous * side**2)]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from ml_collections import ConfigDict
 
 from jaxpar import config as configs
 from jaxpar import strategies
@@ -75,6 +76,22 @@ def predict(row: Mapping[str, Any], model: Mapping[str, Any]) -> Planned:
     each; and `gathers` of a layer in a step, if computing waits for them and for all reductions. model: the features,
     heads, layers, tokens of a text, words, and other keys of the config.
     """
+    config, cluster, problem = problem_of_row(row, model)
+    assert cluster.memory_bytes is not None
+    layers_of = TracedLayers(problem._replace(accumulation_steps=1), cluster)
+    space = Space(config, problem, layers_of, GpuMachine(cluster), cluster.memory_bytes)
+    plan = strategies.plan(config, problem, cluster)
+    found = planner.candidate_of_plan(space, config, plan)
+    seconds = found.costs.seconds
+    if row.get("gathers"):
+        times = {"all-gather": row["gathers"] / 2}  # relative to those of jaxpar
+        sent = sum(times.get(one.kind, 1.0) * space.machine.collective(one, plan.axes) for one in plan.traffic)
+        seconds = found.costs.compute + sent + found.costs.update
+    return Planned(found, config.batch_size, seconds)
+
+
+def problem_of_row(row: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[ConfigDict, Cluster, Problem]:
+    """Return the config of a row, its GPUs and its problem. row and model: see `predict`."""
     cluster, config = row_cluster(row), configs.default_config()
     others = row.get("config", {"exchange": "zero3"})
     num_stages = others.get("mesh.stage", 1)
@@ -100,18 +117,7 @@ def predict(row: Mapping[str, Any], model: Mapping[str, Any]) -> Planned:
         | dict(others)
     )
     make = make_problem if config.task == "causal_lm" else _classification
-    problem = make(config, cluster, words=model["words"], length=model["tokens"])
-    assert cluster.memory_bytes is not None
-    layers_of = TracedLayers(problem._replace(accumulation_steps=1), cluster)
-    space = Space(config, problem, layers_of, GpuMachine(cluster), cluster.memory_bytes)
-    plan = strategies.plan(config, problem, cluster)
-    found = planner.candidate_of_plan(space, config, plan)
-    seconds = found.costs.seconds
-    if row.get("gathers"):
-        times = {"all-gather": row["gathers"] / 2}  # relative to those of jaxpar
-        sent = sum(times.get(one.kind, 1.0) * space.machine.collective(one, plan.axes) for one in plan.traffic)
-        seconds = found.costs.compute + sent + found.costs.update
-    return Planned(found, config.batch_size, seconds)
+    return config, cluster, make(config, cluster, words=model["words"], length=model["tokens"])
 
 
 def _classification(config: Any, cluster: Cluster, *, words: int, length: int) -> Problem:
