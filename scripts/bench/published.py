@@ -42,7 +42,8 @@ for the other half.
 The goals were ratios within 15% for the papers, and for the runs of language models a median error
 of 12%, in the right order (Kendall's tau of 0.8). For nanotron's best configurations, the planner's
 median error is 11.9%, with a tau of 0.62, and of 1.0 for a wider tensor axis. BLOOM's program is
-priced, because it is not jaxpar's: 18.0%, with a tau of 0.32.
+priced, because it is not jaxpar's: 18.0%, with a tau of 0.32. What to price there was decided with
+all rows in view.
 
 `scripts/python scripts/bench/published.py` prints the tables. With `--compute --only=gpipe`, it
 simulates and predicts those of one paper again, and writes these pages.
