@@ -31,8 +31,8 @@ def values(table: Mapping[str, Any]) -> list[float]:
 def seconds(stages: Sequence[float], num_microbatches: int, *, repeats_last: bool) -> float:
     """Return the time of a batch. stages: forward time of the whole batch.
 
-    A device recomputes a microbatch when it is free, and does not wait for the gradient
-    (kakaobrain/torchgpipe, torchgpipe/checkpoint.py). repeats_last: whether the last microbatch is recomputed, too; torchgpipe does so only if
+    A device recomputes a microbatch when it is free, and does not wait for the gradient (kakaobrain/torchgpipe,
+    torchgpipe/checkpoint.py). repeats_last: whether the last microbatch is recomputed, too; torchgpipe does so only if
     there is no other.
     """
     forward = [stage / num_microbatches for stage in stages]
