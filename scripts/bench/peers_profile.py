@@ -1,4 +1,4 @@
-"""Says where the CPU time of a training step is spent, in torch and in jaxpar, on the cases of peers.py.
+"""Samples where the CPU time of a training step is spent, in torch and in jaxpar, on the cases of peers.py.
 
     scripts/python scripts/bench/peers_profile.py --torch_python=TORCH/bin/python [--widths=128,256,768] [--steps=4]
         [--norms=layernorm,rmsnorm] [--strategies=single,ddp,1f1b]
