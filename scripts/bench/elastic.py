@@ -43,12 +43,20 @@ from jaxpar.command_line import Parser, integer, output_path
 from jaxpar.compare.pictures import CURVE_COLORS
 from jaxpar.errors import TrainingError, exit_code
 from jaxpar.run.history import LOST_PREFIX, read_starts
+from scripts.bench.tables import show
 
 TIMEOUT = 5  # config.elastic_seconds
 STOPPED_SECONDS = 20.0  # until a stopped process continues
 LARGEST_ERROR = 1e-6
 LATEST = 10.0  # seconds after the first log line
 STEPS = 600
+BIN_SECONDS = 2.0  # of a value in the picture
+HAPPENS = {
+    "kill": "1 or 2 others are killed",
+    "first": "process 0 is killed",
+    "stop": "another is stopped for 20 s",
+    "hang": "process 0 is stopped for ever",
+}
 RUN = {
     "data.source": "synthetic",
     "data.synthetic_examples": 400,
@@ -128,14 +136,17 @@ def main() -> None:
             print(
                 f"{kind:9} {number} processes, {where}: {describe(one)}{'' if one.is_right else '  WRONG'}", flush=True
             )
-    for kind in dict.fromkeys(kinds):
-        of_kind = [one for other, one in zip(kinds, ended, strict=True) if other == kind]
-        signals, memory = sum(one.sent for one in of_kind), sum(one.memory for one in of_kind)
-        restarts, error = sum(one.restarts for one in of_kind), max(one.error for one in of_kind)
-        seconds = max(one.seconds for one in of_kind)
-        right = f"{sum(one.is_right for one in of_kind)} of {len(of_kind)} runs right, {signals} signals"
-        times = f"{memory} times from memory, {restarts} restarts, error at most {error:.1e}, longest {seconds:.1f} s"
-        print(f"summary   {kind}: {right}, {times}")
+    columns = ["what happens", "right", "signals", "from memory", "restarts", "largest error", "longest"]
+    show(columns, [summary(kind, list(itertools.compress(ended, map(kind.__eq__, kinds)))) for kind in HAPPENS])
+
+
+def summary(kind: str, ended: list[Ended]) -> list[str]:
+    """Return the row of the runs of a kind."""
+    signals, memory = sum(one.sent for one in ended), sum(one.memory for one in ended)
+    restarts, error = sum(one.restarts for one in ended), max((one.error for one in ended), default=0.0)
+    right, seconds = sum(one.is_right for one in ended), max((one.seconds for one in ended), default=0.0)
+    counts = [f"{right} of {len(ended)}", *map(str, (signals, memory, restarts))]
+    return [HAPPENS[kind], *counts, f"{error:.1e}", f"{seconds:.0f} s"]
 
 
 def plan(kind: str, longest: float, draw: random.Random) -> tuple[int, list[Kill]]:
@@ -234,12 +245,13 @@ def draw_throughput(path: Path) -> None:
         raise TrainingError(f"the run ended with exit code {process.returncode} and {events}; it must end with 0")
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     axes = figure.subplots()
-    pairs = list(itertools.pairwise(steps))
-    rates = [max(after - before, 0) * config["batch_size"] / (end - begin) for (begin, before), (end, after) in pairs]
-    axes.stairs(rates, [seconds for seconds, _ in steps], color=CURVE_COLORS[1])
-    for seconds, text in events:
-        axes.axvline(seconds, color=CURVE_COLORS[2], linestyle="--", linewidth=1)
-        axes.text(seconds, 0.98, f" {text}", transform=axes.get_xaxis_transform(), fontsize=9, rotation=90, va="top")
+    edges = np.arange(0, steps[-1][0], BIN_SECONDS)
+    seconds, numbers = np.asarray(steps).T
+    done = np.interp(edges, seconds, numbers)
+    axes.stairs(np.maximum(np.diff(done), 0) * config["batch_size"] / BIN_SECONDS, edges, color=CURVE_COLORS[1])
+    for when, text in events:
+        axes.axvline(when, color=CURVE_COLORS[2], linestyle="--", linewidth=1)
+        axes.text(when, 0.98, f" {text}", transform=axes.get_xaxis_transform(), fontsize=9, rotation=90, va="top")
     axes.set(xlabel="time since the first log line (s)", ylabel="throughput (examples/s)", xlim=0, ylim=0)
     figure.savefig(path, dpi=150)
 
