@@ -90,8 +90,9 @@ def connect(key: str, address: str, num_cpus: int) -> Any:
             except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 reason = str(error).strip().split("\n")[0]
                 raise UserError(
-                    f"config.{key} is {address!r}, where no Ray cluster answers ({reason}); it must be "
-                    "HOST:PORT of a cluster that `ray start --head` started, or auto for the one of this machine"
+                    f"config.{key} is {address!r}, where no Ray cluster accepts this process ({reason}); it must be "
+                    "HOST:PORT of a cluster that `ray start --head` started, whose token this process has, or auto for "
+                    "the one of this machine"
                 ) from error
     _announce_silent_end()
     return ray

@@ -129,7 +129,9 @@ def test_a_run_that_is_killed_leaves_a_message() -> None:
 
 
 def test_no_cluster_answers() -> None:
-    with pytest.raises(UserError, match=r"swarm.address is '127.0.0.1:1', where no Ray cluster answers \(.*refused"):
+    with pytest.raises(
+        UserError, match=r"swarm.address is '127.0.0.1:1', where no Ray cluster accepts this process \(.*refused"
+    ):
         ray_cluster.connect("swarm.address", "127.0.0.1:1", num_cpus=1)
 
 
@@ -143,7 +145,9 @@ def test_the_cluster_of_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     here = ray_cluster.clusters_here(tmp_path)
     assert here == {"127.0.0.1:4567": ""}
     monkeypatch.setattr(ray_cluster, "clusters_here", lambda: here)
-    message = "is 'auto', where no Ray cluster answers (the cluster at 127.0.0.1:4567 is that of another run, which"
+    message = (
+        "is 'auto', where no Ray cluster accepts this process (the cluster at 127.0.0.1:4567 is that of another run"
+    )
     with pytest.raises(UserError, match=re.escape(message)):
         ray_cluster.connect("swarm.address", "auto", num_cpus=1)
 
