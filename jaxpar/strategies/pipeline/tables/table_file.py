@@ -17,14 +17,16 @@ MAX_CLOCKS = 10  # per action, in a table read from a file
 
 
 def write_table(table: Table, path: Path | str) -> None:
-    """Write the table as CSV with one row per action."""
+    """Write the table as CSV with one row per action, without the columns that `read_table` computes anyway."""
+    actions = table.actions
+    computed = {"stage": actions["chunk"] * table.num_devices + actions["device"], "version": 0}
+    computed["slot"] = with_slots(table).actions["slot"]
+    columns = [name for name in FIELDS if name not in computed or (actions[name] != computed[name]).any()]
     with Path(path).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(FIELDS)
-        for row in table.actions.tolist():
-            writer.writerow(
-                ACTION_KINDS[value].name if field == "kind" else value for field, value in zip(FIELDS, row, strict=True)
-            )
+        writer.writerow(columns)
+        kinds = [KIND_NAMES[kind] for kind in actions["kind"]]
+        writer.writerows(zip(*(kinds if name == "kind" else actions[name].tolist() for name in columns), strict=True))
 
 
 def is_table_file(name: str) -> bool:
