@@ -7,7 +7,8 @@ r"""Finds the fastest way to train a config on a cluster, which need not exist.
 
 Predicts the time and the memory of a step for every strategy that trains like one device, on every mesh, with every
 number of microbatches, schedule and rematerialization, for batches of config.batch_size examples. Compiles nothing,
-unless --verify asks for it. The columns of the table:
+unless --verify asks for it. With config.strategy=auto, all candidates keep what the config sets of these; otherwise
+only `Your config` does. The columns of the table:
 
   step      predicted time of a step
   MFU       FLOPs of the model / what the devices could compute in this time
@@ -33,6 +34,7 @@ must have `price_per_hour`, and is an error if all of them cost more.
 import argparse
 import gc
 import json
+import sys
 import time
 from collections.abc import Sequence
 
@@ -40,6 +42,7 @@ from jaxpar import models
 from jaxpar.choose import report, sizes
 from jaxpar.choose.asynchronous import async_candidates, predicted
 from jaxpar.choose.candidates import ranked, state_ratios
+from jaxpar.choose.costs.rates import dtype_advice
 from jaxpar.choose.planner import AUTO_STRATEGY
 from jaxpar.cluster.target import HERE, find_target
 from jaxpar.command_line import check_new_file, integer, missing, number, output_path, writing
@@ -136,6 +139,8 @@ def _print_sizes(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
     found = []
     for name, cluster in clusters.items():
         space = plan_report.make_space(config, cluster, on_all=False)
+        if advice := dtype_advice(cluster, config.model.dtype):
+            print(f"planner   {name}: {advice}", file=sys.stderr, flush=True)
         one = sizes.best_training(name, space, arguments.train_tokens, hours, cheapest=bool(budget))
         found += [one] if one else []
     found = sizes.ordered(found, hours, by_price=bool(budget))

@@ -27,6 +27,7 @@ from jaxpar.choose.candidates import (
     with_settings,
 )
 from jaxpar.choose.costs.measured_rates import describe_rates, measured_cluster
+from jaxpar.choose.costs.rates import dtype_advice
 from jaxpar.choose.planner import AUTO_STRATEGY, no_candidate
 from jaxpar.cluster import Cluster
 from jaxpar.cluster.files import cluster_toml, find_named
@@ -151,10 +152,12 @@ def describe_plans(
     kind = kind_of_device(cluster.device_kind)
     other_memory = kind is not None and cluster.memory_bytes not in (None, kind.memory_bytes)
     memory = f" with {format_bytes(cluster.memory_bytes or 0)}" if other_memory else ""
+    advice = dtype_advice(cluster, space.config.model.dtype) if cluster.platform == "gpu" else None
     lines = [
         f"{cluster.num_devices} x {cluster.device_kind}{memory}{hosts}: {len(found):,} candidates in {seconds:.1f} s, "
         f"of which {sum(one.fits for one in found):,} fit; {work.examples:,} examples in a step",
         report.describe_memory(space),
+        *([advice] if advice else []),
         "",
         *report.rows(each[:_SHOWN], work),
     ]

@@ -807,10 +807,11 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert re.search(r"^mlp of size tiny, .*layers .*\n4 x NVIDIA H100 80GB HBM3: \d+ candidates in", printed)
     assert "Your config: " in printed
     assert "Without stages" not in printed
+    assert "tensor cores" not in printed
     assert re.search(r"^ .* [mu]?s +[\d,]+ +\d\.\d\d +\d .*  async, 4 workers$", printed, re.MULTILINE)
     config = configs.load_config(str(out))
     assert config.mesh.data * config.mesh.stage == 4
-    odd = ("--config.batch_size=6", "--config.exchange_options.bucket_bytes=1000")
+    odd = ("--config.batch_size=6", "--config.exchange_options.bucket_bytes=1000", "--config.model.dtype=bfloat16")
     priced = tmp_path / "priced.toml"
     priced.write_text("price_per_hour = 2.5\n" + (configs.config_folder() / "clusters/8xv100_nvlink.toml").read_text())
     assert run_script(monkeypatch, command, *PERCEPTRON, *odd, f"--cluster={priced}") == 0
@@ -821,6 +822,8 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     )
     assert float(price) == pytest.approx(20 / 3600 * 1e6 / float(rate.replace(",", "")), rel=0.01)
     assert "\n8 x Tesla V100-SXM2-32GB with 16 GB: " in of_v100s
+    advice = "no tensor cores; products are up to 8 times as fast with config.model.dtype='float16'.\n"  # 125 / 15.7
+    assert advice in of_v100s
     no_replicas = "No strategy without stages is possible: config.batch_size is 6, which is not a multiple of 8."
     assert f"\n{no_replicas}\n" in of_v100s
     assert "must be 'ddp' without options" not in of_v100s  # the options do not count for workers and peers

@@ -129,6 +129,9 @@ def test_what_is_nearest(
     assert out.endswith("  ddp, too slow\n")
     _, message = error("--hours=5", "--budget=20")  # two GPUs for five hours
     assert message == f"--budget is 20; it must be at least 25 for at most 5 hours, on 2 GPUs of {cluster}"
+    slow = "--hours=1", "--cluster=v100:2", "--config.model.dtype=bfloat16"
+    assert run_script(monkeypatch, command, *TEXTS, tokens, *slow) == 2
+    assert "v100:2: config.model.dtype is 'bfloat16', for which a Tesla V100" in capsys.readouterr().err
     monkeypatch.setattr(planner, "candidates", lambda _space: [])
     _, message = error("--hours=5")
     assert message == "no plan fits on --cluster; it must have more GPUs, or GPUs with more memory"

@@ -66,6 +66,18 @@ def product_seconds(cluster: Cluster, kind: str, dtype: str, flops: float, head:
     return flops / (efficiency(cluster, "attention") * (OF_NARROW_HEADS if is_slow else 1.0) * peak)
 
 
+def dtype_advice(cluster: Cluster, dtype: str) -> str | None:
+    """Return a sentence if products in bfloat16 are as slow as in float32, but float16 is faster; otherwise None."""
+    peaks = cluster.peak_flops
+    if dtype != "bfloat16" or peaks[dtype] > peaks["float32"] or peaks["float16"] <= peaks[dtype]:
+        return None
+    faster = peaks["float16"] / peaks[dtype]
+    return (
+        f"config.model.dtype is 'bfloat16', for which a {cluster.device_kind} has no tensor cores; products are up to "
+        f"{faster:.0f} times as fast with config.model.dtype='float16'."
+    )
+
+
 def memory_seconds(cluster: Cluster, nbytes: float) -> float:
     """Return the time in which a GPU reads or writes `nbytes` bytes of its memory."""
     assert cluster.memory_bandwidth is not None  # every kind of GPU has its own
