@@ -20,11 +20,12 @@ import jax.numpy as jnp
 
 from jaxpar import cluster, commands, config_help, data, models, strategies, tasks
 from jaxpar import config as configs
+from jaxpar.choose.costs.rates import efficiency
 from jaxpar.cluster.gpus import gpu_kinds
 from jaxpar.command_line import Parser
 from jaxpar.core.optimizer import OPTIMIZERS, make_optimizer
 from jaxpar.core.step import Problem
-from jaxpar.errors import UserError, exit_code, format_bytes
+from jaxpar.errors import UserError, exit_code
 from jaxpar.exchange.named import EXCHANGES, OPTION_VALUES, NamedExchange
 from jaxpar.models import num_parameters
 from jaxpar.run import resume
@@ -235,6 +236,7 @@ def models_page() -> str:
             shown = ", ".join(f"{key} {value}" for key, value in keys.items() if key in SHOWN)
             model = next(found for task in REVERSED if (found := model_of(name, size, task)) is not None)
             lines.append(row(f"`{name}`", f"`{size}`", shown, f"{num_parameters(model) / 1e6:,.1f} M", possible))
+            possible = ""  # those of the first row
     lines += ["", "## Optimizers", "", "| `config.optimizer.name` | Exchanges that divide its state |", "|---|---|"]
     for name, kind in OPTIMIZERS.items():
         lines.append(row(f"`{name}`", yes(kind.elementwise)))
@@ -243,22 +245,29 @@ def models_page() -> str:
         "## GPUs",
         "",
         *filled(GPUS_HEAD),
-        "| Name | Memory | Within a host | Between hosts |",
-        "|---|---:|---:|---:|",
+        "| Name | Memory, GB | GB/s | float32, TFLOP/s | bfloat16 | float16 | Reached | Host, GB/s | Network, GB/s |",
+        f"|---|{'---:|' * 8}",
     ]
     for name, gpu in gpu_kinds().items():
-        links = (f"{format_bytes(gpu.links[link])}/s" for link in ("host", "network"))
-        lines.append(row(f"`{name}`", format_bytes(gpu.memory_bytes), *links))
+        there = cluster.named_cluster(name, 1)
+        peaks = (f"{there.peak_flops[dtype] / 1e12:g}" for dtype in ("float32", "bfloat16", "float16"))
+        memory, *links = (
+            f"{rate / 1e9:,.4g}" for rate in (gpu.memory_bandwidth, gpu.links["host"], gpu.links["network"])
+        )
+        reached = f"{efficiency(there, 'bfloat16'):g}"
+        lines.append(row(f"`{name}`", f"{gpu.memory_bytes / 1e9:g}", memory, *peaks, reached, *links))
     return "\n".join(lines) + "\n"
 
 
 MODELS_HEAD = """
 Keys of `config.model`, which [config keys](config.md#model) lists, override the sizes of a model. Parameters are
-counted with the vocabulary of the published model, and with heads for 1,000 classes of images.
+counted with the vocabulary of the published model (set `config.model.vocab_size`), and with heads for 1,000 classes of
+images.
 """
 GPUS_HEAD = """
-A cluster is `NAME:GPUs` or `NAME:HOSTSxGPUS`, such as `h100:4x8` for 4 hosts of 8. Rates are those of data sheets, at
-which a GPU sends.
+A cluster is `NAME:GPUs` or `NAME:HOSTSxGPUS`, such as `h100:4x8` for 4 hosts of 8. Rates are those of data sheets: of
+memory, of products by dtype, and what a GPU sends within a host and between hosts. *Reached* is the assumed share of
+the peak in products.
 """
 SHOWN = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "mlp_size")
 REVERSED = tuple(reversed(tasks.TASKS))
