@@ -79,9 +79,13 @@ class Survival:
             processes.wait("the run has ended")
         elif isinstance(error, Exception) and not _is_own(error):
             [line, *_] = str(error).splitlines() or [type(error).__name__]
-            print(f"jaxpar: {line}; waiting, in case a lost process is the cause", file=sys.stderr, flush=True)
+            most = 2 * self._seconds + GRACE_SECONDS
+            waiting = (
+                f"waiting up to {most:g} s, because a lost process can be the cause of this error, and then the run"
+            )
+            print(f"jaxpar: {waiting} continues: {line}", file=sys.stderr, flush=True)
             with Interrupt():  # the state is not saved yet
-                self._thread.join(2 * self._seconds + GRACE_SECONDS)  # does not return if it is
+                self._thread.join(most)  # does not return if it is
         self._is_over = True
         if error is None and processes.is_first():
             self._thread.join(2 * self._seconds)  # the others lose their connection if this process ends first

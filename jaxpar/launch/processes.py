@@ -8,6 +8,7 @@ import contextlib
 import os
 import platform
 import sys
+import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from jaxpar.errors import TrainingError
 from jaxpar.launch.place import MEET, Place, bind_address, free_port, in_address, own_address
 from jaxpar.layout import Tree
 
+WAIT_SECONDS = 20.0  # after which a process that waits for the others prints for whom it waits
 KEEP_PROCESS = "--xla_gpu_nccl_terminate_on_error=false"  # otherwise, XLA ends a process whose NCCL lost another one
 
 
@@ -47,15 +49,37 @@ def meet_processes(place: Place | None, elastic_seconds: int = 0) -> None:
     # JAX must not detect a cluster: in a task of SLURM or Open MPI it would restrict this process to one GPU, chosen by
     # the task id, although the launcher has already divided the GPUs. It would also listen on all addresses.
     address, number, process, device = place
-    jax.distributed.initialize(
-        *(address, number, process),
-        local_device_ids=device,
-        cluster_detection_method="deactivate",
-        coordinator_bind_address=bind_address(address) if process == 0 else None,
-        **options,
-    )
+    bound = bind_address(address) if process == 0 else None
+    with _reported_wait(place, is_elastic=elastic_seconds > 0):
+        jax.distributed.initialize(
+            *(address, number, process),
+            local_device_ids=device,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=bound,
+            **options,
+        )
     if not is_first():
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # only process 0 prints
+
+
+@contextlib.contextmanager
+def _reported_wait(place: Place, *, is_elastic: bool) -> Iterator[None]:
+    """Within `with`, print for whom this process waits, after WAIT_SECONDS: JAX waits for minutes without a line.
+
+    A process of an elastic run that was lost and is started again waits in vain while the others continue without it.
+    """
+    address, number, process, _ = place
+    line = f"process 0 waits at {address} for the other processes, {number} in all"
+    if process:
+        restart = "; if its run continues without this process, stop process 0 and start it again" * is_elastic
+        line = f"process {process} waits for process 0 at {address}{restart}"
+    timer = threading.Timer(WAIT_SECONDS, print, [f"jaxpar: {line}"], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def listen_for_arrays(place: Place | None, num_devices: int) -> None:

@@ -104,11 +104,11 @@ EFFECTS = (
     _if_positive(("early_stop.min_delta",), "early_stop.patience"),
     _if_one_of(("data.synthetic_examples",), "data.source", "synthetic"),
     Effect(("data.augment",), _is_image, "data of images"),
-    Effect(("data.max_length",), _is_text, "data of texts"),
+    Effect(("data.max_length", "data.length_buckets"), _is_text, "data of texts"),
     Effect(
         ("data.length_buckets",),
-        lambda config: _is_text(config) and tasks.find_task(config).labels is not Labels.NEXT,
-        "data of texts, and another config.task than 'causal_lm', whose blocks have config.data.max_length tokens",
+        lambda config: tasks.find_task(config).labels is not Labels.NEXT,
+        "padding, and config.task='causal_lm' has none: its blocks have config.data.max_length tokens",
     ),
     _if_one_of(("model.size",), "model.init_from", ""),
     Effect(

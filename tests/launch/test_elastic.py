@@ -140,6 +140,16 @@ def test_an_error_of_the_run_itself_does_not_wait() -> None:
     ]
 
 
+def test_an_error_that_a_lost_process_can_cause_is_announced_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    survival: Any = elastic.Survival(Place("127.0.0.1:8477", 2, 1), 10)
+    survival._thread = SimpleNamespace(join=lambda _: None)
+    survival.__exit__(RuntimeError, RuntimeError("a barrier failed"), None)
+    assert capsys.readouterr().err == (
+        "jaxpar: waiting up to 30 s, because a lost process can be the cause of this error, and then the run"
+        " continues: a barrier failed\n"
+    )
+
+
 def test_a_survivor_gets_the_signal_of_its_predecessor() -> None:
     """The training of the new program reads it, and nothing before, as the state is not saved yet."""
     program = """

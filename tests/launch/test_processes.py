@@ -717,6 +717,34 @@ def test_a_process_inside_a_cluster_task_keeps_its_devices(cluster: dict[str, st
     assert result.stdout == "all\n"
 
 
+WAITS = """
+import sys
+from jaxpar.launch import processes
+from jaxpar.launch.place import Place
+processes.WAIT_SECONDS = 0.2
+processes.meet_processes(Place(sys.argv[1], 2, int(sys.argv[2])), int(sys.argv[3]))
+"""
+
+
+def test_a_process_that_waits_for_others_prints_for_whom() -> None:
+    """JAX connects without holding the GIL, and ends a process that does not meet the others in time."""
+    restart = "; if its run continues without this process, stop process 0 and start it again"
+    cases = [
+        ("0", "0", "process 0 waits at {} for the other processes, 2 in all"),
+        ("1", "0", "process 1 waits for process 0 at {}"),
+        ("1", "5", f"process 1 waits for process 0 at {{}}{restart}"),
+    ]
+    for process, seconds, line in cases:
+        address = f"localhost:{free_port()}"
+        ended = subprocess.run(
+            [sys.executable, "-c", WAITS, address, process, seconds],
+            env=environment(JAXPAR_MEET_SECONDS="1"),
+            capture_output=True,
+            text=True,
+        )
+        assert f"jaxpar: {line.format(address)}" in ended.stderr.splitlines()
+
+
 def test_the_process_that_failed_first_is_reported() -> None:
     """The launcher reports the process that failed first, not one that aborted because of that."""
 

@@ -75,6 +75,7 @@ KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "data.augment=True": ((), ("model.name=vit", "data.source=synthetic")),
     "data.max_length=8": (MLP, ()),
     "data.length_buckets=(8, 16)": (("task=causal_lm", "model.name=gpt"), ()),
+    "data.length_buckets=(8, 64)": (MLP, ()),
     "data.vocab_size=64": (("model.init_from=folder",), ()),
     "model.size=mini": (("model.init_from=folder",), ()),
     "data.mask_fraction=0.3": ((), ("task=masked_lm",)),
