@@ -379,7 +379,8 @@ def test_the_exit_code_of_a_stopped_run(
     assert resume.startswith("resume ")
     assert resume.endswith("--stopped_exit_code=75")
     assert run(*arguments) == 0
-    assert capsys.readouterr().out.splitlines()[-2] == "next      try --config.model.size=mini with a new --workdir;"
+    compare = "next      to compare, try --config.model.size=mini with a new --workdir;"
+    assert capsys.readouterr().out.splitlines()[-2] == compare
 
 
 @pytest.mark.parametrize(

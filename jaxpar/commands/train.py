@@ -236,7 +236,7 @@ def _closing(result: Mapping[str, Any], workdir: Path, headline: str, changes: S
     )
     results = ", ".join(name for name in left if (workdir / name).exists())
     rate = f", {result['examples_per_second']:,.0f} examples/s" if "examples_per_second" in result else ""
-    first = f"try {' or '.join(changes)} with a new --workdir;\n          " if changes else ""
+    first = f"to compare, try {' or '.join(changes)} with a new --workdir;\n          " if changes else ""
     own = ", or train on your own data (docs/howto/data.md)" if is_example else ""
     return (
         f"\n{reached} after {format_count(result['steps'], 'step')}{rate}\n"

@@ -208,8 +208,9 @@ def _check_columns(path: Path, names: Sequence[str], columns: Columns, line: int
             key = "label_column" if name == columns.label else "text_columns"
             key = "target_columns" if name in columns.targets else key
             there, hint = ", ".join(map(repr, names)), nearest(name, names)
-            rule = "it must have those of the run" if columns.keeps_record else f"set config.data.{key}"
-            rule += hint and "." + hint
+            rule = f"set config.data.{key}{hint and '.' + hint}"
+            if columns.keeps_record:
+                rule = f"rename one to {name!r}, the name in the run's training data"
             raise UserError(f"{path}:{line} has no column {name!r}; its columns are {there}; {rule}")
     for name in names if columns.keeps_record else columns.all:
         if list(names).count(name) > 1:

@@ -36,7 +36,8 @@ PLACES = ("data.train", "data.validation", "data.test", "data.tokenizer", "model
 
 StrategyState = Any  # the state in the form of the run's strategy
 MAX_STEPS = 2**31 - 1  # the step counter is an int32
-FEW_STEPS, ENOUGH_STEPS = 100, 250  # of a run that learns little, and of one for which flags are advised
+# Steps of a run that learns little, and of one for which flags are advised: from scratch, and from pretrained weights.
+FROM_SCRATCH, FINE_TUNING = (100, 250), (40, 80)
 SMALLEST_BATCH = 16  # that is advised, unless the devices need a larger one
 PREPARATION = 3  # size of the temporary arrays with which a batch of text is prepared, in batches
 Result = dict[str, Any]  # the contents of result.json
@@ -262,13 +263,14 @@ def split_sizes(dataset: data.Dataset) -> dict[str, int]:
 
 def advise_length(config: ConfigDict, num_examples: int, num_steps: int, divisor: int = 1) -> str:
     """Return the flags for a longer run if the epochs of a config are few steps; empty if they are not."""
-    if config.num_steps or num_steps >= FEW_STEPS:
+    few, enough = FINE_TUNING if config.model.init_from else FROM_SCRATCH
+    if config.num_steps or num_steps >= few:
         return ""
     size, wanted = config.batch_size, max(num_examples // 12, SMALLEST_BATCH)
     if wanted < size:
         rounded = 1 << wanted.bit_length() - 1
         size = min(size, -(-rounded // divisor) * divisor)
-    epochs = math.ceil(ENOUGH_STEPS / math.ceil(num_examples / size) / 5) * 5
+    epochs = math.ceil(enough / math.ceil(num_examples / size) / 5) * 5
     flags = f"--config.batch_size={size} " if size < config.batch_size else ""
     too_few = f"{format_count(num_steps, 'step')} {'is' if num_steps == 1 else 'are'} too few"
     return f"{too_few}; train longer, in a new workdir, with {flags}--config.num_epochs={epochs}"

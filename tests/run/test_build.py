@@ -119,5 +119,10 @@ def test_advice_on_the_length_of_short_runs(examples: int, batch_size: int, divi
     num_steps = epochs * -(-examples // size)
     assert num_steps >= 250
     assert not build.advise_length(config, examples, num_steps, divisor)
+    config.model.init_from = "weights"  # fine-tuning takes fewer steps
+    assert not build.advise_length(config, examples, 40, divisor)
+    fewer = int(build.advise_length(config, examples, 39, divisor).rpartition("=")[2])
+    assert fewer < epochs
+    assert fewer * -(-examples // size) >= 80
     config.num_steps = 1  # as the user wants it
     assert not build.advise_length(config, examples, 1, divisor)

@@ -137,6 +137,8 @@ class InferenceModel:
     def evaluate(self, path: str | Path) -> dict[str, float]:
         """Return the loss and the metrics of the task on a labelled file, as the run computes them for a split.
 
+        Examples that the run was trained on do not measure how good the model is.
+
         Args:
           path: a table or text with the columns of the run's config; for images, the directory of the files.
 
@@ -175,7 +177,10 @@ def _rows(texts: Sequence[Text]) -> list[tuple[str, ...]]:
 def load(
     workdir: str | Path, step: int | None = None, devices: Sequence[jax.Device] | None = None, *, tensor: int = 1
 ) -> InferenceModel:
-    """Load the trained model of the run in `workdir`. See `load_trained`."""
+    """Load the trained model of the run in `workdir`: the step of the lowest validation loss, unless `step` is given.
+
+    See `load_trained`.
+    """
     return InferenceModel(load_trained(workdir, step, devices, tensor=tensor))
 
 

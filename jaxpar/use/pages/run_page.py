@@ -10,7 +10,7 @@ from jaxpar import files
 from jaxpar.core.plan import Plan
 from jaxpar.errors import UserError, format_bytes, format_count
 from jaxpar.run import report
-from jaxpar.run.build import Run
+from jaxpar.run.build import Run, advise_length
 from jaxpar.tasks import Task
 from jaxpar.use.pages.charts import Series, line_chart, timeline_chart
 from jaxpar.use.pages.html import Cell, Row, document, folded, number_cell, paragraph, section, table
@@ -24,6 +24,7 @@ NUM_CONFUSIONS = 20
 MOST_OPEN_ROWS = 20  # of a table that is not folded
 DARKEST = 0.6  # opacity of a cell of the confusion matrix, on which text of both themes is legible
 MUCH = 0.2  # part of the time of a run that a phase other than training should not exceed
+GOOD = 0.95  # a test accuracy after which a run was long enough
 CURVE_SPLITS = ("train", "validation", "test")
 # Metrics of a log interval: their names in metrics.jsonl, and in tables.
 LABELS = {
@@ -83,7 +84,7 @@ def run_page(run: RecordedRun, plan: Plan[object], num_steps: int, timelines: Ma
             section("Result", paragraph(result)),
             section("Curves", pictures(curves)),
             section("Time", *_seconds(run)),
-            section("What to try", *map(paragraph, [plan.advice, *_advice(run)] if plan.advice else _advice(run))),
+            section("What to try", *map(paragraph, _advice(run, plan, num_steps))),
             section("Numbers", table(_result_rows(run, num_steps))),
             section("Classes", *_classes(run.result)),
             section("Rates", pictures(rates)),
@@ -127,6 +128,8 @@ def _result_rows(run: RecordedRun, num_steps: int) -> list[Row]:
         for name in report.RATES
         if name in result
     ]
+    if rate := result.get("examples_per_second"):
+        rows.append(["seconds of a step, at these examples per second", number_cell(run.config.batch_size / rate)])
     rows.append(["ledger", result["ledger"]])
     rows += [[f"discarded after step {one['step']:,}", one["private_state"]] for one in result["discarded"]]
     if result["in_flight"]:
@@ -228,10 +231,15 @@ def _seconds(run: RecordedRun) -> list[str]:
     return [paragraph(since), table(rows, ["phase", "seconds", "fraction", ""])] if total else []
 
 
-def _advice(run: RecordedRun) -> list[str]:
-    """Return what to change in the next run, by the result and the times of this one."""
+def _advice(run: RecordedRun, plan: Plan[object], num_steps: int) -> list[str]:
+    """Return what to change in the next run, by the plan, the result and the times of this one."""
     result, spent = run.result, run.result["seconds"]
-    total, found = sum(spent.values()), [result["advice"]] if "advice" in result else []
+    total, found = sum(spent.values()), [plan.advice] if plan.advice else []
+    if "advice" in result:
+        found.append(result["advice"])
+    elif (result.get("test_accuracy") or 0) < GOOD:
+        length = advise_length(run.config, result["splits"]["training"], num_steps, plan.decision.batch_divisor)
+        found += [length] if length else []
     best = result.get("best_step", result["steps"])
     if best < result["steps"]:
         found.append(
@@ -239,11 +247,20 @@ def _advice(run: RecordedRun) -> list[str]:
             "checkpoint. `config.early_stop.patience` ends runs earlier."
         )
     if spent.get("compile", 0) > MUCH * total:
-        found.append("Compiling took much of the time: programs are cached, so that the next run has less of it.")
+        found.append(
+            "Compiling took much of the time. Texts compile once for each of `config.data.length_buckets`; a program "
+            "in the cache is only loaded. In a longer run, it is a smaller part."
+        )
     if spent.get("input", 0) > MUCH * total:
         found.append("The devices waited for data: raise `config.data.num_threads` and `config.data.prefetch`.")
     if spent.get("eval", 0) > MUCH * total:
-        found.append("Evaluation took much of the time: raise `config.eval.batch_size` or `config.eval.every_steps`.")
+        often = sum(row["split"] == "validation" for row in run.rows) > 1
+        found.append(
+            "Evaluation took much of the time: raise `config.eval.batch_size` or `config.eval.every_steps`."
+            if often
+            else "Evaluation at the end took much of the time. It is a smaller part of a longer run, and of one with "
+            "fewer validation and test examples."
+        )
     if spent.get("checkpoint", 0) > MUCH * total:
         found.append("Checkpoints took much of the time: raise `config.checkpoint.every_steps`, or use a faster disk.")
     return found

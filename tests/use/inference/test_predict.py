@@ -315,8 +315,8 @@ MISTAKES: dict[str, tuple[str, Sequence[str], str]] = {
     "a column": (
         "classification",
         ["--input={tmp}/other.csv"],
-        "{tmp}/other.csv:1 has no column 'text'; its columns are 'texts', 'n'; it must have those of the run. "
-        "Did you mean 'texts'?",
+        "{tmp}/other.csv:1 has no column 'text'; its columns are 'texts', 'n'; rename one to 'text', "
+        "the name in the run's training data",
     ),
     "columns of one name": (
         "classification",

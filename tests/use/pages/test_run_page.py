@@ -54,6 +54,7 @@ def test_all_numbers_of_the_result_are_in_the_page(tmp_path: Path) -> None:
     of_rows = {row[0]: row[1:] for row in page.rows if row}
     assert of_rows["test loss"] == ["0.6094"]
     assert of_rows["steps"] == ["40 of 100"]
+    assert of_rows["seconds of a step, at these examples per second"] == ["0.206"]  # 256 / 1242.5
     assert of_rows["stopped early"] == ["the validation loss <did> not improve"]
     assert of_rows["ledger"] == [RESULT["ledger"]]
     assert of_rows["skipped steps"] == ["3"]
@@ -83,6 +84,22 @@ def test_the_result_is_first_and_advice_follows_from_it(tmp_path: Path) -> None:
     _, page = page_of(tmp_path / "run")
     advice = [one for one in page.texts if "lowest at" in one or "learned nothing" in one or "waited for" in one]
     assert [one[:17] for one in advice] == ["the model learned", "The devices waite"]
+
+
+def test_advice_is_given_only_where_it_helps(tmp_path: Path) -> None:
+    """On the length, unless the result is good already; on the interval of evaluations, if there were several."""
+    workdir, short = write_run(tmp_path / "run", "num_epochs=5"), RESULT | {"seconds": {"train": 5, "eval": 5}}
+    rows = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
+
+    def advised(accuracy: float) -> tuple[bool, bool]:
+        (workdir / "result.json").write_text(json.dumps(short | {"test_accuracy": accuracy}))
+        texts = check_alone(run_page(read_run(workdir), PLAN, 40, {})).texts
+        return any("are too few" in one for one in texts), any("config.eval.every_steps" in one for one in texts)
+
+    assert advised(0.9) == (True, True)
+    assert advised(0.97) == (False, True)
+    (workdir / "metrics.jsonl").write_text("".join(rows[:1] + rows[2:]))  # without the first evaluation
+    assert advised(0.9) == (True, False)
 
 
 def last_values(text: str, title: str) -> list[float]:
