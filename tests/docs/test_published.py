@@ -135,6 +135,11 @@ def test_statistics() -> None:
     assert "(worst 60.0%)" in wrong  # 4.0 is chosen, and 10.0 is best
 
 
+def test_one_row_of_ten_is_above_the_90th_percentile() -> None:
+    rows = [{"name": str(number), "published": 1.0, "ours": 1 + number / 10} for number in range(1, 11)]
+    assert "90th percentile 90.0%" in published.summary(rows)[0]
+
+
 def test_groups_of_rows() -> None:
     """A page has a line for each group, with SciPy's tau; the rows are printed."""
     pairs = {"one": ([4.0, 1.0, 3.0], [3.9, 2.0, 4.5]), "alone": ([2.0], [1.0])}

@@ -44,7 +44,7 @@ def values(table: Mapping[str, Any]) -> list[float]:
     known: dict[str, float] = {}  # by what is predicted: measured runs of the same configuration have several rows
     rates = {}
     for row in table["rows"]:
-        case = json.dumps([row[key] for key in sorted(set(row) - FACTS)])
+        case = json.dumps({key: row[key] for key in sorted(set(row) - FACTS)})
         if case not in known:
             known[case] = predicted_rate(row, table["models"][row["model"]])
         rates[row["name"]] = known[case]
