@@ -63,10 +63,10 @@ def main() -> None:
         with contenders(parsed.torch_python, model, strategy, overrides) as found:
             torch, ours = (cpu_seconds(one, parsed.steps) for one in found.values())
         kinds = [*KINDS, REST]
-        cells = [f"{torch[kind]:.2f} / {ours[kind]:.2f}" for kind in kinds]
+        cells = [f"{torch[kind]:.2f}/{ours[kind]:.2f}" for kind in kinds]
         return [strategy, norm, f"{width}", *cells, f"{torch.total() / ours.total():.3f}"]
 
-    heads = [f"{kind}, torch / jaxpar" for kind in [*KINDS, REST]]
+    heads = [f"{kind}, torch/jaxpar" for kind in [*KINDS, REST]]
     cases = product(parsed.strategies, parsed.norms, parsed.widths)
     show(["strategy", "norm", "width", *heads, "all"], (profiled(*case) for case in cases))
 
