@@ -34,6 +34,7 @@ from jaxpar.errors import USER_ERROR, TrainingError, UserError, format_bytes, fo
 from jaxpar.host_memory import host_bytes
 from jaxpar.launch.launcher import PROCESS_BYTES
 from jaxpar.launch.place import Place, bind_address, in_address, own_address
+from jaxpar.launch.signals import called_after
 
 GREETING_SECONDS = 5.0  # for the first message of a process that has connected
 SENT = 2**25  # bytes that a process sends to another
@@ -514,10 +515,5 @@ def guarded(seconds: float, report: Callable[[], None]) -> Iterator[None]:
         report()
         os._exit(USER_ERROR)
 
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
+    with called_after(seconds, end):
         yield
-    finally:
-        timer.cancel()

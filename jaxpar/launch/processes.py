@@ -8,7 +8,6 @@ import contextlib
 import os
 import platform
 import sys
-import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from jaxpar import cluster
 from jaxpar.core import mesh
 from jaxpar.errors import TrainingError
 from jaxpar.launch.place import MEET, Place, bind_address, free_port, in_address, own_address
+from jaxpar.launch.signals import called_after
 from jaxpar.layout import Tree
 
 WAIT_SECONDS = 20.0  # after which a process that waits for the others prints for whom it waits
@@ -73,13 +73,8 @@ def _reported_wait(place: Place, *, is_elastic: bool) -> Iterator[None]:
     if process:
         restart = "; if its run continues without this process, stop process 0 and start it again" * is_elastic
         line = f"process {process} waits for process 0 at {address}{restart}"
-    timer = threading.Timer(WAIT_SECONDS, print, [f"jaxpar: {line}"], {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    timer.start()
-    try:
+    with called_after(WAIT_SECONDS, lambda: print(f"jaxpar: {line}", file=sys.stderr, flush=True)):
         yield
-    finally:
-        timer.cancel()
 
 
 def listen_for_arrays(place: Place | None, num_devices: int) -> None:

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Self
 
@@ -162,3 +162,15 @@ class Interrupt(Ending):
         if count == 1 and number != signal.SIGHUP:  # a terminal that was closed shows nothing
             print_from_thread(f"{number.name}: {self.answer}; a second signal exits at once, without saving")
         super()._received(count, number)
+
+
+@contextlib.contextmanager
+def called_after(seconds: float, call: Callable[[], None]) -> Iterator[None]:
+    """Within `with`, call a function in a thread after `seconds`, unless the block has ended by then."""
+    timer = threading.Timer(seconds, call)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -50,6 +50,7 @@ from scripts.bench.tables import show
 
 HEAD = 64  # features of an attention head
 LR = 0.1
+TWO_CPUS = ["--config.mesh.virtual_cpu_devices=2"]
 EQUAL_STEPS = 3
 WARM_STEPS = 5  # more steps that do not count, until no step needs new memory
 TOLERANCE, GPU_TOLERANCE = 1e-5, 1e-2
@@ -177,31 +178,46 @@ def widths(text: str) -> list[int]:
     return values
 
 
-def main() -> None:
-    """Print the ratios."""
-    parser = Parser(__doc__)
+def peers_parser(description: str | None) -> Parser:
+    """Return a parser with the flags that choose the cases."""
+    parser = Parser(description)
     parser.require("--torch_python", "--torch_python=TORCH/bin/python", help="interpreter of an environment with torch")
     parser.add_argument("--widths", type=widths, default=[128, 256, 768], help="widths of the model")
     parser.add_argument("--norms", type=names(["layernorm", "rmsnorm"]), default=["layernorm", "rmsnorm"], help="norms")
     parser.add_argument("--strategies", type=names(STRATEGIES), default=list(STRATEGIES), help="strategies")
+    return parser
+
+
+def prepare(torch_python: str, overrides: Sequence[str]) -> None:
+    """Set up JAX for the cases. Raises UserError if there is no such interpreter."""
+    if shutil.which(torch_python) is None:
+        raise UserError(f"--torch_python is {torch_python!r}, which does not exist; it must be an interpreter")
+    config = configs.default_config()
+    configs.override(config, overrides)
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    mesh.partition_by_gspmd()
+
+
+def model_of(norm: str, width: int) -> dict[str, Any]:
+    """Return the keys of config.model of a case."""
+    return {**MODEL, "hidden_size": width, "num_heads": width // HEAD, "norm": norm}
+
+
+def main() -> None:
+    """Print the ratios."""
+    parser = peers_parser(__doc__)
     parser.add_argument("--rounds", type=integer(1), default=7, help="steps of each, after those that do not count")
     parser.add_argument("--gpu", action="store_true", help="compare on one GPU")
     parsed, overrides = parser.parse_with_overrides()
-    if shutil.which(parsed.torch_python) is None:
-        raise UserError(f"--torch_python is {parsed.torch_python!r}, which does not exist; it must be an interpreter")
     if parsed.gpu:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.4")  # torch needs the rest
-    config = configs.default_config()
-    configs.override(config, [*([] if parsed.gpu else ["--config.mesh.virtual_cpu_devices=2"]), *overrides])
-    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
-    mesh.partition_by_gspmd()
+    prepare(parsed.torch_python, [*([] if parsed.gpu else TWO_CPUS), *overrides])
     if parsed.gpu:
         parsed.widths, parsed.strategies = [GPU_MODEL["hidden_size"]], ["single"]
         overrides = ["--config.model.dtype=bfloat16", *overrides]
 
     def compared(strategy: str, norm: str, width: int) -> str:
-        own = GPU_MODEL if parsed.gpu else {"hidden_size": width, "num_heads": width // HEAD}
-        model = {**MODEL, **own, "norm": norm}
+        model = model_of(norm, width) | (GPU_MODEL if parsed.gpu else {})
         with contenders(parsed.torch_python, model, strategy, overrides, is_on_gpu=parsed.gpu) as found:
             torch, ours = compare(found, parsed.rounds)
         return f"{torch:.3f} / {ours:.3f} = {torch / ours:.3f}"

@@ -25,13 +25,9 @@ from collections import Counter
 from itertools import product
 from pathlib import Path
 
-from jaxpar import config as configs
-from jaxpar import data
-from jaxpar.command_line import Parser, integer, names
-from jaxpar.core import mesh
+from jaxpar.command_line import integer
 from jaxpar.errors import TrainingError, exit_code
-from scripts.bench.peers import HEAD, STRATEGIES, WARM_STEPS, Contender, contenders, widths
-from scripts.bench.pipeline_case import MODEL
+from scripts.bench.peers import TWO_CPUS, WARM_STEPS, Contender, contenders, model_of, peers_parser, prepare
 from scripts.bench.tables import show
 
 SAMPLES = 997  # of each thread in a second of its CPU time
@@ -45,22 +41,14 @@ REST = "rest"
 
 def main() -> None:
     """Print the table."""
-    parser = Parser(__doc__)
-    parser.require("--torch_python", "--torch_python=TORCH/bin/python", help="interpreter of an environment with torch")
-    parser.add_argument("--widths", type=widths, default=[128, 256, 768], help="widths of the model")
-    parser.add_argument("--norms", type=names(["layernorm", "rmsnorm"]), default=["layernorm", "rmsnorm"], help="norms")
-    parser.add_argument("--strategies", type=names(STRATEGIES), default=list(STRATEGIES), help="strategies")
+    parser = peers_parser(__doc__)
     parser.add_argument("--steps", type=integer(1), default=4, help="steps whose time is sampled")
     parsed, overrides = parser.parse_with_overrides()
     os.environ["ONEDNN_JIT_PROFILE"] = "2"  # names of generated code, for perf
-    config = configs.default_config()
-    configs.override(config, ["--config.mesh.virtual_cpu_devices=2", *overrides])
-    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
-    mesh.partition_by_gspmd()
+    prepare(parsed.torch_python, [*TWO_CPUS, *overrides])
 
     def profiled(strategy: str, norm: str, width: int) -> list[str]:
-        model = {**MODEL, "hidden_size": width, "num_heads": width // HEAD, "norm": norm}
-        with contenders(parsed.torch_python, model, strategy, overrides) as found:
+        with contenders(parsed.torch_python, model_of(norm, width), strategy, overrides) as found:
             torch, ours = (cpu_seconds(one, parsed.steps) for one in found.values())
         kinds = [*KINDS, REST]
         cells = [f"{torch[kind]:.2f}/{ours[kind]:.2f}" for kind in kinds]

@@ -1,4 +1,8 @@
-"""Simulates GPipe's tables of throughput with the schedule's table, and counts the parameters of its models."""
+"""Computes GPipe's tables of throughput, bubbles and memory, and counts the parameters of its models.
+
+Bubbles are those of the schedule's table. Times need `seconds`: in a table, a device cannot recompute before a gradient
+arrives.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
