@@ -84,6 +84,8 @@ def compute(paper: dict[str, Any]) -> None:
         if "module" in table:
             module = importlib.import_module(f"scripts.bench.papers.{table['module']}")
             for row, value in zip(table["rows"], module.values(table), strict=True):
+                if value is None:  # it cannot be computed
+                    continue
                 number, *found = value if isinstance(value, tuple) else (value,)
                 row["ours"] = float(f"{number:.4g}")
                 row.update(zip(["found"], found, strict=False))

@@ -18,14 +18,17 @@ CLUSTERS = {
 }
 
 
-def values(table: Mapping[str, Any]) -> list[tuple[float, str]]:
+def values(table: Mapping[str, Any]) -> list[tuple[float, str] | None]:
     """Return for each row the speed-up over data parallelism of the plan that is found, and the plan's replicas.
+
+    None: no profile of the model is published.
 
     If the table is of `memory`: the bytes of the fullest of four stages / those of data parallelism, and all stages.
     """
     if table["kind"] == "memory":
         return [_memory(row) for row in table["rows"]]
-    return [_speedup(row, table["communication_model"]) for row in table["rows"]]
+    model = table["communication_model"]
+    return [_speedup(row, model) if "profile" in row else None for row in table["rows"]]
 
 
 def _memory(row: Mapping[str, Any]) -> tuple[float, str]:
