@@ -35,6 +35,9 @@ def test_every_file_is_on_the_page() -> None:
 def test_ours_is_repeated(table: dict[str, Any]) -> None:
     for row, value in zip(table["rows"], MODULES[table["module"]].values(table), strict=True):
         number, *found = value if isinstance(value, tuple) else (value,)
+        if number is None:
+            assert row["ours"] is None, row["name"]
+            continue
         assert row["ours"] == pytest.approx(number, rel=1e-3), row["name"]
         assert found == [row[key] for key in ("found",) if key in row]
 
