@@ -50,6 +50,7 @@ LLAMA_1B = Case(
 )
 SCANNED, UNROLLED = ("model.scan_layers=True",), ("model.scan_layers=False",)
 REMAT = ("model.remat=full",)
+ZERO2 = ("strategy=data_parallel", "exchange=zero2")
 CASES = {
     "gpt2": (GPT2, ()),
     "gpt2, scanned": (GPT2, SCANNED),
@@ -63,6 +64,10 @@ CASES = {
     "gpt2, dropout": (GPT2, ("model.dropout=0.1",)),
     "bert_base, xla": (BERT, ("model.attention=xla",)),
     "bert_base, float32": (BERT, ("model.dtype=float32",)),
+    "gpt2, zero2": (GPT2, ZERO2),
+    "gpt2, zero2, offload": (GPT2, (*ZERO2, "exchange.offload=True")),
+    "llama_1b, zero2": (LLAMA_1B, (*REMAT, *ZERO2)),
+    "llama_1b, zero2, offload": (LLAMA_1B, (*REMAT, *ZERO2, "exchange.offload=True")),
 }
 PROFILED = 3  # steps of a profile
 STEPS = 8  # in flight
