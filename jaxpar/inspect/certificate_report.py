@@ -131,13 +131,10 @@ def format_certificate(certified: dict[str, Any]) -> str:
 
 
 def describe_verdict(outside: Sequence[str], number: int, false_alarm: float) -> str:
-    """Return the verdict on a number of errors. outside: those that exceed their tolerances."""
+    """Return the verdict on a number of differences. outside: those that exceed their tolerances."""
     if outside:
         return "failed, outside the tolerance"
-    return (
-        f"passed: {number} errors are within their tolerances, which rounding alone exceeds with a probability of "
-        f"{false_alarm:g}"
-    )
+    return f"passed: all {number} differences are within tolerance; the probability of a false alarm is {false_alarm:g}"
 
 
 def format_verdict(outside: Sequence[str], number: int, false_alarm: float) -> list[str]:

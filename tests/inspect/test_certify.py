@@ -923,7 +923,7 @@ def test_contents_of_a_certificate(certify: Any, tmp_path: Path, capsys: pytest.
         assert of["resume"]["tolerance"] == 0
         assert of["drift"]["tolerance"] is None
     assert found["tolerance"]["number"] == 2 * (5 + 3 * 4) + 5 + 4 * (1 + 4)
-    assert f"{found['tolerance']['number']} errors are within" in lines["verdict"]
+    assert f"all {found['tolerance']['number']} differences are within" in lines["verdict"]
     assert f"of {min(scales.values()):.1e} (" in lines["finds"]
     check_page((tmp_path / "certificate.html").read_text(), found, printed)
 
@@ -939,7 +939,7 @@ def check_page(text: str, found: dict[str, Any], printed: str) -> None:
         [line] = [line for line in printed.splitlines() if line.startswith(f"{layer}  ")]
         assert rows[layer] == re.split("  +", line)[1:]
     number = found["tolerance"]["number"]
-    assert any(f"Passed: {number} errors are within their tolerances" in one for one in page.texts)
+    assert any(f"Passed: all {number} differences are within tolerance" in one for one in page.texts)
     assert any(f"with a probability of 1e-06 / {number}" in one for one in page.texts)
     assert rows["jax"] == [found["versions"]["jax"]]
     assert rows["strategy"] == [found["strategy"]]
