@@ -134,14 +134,14 @@ def exchanges_page() -> str:
 
 
 EXCHANGES_HEAD = f"""
-Set `config.exchange`. [How exchanges work](../explanation/exchanges.md) explains them, and
-[choose an exchange](../howto/exchange.md) helps to choose.
+Set `config.exchange`. [How exchanges work](../explanation/exchanges.md) explains them, and [choose an
+exchange](../howto/exchange.md) helps you choose.
 
 Bytes are those that a device sends in a step, in the plan for an MLP of width {WIDTH:,} on {REPLICAS} replicas, on
 average over {NUM_STEPS:,} steps, warm-up included. For `dp`, they are those of the first device. With `m` accumulation
-steps, `zero2` sends (m + 1) / 2 times as many, and `zero3` and `hsdp` m times as many. A result that is that of one
-device differs from it by rounding, and by options that change it. Pipelines need the executor `dispatch` for `zero2`,
-`zero3` and `hsdp`.
+steps, `zero2` sends (m + 1) / 2 times as many, and `zero3` and `hsdp` m times as many. *That of one device* means equal
+up to rounding, unless an option changes the result. Pipelines need the executor `dispatch` for `zero2`, `zero3` and
+`hsdp`.
 """
 OPTIONS_HEAD = """
 Set `config.exchange_options.KEY`. An option that the exchange lacks is refused. A default of 0 or none leaves the
@@ -208,15 +208,16 @@ def schedules_page() -> str:
 
 
 SCHEDULES_HEAD = f"""
-Set `config.pipeline.schedule`, or leave `auto`, which chooses the fastest one that fits the memory.
-[How pipelines work](../explanation/pipelines.md) explains the terms.
+Set `config.pipeline.schedule`, or leave it at `auto`, which chooses the fastest one that fits the memory. [How
+pipelines work](../explanation/pipelines.md) explains the terms.
 
 The costs are those of `jaxpar simulate` for {STAGES} devices and {MICROBATCHES} microbatches. A forward pass, the
 gradient of the input and the gradient of the weights take one unit of time each. *Step* is the time of a step if
-devices wait only for their inputs, *in lockstep* if all wait for each other after each clock. *Bubble* is the idle
-share of a device between its first and its last action; as in the papers, the next step can begin on it before the
-others have finished, which it cannot here, so *Step* decides. *Microbatches in memory* is the largest number of
-microbatches between their forward and backward passes on a device; on one of two chunks, each counts 0.5.
+devices wait only for their inputs, *in lockstep* if all wait for each other after each clock. *Bubble* is the share of
+time in which a device is idle between its first and its last action, as in the papers. There, a device can begin the
+next step before the others have finished. Here it cannot, so compare schedules by *Step*. *Microbatches in memory* is
+the largest number of microbatches between their forward and backward passes on a device; on a device with two chunks,
+each counts 0.5.
 """
 CONTINUOUS_HEAD = "These schedules never drain, and train with older weights. The bubble is that of the full pipeline."
 
@@ -261,13 +262,12 @@ def models_page() -> str:
 
 MODELS_HEAD = """
 Keys of `config.model`, which [config keys](config.md#model) lists, override the sizes of a model. Parameters are
-counted with the vocabulary of the published model (set `config.model.vocab_size`), and with heads for 1,000 classes of
-images.
+counted with heads for 1,000 image classes, and with the published vocabularies (`config.model.vocab_size`).
 """
 GPUS_HEAD = """
 A cluster is `NAME:GPUs` or `NAME:HOSTSxGPUS`, such as `h100:4x8` for 4 hosts of 8. Rates are those of data sheets: of
-memory, of products by dtype, and what a GPU sends within a host and between hosts. *Reached* is the assumed share of
-the peak in products.
+memory, of matrix products by dtype, and of transfers within a host and between hosts. *Reached* is the share of the
+peak that matrix products are assumed to reach.
 """
 SHOWN = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "mlp_size")
 REVERSED = tuple(reversed(tasks.TASKS))

@@ -35,17 +35,17 @@ HEAD = """# Published results
 
 Do the results of the papers hold here? Each page has what a paper or a project published, what
 jaxpar simulates, predicts or trains for the same case, and the ratio ours / published. A result
-that jaxpar does not reproduce is a row like the others, and the reason is below its table. For
-tables with 0 rows, no citable value was found, and they have only ours. Only the generated trace of
-SWARM was fitted, to its first row. The pages split tables of 20 rows or more into two halves by a
-hash of the names, and also give the errors of each half.
+that jaxpar does not reproduce is a row like the others, and the reason is below its table. Tables
+with 0 rows have only our values, because no citable value was found. Only the generated trace of
+SWARM was fitted, to the first row of its table. The pages split tables of 20 rows or more into two
+halves by a hash of the names, and also give the errors of each half.
 
 The goals were ratios within 15% for the papers, and for the runs of language models a median error
-of 12%, in the right order (Kendall's tau of 0.8). For nanotron's best configurations, the planner's
-median error is 11.9% (5.1% in the half that is held out), with a tau of 0.62 (0.07) over numbers of
-hosts; for a wider tensor axis, it is 20.4%, with a tau of 1.0. For BLOOM, the planner's costs of
-layers and links price BLOOM's own program: the median error is 18.0%, with a tau of 0.32. How to
-price it was decided with all rows in view.
+of 12% and a rank correlation (Kendall's tau) of 0.8. For nanotron's best configurations, the
+planner's median error is 11.9% (5.1% in the half that is held out), with a tau of 0.62 (0.07) over
+numbers of hosts. For a wider tensor axis, the error is 20.4%, with a tau of 1.0. For BLOOM, the
+planner's costs of layers and links price BLOOM's own program: the median error is 18.0%, with a tau
+of 0.32. How to price it was decided with all rows in view.
 
 `scripts/python scripts/bench/published.py` prints the tables. With `--compute --only=gpipe`, it
 simulates and predicts those of one paper again, and writes these pages.

@@ -47,7 +47,7 @@ CONTINUOUS = {
         lambda reads: reads.at_entry,
         False,
         None,
-        "all stages compute a batch with the weights that the first stage had",
+        "all stages compute a batch with the weights that the first stage had when the batch entered",
     ),
     # Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021, section 3.1: W_t+1 comes from W_t - 1.
     "pipedream_2bw": Continuous(
@@ -58,7 +58,7 @@ CONTINUOUS = {
         lambda reads: reads.at_action,
         False,
         0,
-        "a backward reads newer weights than its forward, so gradients are wrong",
+        "a backward pass reads newer weights than its forward pass, so gradients are wrong",
     ),
 }
 
