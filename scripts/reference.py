@@ -78,7 +78,7 @@ constant learning rate without warm-up.
 
 def commands_page() -> str:
     """Return the page of all commands, with their help."""
-    lines = ["# Commands", "", NOTE, "", "In a clone, `jaxpar` is `scripts/jaxpar`.", ""]
+    lines = ["# Commands", "", NOTE, "", "In a clone, `source .venv/bin/activate` makes `jaxpar` available.", ""]
     lines += ["| Command | What it does |", "|---|---|"]
     lines += [
         row(f"[`jaxpar {name}`](#jaxpar-{name.replace(' ', '-')})", text) for name, text in commands.COMMANDS.items()

@@ -15,7 +15,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\((?!https?:)([\w./-]+)(#[\w-]+)?\)")
-COMMAND = re.compile(r"^\$ (.*(?:(?<=\\)\n.*)*)", re.MULTILINE)
+COMMAND = re.compile(r"^\$ (.*<<END\n(?:.*\n)*?END$|.*(?:(?<=\\)\n.*)*)", re.MULTILINE)
 CONSOLE = re.compile(r'<div class="language-console highlight">(.*?)</div>', re.DOTALL)
 # How much less than guides the pages of a folder count in the search.
 BOOST = {"explanation": 0.5, "results": 0.2, "reference": 0.2, "source": 0.2}

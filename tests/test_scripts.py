@@ -129,6 +129,18 @@ def test_sets_up_once(clone: Path) -> None:
     assert installed(clone) == ["base"]
 
 
+def test_the_command_of_an_activated_environment(clone: Path) -> None:
+    (clone / "jaxpar").mkdir()
+    (clone / "jaxpar" / "__init__.py").touch()
+    program = "import os, sys; print(os.environ['JAXPAR_COMMAND'], sys.argv[1:])"
+    (clone / "jaxpar" / "__main__.py").write_text(program)
+    run(clone, "setup")
+    command = "PATH=.venv/bin:$PATH; jaxpar plan 'a b'"  # as `source .venv/bin/activate`
+    result = subprocess.run(["bash", "-c", command], env=environment(clone), cwd=clone, text=True, capture_output=True)
+    assert (result.stdout, result.stderr) == ("jaxpar ['plan', 'a b']\n", "")
+    assert run(clone, "jaxpar", "plan").stdout.startswith(str(clone / "scripts" / "jaxpar").replace(" ", "\\ "))
+
+
 def test_installs_what_is_missing_or_changed(clone: Path) -> None:
     run(clone, "setup")
     run(clone, "setup", "dev", JAXPAR_EXTRAS="gpu")

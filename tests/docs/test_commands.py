@@ -26,7 +26,7 @@ from tests.docs.prose import ROOT
 from tests.docs.test_pages import PAGES, blocks
 
 # Commands of the system that pages use.
-SYSTEM = {"cat", "curl", "mpirun", "printf", "ray", "unzip"}
+SYSTEM = {"cat", "curl", "mpirun", "printf", "ray", "source", "unzip"}
 # Flags of curl, pip, mpirun and ray.
 OTHERS = {"json", "no-deps", "dest", "map-by", "head", "port", "address"}
 # Workdirs of commands whose config cannot be checked here.
@@ -65,6 +65,7 @@ NOT_RUN = {
     "scripts/python scripts/bench": "measures",
     "scripts/setup": "installs packages",
     "scripts/train": "trains, unless its output is an error",
+    "source": "changes the shell",
     "unzip": "needs a download",
 }
 
@@ -237,12 +238,14 @@ def leave_config(words: list[str]) -> None:
 
 
 def run(words: list[str], output: str) -> None:
-    """Run a command in this process. A file that `cat` shows first is created."""
+    """Run a command in this process. `cat > FILE <<END` writes the lines below it, up to END."""
     if words[0] == "cat":
         path = Path(words[1])
-        if not path.exists():
-            path.write_text(output)
-        print(path.read_text(), end="")
+        if words[2:] == ["<<END"]:
+            path.write_text(output.removesuffix("END\n"))
+            print(output, end="")
+        else:
+            print(path.read_text(), end="")
     elif words[1] == "-c":
         exec(words[2])
     elif words[0] == "jaxpar":

@@ -44,4 +44,10 @@ def test_copy_buttons_copy_commands_only(site: Path) -> None:
 
 def test_commands_of_a_session() -> None:
     session = '$ scripts/train --config=a \\\n    --workdir="b <c>"\nstep 1/2  loss $ 3\n...\n$ cat d\n1\n'
-    assert site_hooks.commands(session) == ['scripts/train --config=a \\\n    --workdir="b <c>"', "cat d"]
+    session += "$ cat > e <<END\n2\nEND\n$ cat e\n2\n"
+    assert site_hooks.commands(session) == [
+        'scripts/train --config=a \\\n    --workdir="b <c>"',
+        "cat d",
+        "cat > e <<END\n2\nEND",
+        "cat e",
+    ]
