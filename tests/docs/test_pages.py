@@ -26,6 +26,8 @@ PARTS = {
     "docs/howto/export.md": "reads the export of a run, as tests/test_export.py does",
 }
 WIDTH = 100
+# The generated reference, and pages for people who change the code.
+LONG = ("docs/reference/commands.md", "docs/reference/config.md", "CONTRIBUTING.md", "CHANGELOG.md")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -67,6 +69,17 @@ def test_lines_are_wrapped(page: str) -> None:
     """Tables are as wide as they are, and the address of a link does not count."""
     lines = [re.sub(r"\]\([^)]*\)", "]", line) for line in prose(page).splitlines() if not line.startswith("|")]
     assert not [line for line in lines if len(line) > WIDTH]
+
+
+def test_pages_are_short() -> None:
+    """Pages have at most 1,500 words, how-to guides 600, and those that people write for users 30,000 in all.
+
+    The reference and the results are generated.
+    """
+    counts = {page: len((ROOT / page).read_text().split()) for page in PAGES if page not in LONG}
+    assert not [page for page, count in counts.items() if count > (600 if page.startswith("docs/howto/") else 1500)]
+    generated = ("docs/reference/", "docs/results/")
+    assert sum(count for page, count in counts.items() if not page.startswith(generated)) <= 30_000
 
 
 @pytest.mark.parametrize("page", PAGES)
