@@ -1,7 +1,8 @@
 """mkdocs hooks: files outside of docs/ that pages link to (`../jaxpar/core/plan.py`), search, and the copy button.
 
 Markdown files become pages; other files become pages that show their source in a code block. The search finds guides
-before reference and history, and no source. The copy button of a console block copies its commands only.
+before reference and history, and no source. A page with a wide table has no table of contents at its side. The copy
+button of a console block copies its commands only.
 """
 
 import posixpath
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\((?!https?:)([\w./-]+)(#[\w-]+)?\)")
 COMMAND = re.compile(r"^\$ (.*<<END\n(?:.*\n)*?END$|.*(?:(?<=\\)\n.*)*)", re.MULTILINE)
 CONSOLE = re.compile(r'<div class="language-console highlight">(.*?)</div>', re.DOTALL)
+WIDE = re.compile(r"^\|(?:[^|\n]*\|){7,}$", re.MULTILINE)  # a row of a table that needs the width of the window
 # How much less than guides the pages of a folder count in the search.
 BOOST = {"explanation": 0.5, "results": 0.2, "reference": 0.2, "source": 0.2}
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", "": "bash"}
@@ -42,6 +44,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     del config
     uri = page.file.src_uri
     page.meta["search"] = {"boost": BOOST.get(uri.partition("/")[0], 1)}
+    if WIDE.search(markdown):
+        page.meta["hide"] = ["toc"]
     path = uri.removeprefix("source/") if uri.startswith("source/") else f"docs/{uri}"
     if not (ROOT / path).is_file():  # a page generated from a file that is not Markdown
         page.meta["search"] = {"exclude": True}
