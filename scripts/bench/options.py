@@ -19,7 +19,7 @@ from jaxpar.command_line import Parser, integer
 from jaxpar.core import mesh
 from jaxpar.errors import check_choice, exit_code
 from jaxpar.strategies import Strategy, placement
-from scripts.bench.one_gpu import random_batch
+from scripts.bench.gpu_steps import random_batch
 from scripts.bench.planned_memory import GPT, Case, configured, make_problem
 from scripts.bench.steps import race
 from scripts.bench.tables import show

@@ -3,8 +3,8 @@
     python scripts/bench/peers_torch.py CASE STRATEGY RANK THREADS DEVICE
 
 CASE is the .npz file of the weights and the batch, STRATEGY single, ddp or 1f1b, DEVICE cpu, or cuda for single, which
-is then compiled and computes in bfloat16 by autocast. Takes a training step for each line of the standard input, and
-prints the share of this process in the loss.
+is then compiled and computes in bfloat16 by autocast, or on GPUs without bfloat16 in float16, without scaling the loss.
+Takes a training step for each line of the standard input, and prints the share of this process in the loss.
 """
 
 import sys
@@ -105,12 +105,13 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def on_gpu(model: nn.Sequential, inputs: Tensor, labels: Tensor) -> Callable[[], float]:
-    """Return a function that computes gradients by a compiled model in bfloat16, and returns the loss."""
+    """Return a function that computes gradients by a compiled model in 16 bits, and returns the loss."""
     model.head.tokens = model.embed.tokens
     torch.set_float32_matmul_precision("high")
+    half = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
 
     def loss_of_batch() -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", half):
             return loss_of(model(inputs), labels)
 
     compiled = torch.compile(loss_of_batch)

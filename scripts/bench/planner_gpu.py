@@ -3,7 +3,8 @@
     scripts/python scripts/bench/planner_gpu.py [--rounds=15] [--size=base]
 
 Measures the rates of the GPUs as --cluster=here of `jaxpar plan` does, and prints them. For BERT in float32 and in
-bfloat16, and for each strategy, prints the time of a step in milliseconds, and predicted / measured:
+16 bits (float16 on GPUs without bfloat16), and for each strategy, prints the time of a step in milliseconds, and
+predicted / measured:
 
   assumed   predicted by the planner from the rates of the data sheet and assumed efficiencies; only for known GPUs
   measured  predicted by the planner from the measured rates
@@ -27,6 +28,7 @@ from jaxpar.core import mesh
 from jaxpar.core.step import Problem
 from jaxpar.errors import exit_code
 from jaxpar.inspect import step_time
+from scripts.bench.gpu_steps import half_dtype
 from scripts.bench.planner import text_config, texts
 from scripts.bench.steps import make_problem, race
 
@@ -49,7 +51,6 @@ SIZES = {
         MeasuredSizes(width=512, kernels=64, few=2**14, many=2**22, sent=2**18),
     ),
 }
-DTYPES = ("float32", "bfloat16")
 
 
 def main() -> None:
@@ -65,7 +66,7 @@ def main() -> None:
     measured = measured_cluster(assumed, devices, size.rates)
     print(f"{len(devices)} x {assumed.device_kind}: {describe_rates(measured)}", flush=True)
     print(f"{'':24} {'step':>10} {'assumed':>8} {'measured':>8} {'compiled':>8}")
-    for dtype in DTYPES:
+    for dtype in ("float32", half_dtype(assumed)):
         compare(size, f"model.dtype={dtype}", arguments.rounds, assumed, measured)
 
 

@@ -1,10 +1,12 @@
-"""Compares predicted with measured times and memory of training steps, on a GPU of this machine.
+"""Compares predicted with measured times and memory of training steps, on the GPUs of this machine.
 
-    scripts/python scripts/bench/one_gpu.py [--only=gpt2] [--rounds=5] [--profile=FOLDER] [--json=FILE]
+    scripts/python scripts/bench/gpu_steps.py [--only=gpt2] [--rounds=5] [--profile=FOLDER] [--json=FILE]
 
-Trains each of CASES in bfloat16 on random tokens, in a process of its own. The host enqueues steps ahead of the GPU, as
-the training loop does. Prints the time of a step, MFU, the peak memory of the process, and predicted / measured of time
-and of memory, first of the planner, then of the program:
+Trains each of CASES on one GPU, or those of --only, which can also be some of PARALLEL, on all GPUs. Tokens are random,
+and each case has a process of its own. The dtype is bfloat16, or float16 on GPUs without bfloat16. A batch that does
+not fit is halved until it does; a case that never fits is a row with what it needs. The host enqueues steps ahead of
+the GPUs, as the training loop does. Prints the time of a step, MFU, the peak memory of a GPU, and predicted / measured
+of time and of memory, first of the planner, then of the program:
 
   planner   time and memory that `jaxpar plan` predicts
   program   time and memory that `jaxpar audit --target=here --time` predicts for the compiled step
@@ -14,6 +16,7 @@ predicted parts, and the program to FOLDER.
 """
 
 import json
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -26,11 +29,13 @@ import numpy as np
 from jaxpar import data, strategies
 from jaxpar.choose import planner
 from jaxpar.choose.candidates import gpu_space
+from jaxpar.choose.costs.step import StepCosts
+from jaxpar.cluster import Cluster
 from jaxpar.cluster.target import HERE, Target, find_target
-from jaxpar.command_line import Parser, integer
+from jaxpar.command_line import Parser, choice, integer
 from jaxpar.core import mesh
 from jaxpar.core.step import Problem
-from jaxpar.errors import TrainingError, check_choice, exit_code, format_bytes
+from jaxpar.errors import TrainingError, UserError, exit_code, format_bytes
 from jaxpar.inspect import audit, step_time
 from jaxpar.inspect.audit_report import model_flops
 from jaxpar.strategies import Strategy
@@ -50,7 +55,8 @@ LLAMA_1B = Case(
 )
 SCANNED, UNROLLED = ("model.scan_layers=True",), ("model.scan_layers=False",)
 REMAT = ("model.remat=full",)
-ZERO2 = ("strategy=data_parallel", "exchange=zero2")
+REPLICAS = ("strategy=data_parallel",)
+ZERO2 = (*REPLICAS, "exchange=zero2")
 CASES = {
     "gpt2": (GPT2, ()),
     "gpt2, scanned": (GPT2, SCANNED),
@@ -69,6 +75,19 @@ CASES = {
     "llama_1b, zero2": (LLAMA_1B, (*REMAT, *ZERO2)),
     "llama_1b, zero2, offload": (LLAMA_1B, (*REMAT, *ZERO2, "exchange.offload=True")),
 }
+LLAMA_8B = ("model.num_layers=32", "model.hidden_size=4096", "model.mlp_size=14336")
+DISPATCH = (
+    *("strategy=pipeline", "mesh.stage={stages}", "pipeline.executor=dispatch", "pipeline.schedule=1f1b"),
+    "pipeline.num_microbatches=16",
+)
+PARALLEL = {  # with the batch of one GPU
+    "gpt2, ddp": (GPT2._replace(size=64), REPLICAS),  # the batch of llm.c on eight GPUs (predicted.py)
+    "gpt2, 1f1b": (GPT2, DISPATCH),
+    "llama_1b, zero3": (LLAMA_1B, (*REMAT, *REPLICAS, "exchange=zero3")),
+    "llama_8b, zero3": (LLAMA_1B._replace(size=1, length=8192), (*LLAMA_8B, *REMAT, *REPLICAS, "exchange=zero3")),
+}
+ALIKE = ("gpt2, float16", "bert_base, xla")  # equal to another case on GPUs without bfloat16
+COLUMNS = ("case", "batch", "step", "MFU", "predicted / step", "peak", "predicted / peak")
 PROFILED = 3  # steps of a profile
 STEPS = 8  # in flight
 
@@ -76,17 +95,15 @@ STEPS = 8  # in flight
 def main() -> None:
     """Print a row for each case."""
     parser = Parser(__doc__)
-    parser.add_argument("--only", help="the cases, separated by semicolons; without it, all")
+    parser.add_argument("--only", type=case_names, default=list(CASES), help="the cases, separated by semicolons")
     parser.add_argument("--rounds", type=integer(1), default=5, help=f"measured rounds of {STEPS} steps")
     parser.add_argument("--profile", type=Path, help="the folder of the profiles")
     parser.add_argument("--json", type=Path, help="the file of the rows")
     arguments = parser.parse()
-    names = list(CASES) if arguments.only is None else arguments.only.split(";")
-    for name in names:
-        check_choice("--only", name, CASES)
+    names = arguments.only
     if len(names) == 1:
         found = measured(names[0], arguments.rounds, arguments.profile)
-        show(["case", "step", "MFU", "predicted / step", "peak", "predicted / peak"], [row(found)])
+        show(COLUMNS, [row(found)])
         if arguments.json is not None:
             with arguments.json.open("a") as file:
                 file.write(json.dumps(found) + "\n")
@@ -99,21 +116,73 @@ def main() -> None:
         raise TrainingError(f"{sum(map(bool, codes))} of {len(names)} cases failed")
 
 
+def case_names(text: str) -> list[str]:
+    """Return the value of --only."""
+    return [choice([*CASES, *PARALLEL])(name) for name in text.split(";")]
+
+
+def half_dtype(cluster: Cluster) -> str:
+    """Return the dtype of 16 bits that the tensor cores of a GPU have: float16 before compute capability 8."""
+    return "float16" if 0 < float(cluster.compute_capability or 0) < 8 else "bfloat16"
+
+
+def cases_of(cluster: Cluster) -> dict[str, tuple[Case, tuple[str, ...]]]:
+    """Return the cases for GPUs of this kind and number with their settings: those on all, if several, and on one."""
+    n, half = cluster.num_devices, half_dtype(cluster)
+    stages = next(number for number in (4, 2, n) if n % number == 0)
+    on_all = {
+        name: (case._replace(size=n * case.size), ("mesh.data=-1", *(one.format(stages=stages) for one in settings)))
+        for name, (case, settings) in (PARALLEL if n > 1 else {}).items()
+    }
+    return {name: (case, (f"model.dtype={half}", *settings)) for name, (case, settings) in (on_all | CASES).items()}
+
+
+def planned_costs(case: Case, settings: tuple[str, ...], target: Target) -> StepCosts:
+    """Return what the planner predicts."""
+    cluster, config = target.cluster, configured(case, settings)
+    whole = configured(case, tuple(one for one in settings if not one.startswith("model.remat")))
+    space = gpu_space(config, make_problem(whole, case, cluster), cluster, 0.0, {})
+    plan = strategies.plan(config, make_problem(config, case, cluster), cluster)
+    return planner.candidate_of_plan(space, config, plan).costs
+
+
+def halved(case: Case, settings: tuple[str, ...], target: Target) -> Case | None:
+    """Return the case with half the batch; None if the strategy cannot divide that."""
+    half = case._replace(size=case.size // 2)
+    config = configured(half, settings)
+    has_plan = not case.size % 2 and not isinstance(
+        strategies.possible(config, make_problem(config, half, target.cluster), target.cluster), str
+    )
+    return half if has_plan else None
+
+
 def measured(name: str, rounds: int, profile: Path | None) -> dict[str, Any]:
-    """Return the measured and predicted seconds and bytes of a case."""
-    (case, settings), target = CASES[name], find_target(HERE)
-    config, problem, strategy = built(case, settings, target)
-    programs = strategy.compile()
+    """Return the measured and predicted seconds and bytes of a case; if it does not fit, only the bytes it needs."""
+    target = find_target(HERE)
+    cases = cases_of(target.cluster)
+    if name not in cases:
+        raise UserError(f"--only is {name!r}, on one GPU; it must be one of {', '.join(cases)}")
+    case, settings = cases[name]
+    while True:
+        planned = planned_costs(case, settings, target)
+        needed = planned.nbytes
+        if needed <= target.usable_bytes:
+            config, problem, strategy = built(case, settings, target)
+            programs = strategy.compile()
+            needed = sum(audit.needed_bytes(programs, strategy).values())
+        found = {"case": name, "examples": case.size, "length": case.length, "needs": [needed, target.usable_bytes]}
+        if needed <= target.usable_bytes:
+            break
+        half = halved(case, settings, target)
+        if half is None:
+            return found
+        case = half
     predicted = step_time.predict(programs, target.cluster)
-    needed = sum(audit.needed_bytes(programs, strategy).values())
-    without = configured(case, tuple(one for one in settings if not one.startswith("model.remat")))
-    space = gpu_space(config, make_problem(without, case, target.cluster), target.cluster, 0.0, {})
-    planned = planner.candidate_of_plan(space, config, strategy.plan).costs
     batch = random_batch(problem, case.words)
     seconds = race({name: strategy}, batch, rounds=rounds, steps=STEPS)[name].seconds
-    peak = target.devices[0].memory_stats()["peak_bytes_in_use"]
-    mfu = model_flops(problem) / seconds / target.cluster.peak_flops[config.model.dtype]
-    found: dict[str, Any] = {"case": name, "seconds": seconds, "mfu": mfu, "bytes": peak}
+    peak = max(device.memory_stats()["peak_bytes_in_use"] for device in target.devices)
+    peak_flops = math.prod(strategy.plan.axes.values()) * target.cluster.peak_flops[config.model.dtype]
+    found |= {"seconds": seconds, "mfu": model_flops(problem) / seconds / peak_flops, "bytes": peak}
     found |= {"planned": [planned.seconds, planned.nbytes], "program": [predicted.seconds, needed]}
     if profile is not None:
         path = profile / name.replace(", ", "_")
@@ -126,12 +195,18 @@ def measured(name: str, rounds: int, profile: Path | None) -> dict[str, Any]:
 
 def row(found: dict[str, Any]) -> list[str]:
     """Return the row of a case: what was measured, and predicted / measured by the planner and by the program."""
-    seconds, nbytes = found["seconds"], found["bytes"]
-    of_time, of_memory = (
-        ", ".join(f"{found[key][i] / measured:.3f}" for key in ("planned", "program"))
-        for i, measured in enumerate((seconds, nbytes))
-    )
-    return [found["case"], f"{1e3 * seconds:.2f} ms", f"{found['mfu']:.3f}", of_time, format_bytes(nbytes), of_memory]
+    cells = [found["case"], f"{found['examples']:,} x {found['length']:,}"]
+    if "seconds" not in found:
+        return [*cells, "", "", "", f"needs {' of '.join(map(format_bytes, found['needs']))}", ""]
+    of_time, of_memory = (", ".join(f"{ratio:.3f}" for ratio in ratios) for ratios in ratios_of(found))
+    step = f"{1e3 * found['seconds']:.2f} ms"
+    return [*cells, step, f"{found['mfu']:.3f}", of_time, format_bytes(found["bytes"]), of_memory]
+
+
+def ratios_of(found: dict[str, Any]) -> list[list[float]]:
+    """Return predicted / measured time by the planner and by the program, and the same of the memory."""
+    measured = (found["seconds"], found["bytes"])
+    return [[found[key][i] / measured[i] for key in ("planned", "program")] for i in range(2)]
 
 
 def built(case: Case, settings: tuple[str, ...], target: Target) -> tuple[Any, Problem, Strategy[Any]]:
