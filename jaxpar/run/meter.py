@@ -5,6 +5,7 @@ Model FLOPs are the FLOPs of the matrix products and convolutions of a forward p
 MFU = model FLOP/s / (number of devices x peak FLOP/s of one device), after Chowdhery et al., "PaLM", 2022, appendix B.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,7 +47,7 @@ class Meter:
     def _reset(self) -> None:
         self._sums = self._task.zeros()
         self._counts: dict[str, float] = dict.fromkeys(("examples", "tokens", "flops", "skipped"), 0)
-        self._grad_norm = 0.0
+        self._grad_norm: float | None = None  # of the last step whose update was applied
 
     def interval(self) -> dict[str, Any]:
         """Return JSON values of the log interval so far, without rates, from which `resume` continues."""
@@ -114,12 +115,13 @@ class Meter:
     def metrics(self, seconds: float) -> dict[str, float]:
         """Return the metrics of the interval, which took `seconds`, and start the next one.
 
-        Losses are means over the steps whose update was applied. They are missing if all steps were skipped, and while
-        no example has passed a pipeline that never drains.
+        Losses are means over the steps whose update was applied. They are missing if all steps were skipped, in which
+        case the gradient norm is NaN, and while no example has passed a pipeline that never drains.
         """
         counts, sums = self._counts, self._sums
         result = self._task.all_metrics(sums) if sums.weight else {}
-        result |= {"grad_norm": self._grad_norm, "skipped_steps": counts["skipped"]}
+        grad_norm = math.nan if self._grad_norm is None else self._grad_norm
+        result |= {"grad_norm": grad_norm, "skipped_steps": counts["skipped"]}
         if self._loss_scale is not None:
             result["loss_scale"] = self._loss_scale
         if counts["examples"]:

@@ -57,7 +57,8 @@ class Log:
                 self._file.flush()
         if self._board:
             for name, value in metrics.items():
-                self._board.add_scalar(f"{split}/{name}", value, step)
+                if math.isfinite(value):  # it warns about others
+                    self._board.add_scalar(f"{split}/{name}", value, step)
 
     def rows(self, split: str) -> list[MetricsRow]:
         """Return all rows of `split` so far, including rows from before the run was resumed."""
