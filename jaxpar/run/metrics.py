@@ -158,6 +158,7 @@ class Progress:
             words += f"  MFU {metrics['mfu']:.1%}"
         if skipped := metrics.get("skipped_steps"):
             words += f"  {format_count(int(skipped), 'step')} skipped"
+            words += f", loss scale {metrics['loss_scale']:,.0f}" if "loss_scale" in metrics else ""
         elif "loss" not in metrics:
             words = f"no loss yet, the pipeline is filling{words}"
         seconds = self._time_left(step)

@@ -271,6 +271,8 @@ def test_the_line_of_a_language_model_has_tokens_and_mfu(capsys: pytest.CaptureF
 def test_skipped_steps_are_in_the_progress_line(capsys: pytest.CaptureFixture[str]) -> None:
     metrics.Progress(0, 10, Phases()).log(5, {"skipped_steps": 5.0}, ["loss"])
     assert "step 5/10  5 steps skipped  " in capsys.readouterr().out
+    metrics.Progress(0, 10, Phases()).log(5, {"skipped_steps": 1.0, "loss_scale": 2.0**14}, ["loss"])
+    assert "step 5/10  1 step skipped, loss scale 16,384  " in capsys.readouterr().out
 
 
 def test_a_result_has_one_line_for_each_item_of_a_table(tmp_path: Path) -> None:
