@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar.core.loss_scale import LEAST_SCALE
+from jaxpar.core.loss_scale import AVOID_NONFINITE, AVOID_OVERFLOW, LEAST_SCALE
 from jaxpar.core.step import Metrics
 from jaxpar.errors import TrainingError
 from jaxpar.launch import processes
@@ -101,16 +101,23 @@ class Meter:
             self._grad_norm = float(metrics.grad_norm)
         elif can_fall or self._skipped <= self._max_skipped:
             self._counts["skipped"] += 1
-        elif self._max_skipped:
-            raise TrainingError(
-                f"steps {step - self._skipped + 1} to {step} were skipped, because their losses or gradients were not "
-                "finite. Lower config.optimizer.lr, or raise config.optimizer.max_skipped_steps"
-            )
         else:
-            raise TrainingError(
-                f"step {step} has loss {self.loss} and gradient norm {metrics.grad_norm}; its update was not applied; "
-                "lower config.optimizer.lr, or skip such steps with config.optimizer.nonfinite='skip'"
-            )
+            raise self._error(step, metrics)
+
+    def _error(self, step: int, metrics: Metrics) -> TrainingError:
+        """Return the error for a step that is not finite, after which no step is skipped."""
+        if self._max_skipped:
+            skipped = f"steps {step - self._skipped + 1} to {step} were skipped"
+            problem = f"{skipped}, because their losses or gradients were not finite"
+            instead = "raise config.optimizer.max_skipped_steps"
+        else:
+            problem = f"step {step} has loss {self.loss} and gradient norm {metrics.grad_norm}"
+            problem += "; its update was not applied"
+            instead = "skip such steps with config.optimizer.nonfinite='skip'"
+        if self._loss_scale is None:
+            return TrainingError(f"{problem}; {AVOID_NONFINITE}, or {instead}")
+        fallen = f"although the loss scale has fallen to its floor, {LEAST_SCALE:g}"
+        return TrainingError(f"{problem}, {fallen}; {AVOID_OVERFLOW}, or {instead}")
 
     def metrics(self, seconds: float) -> dict[str, float]:
         """Return the metrics of the interval, which took `seconds`, and start the next one.
