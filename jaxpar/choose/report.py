@@ -13,8 +13,12 @@ from jaxpar.measure.flops import forward_flops
 OVERHEADS = {
     "waiting": "waiting for other stages",
     "exposed": "exposed communication",
+    "packing": "copying gradients and parameters into and out of messages",
     "update": "the update",
 }
+
+
+SLOW_NETWORK = " Communication takes longer than computing: faster links would help more than faster GPUs."
 
 
 class StepWork(NamedTuple):
@@ -61,6 +65,7 @@ def as_json(candidate: Candidate, workload: StepWork) -> dict[str, Any]:
         "waiting_seconds": costs.waiting,
         "exposed_seconds": costs.exposed,
         "update_seconds": costs.update,
+        "packing_seconds": costs.packing,
         "bytes": costs.nbytes,
         "examples_per_second": workload.examples / costs.seconds,
         "tokens_per_second": workload.tokens / costs.seconds if workload.tokens else None,
@@ -72,16 +77,23 @@ def as_json(candidate: Candidate, workload: StepWork) -> dict[str, Any]:
 
 def rows(candidates: Sequence[Candidate], workload: StepWork) -> list[str]:
     """Return the lines of a table."""
-    lines = [f"{'':3}{'step':>10} {'examples/s':>12} {'MFU':>6} {'waits':>6} {'sends':>6} {'memory':>10}  strategy"]
-    for number, one in enumerate(candidates, 1):
-        costs, values = one.costs, as_json(one, workload)
-        mfu = "" if values["mfu"] is None else f"{values['mfu']:.3f}"
+    mfus = [_format_mfu(as_json(one, workload)["mfu"]) for one in candidates]
+    width = max(6, *map(len, mfus))
+    columns = f"{'examples/s':>12} {'MFU':>{width}} {'waits':>6} {'sends':>6} {'memory':>10}"
+    lines = [f"{'':3}{'step':>10} {columns}  strategy"]
+    for number, (one, mfu) in enumerate(zip(candidates, mfus, strict=True), 1):
+        costs = one.costs
         lines.append(
-            f"{number:2} {format_seconds(costs.seconds):>10} {format_rate(values['examples_per_second']):>12} {mfu:>6} "
-            f"{costs.waiting / costs.seconds:6.1%} {costs.exposed / costs.seconds:6.1%} "
+            f"{number:2} {format_seconds(costs.seconds):>10} {format_rate(workload.examples / costs.seconds):>12} "
+            f"{mfu:>{width}} {costs.waiting / costs.seconds:6.1%} {costs.exposed / costs.seconds:6.1%} "
             f"{format_bytes(costs.nbytes):>10}  {one.name}{details(one.settings)}"
         )
     return lines
+
+
+def _format_mfu(mfu: float | None) -> str:
+    """Format an MFU with three significant digits, as `0.381` or `0.000381`; None: it is unknown."""
+    return "" if mfu is None else f"{mfu:.3f}" if mfu >= 0.1 else f"{mfu:#.3g}"
 
 
 def unranked_json(candidate: AsyncCandidate, workload: StepWork) -> dict[str, Any]:
@@ -129,7 +141,7 @@ def explain(candidate: Candidate, best: Candidate, workload: StepWork) -> str:
     """Return one sentence: why a candidate is the best, or why it is not."""
     costs = candidate.costs
     largest = costs.limit()
-    share = getattr(costs, largest) / costs.seconds
+    share = costs.overheads()[largest] / costs.seconds
     needed, usable = format_bytes(costs.nbytes), format_bytes(workload.usable_bytes)
     if not candidate.fits:
         return f"{candidate.name} does not fit: it needs {needed}, and a run can use {usable} of a device."
@@ -137,16 +149,16 @@ def explain(candidate: Candidate, best: Candidate, workload: StepWork) -> str:
     if candidate is best:
         return (
             f"{candidate.name} computes {costs.compute / costs.seconds:.0%} of the time, and {OVERHEADS[largest]} "
-            f"takes {share:.1%}; {needs}."
+            f"takes {share:.1%}; {needs}.{SLOW_NETWORK if costs.exposed > costs.compute else ''}"
         )
-    reasons = {name: getattr(costs, name) - getattr(best.costs, name) for name in ("compute", *OVERHEADS)}
-    worst = max(reasons, key=lambda name: reasons[name])
+    here, there = ({"compute": one.compute} | one.overheads() for one in (costs, best.costs))
+    worst = max(here, key=lambda name: here[name] - there[name])
     what = {"compute": "computing"} | OVERHEADS
     slower = costs.seconds / best.costs.seconds - 1
     if slower < 0.0005:
         return f"{candidate.name} takes as long as the first; {needs}."
-    here, there = (format_seconds(getattr(one, worst)) for one in (costs, best.costs))
-    return f"{candidate.name} takes {slower:.1%} longer: {what[worst]} takes {here} instead of {there}; {needs}."
+    seconds = f"{format_seconds(here[worst])} instead of {format_seconds(there[worst])}"
+    return f"{candidate.name} takes {slower:.1%} longer: {what[worst]} takes {seconds}; {needs}."
 
 
 def explain_own(own: Candidate, best: Candidate, workload: StepWork, others: Sequence[Candidate] = ()) -> str:

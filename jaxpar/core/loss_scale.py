@@ -18,6 +18,10 @@ FIRST_SCALE, LEAST_SCALE, MOST_SCALE = 2.0**15, 1.0, 2.0**24
 UPDATES_AT_A_SCALE = 2000  # updates in a row after which the scale is doubled
 
 
+AVOID_NONFINITE = "lower config.optimizer.lr"
+AVOID_OVERFLOW = f"set config.model.dtype to bfloat16 or float32 (float16 overflows above 65,504), {AVOID_NONFINITE}"
+
+
 class LossScale(NamedTuple):
     """The scale of the next step, and the number of updates since it changed; scalars."""
 

@@ -117,12 +117,13 @@ def is_finite(grad_norm: jax.Array, sums: Sums) -> jax.Array:
 def apply(state: State, updates: Params, optimizer: Any, metrics: Metrics) -> tuple[State, Metrics]:
     """Return the state after a step with these updates. Keeps parameters and optimizer if metrics.finite is false."""
     params, finite = optax.apply_updates(state.params, updates), metrics.finite
-    params, optimizer = jax.tree.map(
-        # Keep the dtypes, so that a saved state can be resumed: a float32 norm promotes narrower arrays.
-        lambda new, old: jnp.where(finite, new.astype(old.dtype), old),
-        (params, optimizer),
-        (state.params, state.optimizer),
-    )
+    with jax.named_scope("optimizer"):  # XLA fuses the optimizer with this selection, its last operation
+        params, optimizer = jax.tree.map(
+            # Keep the dtypes, so that a saved state can be resumed: a float32 norm promotes narrower arrays.
+            lambda new, old: jnp.where(finite, new.astype(old.dtype), old),
+            (params, optimizer),
+            (state.params, state.optimizer),
+        )
     if (scaling := find_scale(state.optimizer)) is not None:
         used = scaling.scale if metrics.loss_scale is None else metrics.loss_scale
         optimizer = with_scale(optimizer, after_step(scaling, finite, used))

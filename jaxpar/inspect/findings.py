@@ -23,12 +23,13 @@ WAITS: tuple[Kind, ...] = ("exposed in a loop", "exposed")
 FLOAT32_SHARE = 0.01  # of the FLOPs of a step; a head for classes computes less than this in float32
 TIME_SHARE = 0.01  # of the time of a step: less is no finding
 LARGE_SHARE = 0.03  # of the time of a step: more is not normal, whatever the strategy
-EXPOSED_SHARE = 0.5  # of the time of a collective
+EXPOSED_SHARE = 0.5  # of the time of a collective: less of it is exposed because of its length, not of its place
 RECOMPUTED_SHARE = 0.1  # of the FLOPs of both passes: cuDNN attention computes its scores again, which is less
 
 NEGLIGIBLE = f"at most {LARGE_SHARE:.0%} of the step"
 AT_THE_END = "too little is left to compute when the last gradients are sent, one message after the other"
 AFTER_WARMUP = "compression begins after the warm-up"
+TOO_LONG = "they overlap, but take longer than what is computed meanwhile"
 BETWEEN_PRODUCTS = "layers wait for the positions of the other devices of a group"
 AT_BOTH_ENDS = "nothing is left to compute before the first parameters arrive, and after the last gradients"
 # Findings that are normal: strategy or exchange -> kind -> reason. An exchange precedes its strategy.
@@ -175,22 +176,23 @@ def _total(summaries: Sequence[ProgramSummary], name: str) -> Moves:
 def _exposed(
     summaries: Sequence[ProgramSummary], times: Sequence[StepTime], remedies: Mapping[str, str]
 ) -> list[Finding]:
-    """Find collectives for which the GPU waits most of their time: all of a kind, as a step can wait for small ones."""
-    groups: dict[tuple[Kind, str], list[tuple[OverlappedCollective, float]]] = {}
+    """Find collectives for which the GPU waits: all of a kind together, as a step can wait for many small ones."""
+    groups: dict[tuple[Kind, str, str], list[tuple[OverlappedCollective, float]]] = {}
     for summary, time in zip(summaries, times, strict=True):
         for one in summary.collectives:
             seconds, exposed = time.collectives.get(one.name, (0.0, 0.0))
-            if exposed > EXPOSED_SHARE * seconds:
+            if exposed:
                 kind: Kind = "exposed in a loop" if one.per_step > 1 else "exposed"
-                groups.setdefault((kind, one.kind), []).append((one, exposed))
+                reason = "" if exposed > EXPOSED_SHARE * seconds else TOO_LONG
+                groups.setdefault((kind, one.kind, reason), []).append((one, exposed))
     found, step = [], sum(time.seconds for time in times)
-    for (kind, operation), group in groups.items():
+    for (kind, operation, reason), group in groups.items():
         number, exposed = sum(one.per_step for one, _ in group), sum(seconds for _, seconds in group)
         if exposed > TIME_SHARE * step:
             where = " in loops" if kind == "exposed in a loop" else ""
             wait = f"the GPU waits {1e3 * exposed:.3g} ms ({exposed / step:.1%} of the step)"
             text = f"{wait} for {_counted(number, operation)}{where}"
-            found.append(Finding(kind, text, exposed / step, remedy=remedies.get(operation, "")))
+            found.append(Finding(kind, text, exposed / step, reason, remedies.get(operation, "")))
     # Several kinds of collectives can each take a small share of the step.
     shares = {kind: sum(one.share for one in found if one.kind == kind) for kind in WAITS}
     return [one._replace(share=shares[one.kind]) for one in found]

@@ -5,13 +5,14 @@ Model FLOPs are the FLOPs of the matrix products and convolutions of a forward p
 MFU = model FLOP/s / (number of devices x peak FLOP/s of one device), after Chowdhery et al., "PaLM", 2022, appendix B.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxpar.core.loss_scale import LEAST_SCALE
+from jaxpar.core.loss_scale import AVOID_NONFINITE, AVOID_OVERFLOW, LEAST_SCALE
 from jaxpar.core.step import Metrics
 from jaxpar.errors import TrainingError
 from jaxpar.launch import processes
@@ -46,7 +47,7 @@ class Meter:
     def _reset(self) -> None:
         self._sums = self._task.zeros()
         self._counts: dict[str, float] = dict.fromkeys(("examples", "tokens", "flops", "skipped"), 0)
-        self._grad_norm = 0.0
+        self._grad_norm: float | None = None  # of the last step whose update was applied
 
     def interval(self) -> dict[str, Any]:
         """Return JSON values of the log interval so far, without rates, from which `resume` continues."""
@@ -100,26 +101,34 @@ class Meter:
             self._grad_norm = float(metrics.grad_norm)
         elif can_fall or self._skipped <= self._max_skipped:
             self._counts["skipped"] += 1
-        elif self._max_skipped:
-            raise TrainingError(
-                f"steps {step - self._skipped + 1} to {step} were skipped, because their losses or gradients were not "
-                "finite. Lower config.optimizer.lr, or raise config.optimizer.max_skipped_steps"
-            )
         else:
-            raise TrainingError(
-                f"step {step} has loss {self.loss} and gradient norm {metrics.grad_norm}; its update was not applied; "
-                "lower config.optimizer.lr, or skip such steps with config.optimizer.nonfinite='skip'"
-            )
+            raise self._error(step, metrics)
+
+    def _error(self, step: int, metrics: Metrics) -> TrainingError:
+        """Return the error for a step that is not finite, after which no step is skipped."""
+        if self._max_skipped:
+            skipped = f"steps {step - self._skipped + 1} to {step} were skipped"
+            problem = f"{skipped}, because their losses or gradients were not finite"
+            instead = "raise config.optimizer.max_skipped_steps"
+        else:
+            problem = f"step {step} has loss {self.loss} and gradient norm {metrics.grad_norm}"
+            problem += "; its update was not applied"
+            instead = "skip such steps with config.optimizer.nonfinite='skip'"
+        if self._loss_scale is None:
+            return TrainingError(f"{problem}; {AVOID_NONFINITE}, or {instead}")
+        fallen = f"although the loss scale has fallen to its floor, {LEAST_SCALE:g}"
+        return TrainingError(f"{problem}, {fallen}; {AVOID_OVERFLOW}, or {instead}")
 
     def metrics(self, seconds: float) -> dict[str, float]:
         """Return the metrics of the interval, which took `seconds`, and start the next one.
 
-        Losses are means over the steps whose update was applied. They are missing if all steps were skipped, and while
-        no example has passed a pipeline that never drains.
+        Losses are means over the steps whose update was applied. They are missing if all steps were skipped, in which
+        case the gradient norm is NaN, and while no example has passed a pipeline that never drains.
         """
         counts, sums = self._counts, self._sums
         result = self._task.all_metrics(sums) if sums.weight else {}
-        result |= {"grad_norm": self._grad_norm, "skipped_steps": counts["skipped"]}
+        grad_norm = math.nan if self._grad_norm is None else self._grad_norm
+        result |= {"grad_norm": grad_norm, "skipped_steps": counts["skipped"]}
         if self._loss_scale is not None:
             result["loss_scale"] = self._loss_scale
         if counts["examples"]:

@@ -57,7 +57,8 @@ class Log:
                 self._file.flush()
         if self._board:
             for name, value in metrics.items():
-                self._board.add_scalar(f"{split}/{name}", value, step)
+                if math.isfinite(value):  # it warns about others
+                    self._board.add_scalar(f"{split}/{name}", value, step)
 
     def rows(self, split: str) -> list[MetricsRow]:
         """Return all rows of `split` so far, including rows from before the run was resumed."""
@@ -157,6 +158,7 @@ class Progress:
             words += f"  MFU {metrics['mfu']:.1%}"
         if skipped := metrics.get("skipped_steps"):
             words += f"  {format_count(int(skipped), 'step')} skipped"
+            words += f", loss scale {metrics['loss_scale']:,.0f}" if "loss_scale" in metrics else ""
         elif "loss" not in metrics:
             words = f"no loss yet, the pipeline is filling{words}"
         seconds = self._time_left(step)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxpar import checkpoint, files, models
+from jaxpar.core.loss_scale import AVOID_NONFINITE, AVOID_OVERFLOW
 from jaxpar.data import Split
 from jaxpar.errors import TrainingError, format_count
 from jaxpar.launch import processes
@@ -50,9 +51,10 @@ def finish(
     result = test_split(run, state, run.dataset.test, steps, log, callbacks) if run.dataset.test else {}
     for row in [*log.rows("validation")[-1:], *log.rows("test")]:
         if row["step"] == steps and row["loss"] is None and run.config.optimizer.nonfinite == "stop":
+            remedy = AVOID_OVERFLOW if run.config.model.dtype == "float16" else AVOID_NONFINITE
             raise TrainingError(
-                f"the {row['split']} loss after step {steps} is not finite; lower config.optimizer.lr, or accept such "
-                "losses with config.optimizer.nonfinite='skip'"
+                f"the {row['split']} loss after step {steps} is not finite; {remedy}, or accept such losses with "
+                "config.optimizer.nonfinite='skip'"
             )
     # Whether a constant predicts as well: the most frequent class, or the mean.
     if result.get("test_accuracy", 1) <= result.get("test_majority_accuracy", -1) or result.get("test_r2", 1) <= 0:

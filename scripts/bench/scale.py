@@ -52,7 +52,7 @@ def main() -> None:
                 continue
             points.append((number, values["mfu"]))
             limit = costs.limit()
-            share = getattr(costs, limit) / costs.seconds
+            share = costs.overheads()[limit] / costs.seconds
             limited_by = f"{report.OVERHEADS[limit]}, {share:.0%}" if share >= SMALL else "computing"
             print(
                 f"| {model} | {number:,} | {best.name}{report.details(best.settings)} | "

@@ -334,6 +334,9 @@ def test_steps_add_up() -> None:
     costs = costs_of_replicas(layers, GPUS, {DATA: 16, STAGE: 1}, [], state, update, accumulation=4)
     assert costs.compute == pytest.approx(4 * (0.03 + GPUS.moved(3e9, 1)))
     assert costs.update == pytest.approx(GPUS.moved(9e9, 1))
+    assert costs.overheads() == pytest.approx(
+        {"waiting": 0, "exposed": 0, "packing": GPUS.moved(1e9, 1), "update": GPUS.moved(8e9, 1)}
+    )
     assert costs.seconds == pytest.approx(costs.compute + costs.update)
     table = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1)
     layers = [layer(0.01, output=HOST * 1e-3)] * 4
@@ -715,6 +718,19 @@ def test_explanations(found: list[Candidate]) -> None:
     assert "does not fit" in report.explain(found[-1], best, work)
     assert [report.format_rate(rate) for rate in (1234.5, 99.96, 3.514)] == ["1,234", "100", "3.51"]
     assert len(report.rows(report.best_of_each(found), work)) == 1 + len({one.name for one in found})
+
+
+def test_the_cause_of_a_slow_step() -> None:
+    """Packing is not the update, although it is priced with it; and a slow network is named."""
+    work = report.StepWork(256, 0, 1e9, 8e12, 2e9)
+    best = Candidate("zero3", {}, StepCosts(1.0, 0.9, 0.0, 0.05, 0.05, 1e9), fits=True)
+    other = Candidate("zero2", {}, StepCosts(1.3, 0.9, 0.0, 0.06, 0.34, 1e9, packing=0.29), fits=True)
+    cause = "copying gradients and parameters into and out of messages takes 290 ms instead of 0 ms"
+    assert report.explain(other, best, work) == f"zero2 takes 30.0% longer: {cause}; it needs 1 GB of 2 GB."
+    assert report.explain(best, best, work).endswith("takes 5.0%; it needs 1 GB of 2 GB.")
+    slow = best._replace(costs=StepCosts(2.0, 0.9, 0.0, 1.05, 0.05, 1e9))
+    assert report.explain(slow, slow, work).endswith("faster links would help more than faster GPUs.")
+    assert report.rows([best], work)[1].split()[4] == "0.000125"  # 1e9 / 8e12
 
 
 CLUSTER = 'gpu = "v100"\nhosts = 2\ngpus_per_host = 4\n[host]\nbandwidth = 1e11\nlatency = 1e-6\n'

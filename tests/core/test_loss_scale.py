@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Set
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -159,6 +160,23 @@ def test_exchanges(way: str) -> None:
     assert (finite[0], finite[-1]) == (False, True)
     for name, leaf in tree.items():
         np.testing.assert_allclose(leaf, of_other[name], rtol=1e-3, atol=2e-5, err_msg=name)
+
+
+def test_replicas_can_skip_other_steps_than_one_device() -> None:
+    """The losses of two replicas are divided by half of the weight, so that their gradients are twice as large."""
+    alone, of_replicas = (
+        after_steps(*way, first=2.0**20)[0] for way in (("optimizer.accumulation_steps=4", CLIPPED), (*REPLICAS, DDP))
+    )
+    assert alone == [False, True, True, True]
+    assert of_replicas == [False, False, True, True]
+
+
+def test_the_page_on_gpus_has_the_numbers_of_the_scale() -> None:
+    page = " ".join(Path("docs/howto/gpus.md").read_text().split())
+    first, least, most = (f"2^{np.log2(scale):.0f}" for scale in (FIRST_SCALE, LEAST_SCALE, MOST_SCALE))
+    assert least == "2^0"
+    of_falling = f"at first by {first}. A step that overflows is skipped and halves the scale, down to 1; "
+    assert f"{of_falling}{loss_scale.UPDATES_AT_A_SCALE:,} updates in a row double it, up to {most}." in page
 
 
 FLUSHED = {

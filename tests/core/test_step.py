@@ -86,6 +86,14 @@ def test_a_step_without_an_update_changes_nothing(name: str, finite: bool) -> No
         np.testing.assert_array_equal(new, old)
 
 
+def test_the_update_has_a_scope() -> None:
+    """An audit names a kernel by its last operation, which in that of the optimizer is a selection."""
+    problem = step.Problem(Model({"line": Line}), optax.sgd(0.3), 1, {}, 3, TASK)
+    before = state.init(problem.model, problem.optimizer, jax.random.key(0))
+    text = jax.jit(functools.partial(train_step, problem)).lower(before, batch(0)).as_text(debug_info=True)
+    assert "/optimizer/jit(_where)" in text
+
+
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_a_step_is_finite_if_loss_and_gradient_are(value: float) -> None:
     """A gradient can overflow although the loss is finite."""

@@ -206,6 +206,17 @@ def test_waits_of_several_collectives() -> None:
     assert not any(one.is_normal for one in waits)
 
 
+def test_waits_for_collectives_that_overlap_in_part() -> None:
+    """Waits for them are listed with a reason, however small the exposed part of their time is."""
+    between = "%between = f32[1024,1200]{1,0} negate(%small)"
+    text = ALL.replace(DONE.format("last"), f"{between}\n  {DONE.format('last')}")
+    [part] = [one for one in find(text, exposed="a reason") if one.kind == "exposed"]
+    on_link, exposed = predict([program(text)], cluster(num_processes=1)).collectives["last-start"]
+    assert 0 < exposed < 0.5 * on_link
+    assert part.text.startswith(f"the GPU waits {1e3 * exposed:.3g} ms ")
+    assert part.reason == findings.TOO_LONG
+
+
 def test_remedies() -> None:
     """The remedies name keys that apply to the strategy."""
     config = default_config()

@@ -43,10 +43,10 @@ def test_metrics_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert caught.value.filename == str(tmp_path / "metrics.jsonl")
 
 
-def test_log_continues_at_the_checkpoint(tmp_path: Path) -> None:
+def test_log_continues_at_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = metrics.Log(tmp_path, first_step=0, tensorboard=True)
     for step in (2, 4, 6):
-        log.write(step, "train", {"loss": 1.0 / step})
+        log.write(step, "train", {"loss": 1.0 / step, "grad_norm": math.nan})
     log.write(6, "test", {"loss": 0.5})
     log.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -57,11 +57,12 @@ def test_log_continues_at_the_checkpoint(tmp_path: Path) -> None:
     log.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
-        {"step": 2, "split": "train", "loss": 0.5},
-        {"step": 4, "split": "train", "loss": 0.25},
+        {"step": 2, "split": "train", "loss": 0.5, "grad_norm": None},
+        {"step": 4, "split": "train", "loss": 0.25, "grad_norm": None},
         {"step": 6, "split": "train", "loss": 0.25},
     ]
     assert list((tmp_path / "tensorboard").iterdir())
+    assert not caplog.records  # TensorBoard would warn about NaN
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
@@ -175,7 +176,9 @@ def test_meter_names_the_step_that_is_not_finite(max_skipped: int) -> None:
     assert meter.metrics(1.0)["skipped_steps"] == 1
     meter.add(3, rows([1]), step_metrics(math.nan))
     meter.read()
-    assert "loss" not in meter.metrics(1.0)
+    skipped = meter.metrics(1.0)
+    assert "loss" not in skipped
+    assert math.isnan(skipped["grad_norm"])  # null in metrics.jsonl
     for step, loss in ((4, 1.0), (5, math.nan), (6, math.nan), (7, math.nan)):
         meter.add(step, rows([1]), step_metrics(loss))
     with pytest.raises(TrainingError, match=r"^steps 5 to 7 were skipped.*config.optimizer.max_skipped_steps"):
@@ -190,7 +193,8 @@ def test_a_loss_scale_falls_before_a_run_stops() -> None:
     metrics = meter.metrics(1.0)
     assert (metrics["skipped_steps"], metrics["loss_scale"]) == (2, 2.0)
     meter.add(3, rows([1]), step_metrics(math.inf)._replace(loss_scale=jnp.asarray(1.0)))
-    with pytest.raises(TrainingError, match=r"^step 3 has loss inf"):
+    pattern = r"^step 3 has loss inf .* has fallen to its floor, 1; set config.model.dtype to bfloat16 or float32 "
+    with pytest.raises(TrainingError, match=pattern):
         meter.read()
 
 
@@ -221,7 +225,9 @@ def test_an_interval_continues_after_a_stop() -> None:
     assert got["skipped_steps"] == 2
     empty = meter()
     empty.resume(json.loads(json.dumps(meter().interval())))
-    assert "loss" not in empty.metrics(1.0)
+    nothing = empty.metrics(1.0)
+    assert "loss" not in nothing
+    assert math.isnan(nothing["grad_norm"])
 
 
 def strict(text: str) -> dict[str, object]:
@@ -266,6 +272,8 @@ def test_the_line_of_a_language_model_has_tokens_and_mfu(capsys: pytest.CaptureF
 def test_skipped_steps_are_in_the_progress_line(capsys: pytest.CaptureFixture[str]) -> None:
     metrics.Progress(0, 10, Phases()).log(5, {"skipped_steps": 5.0}, ["loss"])
     assert "step 5/10  5 steps skipped  " in capsys.readouterr().out
+    metrics.Progress(0, 10, Phases()).log(5, {"skipped_steps": 1.0, "loss_scale": 2.0**14}, ["loss"])
+    assert "step 5/10  1 step skipped, loss scale 16,384  " in capsys.readouterr().out
 
 
 def test_a_result_has_one_line_for_each_item_of_a_table(tmp_path: Path) -> None:

@@ -97,14 +97,18 @@ def test_parameters_that_overflow_in_the_last_step_are_not_saved(name: str, tmp_
     assert not (tmp_path / "result.json").exists()
 
 
-@pytest.mark.parametrize("split", ["validation", "test"])
-def test_a_loss_that_is_not_finite_at_the_end_is_an_error(split: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("split", "dtype", "remedy"),
+    [
+        ("validation", "float32", "lower config.optimizer.lr"),
+        ("test", "float16", "set config.model.dtype to bfloat16 or float32 "),
+    ],
+)
+def test_a_loss_that_is_not_finite_at_the_end_is_an_error(split: str, dtype: str, remedy: str, tmp_path: Path) -> None:
     """The parameters are finite, but so large that outputs overflow."""
-    large = "--config.num_steps=2", *BROKEN, "--config.optimizer.lr=1e30"
+    large = "--config.num_steps=2", *BROKEN, "--config.optimizer.lr=1e30", f"--config.model.dtype={dtype}"
     fractions = ("--config.data.validation_fraction=0",) if split == "test" else ()
-    with pytest.raises(
-        TrainingError, match=rf"^the {split} loss after step 2 is not finite; lower config.optimizer.lr"
-    ):
+    with pytest.raises(TrainingError, match=rf"^the {split} loss after step 2 is not finite; {remedy}"):
         training.train(config(*large, *fractions), tmp_path)
     assert not (tmp_path / "result.json").exists()
     result = training.train(config(*large, *fractions, "--config.optimizer.nonfinite=skip"), tmp_path)

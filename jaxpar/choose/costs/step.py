@@ -49,12 +49,19 @@ class StepCosts(NamedTuple):
     compute: float  # forward and backward passes of the busiest device
     waiting: float  # waiting of that device for other stages
     exposed: float  # communication during which it does not compute
-    update: float  # the update of the parameters
+    update: float  # the update of the parameters, packing included
     nbytes: float  # bytes that the device needs
+    packing: float = 0.0  # copies of gradients and parameters into and out of messages
+
+    def overheads(self) -> dict[str, float]:
+        """Return the seconds of what is not computing, in disjoint parts: waiting, exposed, packing and update."""
+        parts = {name: float(getattr(self, name)) for name in ("waiting", "exposed", "packing")}
+        return parts | {"update": self.update - self.packing}
 
     def limit(self) -> str:
-        """Return what takes the longest besides computing: waiting, exposed or update."""
-        return max(("waiting", "exposed", "update"), key=lambda name: float(getattr(self, name)))
+        """Return what takes the longest besides computing: waiting, exposed, packing or update."""
+        overheads = self.overheads()
+        return max(overheads, key=lambda name: overheads[name])
 
 
 class UpdateBytes(NamedTuple):
@@ -133,7 +140,7 @@ def replicas_costs(
         exposed = waiting + copied + (between - beside)
     update = machine.moved(moved.exchange + moved.update, devices)
     seconds = machine.started(devices) + compute + exposed + update
-    return StepCosts(seconds, compute, 0.0, exposed, update, nbytes)
+    return StepCosts(seconds, compute, 0.0, exposed, update, nbytes, machine.moved(moved.exchange, devices))
 
 
 class ActionCosts(NamedTuple):

@@ -35,6 +35,7 @@ LABELS = {
     "learning_rate": "learning rate",
     "grad_norm": "gradient norm",
     "skipped_steps": "skipped steps of a log interval",
+    "loss_scale": "loss scale",
 }
 
 ABBREVIATIONS = {"f1": "F1", "r2": "R2", "rmse": "RMSE"}  # words of the names of metrics
@@ -120,6 +121,8 @@ def _result_rows(run: RecordedRun, num_steps: int) -> list[Row]:
     if "stopped_early" in result:
         rows.append(["stopped early", str(result["stopped_early"])])
     rows.append(["skipped steps", number_cell(result["skipped_steps"])])
+    if "loss_scale" in result:
+        rows.append(["loss scale of the last step", number_cell(result["loss_scale"])])
     rows.append(["examples", number_cell(result["examples"])])
     rows += [[f"{name} split, examples", number_cell(size)] for name, size in result["splits"].items()]
     rows.append(["parameters", number_cell(result["parameters"])])

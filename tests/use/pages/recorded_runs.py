@@ -10,6 +10,7 @@ NAMES = ("plain", '<b>&"')
 ROWS: list[dict[str, Any]] = [
     {"step": 20, "split": "train", "loss": 0.75, "accuracy": 0.4375, "mfu": 0.3125, "examples_per_second": 1234.5},
     {"step": 20, "split": "validation", "loss": 0.8125, "accuracy": 0.40625},
+    {"step": 30, "split": "train", "loss": None, "loss_scale": 8192.0},
     {"step": 40, "split": "train", "loss": 0.5625, "accuracy": 0.6875, "mfu": 0.328125, "examples_per_second": 1250.5},
     {"step": 40, "split": "validation", "loss": None, "accuracy": 0.65625},
     {"step": 40, "split": "test", "loss": 0.609375, "accuracy": 0.671875},
@@ -26,6 +27,7 @@ RESULT: dict[str, Any] = {
     "train_loss": 0.5625,
     "steps": 40,
     "skipped_steps": 3,
+    "loss_scale": 4096.0,
     "examples": 1280,
     "in_flight": 2,
     "discarded": [{"step": 20, "private_state": "byteps_onebit <on> 2 replicas", "batches": 0}],

@@ -58,6 +58,7 @@ def test_all_numbers_of_the_result_are_in_the_page(tmp_path: Path) -> None:
     assert of_rows["stopped early"] == ["the validation loss <did> not improve"]
     assert of_rows["ledger"] == [RESULT["ledger"]]
     assert of_rows["skipped steps"] == ["3"]
+    assert of_rows["loss scale of the last step"] == ["4,096"]
     assert of_rows["test accuracy of the best checkpoint"] == ["0.6875"]
     assert of_rows["step of the best checkpoint"] == ["30"]
     assert of_rows["discarded after step 20"] == ["byteps_onebit <on> 2 replicas"]
@@ -113,6 +114,7 @@ def test_curves_end_at_the_last_values_of_the_metrics(tmp_path: Path) -> None:
     assert last_values(text, "Loss (nats)") == [0.5625, 0.8125, 0.609375]  # the last validation loss is not finite
     assert last_values(text, "Accuracy") == [0.6875, 0.65625, 0.671875]
     assert last_values(text, "MFU") == [0.328125]
+    assert last_values(text, "Loss scale") == [8192]
     assert last_values(text, "Examples per second") == [1250.5]
     assert '</span>examples per second <data value="1250.5">' in text
     assert "</span>MFU <data" in text
@@ -140,7 +142,7 @@ def test_starts_and_the_config(tmp_path: Path) -> None:
     text, page = page_of(workdir)
     start = ["2026-11-02 10:00:00 UTC", "20", "data_parallel", "2", "config.strategy: 'single' -> 'data_parallel'"]
     assert start in page.rows
-    assert text.count("<title>1 -&gt; 2 devices after step 20</title>") == 2  # the chart of each rate
+    assert text.count("<title>1 -&gt; 2 devices after step 20</title>") == 3  # the chart of each rate
     at = page.rows.index(["key", "value", "default"])
     default = configs.keys(configs.default_config())
     assert page.rows[at + 1 : at + 4] == [
