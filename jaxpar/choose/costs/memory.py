@@ -145,6 +145,11 @@ def gathered_bytes(work: LayerWork) -> float:
     return max((float(layer.weight_bytes) for layer, of in memory if not of.narrowed), default=0.0)
 
 
+def scattered_bytes(work: LayerWork) -> float:
+    """Return the bytes of the largest gradient that an action scatters to replicas, for whom it is packed first."""
+    return max(float(layer.weight_bytes) for layer in work.layers)
+
+
 def working_bytes(work: LayerWork, spans: Spans, *, in_lockstep: bool) -> float:
     """Return the bytes with which the action of a stage works besides stashes.
 
