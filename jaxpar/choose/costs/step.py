@@ -210,9 +210,10 @@ def pipeline_costs(
     seconds_of: dict[str, float] = defaultdict(float)
     for one in others:
         seconds_of[one.kind] += machine.collective(one, axes)
-    exchange = sum(seconds for kind, seconds in seconds_of.items() if kind not in sent_in_actions)
-    if sent_in_actions:
-        gather, reduce = (seconds_of[kind] * (kind in sent_in_actions) for kind in ("all-gather", "reduce-scatter"))
+    beside = sent_in_actions if machine.overlaps else ()
+    exchange = sum(seconds for kind, seconds in seconds_of.items() if kind not in beside)
+    if beside:
+        gather, reduce = (seconds_of[kind] * (kind in beside) for kind in ("all-gather", "reduce-scatter"))
         exchange += exposed_in_actions(work, table, bounds, gather, reduce)
     update = machine.moved(update_bytes, devices)
     seconds = machine.started(devices) + actions.seconds + exchange + update
