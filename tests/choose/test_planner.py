@@ -613,6 +613,9 @@ def test_pipelines_shard_more_if_less_does_not_fit(space: Space) -> None:
     assert list(every) == ["ddp", "zero1", "zero2", "zero3"]
     needed = {name: one.costs.nbytes for name, one in every.items()}
     assert needed["zero3"] < needed["zero2"] < needed["zero1"] < needed["ddp"]
+    largest = 4 * 8192 * 8193
+    shards = (needed["zero1"] - (needed["zero2"] - largest)) * 4 / 3  # zero2 packs the gradient of the largest layer
+    assert shards == pytest.approx(3 * largest, rel=0.01)  # of a stage
     assert list(fitting(needed["zero1"])) == ["ddp", "zero1"]
     assert list(fitting(needed["zero2"])) == ["ddp", "zero1", "zero2"]
     for name in ("zero2", "zero3"):
