@@ -139,7 +139,7 @@ def exposed_of_layers(
     """Return the exposed seconds of collectives that are sent for each layer while a device computes others.
 
     gather, reduce: the seconds of all gathers and of all reductions; forward, backward: of computing; hidden: those of
-    computing beside which gradients are sent; last: the share of the gradients that are sent when nothing is left to
+    computing while gradients are sent; last: the share of the gradients that are sent when nothing is left to
     compute. Layers are gathered in the forward pass, and again in the backward pass, where reductions use the same
     links.
     """
