@@ -20,7 +20,7 @@ from jaxpar.choose.candidates import (
     with_settings,
 )
 from jaxpar.choose.costs.layers import LayerWork
-from jaxpar.choose.costs.memory import StateBytes, gathered_bytes, splits_backward
+from jaxpar.choose.costs.memory import StateBytes, gathered_bytes, scattered_bytes, splits_backward
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.step import action_costs, pipeline_costs
 from jaxpar.choose.groups import group_sizes, layers_in, named_with_groups
@@ -44,6 +44,7 @@ NANOSECOND = 1e-9
 # The exchanges of gradients that are compared, by what the replicas of a stage shard: 0 nothing, 1 the optimizer state,
 # 2 gradients too, 3 parameters too. From 2 on, they send in each action.
 STATE_SHARDED = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+SENT_IN_ACTIONS = ((), (), ("reduce-scatter",), ("reduce-scatter", "all-gather"))  # kinds of collectives, by this value
 _balanced = cache(balanced)
 PackingOf = Callable[[tuple[int, ...], Table], Packing]
 
@@ -166,15 +167,21 @@ def _pipeline_candidates(
         if of_state > 1 and any(fits):
             break
         copies = replicas if of_state else 1
-        held, gradients = params, params / (copies if of_state > 1 else 1)
+        held, gradients = params, params
+        if of_state > 1:
+            gradients = params / copies + scattered_bytes(work)
         if of_state > 2:
             held = params / copies + gathered_bytes(work)
         states = [StateBytes(held, ratios.optimizer * params / copies, gradients)] * table.num_devices
         packed = (1 + ratios.optimizer / copies) * packing.vector_bytes
-        sent, moved = _sent(of_state, work, table, replicas, params), update_bytes_of_stage(ratios, params, copies)
+        sent = _sent(of_state, work, table, replicas, params)
+        moved = update_bytes_of_stage(ratios, params, of_state, copies)
         possible = [one for one in actions if of_state < 2 or one.executor == DISPATCH]
         by_executor = [
-            pipeline_costs(one, work, space.machine, axes, table, bounds, [*sent, *within], states, packed, moved)
+            pipeline_costs(
+                *(one, work, space.machine, axes, table, bounds, [*sent, *within], states, packed, moved),
+                SENT_IN_ACTIONS[of_state],
+            )
             for one in possible
         ]
         fits = [costs.nbytes <= space.usable_bytes for costs in by_executor]
@@ -213,12 +220,13 @@ def _sent(of_state: int, work: LayerWork, table: Table, replicas: int, params: f
     return [scatter._replace(nbytes=number * scatter.nbytes, messages=number * scatter.messages), gather]
 
 
-def update_bytes_of_stage(ratios: StateRatios, params: float, copies: int) -> float:
-    """Return the bytes that an update of a stage moves.
+def update_bytes_of_stage(ratios: StateRatios, params: float, of_state: int, copies: int) -> float:
+    """Return the bytes that an update of a stage moves. params: bytes of its whole parameters.
 
-    copies: number of replicas that shard the state, which write gradients to a stack of shards, and parameters from it.
+    of_state: a value of STATE_SHARDED; copies: number of replicas that shard the state. If they have whole parameters,
+    they write gradients to a stack of shards, and parameters from it.
     """
-    return ratios.update * params / copies + (4.0 * params if copies > 1 else 0.0)
+    return ratios.update * params / copies + (4.0 * params if of_state in (1, 2) else 0.0)
 
 
 def _balanced_bounds(layers: Sequence[LayerProfile], num_stages: int) -> tuple[int, ...]:
@@ -239,11 +247,15 @@ def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> 
     ]
     size = config.batch_size // plan.decision.batch_divisor
     work = layers_in(space, plan.axes).work(size, details.remat, is_split=splits_backward(table))
-    machine, bounds, largest = space.machine, details.stages.bounds, max(state.parameters for state in states)
-    if EXCHANGES[config.exchange].shards and STATE_SHARDED.get(config.exchange, 3) == 3:
+    machine, bounds, params = space.machine, details.stages.bounds, max(state.parameters for state in states)
+    of_state = STATE_SHARDED.get(config.exchange, 3) if EXCHANGES[config.exchange].shards else 0
+    if of_state > 1:
+        states = [state._replace(gradients=state.gradients + scattered_bytes(work)) for state in states]
+    if of_state > 2:
         gathered = gathered_bytes(work)
         states = [state._replace(parameters=state.parameters + gathered) for state in states]
-    copies = plan.num_replicas if EXCHANGES[config.exchange].shards else 1
+        params *= plan.num_replicas
+    copies = plan.num_replicas if of_state else 1
     costs = pipeline_costs(
         action_costs(work, machine, plan.axes, table, bounds, plan.traffic, details.executor),
         work,
@@ -254,7 +266,8 @@ def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> 
         plan.traffic,
         states,
         staged.params.packing.vector_bytes + staged.optimizer.packing.vector_bytes,
-        update_bytes_of_stage(state_ratios(space.problem), largest, copies),
+        update_bytes_of_stage(state_ratios(space.problem), params, of_state, copies),
+        SENT_IN_ACTIONS[of_state],
     )
     shown = {"pipeline.num_microbatches": table.num_microbatches, "pipeline.remat": details.remat}
     name = _name(details.schedule, table, plan.axes, config.exchange)

@@ -5,8 +5,8 @@
 Compiles the step of each config for 8 GPUs, which need not exist. Prints the predicted time of a step / that of the
 program (as `jaxpar audit --time`); the predicted bytes of a device / those of XLA's buffer assignment (arguments +
 temporary arrays + results that reuse no argument, as `jaxpar audit`); and the median error of the bytes and the share
-within 10%. Nothing is computed. It needs the extra `targets`. --held-out takes other models
-and sizes, with which the prediction was not developed, and --large the cases of large_models.py.
+within 10%. Nothing is computed. It needs the extra `targets`. --held-out takes other models and sizes, with which the
+prediction was not developed, and --large those of PROGRAMS, of which it shows time and memory.
 """
 
 import statistics
@@ -31,7 +31,7 @@ from jaxpar.core.step import Problem
 from jaxpar.data import DataInfo
 from jaxpar.errors import exit_code, format_bytes
 from jaxpar.inspect import audit, step_time
-from scripts.bench.large_models import CASES as LARGE_CASES
+from scripts.bench import large_models
 from scripts.bench.large_models import Case as LargeCase
 from scripts.bench.tables import show
 
@@ -93,6 +93,40 @@ HELD_OUT_CASES = {
     ),
     "bert large, 4 layers": Case(64, 256, 30522, ("model.size=large", "model.num_layers=4", "model.attention=xla")),
 }
+GPT2 = large_models.GPT | {"model.size": "gpt2", "data.vocab_size": 50304, "batch_size": 256, "model.remat": "none"}
+GPT2_MEDIUM = GPT2 | {"model.size": "gpt2_medium", "data.max_length": 512, "batch_size": 64, "model.attention": "xla"}
+LLAMA_8B = large_models.LLAMA | {"batch_size": 8}
+LLAMA_1B = LLAMA_8B | {"model.num_layers": 16, "model.hidden_size": 2048, "model.mlp_size": 8192, "batch_size": 32}
+GPT_8 = {
+    **{"task": "causal_lm", "model.name": "gpt", "model.num_layers": 8, "model.hidden_size": 1024},
+    **{"model.num_heads": 16, "model.dropout": 0.0, "data.max_length": 1024, "data.vocab_size": 50257},
+    **{"batch_size": 32, "strategy": "pipeline", "pipeline.schedule": "1f1b", "pipeline.num_microbatches": 8},
+}
+IN_LOCKSTEP, DISPATCHED = ({"pipeline.executor": executor} for executor in ("lockstep", "dispatch"))
+OF_LARGE = ("gpt2_1f1b_lockstep", "gpt2_zb_h1_lockstep", "gpt2_1f1b_dispatch")
+PIPELINES = (large_models.CASES[name].values for name in OF_LARGE)
+PROGRAMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("BERT base", "ddp", large_models.CASES["bert_base"].values),
+    *(("GPT-2 124M", name, GPT2 | {"exchange": name}) for name in ("ddp", "zero1", "zero2", "zero3")),
+    *(("Llama 1B", name, LLAMA_1B | {"exchange": name}) for name in ("ddp", "zero2", "zero3")),
+    ("Llama 8B", "zero3", LLAMA_8B | {"exchange": "zero3"}),
+    ("GPT-2 medium, 64 x 512, XLA's attention", "ddp, tensor 2 x 4 replicas", GPT2_MEDIUM | {"mesh.tensor": 2}),
+    *zip(["GPT-2 124M"] * 3, ("1f1b in lock step", "zb_h1 in lock step", "1f1b dispatched"), PIPELINES, strict=True),
+    ("GPT, 8 layers", "1f1b in lock step, 4 stages x 2", GPT_8 | IN_LOCKSTEP | {"mesh.stage": 4}),
+    ("GPT, 8 layers", "1f1b dispatched, 4 stages x 2", GPT_8 | DISPATCHED | {"mesh.stage": 4}),
+    (
+        *("GPT, 8 layers", "1f1b in lock step, 2 stages, tensor 4"),
+        GPT_8 | IN_LOCKSTEP | {"mesh.stage": 2, "mesh.tensor": 4},
+    ),
+    (
+        *("GPT, 8 layers", "1f1b in lock step, 2 stages x 4, zero1"),
+        GPT_8 | IN_LOCKSTEP | {"mesh.stage": 2, "exchange": "zero1"},
+    ),
+    *(
+        ("GPT, 8 layers", f"1f1b dispatched, 2 stages x 4, {name}", GPT_8 | DISPATCHED | {"mesh.stage": 2} | sharded)
+        for name, sharded in (("zero1", {"exchange": "zero1"}), ("zero2", {"exchange": "zero2"}))
+    ),
+)
 
 
 def main() -> None:
@@ -100,8 +134,8 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--target", default="h100:8", help="compile for these GPUs (h100:8)")
     parser.add_argument("--held-out", action="store_true", help="take the models that were held out")
-    parser.add_argument("--large", action="store_true", help="take the cases of large_models.py")
-    parser.add_argument("--only", default="", help="compile the configs whose model or name contains this text")
+    parser.add_argument("--large", action="store_true", help="take the models of PROGRAMS")
+    parser.add_argument("--only", default="", help="compile the configs whose `model: name` contains this text")
     arguments = parser.parse()
     errors: list[float] = []
     models_of = HELD_OUT_CASES if arguments.held_out else CASES
@@ -109,7 +143,7 @@ def main() -> None:
         (model, name, arguments.target, case, CONFIGS[name]) for model, case in models_of.items() for name in CONFIGS
     ]
     if arguments.large:
-        rows = [("", name, large.target, *of_large(large)) for name, large in LARGE_CASES.items()]
+        rows = [(model, name, "h100:8", *of_large(LargeCase("h100:8", values))) for model, name, values in PROGRAMS]
 
     listed, ratios = [], {}
     for model, name, gpus, case, settings in rows:
@@ -118,12 +152,12 @@ def main() -> None:
             total = sum(needed.values())
             errors.append(abs(costs.nbytes / total - 1))
             ratios[name, model] = f"{costs.nbytes / total:.3f}"
-            of_time = f"{1e3 * costs.seconds:.1f} / {1e3 * seconds:.1f} ms = {costs.seconds / seconds:.3f}"
-            memory = f"{format_bytes(costs.nbytes)} / {format_bytes(total)} = {ratios[name, model]}"
-            listed.append([name, of_time, memory])
+            of_time = f"{1e3 * costs.seconds:.1f} / {1e3 * seconds:.1f} ms = {costs.seconds / seconds:.2f}"
+            memory = f"{format_bytes(costs.nbytes)} / {format_bytes(total)} = {costs.nbytes / total:.2f}"
+            listed.append([model, name, of_time, memory])
             print(f"{model:20} {name:24} {of_time}  {memory}", flush=True)
     if arguments.large:
-        show(["config", "step, planned / compiled", "memory, planned / compiled"], listed)
+        show(["model", "plan", "step", "memory"], listed)
     else:
         names = dict.fromkeys(name for name, _ in ratios)
         grid = [[name, *(ratios.get((name, model), "") for model in models_of)] for name in names]

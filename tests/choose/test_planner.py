@@ -320,6 +320,25 @@ def test_exposed_gathers(gather: float, exposed: float) -> None:
     assert costs.exposed == pytest.approx(exposed, rel=0.01)
 
 
+@pytest.mark.parametrize(("gather", "exposed"), [(0.0, 0.2), (0.12, 0.22), (0.4, 0.08 + 0.36)])
+def test_collectives_within_actions(gather: float, exposed: float) -> None:
+    """Each action hides those of all layers but the last one backward; stage 0 has half of its weights in that one.
+
+    It computes for 120 ms forward and 240 ms backward, and scatters gradients for 400 ms, after a half of the gathers.
+    """
+    table, axes = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1), {DATA: 4, STAGE: 2}
+    layers = [layer(0.01)._replace(weight_bytes=weights) for weights in (2.0, 1.0, 1.0, 1.0, 1.0, 1.0)]
+    sent = [Traffic("all-gather", "float32", DATA, gather * HOST, 0)]
+    sent += [Traffic("reduce-scatter", "float32", DATA, 0.4 * HOST, 0)]
+    work, bounds = work_of(layers), (0, 3, 6)
+    actions = action_costs(work, GPUS, axes, table, bounds, [], DISPATCH)
+    given = (actions, work, GPUS, axes, table, bounds, sent, [NO_STATE] * 2, 0.0, 0.0)
+    within = pipeline_costs(*given, ("reduce-scatter", "all-gather"))
+    assert within.exposed - actions.exposed == pytest.approx(exposed, rel=0.01)
+    after = pipeline_costs(*given, ("reduce-scatter",))  # the gather follows the actions
+    assert after.exposed - actions.exposed == pytest.approx(gather + 0.2, rel=0.01)
+
+
 def test_xla_combines_all_reduces() -> None:
     """Eight replicas send 7/4 of the bytes: those of 50 arrays of 3 MiB in five messages, and a larger array alone."""
     sent = Traffic("all-reduce", "float32", DATA, 50 * 3 * 2**20 * 7 / 4, 50 * 14)
@@ -597,6 +616,9 @@ def test_pipelines_shard_more_if_less_does_not_fit(space: Space) -> None:
     assert list(every) == ["ddp", "zero1", "zero2", "zero3"]
     needed = {name: one.costs.nbytes for name, one in every.items()}
     assert needed["zero3"] < needed["zero2"] < needed["zero1"] < needed["ddp"]
+    largest = 4 * 8192 * 8193
+    shards = (needed["zero1"] - (needed["zero2"] - largest)) * 4 / 3  # zero2 packs the gradient of the largest layer
+    assert shards == pytest.approx(3 * largest, rel=0.01)  # of a stage
     assert list(fitting(needed["zero1"])) == ["ddp", "zero1"]
     assert list(fitting(needed["zero2"])) == ["ddp", "zero1", "zero2"]
     for name in ("zero2", "zero3"):

@@ -65,7 +65,8 @@ def replica_bytes(
         for scan, weight, narrow in zip(scans, weights, narrowed, strict=True)
     ]
     if gathers_layers:
-        sums = list(_with_shards(weights, narrowed, state.gradients / sum(weights), scans))
+        share = state.gradients / sum(weights)
+        sums = list(_with_shards(weights, narrowed, share, scans, is_looped=bool(whole[-1].looped)))
     else:
         # All gradients exist of this layer's scan and of later layers; that of a loss in chunks is among what is saved.
         of_gradients = (
@@ -80,18 +81,20 @@ def replica_bytes(
 
 
 def _with_shards(
-    weights: Sequence[float], narrowed: Sequence[float], share: float, scans: Sequence[range]
+    weights: Sequence[float], narrowed: Sequence[float], share: float, scans: Sequence[range], *, is_looped: bool
 ) -> Iterator[float]:
     """Yield the bytes of gathered arrays and of gradients that exist while each layer is computed.
 
-    The arrays of this layer and of the next one are gathered, in the dtype in which they are read, and the gradient is
-    whole until it is scattered. The shards of the layers of a scan are stacked, and those of their gradients. XLA makes
-    the zeros early to which the gradient of a lookup, in the first layer, is added.
+    The arrays of this layer and of the one before are gathered, in the dtype in which they are read, and the gradient
+    is whole until it is scattered; that of a loss in chunks (is_looped) is among what is saved. The shards of the
+    layers of a scan are stacked, and those of their gradients.
     """
     stacked = 2 * share * sum(weights[number] for number, scan in enumerate(scans) if len(scan) > 1)
-    for number, (scan, weight, narrow) in enumerate(zip(scans, weights, narrowed, strict=True)):
-        gathered = 2 * (narrow or weight) + weight
-        yield stacked + gathered + share * sum(weights[scan.stop :]) + (weights[0] if number else 0.0)
+    read = [narrow or weight for narrow, weight in zip(narrowed, weights, strict=True)]
+    for number, (scan, weight) in enumerate(zip(scans, weights, strict=True)):
+        gathered = read[number] + (read[number - 1] if number else 0.0)
+        whole = 0.0 if is_looped and number == len(weights) - 1 else weight
+        yield stacked + gathered + whole + share * sum(weights[scan.stop :])
 
 
 # ---- pipelines ------------------------------------------------------------------------------------------------------
@@ -143,6 +146,11 @@ def gathered_bytes(work: LayerWork) -> float:
     """Return the bytes of the largest layer that a stage gathers, if replicas shard parameters, and reads uncast."""
     memory = zip(work.layers, work.memory, strict=True)
     return max((float(layer.weight_bytes) for layer, of in memory if not of.narrowed), default=0.0)
+
+
+def scattered_bytes(work: LayerWork) -> float:
+    """Return the bytes of the largest gradient that an action scatters to replicas, for whom it is packed first."""
+    return max(float(layer.weight_bytes) for layer in work.layers)
 
 
 def working_bytes(work: LayerWork, spans: Spans, *, in_lockstep: bool) -> float:

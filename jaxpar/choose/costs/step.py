@@ -8,6 +8,7 @@ starts as soon as its inputs have arrived and the host has enqueued it.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -131,16 +132,26 @@ def replicas_costs(
         hidden = sum(layer.backward_s for layer in profile[:1]) if is_late else backward - beside / accumulation
         # Nothing is left to compute when the gradients of the first layer, and the others in their message, are sent.
         last = max(profile[0].weight_bytes / max(weights, 1.0), 1 / number) if number else 1.0
-        # Layers are gathered in the forward pass, and again in the backward pass, where reductions use the same links.
         of_forward = compute * forward / (forward + backward)
-        of_backward = max(
-            gather / 2 + reduce - (compute - of_forward - beside), reduce - hidden, reduce * min(last, 1.0)
-        )
-        waiting = max(gather / 2 - of_forward, 0.0) + of_backward
+        waiting = exposed_of_layers(gather, reduce, of_forward, compute - of_forward - beside, hidden, min(last, 1.0))
         exposed = waiting + copied + (between - beside)
     update = machine.moved(moved.exchange + moved.update, devices)
     seconds = machine.started(devices) + compute + exposed + update
     return StepCosts(seconds, compute, 0.0, exposed, update, nbytes, machine.moved(moved.exchange, devices))
+
+
+def exposed_of_layers(
+    gather: float, reduce: float, forward: float, backward: float, hidden: float, last: float
+) -> float:
+    """Return the exposed seconds of collectives that are sent for each layer while a device computes others.
+
+    gather, reduce: the seconds of all gathers and of all reductions; forward, backward: of computing; hidden: those of
+    computing while gradients are sent; last: the share of the gradients that are sent when nothing is left to
+    compute. Layers are gathered in the forward pass, and again in the backward pass, where reductions use the same
+    links.
+    """
+    of_backward = max(gather / 2 + reduce - backward, reduce - hidden, reduce * last)
+    return max(gather / 2 - forward, 0.0) + of_backward
 
 
 class ActionCosts(NamedTuple):
@@ -193,21 +204,46 @@ def pipeline_costs(
     states: Sequence[StateBytes],
     packed_bytes: float,
     update_bytes: float,
+    sent_in_actions: Sequence[str] = (),
 ) -> StepCosts:
     """Return the costs of a pipeline with an exchange of gradients.
 
     actions: see `action_costs`, whose arguments have the same names; states: by device; packed_bytes: of the parameters
     and of the optimizer on a device, which lockstep packs in vectors; update_bytes: what an update moves on the fullest
-    device.
+    device; sent_in_actions: the kinds of collectives that replicas send for each layer in the actions.
     """
     devices = math.prod(axes.values())
     others = [one for one in traffic if one.axis != STAGE and not sent_by_layers(one)]
-    exchange = sum(machine.collective(one, axes) for one in others)
+    seconds_of: dict[str, float] = defaultdict(float)
+    for one in others:
+        seconds_of[one.kind] += machine.collective(one, axes)
+    beside = sent_in_actions if machine.overlaps else ()
+    exchange = sum(seconds for kind, seconds in seconds_of.items() if kind not in beside)
+    if beside:
+        gather, reduce = (seconds_of[kind] * (kind in beside) for kind in ("all-gather", "reduce-scatter"))
+        exchange += exposed_in_actions(work, table, bounds, gather, reduce)
     update = machine.moved(update_bytes, devices)
     seconds = machine.started(devices) + actions.seconds + exchange + update
     is_packed = actions.executor == LOCKSTEP
     nbytes = pipeline_bytes(work, table, bounds, states, packed_bytes * is_packed, in_lockstep=is_packed)
     return StepCosts(seconds, actions.compute, actions.waiting, actions.exposed + exchange, update, nbytes)
+
+
+def exposed_in_actions(work: LayerWork, table: Table, bounds: Sequence[int], gather: float, reduce: float) -> float:
+    """Return the exposed seconds of the device that waits longest for what actions send, layer by layer.
+
+    gather, reduce: the seconds of those of the device with the largest parameters.
+    """
+    weights, spans = np.array([layer.weight_bytes for layer in work.layers]), list(pairwise(bounds))
+    by_device = [[spans[stage] for stage in stages] for stages in table.stages.tolist()]
+    seconds, exposed = table.num_microbatches * np.array(work.seconds), []  # [layer, phase]
+    held = [sum(weights[slice(*span)].sum() for span in spans) for spans in by_device]
+    for of_device, nbytes in zip(by_device, held, strict=True):
+        forward, *backward = sum(seconds[slice(*span)].sum(axis=0) for span in of_device)
+        share, last = nbytes / max(held), sum(weights[first] for first, _ in of_device) / nbytes
+        beside = sum(backward)
+        exposed.append(exposed_of_layers(share * gather, share * reduce, forward, beside, beside, last))
+    return max(exposed)
 
 
 def sent_by_layers(sent: Traffic) -> bool:
