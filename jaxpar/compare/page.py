@@ -9,7 +9,7 @@ from jaxpar.errors import format_bytes
 from jaxpar.use.pages.charts import Series, line_chart
 from jaxpar.use.pages.html import DARKEST, Cell, Row, document, number_cell, paragraph, pictures, section, table
 
-BELOW = ("measured_examples_per_second", "state_bytes", "in_flight_bytes")  # columns that other sections show
+SHOWN_BELOW = ("measured_examples_per_second", "state_bytes", "in_flight_bytes")  # columns that other sections show
 
 
 def html_page(
@@ -38,7 +38,7 @@ def html_page(
         title,
         [
             *map(paragraph, notes[:1]),
-            _table([column for column in columns if any(column.cells) and column.name not in BELOW]),
+            _table([column for column in columns if any(column.cells) and column.name not in SHOWN_BELOW]),
             section("Examples per second", _rates(outcomes, batch_size)),
             section("Curves", pictures(charts)),
             section("Where the time went", *_seconds(outcomes)),

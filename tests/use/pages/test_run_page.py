@@ -94,7 +94,7 @@ def test_the_result_is_first_and_advice_follows_from_it(tmp_path: Path) -> None:
 
 
 def test_a_good_result_has_next_steps(tmp_path: Path) -> None:
-    """They are those that the terminal prints."""
+    """The page has the phrases that the terminal prints."""
     run = read_run(write_run(tmp_path / "run"))._replace(result=RESULT | {"test_accuracy": 0.97, "best_step": 40})
     texts = check_alone(run_page(run, PLAN, 40, {})).texts
     first, *_ = next_steps(run.config)
