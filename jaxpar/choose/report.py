@@ -72,14 +72,15 @@ def as_json(candidate: Candidate, workload: StepWork) -> dict[str, Any]:
 
 def rows(candidates: Sequence[Candidate], workload: StepWork) -> list[str]:
     """Return the lines of a table."""
-    lines = [f"{'':3}{'step':>10} {'examples/s':>12} {'MFU':>6} {'waits':>6} {'sends':>6} {'memory':>10}  strategy"]
+    shares = f"{'waits':>6} {'sends':>6} {'updates':>7}"
+    lines = [f"{'':3}{'step':>10} {'examples/s':>12} {'MFU':>6} {shares} {'memory':>10}  strategy"]
     for number, one in enumerate(candidates, 1):
         costs, values = one.costs, as_json(one, workload)
         mfu = "" if values["mfu"] is None else f"{values['mfu']:.3f}"
         lines.append(
             f"{number:2} {format_seconds(costs.seconds):>10} {format_rate(values['examples_per_second']):>12} {mfu:>6} "
             f"{costs.waiting / costs.seconds:6.1%} {costs.exposed / costs.seconds:6.1%} "
-            f"{format_bytes(costs.nbytes):>10}  {one.name}{details(one.settings)}"
+            f"{costs.update / costs.seconds:7.1%} {format_bytes(costs.nbytes):>10}  {one.name}{details(one.settings)}"
         )
     return lines
 
