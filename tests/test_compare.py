@@ -5,6 +5,7 @@ import html
 import io
 import json
 import math
+import re
 import signal
 import sys
 import threading
@@ -27,15 +28,15 @@ from jaxpar.choose.stages import possible_stages
 from jaxpar.commands import compare_strategies as command
 from jaxpar.compare import runs
 from jaxpar.compare import strategies as compare
-from jaxpar.compare.pictures import MOST_LINES, draw_pictures, svg
+from jaxpar.compare.page import html_page
+from jaxpar.compare.pictures import MOST_LINES, curve_panels, draw_pictures
 from jaxpar.compare.report import (
     StrategyOutcome,
     TableColumn,
-    best_of,
     comparison_columns,
     csv_text,
+    describe_best,
     format_range,
-    html_page,
     markdown,
     time_columns,
 )
@@ -62,6 +63,7 @@ OUTCOMES = {
         guarantee="equal to single",
         certificate="passed, 10 steps",
         curve=((10, 0.25), (20, 0.5)),
+        seconds={"train": 3.25, "compile": 1.5},
     ),
     "gpipe": StrategyOutcome(failed="a | b <script>alert(1)</script>"),
     "async": StrategyOutcome(
@@ -74,12 +76,14 @@ OUTCOMES = {
         staleness=(0.75, 3),
         guarantee="differs: stale",
         curve=((10, 0.125),),
+        seconds={"train": 5.5},
     ),
 }
+KINDS = {"single": "single", "ddp": "data_parallel", "gpipe": "pipeline", "async": "async_data_parallel"}
 
 
 def columns() -> list[TableColumn]:
-    return comparison_columns(OUTCOMES, batch_size=128, machine="2 cores", metric="test_accuracy", metric_format=".1%")
+    return comparison_columns(OUTCOMES, batch_size=128, metric="test_accuracy", metric_format=".1%")
 
 
 def cells_of(lines: Sequence[str]) -> list[list[str]]:
@@ -100,14 +104,14 @@ def test_the_table() -> None:
 
 def test_the_best_equal_the_reference() -> None:
     """async is emulated and differs; of the others, single has no guarantee here."""
-    assert best_of(OUTCOMES) == (
+    assert describe_best(OUTCOMES) == (
         "Of the strategies that equal single, `ddp` is the fastest, 160 ms for a step, and `ddp` needs least memory, "
         "about 9 MB."
     )
     small = replace(OUTCOMES["ddp"], step_seconds=0.3, in_flight_bytes=0)
-    assert "`ddp` is the fastest, 160 ms" in best_of({**OUTCOMES, "zero": small})
-    assert "`zero` needs least memory, about 8 MB" in best_of({**OUTCOMES, "zero": small})
-    assert best_of({"gpipe": OUTCOMES["gpipe"]}) == ""
+    assert "`ddp` is the fastest, 160 ms" in describe_best({**OUTCOMES, "zero": small})
+    assert "`zero` needs least memory, about 8 MB" in describe_best({**OUTCOMES, "zero": small})
+    assert describe_best({"gpipe": OUTCOMES["gpipe"]}) == ""
 
 
 def test_the_csv_file_has_exact_values() -> None:
@@ -119,10 +123,8 @@ def test_the_csv_file_has_exact_values() -> None:
     assert rows["gpipe"]["certificate"] == "failed: a | b <script>alert(1)</script>"
 
 
-def test_times_of_another_origin_are_another_group() -> None:
-    group = time_columns(
-        {"single": 1.0, "ddp": 0.25, "gpipe": None, "async": 2.0}, "predicted for 8 GPUs", batch_size=64
-    )
+def test_times_of_another_origin_have_other_names() -> None:
+    group = time_columns({"single": 1.0, "ddp": 0.25, "gpipe": None, "async": 2.0}, "predicted", batch_size=64)
     assert [column.name for column in group] == [
         "predicted_step_seconds",
         "predicted_examples_per_second",
@@ -131,9 +133,8 @@ def test_times_of_another_origin_are_another_group() -> None:
     step, rate, relative = (list(column.cells) for column in group)
     assert (step, rate) == (["1 s", "250 ms", "", "2 s"], ["64", "256", "", "32"])
     assert relative == ["1.00", "4.00", "", "0.50"]
-    page = html_page("t", [*columns(), *group], {}, [])
-    assert 'colspan="3">measured on 2 cores</th>' in page
-    assert 'colspan="3">predicted for 8 GPUs</th>' in page
+    headings = [column.heading for column in (*columns(), *group) if column.heading.endswith("time of a step")]
+    assert headings == ["measured time of a step", "predicted time of a step"]
     assert [column.cells for column in time_columns({"ddp": 2.0}, "x", batch_size=2)][2] == [""]  # without a reference
 
 
@@ -143,29 +144,50 @@ def test_bytes_of_devices() -> None:
     assert format_range([999, 2_000]) == "999 B to 2 kB"
 
 
+def page_of(outcomes: Mapping[str, StrategyOutcome], made: Sequence[TableColumn]) -> str:
+    panels, notes = curve_panels(outcomes, KINDS, "accuracy"), ["first", "code `--x=<y>` ends"]
+    return html_page("a <b> & c", made, outcomes, panels, batch_size=128, advice=["try `this`"], notes=notes)
+
+
 def test_the_page_needs_no_other_file_and_escapes_text() -> None:
-    kinds = {"single": "single", "ddp": "data_parallel", "gpipe": "pipeline", "async": "async_data_parallel"}
-    drawn = draw_pictures(OUTCOMES, kinds, batch_size=128, machine="2 cores", metric="accuracy")
-    assert [picture.name for picture in drawn] == ["throughput", "accuracy", "memory"]
-    images = {picture.title: svg(picture) for picture in drawn}
-    text = html_page("a <b> & c", columns(), images, ["first", "code `--x=<y>` ends"])
+    text = page_of(OUTCOMES, columns())
     page = check_alone(text)
     assert "<title>a &lt;b&gt; &amp; c</title>" in text
     assert "<p>code <code>--x=&lt;y&gt;</code> ends</p>" in text
-    assert text.count("currentColor") > 20  # the text of the pictures has the color of the page
-    body = {row[0]: row for row in page.rows[2:]}
+    body = {row[0]: row for row in page.rows[1:5]}
     assert list(body) == list(OUTCOMES)
     assert body["gpipe"][-1] == "failed: a | b <script>alert(1)</script>"
-    assert body["ddp"] == [column.cells[1] for column in columns()]
+    below = "examples/s", "state of a device", "in flight, about"  # in tables of their own
+    assert body["ddp"] == [column.cells[1] for column in columns() if not column.heading.endswith(below)]
+
+
+def test_the_page_shows_rates_memory_times_and_curves_with_values() -> None:
+    """Bars are relative to the longest one, and points show their values to the pointer."""
+    text = page_of(OUTCOMES, columns())
+    rows = check_alone(text).rows
+    at = rows.index(["strategy", "examples/s", ""])
+    assert rows[at + 1 : at + 4] == [["single", "640", ""], ["ddp", "800", ""], ["async", "51 (emulated)", ""]]
+    at = rows.index(["strategy", "state of a device", "in flight, about", "together", ""])
+    assert rows[at + 1 : at + 4] == [
+        ["single", "8 MB", "2 MB", "10 MB", ""],
+        ["ddp", "8 MB", "1 MB", "9 MB", ""],
+        ["async", "1 to 3 MB", "0 B", "3 MB", ""],
+    ]
+    widths = [80.0, 100.0, 6.4, 100.0, 90.0, 30.0]  # of 800 examples/s, and of 10 MB
+    assert [float(width) for width in re.findall(r"width:([\d.]+)%", text)] == widths
+    at = rows.index(["strategy", "train", "compile", "total"])
+    assert rows[at + 1 : at + 3] == [["ddp", "3.25", "1.5", "4.75"], ["async", "5.5", "0", "5.5"]]
+    assert "<title>ddp, time of the steps (s) 1.6: 0.25</title>" in text  # 10 steps of 0.16 s
+    assert "<title>async (emulated), time of the steps (s) 25: 0.125</title>" in text
 
 
 def test_the_page_has_no_empty_columns_and_begins_with_the_first_note() -> None:
     outcomes = {name: replace(outcome, staleness=None) for name, outcome in OUTCOMES.items()}
-    made = comparison_columns(outcomes, batch_size=64, machine="2 cores", metric="accuracy", metric_format=".1%")
-    text = html_page("t", made, {"a picture": "<svg></svg>"}, ["first", "second"])
+    made = comparison_columns(outcomes, batch_size=64, metric="accuracy", metric_format=".1%")
+    text = page_of(outcomes, made)
     assert "staleness" in "".join(column.heading for column in made)
     assert "staleness" not in text
-    order = ["<p>first</p>", "<table>", '<div class="scroll"><svg>', "<h2>How to read the table</h2>", "<p>second</p>"]
+    order = ["<p>first</p>", "<table>", "<svg", "<p>try <code>this</code></p>", "<h2>How to read the table</h2>"]
     places = [text.index(element) for element in order]
     assert places == sorted(places)
 
@@ -175,11 +197,9 @@ def heights(axis: Any) -> list[float]:
 
 
 def test_pictures_show_the_values_of_the_table() -> None:
-    kinds = {"single": "single", "ddp": "data_parallel", "gpipe": "pipeline", "async": "async_data_parallel"}
-    throughput, accuracy, memory = (
-        picture.figure.axes[0]
-        for picture in draw_pictures(OUTCOMES, kinds, batch_size=128, machine="m", metric="accuracy")
-    )
+    drawn_by_name = draw_pictures(OUTCOMES, KINDS, batch_size=128, metric="accuracy")
+    assert list(drawn_by_name) == ["throughput", "accuracy", "memory"]
+    throughput, accuracy, memory = (figure.axes[0] for figure in drawn_by_name.values())
     assert heights(throughput) == pytest.approx([640, 800, 51.2])
     assert heights(memory) == pytest.approx([8, 2, 8, 1, 3, 0])
     assert all(len(axis.lines) <= MOST_LINES for axis in accuracy.figure.axes)
@@ -196,17 +216,18 @@ def test_many_curves_are_in_several_panels() -> None:
     outcomes = dict.fromkeys(names, OUTCOMES["ddp"])
     kinds = {name: {"e": "data_parallel", "p": "pipeline"}.get(name[0], "single") for name in names}
     kinds |= {name: "pipeline" for name in names if name.startswith("schedule")}
-    drawn = draw_pictures(outcomes, kinds, batch_size=128, machine="m", metric="accuracy")
-    axes = drawn[1].figure.axes
+    drawn = draw_pictures(outcomes, kinds, batch_size=128, metric="accuracy")
+    axes = drawn["accuracy"].axes
     assert [len(axis.lines) for axis in axes] == [8, 3, 7]
     for axis in axes:
         assert len({line.get_color() for line in axis.lines}) == len(axis.lines)
         assert axis.lines[0].get_label() == "single"
         assert axis.get_xlabel().endswith("(s)")
-    for picture in drawn:
-        picture.figure.draw_without_rendering()
-        width = picture.figure.bbox.width
-        for axis in picture.figure.axes:
+        assert axis.get_ylim()[0] > 0.2  # the values are 0.25 and 0.5
+    for figure in drawn.values():
+        figure.draw_without_rendering()
+        width = figure.bbox.width
+        for axis in figure.axes:
             box = axis.xaxis.label.get_window_extent()
             assert box.x0 >= 0
             assert box.x1 <= width
@@ -420,8 +441,12 @@ def test_the_table_keeps_finished_runs_with_the_same_settings(
 ) -> None:
     """A key that only pipelines read excludes a finished pipeline, and no other strategy."""
     started["instead"]["ssp"] = lambda *_: 1
-    assert run_script(monkeypatch, command, *flags(tmp_path, "--strategies=dp,gpipe,ssp")) == 1
-    assert "For gpipe: `jaxpar certify" in capsys.readouterr().out  # ssp failed
+    assert run_script(monkeypatch, command, *flags(tmp_path, "--strategies=dp,gpipe,async,ssp")) == 1
+    out = capsys.readouterr().out  # async differs by design, and ssp failed
+    assert "whether gpipe computes what its plan states, for the last column: `jaxpar certify" in out
+    assert "To train with single, the fastest: `jaxpar train --config=configs/default.py " in out
+    [splits] = re.findall(r"synthetic \((\d+) training, (\d+) validation, (\d+) test examples\)", out)
+    assert sum(map(int, splits)) == 400
     started["order"].clear()
 
     def rows(*arguments: str) -> list[str]:
@@ -430,9 +455,9 @@ def test_the_table_keeps_finished_runs_with_the_same_settings(
         table = (tmp_path / "runs" / "compare.csv").read_text().splitlines()
         return [row["strategy"] for row in csv.DictReader(table)]
 
-    assert rows("--strategies=zero3") == ["single", "dp", "zero3", "gpipe"]
-    assert rows("--strategies=dp", "--config.pipeline.num_microbatches=2") == ["single", "dp", "zero3"]
-    assert rows("--strategies=dp") == ["single", "dp", "zero3", "gpipe"]
+    assert rows("--strategies=zero3") == ["single", "dp", "zero3", "gpipe", "async"]
+    assert rows("--strategies=dp", "--config.pipeline.num_microbatches=2") == ["single", "dp", "zero3", "async"]
+    assert rows("--strategies=dp") == ["single", "dp", "zero3", "gpipe", "async"]
     assert started["order"] == ["zero3"]
     changed = flags(tmp_path, "--strategies=gpipe", "--config.pipeline.num_microbatches=2")
     _, message = script_error(monkeypatch, capsys, command, *changed)

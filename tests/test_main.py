@@ -25,6 +25,7 @@ from jaxpar import config as configs
 from jaxpar import host_memory as memory
 from jaxpar.commands import train
 from jaxpar.errors import TrainingError, UserError
+from jaxpar.run import build
 from tests.runs import small_arguments
 from tests.test_train import stop_at
 
@@ -397,7 +398,7 @@ def test_the_changes_to_try_after_a_run(overrides: list[str], flags: list[str]) 
     """`single` accepts only exchange ddp and one stage. Only BERT has the size mini."""
     config = configs.default_config()
     configs.override(config, [f"--config.{text}" for text in overrides])
-    assert train.changes_to_try(config) == flags
+    assert build.changes_to_try(config) == flags
 
 
 TWO_SIGNALS = """

@@ -79,14 +79,14 @@ def rows(candidates: Sequence[Candidate], workload: StepWork) -> list[str]:
     """Return the lines of a table."""
     mfus = [_format_mfu(as_json(one, workload)["mfu"]) for one in candidates]
     width = max(6, *map(len, mfus))
-    columns = f"{'examples/s':>12} {'MFU':>{width}} {'waits':>6} {'sends':>6} {'memory':>10}"
-    lines = [f"{'':3}{'step':>10} {columns}  strategy"]
+    shares = f"{'waits':>6} {'sends':>6} {'updates':>7}"
+    lines = [f"{'':3}{'step':>10} {'examples/s':>12} {'MFU':>{width}} {shares} {'memory':>10}  strategy"]
     for number, (one, mfu) in enumerate(zip(candidates, mfus, strict=True), 1):
         costs = one.costs
         lines.append(
             f"{number:2} {format_seconds(costs.seconds):>10} {format_rate(workload.examples / costs.seconds):>12} "
             f"{mfu:>{width}} {costs.waiting / costs.seconds:6.1%} {costs.exposed / costs.seconds:6.1%} "
-            f"{format_bytes(costs.nbytes):>10}  {one.name}{details(one.settings)}"
+            f"{costs.update / costs.seconds:7.1%} {format_bytes(costs.nbytes):>10}  {one.name}{details(one.settings)}"
         )
     return lines
 

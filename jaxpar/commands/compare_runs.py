@@ -17,9 +17,9 @@ from jaxpar.command_line import Parser, check_absent, format_rows, output_path, 
 from jaxpar.errors import UserError, printable
 from jaxpar.run import report
 from jaxpar.use.pages.charts import Series, line_chart
-from jaxpar.use.pages.html import Cell, Row, document, number_cell, section, table
+from jaxpar.use.pages.html import Cell, Row, document, number_cell, pictures, section, table
 from jaxpar.use.pages.recorded import RecordedRun, read_run
-from jaxpar.use.pages.run_page import LABELS, as_title, certificate, loss_unit, metric_label, pictures
+from jaxpar.use.pages.run_page import LABELS, as_title, certificate, loss_unit, metric_label
 
 CURVES = ("examples_per_second", "mfu")  # curves of the log intervals in the page
 

@@ -14,6 +14,7 @@ only `Your config` does. The columns of the table:
   MFU       FLOPs of the model / what the devices could compute in this time
   waits     share of the step in which the busiest device waits for other stages
   sends     share of the step in which it only communicates
+  updates   share of the step in which it packs gradients and updates parameters; the rest is computing and starting
   memory    what the fullest device needs
 
 A second table has the predicted rates of workers and peers that do not wait for each other, which are not ranked:

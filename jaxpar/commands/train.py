@@ -170,6 +170,7 @@ def _train(config: ConfigDict, given: set[str], values: flags.FlagValues, argv: 
     from jaxpar.core import mesh
     from jaxpar.launch import processes
     from jaxpar.launch.elastic import Survival
+    from jaxpar.run.build import next_steps
 
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     strategies.check_elastic(config)
@@ -187,8 +188,7 @@ def _train(config: ConfigDict, given: set[str], values: flags.FlagValues, argv: 
     except StoppedEarly:
         print(_stopped(argv, early=True), flush=True)
         return int(values.stopped_exit_code)
-    is_example = config.data.source in ("wordnet", "synthetic")
-    closing = _closing(result, workdir, tasks.find_task(config).headline, changes_to_try(config), is_example)
+    closing = _closing(result, workdir, tasks.find_task(config).headline, next_steps(config))
     print(printable(closing, keep="\n"), flush=True)
     return 0
 
@@ -204,24 +204,10 @@ def resume_command(argv: Sequence[str]) -> str:
     return f"cd {shlex.quote(str(Path.cwd()))} && {command_of(argv)}"
 
 
-def changes_to_try(config: ConfigDict) -> list[str]:
-    """Return flags for runs to compare with a run of `config`. Each of them, added alone, is possible."""
-    from jaxpar import cluster, strategies
-
-    flags, found = [], cluster.find_cluster()
-    other = config.copy_and_resolve_references()
-    other.strategy = "data_parallel" if config.strategy == "single" else "single"
-    if found.num_devices > 1 and not errors.is_refused(strategies.decide, other, found):
-        flags.append(f"--config.strategy={other.strategy}")
-    if (config.model.name, config.model.size, config.model.init_from) == ("bert", "tiny", ""):
-        flags.append("--config.model.size=mini")
-    return flags
-
-
-def _closing(result: Mapping[str, Any], workdir: Path, headline: str, changes: Sequence[str], is_example: bool) -> str:
+def _closing(result: Mapping[str, Any], workdir: Path, headline: str, steps: Sequence[str]) -> str:
     """Return the lines to print at the end of a run.
 
-    headline: of the task. changes: flags to try next. is_example: whether the data is not the user's own.
+    headline: of the task. steps: what to do next.
     """
     reached = headline.format(**result) if "test_loss" in result else "finished"
     left = (
@@ -236,10 +222,9 @@ def _closing(result: Mapping[str, Any], workdir: Path, headline: str, changes: S
     )
     results = ", ".join(name for name in left if (workdir / name).exists())
     rate = f", {result['examples_per_second']:,.0f} examples/s" if "examples_per_second" in result else ""
-    first = f"to compare, try {' or '.join(changes)} with a new --workdir;\n          " if changes else ""
-    own = ", or train on your own data (docs/howto/data.md)" if is_example else ""
+    separator = ";\n          "
     return (
         f"\n{reached} after {format_count(result['steps'], 'step')}{rate}\n"
         f"results   {workdir}/{results}\n"
-        f"next      {first}use the model (docs/howto/predict.md, serve.md){own}"
+        f"next      {separator.join(steps)}"
     )

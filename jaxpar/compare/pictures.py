@@ -1,6 +1,5 @@
 """Pictures of a comparison: bars of the throughput and the memory, and the metric against time."""
 
-import io
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,9 +8,8 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from numpy.typing import ArrayLike
 
-from jaxpar.compare.report import EMULATED, REFERENCE, StrategyOutcome
+from jaxpar.compare.report import EMULATED, REFERENCE, StrategyOutcome, fullest_bytes
 from jaxpar.errors import format_bytes
 
 # Colors of Okabe and Ito, "Color Universal Design", 2008, by value of config.strategy. All are visible on white and on
@@ -27,38 +25,39 @@ COLORS = {
 CURVE_COLORS = ("#808080", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b")
 MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*")
 MOST_LINES = len(CURVE_COLORS)  # in a panel
-INK = "#010101"  # the color of text and axes, which `svg` replaces by the color of the text of the page
-COLORED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-PICTURE_STYLE: dict[Any, Any] = dict.fromkeys(COLORED, INK) | {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
+PICTURE_STYLE: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 _WIDTH = 6.4  # inches
 
 
-class DrawnPicture(NamedTuple):
-    """A picture."""
+class PolicyCurve(NamedTuple):
+    """A metric against steps or virtual seconds."""
 
-    name: str  # of its file
+    name: str  # label of the curve
+    x: Sequence[float] | np.ndarray  # [P], in the unit of the panel
+    values: Sequence[float]  # of the metric, [P]
+    reached: int | None = None  # index of the point to mark; None: no point
+
+
+class CurvePanel(NamedTuple):
+    """A panel of at most MOST_LINES curves."""
+
     title: str
-    figure: Figure
+    xlabel: str
+    curves: Sequence[PolicyCurve]
 
 
 def draw_pictures(
-    outcomes: Mapping[str, StrategyOutcome], kinds: Mapping[str, str], *, batch_size: int, machine: str, metric: str
-) -> list[DrawnPicture]:
-    """Return the pictures of strategies that were timed. kinds: value of config.strategy by strategy."""
+    outcomes: Mapping[str, StrategyOutcome], kinds: Mapping[str, str], *, batch_size: int, metric: str
+) -> dict[str, Figure]:
+    """Return the pictures by name. kinds: value of config.strategy by strategy."""
     timed = {name: row for name, row in outcomes.items() if row.step_seconds}
-    colors, on = {name: COLORS[kind] for name, kind in kinds.items()}, f"measured on {machine}"
+    colors = {name: COLORS[kind] for name, kind in kinds.items()}
     with matplotlib.rc_context(PICTURE_STYLE):
-        throughput = _draw_throughput(timed, colors, batch_size)
-        curves = _draw_metric(timed, kinds, metric)
-        return [
-            DrawnPicture("throughput", f"Examples per second, {on}", throughput),
-            DrawnPicture(metric, f"{metric.capitalize()} against time, {on}", curves),
-            DrawnPicture("memory", "Memory of the fullest device", _draw_memory(outcomes, colors)),
-        ]
+        return {
+            "throughput": _draw_throughput(timed, colors, batch_size),
+            metric: _draw_curves(curve_panels(outcomes, kinds, metric), metric),
+            "memory": _draw_memory(outcomes, colors),
+        }
 
 
 def _draw_throughput(timed: Mapping[str, StrategyOutcome], colors: Mapping[str, str], batch_size: int) -> Figure:
@@ -83,35 +82,45 @@ def _draw_memory(outcomes: Mapping[str, StrategyOutcome], colors: Mapping[str, s
         held, more = max(row.device_bytes), row.in_flight_bytes or 0
         axis.barh(place, held / 1e6, color=colors[name])
         bar = axis.barh(place, more / 1e6, left=held / 1e6, color=colors[name], alpha=0.4)
-        axis.bar_label(bar, [format_bytes(held + more)], padding=3, fontsize=8)
+        axis.bar_label(bar, [format_bytes(fullest_bytes(row))], padding=3, fontsize=8)
     axis.set_xlabel("MB: state, from the plan (solid); in flight during a step (light)")
     return figure
 
 
-def _draw_metric(timed: Mapping[str, StrategyOutcome], kinds: Mapping[str, str], metric: str) -> Figure:
-    """Draw the metric against the time of the steps, in panels of few curves of one kind, with REFERENCE."""
-    drawn = [name for name, row in timed.items() if row.curve]
+def curve_panels(outcomes: Mapping[str, StrategyOutcome], kinds: Mapping[str, str], metric: str) -> list[CurvePanel]:
+    """Return the metric against the time of the steps, in panels of few strategies of one kind, with REFERENCE."""
+    drawn = {name: row for name, row in outcomes.items() if row.step_seconds and row.curve}
     first = [REFERENCE] if REFERENCE in drawn else []
-    panels = []
+    groups: list[tuple[str, list[str]]] = []
     for kind in dict.fromkeys(kinds[name] for name in drawn if name != REFERENCE):
         names = [name for name in drawn if kinds[name] == kind and name != REFERENCE]
         size = MOST_LINES - 1
-        panels += [[*first, *names[start : start + size]] for start in range(0, len(names), size)]
-    panels = panels or [first]
+        groups += [(kind, [*first, *names[start : start + size]]) for start in range(0, len(names), size)]
+    panels = []
+    for kind, names in groups or [(REFERENCE, first)]:
+        curves = []
+        for name in names:
+            row = drawn[name]
+            assert row.step_seconds
+            steps, values = zip(*row.curve, strict=True)
+            label = f"{name} ({EMULATED})" if row.is_emulated else name
+            curves.append(PolicyCurve(label, [step * row.step_seconds for step in steps], values))
+        panels.append(CurvePanel(f"Validation {metric}, {kind}", "time of the steps (s)", curves))
+    return panels
+
+
+def _draw_curves(panels: Sequence[CurvePanel], metric: str) -> Figure:
+    """Draw panels of a metric on the validation split, two in a row."""
     rows = -(-len(panels) // 2)
     figure = Figure(figsize=(_WIDTH, 0.6 + 2.8 * rows), layout="constrained")
-    for place, names in enumerate(panels, 1):
+    for place, panel in enumerate(panels, 1):
         axis = figure.add_subplot(rows, min(len(panels), 2), place)
-        for name, color, marker in zip(names, CURVE_COLORS[REFERENCE not in names :], MARKERS, strict=False):
-            row = timed[name]
-            assert row.step_seconds
-            points = [(step * row.step_seconds, value) for step, value in row.curve]
-            label = f"{name} ({EMULATED})" if row.is_emulated else name
-            axis.plot(*zip(*points, strict=True), color=color, marker=marker, ms=3, lw=1.2, label=label)
-        axis.set_xlabel("time of the steps (s)")
+        has_reference = [curve.name for curve in panel.curves[:1]] == [REFERENCE]
+        for curve, color, marker in zip(panel.curves, CURVE_COLORS[not has_reference :], MARKERS, strict=False):
+            axis.plot(curve.x, curve.values, color=color, marker=marker, ms=3, lw=1.2, label=curve.name)
+        axis.set_xlabel(panel.xlabel)
         axis.set_ylabel(f"validation {metric}")
         axis.set_xlim(left=0)
-        axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7, frameon=False)
     return figure
@@ -127,33 +136,6 @@ def _bars(names: Sequence[str]) -> tuple[Figure, Axes]:
     axis.set_axisbelow(True)
     axis.margins(x=0.18)
     return figure, axis
-
-
-def svg(picture: DrawnPicture) -> str:
-    """Return a picture as an SVG element whose text has the color of the page."""
-    text = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with matplotlib.rc_context({"svg.hashsalt": picture.name}):  # names the parts of the picture
-        picture.figure.savefig(text, format="svg", transparent=True, metadata=nothing)
-    whole = text.getvalue().replace(INK, "currentColor")
-    return whole[whole.index("<svg") :]
-
-
-class PolicyCurve(NamedTuple):
-    """A metric against steps or virtual seconds."""
-
-    name: str  # label of the curve
-    x: ArrayLike  # [P], in the unit of the panel
-    values: Sequence[float]  # of the metric, [P]
-    reached: int | None = None  # index of the point to mark; None: no point
-
-
-class CurvePanel(NamedTuple):
-    """A panel of at most MOST_LINES curves."""
-
-    title: str
-    xlabel: str
-    curves: Sequence[PolicyCurve]
 
 
 def draw_panels(rows: Sequence[Sequence[CurvePanel]], metric: str, target: float | None = None) -> Figure:

@@ -1,15 +1,12 @@
-"""The table of a comparison as Markdown, as CSV, and as a self-contained HTML page with pictures."""
+"""The table of a comparison as Markdown and as CSV."""
 
 import csv
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from html import escape
-from itertools import groupby
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from jaxpar.errors import format_bytes
-from jaxpar.use.pages.html import document, marked, paragraph, section
 
 REFERENCE = "single"  # the strategy to which the others are compared
 EMULATED = "emulated"  # marks times of an emulation
@@ -39,6 +36,7 @@ class StrategyOutcome:
     guarantee: str = ""  # how the results relate to those of one device, according to the plan
     certificate: str = ""  # verdict of the certificate of this run; empty if there is none
     curve: tuple[tuple[int, float], ...] = ()  # (step, metric on the validation split) of each evaluation
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of the last start, by phase
 
 
 @dataclass(frozen=True)
@@ -49,19 +47,18 @@ class TableColumn:
     name: str  # name of the column in the CSV file
     values: Sequence[object]  # a value for each row, or None
     cells: Sequence[str]  # the formatted values
-    group: str = ""  # heading of a group of columns; empty for a column that belongs to none
 
 
 def comparison_columns(
-    outcomes: Mapping[str, StrategyOutcome], *, batch_size: int, machine: str, metric: str, metric_format: str
+    outcomes: Mapping[str, StrategyOutcome], *, batch_size: int, metric: str, metric_format: str
 ) -> list[TableColumn]:
-    """Return the columns of the table of outcomes by strategy. machine: where the strategies were trained."""
+    """Return the columns of the table of outcomes by strategy."""
     rows, two_digits = list(outcomes.values()), "{:.2f}".format
     measured = {name: row.step_seconds for name, row in outcomes.items()}
     emulated = frozenset(name for name, row in outcomes.items() if row.is_emulated)
     return [
         _text("strategy", "strategy", list(outcomes)),
-        *time_columns(measured, f"measured on {machine}", batch_size=batch_size, emulated=emulated),
+        *time_columns(measured, "measured", batch_size=batch_size, emulated=emulated),
         _numbers("sent by a device", "sent_bytes", [row.wire_bytes for row in rows], format_bytes),
         TableColumn(
             "state of a device",
@@ -82,43 +79,60 @@ def comparison_columns(
     ]  # fmt: skip
 
 
-def best_of(outcomes: Mapping[str, StrategyOutcome]) -> str:
-    """Return which strategies that equal REFERENCE are the fastest and the smallest; empty if no time was measured."""
-    equal = {name: row for name, row in outcomes.items() if row.guarantee == f"equal to {REFERENCE}"}
+def fullest_bytes(outcome: StrategyOutcome) -> int:
+    """Return the bytes that the fullest device needs in a step."""
+    return max(outcome.device_bytes) + (outcome.in_flight_bytes or 0)
+
+
+def equal_outcomes(outcomes: Mapping[str, StrategyOutcome]) -> dict[str, StrategyOutcome]:
+    """Return the outcomes of the strategies that equal REFERENCE."""
+    return {name: row for name, row in outcomes.items() if row.guarantee == f"equal to {REFERENCE}"}
+
+
+def best_of(outcomes: Mapping[str, StrategyOutcome]) -> tuple[str, str] | None:
+    """Return which strategies that equal REFERENCE are the fastest and the smallest; None if no time was measured."""
+    equal = equal_outcomes(outcomes)
     seconds = {name: row.step_seconds for name, row in equal.items() if row.step_seconds and not row.is_emulated}
-    nbytes = {
-        name: max(row.device_bytes) + (row.in_flight_bytes or 0) for name, row in equal.items() if row.device_bytes
-    }
+    nbytes = {name: fullest_bytes(row) for name, row in equal.items() if row.device_bytes}
     if not seconds or not nbytes:
+        return None
+    return min(seconds, key=seconds.__getitem__), min(nbytes, key=nbytes.__getitem__)
+
+
+def describe_best(outcomes: Mapping[str, StrategyOutcome]) -> str:
+    """Return a sentence with the results of `best_of`; empty if there are none."""
+    best = best_of(outcomes)
+    if best is None:
         return ""
-    fastest, smallest = min(seconds, key=seconds.__getitem__), min(nbytes, key=nbytes.__getitem__)
-    time, memory = format_step_seconds(seconds[fastest]), format_bytes(nbytes[smallest])
+    fastest, smallest = best
+    seconds, memory = outcomes[fastest].step_seconds, format_bytes(fullest_bytes(outcomes[smallest]))
+    assert seconds is not None
+    time = format_step_seconds(seconds)
     return (
-        f"Of the strategies that equal {REFERENCE}, `{fastest}` is the fastest, {time} for a step, and `{smallest}` "
-        f"needs least memory, about {memory}."
+        f"Of the strategies that equal {REFERENCE}, `{fastest}` is the fastest, {time} for a step, and "
+        f"`{smallest}` needs least memory, about {memory}."
     )
 
 
 def time_columns(
-    seconds: Mapping[str, float | None], group: str, *, batch_size: int, emulated: frozenset[str] = frozenset()
+    seconds: Mapping[str, float | None], origin: str, *, batch_size: int, emulated: frozenset[str] = frozenset()
 ) -> list[TableColumn]:
-    """Return the time of a step, the examples per second, and the speed relative to REFERENCE, as a group of columns.
+    """Return the time of a step, the examples per second, and the speed relative to REFERENCE.
 
-    group: its heading, whose first word, such as `measured`, is part of the names in Markdown and CSV.
+    origin: the first word of the headings, `measured` or `predicted`.
     emulated: strategies whose times are marked, and not compared with those of others.
     """
-    origin = group.partition(" ")[0]
     base = seconds.get(REFERENCE)
     rates = [time and batch_size / time for time in seconds.values()]
     ratios = [base / time if base and time and name not in emulated else None for name, time in seconds.items()]
-    step = _numbers("time of a step", f"{origin}_step_seconds", list(seconds.values()), format_step_seconds, group)
+    step = _numbers(f"{origin} time of a step", f"{origin}_step_seconds", list(seconds.values()), format_step_seconds)
     cells = [
         f"{cell} ({EMULATED})" if name in emulated else cell for name, cell in zip(seconds, step.cells, strict=True)
     ]
     return [
         replace(step, cells=cells),
-        _numbers("examples/s", f"{origin}_examples_per_second", rates, "{:,.0f}".format, group),
-        _numbers(f"relative to {REFERENCE}", f"{origin}_relative", ratios, "{:.2f}".format, group),
+        _numbers(f"{origin} examples/s", f"{origin}_examples_per_second", rates, "{:,.0f}".format),
+        _numbers(f"{origin} relative to {REFERENCE}", f"{origin}_relative", ratios, "{:.2f}".format),
     ]
 
 
@@ -126,17 +140,16 @@ def _text(heading: str, name: str, values: Sequence[str]) -> TableColumn:
     return TableColumn(heading, name, values, values)
 
 
-def _numbers(
-    heading: str, name: str, values: Sequence[Value | None], formatted: Callable[[Value], str], group: str = ""
-) -> TableColumn:
+def _numbers(heading: str, name: str, values: Sequence[Value | None], formatted: Callable[[Value], str]) -> TableColumn:
     """Return a column of numbers, in which a row without a value has an empty cell."""
-    return TableColumn(heading, name, values, ["" if value is None else formatted(value) for value in values], group)
+    return TableColumn(heading, name, values, ["" if value is None else formatted(value) for value in values])
 
 
 def markdown(columns: Sequence[TableColumn]) -> list[str]:
-    """Return the lines of the table in Markdown. The first word of a group precedes the headings of its columns."""
-    headings = [f"{column.group.partition(' ')[0]} {column.heading}".strip() for column in columns]
-    return markdown_table(headings, zip(*(column.cells for column in columns), strict=True))
+    """Return the lines of the table in Markdown."""
+    return markdown_table(
+        [column.heading for column in columns], zip(*(column.cells for column in columns), strict=True)
+    )
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -167,42 +180,3 @@ def format_range(nbytes: Sequence[int]) -> str:
     if least == most:
         return most
     return f"{least.removesuffix(most[most.index(' ') :])} to {most}"
-
-
-def html_page(title: str, columns: Sequence[TableColumn], pictures: Mapping[str, str], notes: Sequence[str]) -> str:
-    """Return the page, without empty columns. The first note is below the title, and the others at the end."""
-    columns = [column for column in columns if any(column.cells)]
-    body = [
-        *map(paragraph, notes[:1]),
-        '<div class="scroll"><table>',
-        *_heads(columns),
-        "<tbody>",
-        *(f"<tr>{''.join(cells)}</tr>" for cells in zip(*map(_body_cells, columns), strict=True)),
-        "</tbody></table></div>",
-        '<div class="drawings">',
-        *(section(name, f'<div class="scroll">{picture}</div>') for name, picture in pictures.items()),
-        "</div>",
-        section("How to read the table", *map(paragraph, notes[1:])),
-    ]
-    return document(title, body)
-
-
-def _heads(columns: Sequence[TableColumn]) -> list[str]:
-    """Return the head of the table: groups above the headings of their columns, other headings over both rows."""
-    above, below = [], []
-    for group, of_group in groupby(columns, key=lambda column: column.group):
-        headings = [escape(column.heading) for column in of_group]
-        if group:
-            above.append(f'<th scope="colgroup" colspan="{len(headings)}">{escape(group)}</th>')
-            below += [f'<th scope="col">{heading}</th>' for heading in headings]
-        else:
-            above += [f'<th scope="col" rowspan="2">{heading}</th>' for heading in headings]
-    return ["<thead>", f"<tr>{''.join(above)}</tr>", f"<tr>{''.join(below)}</tr>", "</thead>"]
-
-
-def _body_cells(column: TableColumn) -> list[str]:
-    """Return the cells of a column. Those of the strategies are the headings of the rows."""
-    if column.name == "strategy":
-        return [f'<th scope="row">{escape(cell)}</th>' for cell in column.cells]
-    kind = "text" if column.values is column.cells else "number"
-    return [f'<td class="{kind if cell else ""}">{marked(cell)}</td>' for cell in column.cells]

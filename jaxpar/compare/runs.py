@@ -144,6 +144,7 @@ def read_outcome(config: ConfigDict, plan: Plan[Any], workdir: Path, loaded: bui
         guarantee=find_guarantee(plan),
         certificate=read_verdict(workdir / CERTIFICATE, config),
         curve=curve,
+        seconds=result["seconds"],
     )
 
 

@@ -24,15 +24,17 @@ from jaxpar.choose.asynchronous import predicted as predicted_for
 from jaxpar.choose.candidates import AsyncCandidate, Candidate, Space, StateRatios, state_ratios
 from jaxpar.choose.stages import possible_stages
 from jaxpar.cluster import Cluster
-from jaxpar.compare.pictures import draw_pictures, svg
+from jaxpar.compare.page import html_page
+from jaxpar.compare.pictures import curve_panels, draw_pictures
 from jaxpar.compare.report import (
     REFERENCE,
     StrategyOutcome,
     best_of,
     comparison_columns,
     csv_text,
+    describe_best,
+    equal_outcomes,
     format_step_seconds,
-    html_page,
     markdown,
     time_columns,
 )
@@ -68,9 +70,11 @@ NOTES = (
     "devices, in virtual time; the time of this emulation is not compared.",
     "What a device sends and its state follow from the plan. In flight are the gradients and activations of a step, "
     "as an estimate; the stashes of a pipeline are those of its plan.",
+    "What a strategy computes by its plan holds up to rounding. Certificates measure it; the last column has their "
+    "verdicts.",
 )
 PREDICTED = (
-    "Predicted times are those of `jaxpar plan`, for the same batch on all devices of the cluster, where pipelines "
+    "Predicted times are those of `jaxpar plan`, for the same batch on all devices of {cluster}, where pipelines "
     "have the largest possible number of stages, and the workers or peers of async, ssp and swarm have a device each."
 )
 ERROR = re.compile(r"jaxpar: |[\w.]+(Error|Exception)\b")  # start of the line in which a program reports an error
@@ -271,38 +275,44 @@ def write(
 ) -> list[str]:
     """Write the table, the pictures and the page, and return the table in Markdown, with its notes."""
     config, score = planned[REFERENCE].config, find_score(loaded)
-    columns = comparison_columns(
-        outcomes, batch_size=config.batch_size, machine=machine, metric=score.key, metric_format=score.format
-    )
+    columns = comparison_columns(outcomes, batch_size=config.batch_size, metric=score.key, metric_format=score.format)
     notes = [*NOTES]
     if predicted:
         predicted_seconds = {name: one.seconds for name, one in predicted.items()}
-        columns += time_columns(predicted_seconds, f"predicted for {cluster}", batch_size=config.batch_size)
-        notes += [PREDICTED, *prediction_notes(predicted)]
-    notes.append(certify_note(outcomes, planned, config_name, workdir))
+        columns += time_columns(predicted_seconds, "predicted", batch_size=config.batch_size)
+        notes += [PREDICTED.format(cluster=cluster), *prediction_notes(predicted)]
     kinds = {name: one.config.strategy for name, one in planned.items()}
-    drawn = draw_pictures(
-        outcomes, kinds, batch_size=config.batch_size, machine=machine, metric=loaded.problem.task.curve
-    )
-    for picture in drawn:
-        picture.figure.savefig(workdir / f"{picture.name}.png", dpi=150)
-    size = models.num_parameters(loaded.problem.model)
+    curve = loaded.problem.task.curve
+    for name, figure in draw_pictures(outcomes, kinds, batch_size=config.batch_size, metric=curve).items():
+        figure.savefig(workdir / f"{name}.png", dpi=150)
+    size, splits = models.num_parameters(loaded.problem.model), build.split_sizes(loaded.dataset)
+    examples = ", ".join(f"{number:,} {name}" for name, number in splits.items())
     header = (
-        f"`{config_name}`: {config.model.name} of {size:,} parameters, {config.data.source}, "
+        f"`{config_name}`: {config.model.name} of {size:,} parameters, {config.data.source} ({examples} examples), "
         f"{loaded.num_steps:,} steps of {config.batch_size} examples, learning rate {config.optimizer.lr:g}, seed "
         f"{config.seed}. Times are measured on {machine}."
     )
     notes.append(
-        f"Started as `{command_of(sys.argv)}` on {platform.node()}, at commit {report.commit() or 'unknown'}, "
+        f"Started as `{report.python_path(config)}{command_of(sys.argv)}` on {platform.node()} "
+        f"({report.processor()}), at commit {report.commit() or 'unknown'}, "
         f"with jaxpar {report.versions()['jaxpar']} and jax {jax.__version__}."
     )
-    header = f"{best_of(outcomes)} {header}".strip()
-    lines = [header, "", *markdown(columns), *(f"\n{note}" for note in notes)]
-    figures = {picture.title: svg(picture) for picture in drawn}
     title = f"{len(outcomes)} strategies, {loaded.problem.task.name} with {config.model.name}"
+    header = f"{describe_best(outcomes)} {header}".strip()
+    advice = what_to_try(outcomes, planned, config_name, workdir, is_predicted=bool(predicted))
+    lines = [header, "", *markdown(columns), *(f"\n{note}" for note in [*notes, *advice])]
+    page = html_page(
+        title,
+        columns,
+        outcomes,
+        curve_panels(outcomes, kinds, curve),
+        batch_size=config.batch_size,
+        advice=advice,
+        notes=[header, *notes],
+    )
     files.write_text(workdir / "compare.md", "\n".join(lines) + "\n")
     files.write_text(workdir / "compare.csv", csv_text(columns))
-    files.write_text(workdir / "compare.html", html_page(title, columns, figures, [header, *notes]))
+    files.write_text(workdir / "compare.html", page)
     return lines
 
 
@@ -316,17 +326,31 @@ def prediction_notes(predicted: Mapping[str, Prediction]) -> list[str]:
     return [f"{', '.join(concerned)}: {note}" for note, concerned in of_note.items()]
 
 
-def certify_note(
-    outcomes: Mapping[str, StrategyOutcome], planned: Mapping[str, Planned], config_name: str, workdir: Path
-) -> str:
-    """Return the note on the last column, with the command that certifies the last strategy that is finished."""
-    note = (
-        "What a strategy computes by its plan holds up to rounding. Certificates measure it; the last column has their "
-        "verdicts."
-    )
-    finished = [name for name, row in outcomes.items() if not row.failed]
-    if not finished:
-        return note
-    name = finished[-1]
-    arguments = [f"--config={config_name}", *planned[name].overrides, f"--output={workdir / name / CERTIFICATE}"]
-    return f"{note} For {name}: `{shlex.join(['jaxpar', 'certify', *arguments])}`"
+def what_to_try(
+    outcomes: Mapping[str, StrategyOutcome],
+    planned: Mapping[str, Planned],
+    config_name: str,
+    workdir: Path,
+    *,
+    is_predicted: bool,
+) -> list[str]:
+    """Return commands that follow from the outcomes. is_predicted: whether the times of a cluster are in the table."""
+
+    def command(verb: str, name: str, flag: str) -> str:
+        words = ["jaxpar", verb, f"--config={config_name}", *planned[name].overrides, flag]
+        return f"`{report.python_path(planned[name].config)}{shlex.join(words)}`"
+
+    fastest, smallest = best_of(outcomes) or ("", "")
+    advice = []
+    if fastest:
+        advice.append(f"To train with {fastest}, the fastest: {command('train', fastest, '--workdir=NEW')}")
+    if smallest != fastest:
+        advice.append(f"To train in least memory, with {smallest}: {command('train', smallest, '--workdir=NEW')}")
+    certifiable = [name for name in equal_outcomes(outcomes) if name != REFERENCE and not outcomes[name].certificate]
+    if certifiable:
+        name = fastest if fastest in certifiable else certifiable[-1]
+        arguments = command("certify", name, f"--output={workdir / name / CERTIFICATE}")
+        advice.append(f"To measure whether {name} computes what its plan states, for the last column: {arguments}")
+    if not is_predicted:
+        advice.append("To add the predicted times of GPUs that you don't have: `--cluster=h100:8`")
+    return advice

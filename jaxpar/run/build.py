@@ -19,7 +19,7 @@ from jaxpar.cluster import Cluster
 from jaxpar.core import optimizer, state
 from jaxpar.core.plan import Decision, Plan
 from jaxpar.core.step import Problem, abstract
-from jaxpar.errors import UserError, format_bytes, format_count
+from jaxpar.errors import UserError, format_bytes, format_count, is_refused
 from jaxpar.host_memory import check_host_memory
 from jaxpar.launch import processes, watchdog
 from jaxpar.measure.phases import Phases
@@ -276,6 +276,26 @@ def advise_length(config: ConfigDict, num_examples: int, num_steps: int, divisor
     return f"{too_few}; train longer, in a new workdir, with {flags}--config.num_epochs={epochs}"
 
 
+def changes_to_try(config: ConfigDict) -> list[str]:
+    """Return flags for runs to compare with a run of `config`. Each of them, added alone, is possible."""
+    flags, found = [], clusters.find_cluster()
+    other = config.copy_and_resolve_references()
+    other.strategy = "data_parallel" if config.strategy == "single" else "single"
+    if found.num_devices > 1 and not is_refused(strategies.decide, other, found):
+        flags.append(f"--config.strategy={other.strategy}")
+    if (config.model.name, config.model.size, config.model.init_from) == ("bert", "tiny", ""):
+        flags.append("--config.model.size=mini")
+    return flags
+
+
+def next_steps(config: ConfigDict) -> list[str]:
+    """Return what a user can do after a run, in phrases."""
+    changes = changes_to_try(config)
+    own = ", or train on your own data (docs/howto/data.md)" if config.data.source in ("wordnet", "synthetic") else ""
+    use = f"use the model (docs/howto/predict.md, serve.md){own}"
+    return [f"to compare, try {' or '.join(changes)} with a new --workdir", use] if changes else [use]
+
+
 def describe_run(run: Run) -> str:
     """Return the header of a run: devices, strategy, model, data and length."""
     config, plan, cluster, problem = run.config, run.plan, run.cluster, run.problem
@@ -291,8 +311,8 @@ def describe_run(run: Run) -> str:
         "platform": f"{cluster.platform}, {format_count(cluster.num_devices, 'device')}{processes_text} ({kinds}), "
         f"jax {jax.__version__}",
         "strategy": f"{config.strategy}, {replicas}: {plan.summary}",
-        "memory": f"{plan.state_bytes / 1e6:.1f} MB of state per device",
-        "traffic": f"{plan.wire_bytes / 1e6:.1f} MB sent per device per step",
+        "memory": f"{format_bytes(plan.state_bytes)} of state per device",
+        "traffic": f"{format_bytes(plan.wire_bytes)} sent per device per step",
         "model": models.describe_model(config, problem.model, problem.batch),
         "data": f"{config.data.source}, {problem.task.name}: {sizes} examples",
         "run": f"{format_count(run.num_steps, 'step')} of {config.batch_size} examples in {run.workdir}",

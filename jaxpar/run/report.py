@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from ml_collections import ConfigDict
 
 from jaxpar import checkpoint, files, models
 from jaxpar.core.loss_scale import AVOID_NONFINITE, AVOID_OVERFLOW
@@ -92,7 +94,8 @@ def finish(
     if processes.is_first():
         result["environment"] = {
             "host": platform.node(),
-            "command": command_of(sys.argv),
+            "processor": processor(),
+            "command": python_path(run.config) + command_of(sys.argv),
             "commit": commit(),
             "versions": versions(),
         }
@@ -190,6 +193,23 @@ def versions() -> dict[str, str]:
     project = PROJECT / "pyproject.toml"  # exists in a clone; a wheel has metadata
     own = tomllib.loads(project.read_text())["project"]["version"] if project.is_file() else version("jaxpar")
     return {"jaxpar": own, "python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+
+
+def python_path(config: ConfigDict) -> str:
+    """Return `PYTHONPATH=... `, with which a command finds the model of a config; empty for a model of jaxpar."""
+    folders = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one not in ("", str(PROJECT))]
+    is_needed = folders and config.model.name not in models.MODELS
+    return f"PYTHONPATH={shlex.quote(os.pathsep.join(folders))} " if is_needed else ""
+
+
+def processor() -> str:
+    """Return the processor of this machine and its number of cores."""
+    path = Path("/proc/cpuinfo")
+    text = path.read_text() if path.is_file() else ""
+    names = [line.partition(":")[2] for line in text.splitlines() if line.startswith("model name")]
+    vectors = next((name for name in ("avx512f", "avx2") if f" {name} " in text), "")
+    model = " ".join(names[0].split()) if names else platform.machine()
+    return f"{os.cpu_count()} cores of {model}{vectors and f' with {vectors}'}"
 
 
 def commit() -> str | None:

@@ -16,7 +16,6 @@ docs/results has the pages; test_reference.py of the tests compares them with wh
 import datetime
 import json
 import os
-import platform
 import re
 import shlex
 import subprocess
@@ -33,7 +32,7 @@ import jax
 from jaxpar.command_line import Parser
 from jaxpar.compare.report import BAR, markdown_table
 from jaxpar.errors import UserError, exit_code, nearest
-from jaxpar.run.report import versions
+from jaxpar.run.report import processor, versions
 from scripts.bench import tables
 
 ROOT = Path(__file__).parents[2]
@@ -102,12 +101,7 @@ def hardware() -> str:
     devices = jax.devices()
     if devices[0].platform != "cpu":
         return f"{len(devices)} x {devices[0].device_kind}"
-    path = Path("/proc/cpuinfo")
-    text = path.read_text() if path.is_file() else ""
-    names = [line.partition(":")[2] for line in text.splitlines() if line.startswith("model name")]
-    vectors = next((name for name in ("avx512f", "avx2") if f" {name} " in text), "")
-    model = " ".join(names[0].split()) if names else platform.machine()
-    return f"{os.cpu_count()} cores of {model}{vectors and f' with {vectors}'}"
+    return processor()
 
 
 def software() -> str:

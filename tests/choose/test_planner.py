@@ -739,7 +739,11 @@ def test_explanations(found: list[Candidate]) -> None:
     assert f"takes {ratio:.1%} longer" in report.explain(slower, best, work)
     assert "does not fit" in report.explain(found[-1], best, work)
     assert [report.format_rate(rate) for rate in (1234.5, 99.96, 3.514)] == ["1,234", "100", "3.51"]
-    assert len(report.rows(report.best_of_each(found), work)) == 1 + len({one.name for one in found})
+    each = report.best_of_each(found)
+    heading, *lines = report.rows(each, work)
+    assert heading.split()[3:7] == ["waits", "sends", "updates", "memory"]
+    shares = [re.findall(r"([\d.]+)%", line)[2] for line in lines]
+    assert shares == [f"{100 * one.costs.update / one.costs.seconds:.1f}" for one in each]
 
 
 def test_the_cause_of_a_slow_step() -> None:

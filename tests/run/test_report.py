@@ -1,6 +1,7 @@
 """Tests of the end of a run: the evaluation of the best checkpoint, its environment, and losses that are not finite."""
 
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from jaxpar import checkpoint, data, models, training
 from jaxpar import config as configs
 from jaxpar.cluster import find_cluster
 from jaxpar.errors import TrainingError
+from jaxpar.run import report
 from tests.checkpoint.test_private import config
 from tests.selection import slow_except
 
@@ -70,11 +72,22 @@ def test_without_a_validation_split_the_last_step_is_used(tmp_path: Path, capsys
     assert "\nbest      step 2, the last one\n" in capsys.readouterr().out
     environment = again["environment"]
     assert environment["host"] == socket.gethostname()
+    assert f"{os.cpu_count()} cores of " in environment["processor"]
     assert environment["versions"]["jax"] == jax.__version__
     assert again["parameters"] == sum(x.size for x in jax.tree.leaves(parameters(tmp_path / "last")))
     assert sum(again["splits"].values()) == 400
     page = (tmp_path / "last" / "report.html").read_text()
     assert all(text in page for text in (environment["host"], environment["commit"] or "unknown", "training split"))
+
+
+def test_the_command_finds_the_model_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """scripts/python adds the folder of jaxpar itself."""
+    own = config("--config.model.name=my_package.my_model")
+    monkeypatch.setenv("PYTHONPATH", f"{report.PROJECT}:.:a b")
+    assert report.python_path(own) == "PYTHONPATH='.:a b' "
+    assert report.python_path(config()) == ""
+    monkeypatch.setenv("PYTHONPATH", str(report.PROJECT))
+    assert report.python_path(own) == ""
 
 
 def parameters(workdir: Path) -> Any:

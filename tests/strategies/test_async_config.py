@@ -216,6 +216,7 @@ def test_the_header_of_a_run_gives_the_advice(tmp_path: Path) -> None:
     for momentum in (0.9, 0.6):
         config.asynchronous.outer_momentum = momentum
         run = build.make_run(config, tmp_path, Phases(), build.check_run(config, tmp_path))
+        assert "memory    0" not in build.describe_run(run)
         advised = [line for line in build.describe_run(run).splitlines() if line.startswith("advice    ")]
         assert ["outer_momentum is 0.9" in line for line in advised] == [True] * (momentum == 0.9)
 

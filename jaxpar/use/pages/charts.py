@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 from jaxpar.strategies.pipeline.tables.simulate import Span
 from jaxpar.strategies.pipeline.tables.table import ACTION_KINDS
-from jaxpar.use.pages.html import escaped_text, format_number
+from jaxpar.use.pages.html import escaped_text, format_number, format_si
 
 CHART_WIDTH, CHART_HEIGHT = 400, 240  # of a line chart, in units of which a letter is 12 high
-LEFT, RIGHT, ABOVE, BELOW = 58, 12, 8, 36  # margins of a line chart
+RIGHT, ABOVE, BELOW = 12, 8, 36  # margins of a line chart; that on the left follows from the labels
+LETTER, GAP = 7.7, 6  # width of a letter or digit, and space between a label and the axis
+MOST_DIGITS = 1e5  # numbers of an axis that are not written with a prefix of the SI
 NUM_COLORS = 6
 NUM_TICKS = 5  # about, on an axis
 BUCKETS = 400  # a longer curve is drawn as the minimum and the maximum of this many equal numbers of points
@@ -49,22 +51,24 @@ def line_chart(
         return ""
     xs, ys = ([point[axis] for _, one in drawn for point in one.points] for axis in (0, 1))
     (x_low, x_high), (y_low, y_high) = _range(min(0, *xs), max(xs)), _range(min(ys), max(ys))
+    labels = {y: _axis_number(y) for y in ticks(y_low, y_high)}
+    left = round(GAP + LETTER * max(map(len, labels.values())))
     right, bottom = CHART_WIDTH - RIGHT, CHART_HEIGHT - BELOW
-    x_scale, y_scale = (right - LEFT) / (x_high - x_low), (bottom - ABOVE) / (y_high - y_low)
+    x_scale, y_scale = (right - left) / (x_high - x_low), (bottom - ABOVE) / (y_high - y_low)
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return LEFT + (x - x_low) * x_scale, bottom - (y - y_low) * y_scale
+        return left + (x - x_low) * x_scale, bottom - (y - y_low) * y_scale
 
     parts: list[str] = []
     keys: list[str] = []
-    for y in ticks(y_low, y_high):
+    for y, label in labels.items():
         height = place(x_low, y)[1]
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{height:.2f}" y2="{height:.2f}"/>')
-        parts.append(_text(LEFT - 6, height + 4, format_number(y), "end"))
+        parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{height:.2f}" y2="{height:.2f}"/>')
+        parts.append(_text(left - GAP, height + 4, label, "end"))
     x_ticks = ticks(x_low, x_high)
-    parts += [_text(place(x, y_low)[0], bottom + 15, format_number(x), "middle") for x in x_ticks]
+    parts += [_text(place(x, y_low)[0], bottom + 15, _axis_number(x), "middle") for x in x_ticks]
     parts.append(_text(right, CHART_HEIGHT - 4, x_label, "end"))
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    parts.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
     for x, label in events:
         at, style = f"{place(x, y_low)[0]:.2f}", 'style="stroke-dasharray:2 2"'
         line = f'<line class="axis" {style} x1="{at}" x2="{at}" y1="{ABOVE}" y2="{bottom}">'
@@ -86,6 +90,11 @@ def line_chart(
         key = f'<span class="key{" dashed" if is_dashed else ""}" style="color:{color}"></span>'
         keys.append(f"<li>{key}{escaped_text(one.name)} {last}</li>")
     return _figure(title, _svg(f'viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}"', title, parts), keys)
+
+
+def _axis_number(value: float) -> str:
+    """Return the label of a number of an axis: `20,000`, `15 M`. Two numbers of an axis differ in their labels."""
+    return format_si(value, digits=6) if abs(value) >= MOST_DIGITS else f"{value:,.6g}"
 
 
 def _range(low: float, high: float) -> tuple[float, float]:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 from jaxpar.errors import printable
 
 LONG_TEXT = 40  # characters of a cell that is not narrowed to one word a line
+DARKEST = 0.6  # opacity of a shaded cell on which text of both themes is legible
+SI_PREFIXES = "kMGTPE"
 
 
 class Cell(NamedTuple):
@@ -48,6 +50,11 @@ def folded(title: str, element: str) -> str:
 def paragraph(text: str) -> str:
     """Return a paragraph. Text between two backticks is code."""
     return f"<p>{marked(text)}</p>"
+
+
+def pictures(charts: Sequence[str]) -> str:
+    """Return charts side by side, or below each other on a narrow screen. Charts without points are left out."""
+    return "\n".join(['<div class="pictures">', *filter(None, charts), "</div>"]) if any(charts) else ""
 
 
 def table(rows: Sequence[Row], headings: Sequence[str] = (), *, is_matrix: bool = False) -> str:
@@ -91,10 +98,18 @@ def number_cell(value: float | None, shade: float | None = None) -> Cell:
 
 
 def format_number(value: float) -> str:
-    """Format a number for a reader: `12,345`, `0.1235`, `1.235e-05`."""
+    """Format a number for a reader: `12,345`, `0.1235`, `1.235e-05`, `12.35 G`."""
+    if math.isfinite(value) and abs(value) >= 1e9:
+        return format_si(value)
     if isinstance(value, int) or (math.isfinite(value) and abs(value) >= 1000):
-        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.4g}"
+        return f"{value:,.0f}"
     return f"{value:.4g}"
+
+
+def format_si(value: float, digits: int = 4) -> str:
+    """Format a number of at least 1000 with a prefix of the SI: `12.5 k`, `15 M`, `28.47 G`."""
+    power = min(math.floor(math.log10(abs(value))) // 3, len(SI_PREFIXES))
+    return f"{value / 1000**power:.{digits}g} {SI_PREFIXES[power - 1]}"
 
 
 def escaped_text(text: str) -> str:

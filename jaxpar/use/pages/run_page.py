@@ -10,10 +10,10 @@ from jaxpar import files
 from jaxpar.core.plan import Plan
 from jaxpar.errors import UserError, format_bytes, format_count
 from jaxpar.run import report
-from jaxpar.run.build import Run, advise_length
+from jaxpar.run.build import Run, advise_length, next_steps
 from jaxpar.tasks import Task
 from jaxpar.use.pages.charts import Series, line_chart, timeline_chart
-from jaxpar.use.pages.html import Cell, Row, document, folded, number_cell, paragraph, section, table
+from jaxpar.use.pages.html import DARKEST, Cell, Row, document, folded, number_cell, paragraph, pictures, section, table
 from jaxpar.use.pages.recorded import CERTIFICATE, RecordedRun, read_run, read_verdict
 
 REPORT = "report.html"
@@ -22,7 +22,6 @@ MOST_UPRIGHT = 6  # classes whose names above the columns of a confusion matrix 
 MOST_CLASSES = 100  # of a confusion matrix in the page
 NUM_CONFUSIONS = 20
 MOST_OPEN_ROWS = 20  # of a table that is not folded
-DARKEST = 0.6  # opacity of a cell of the confusion matrix, on which text of both themes is legible
 MUCH = 0.2  # part of the time of a run that a phase other than training should not exceed
 GOOD = 0.95  # a test accuracy after which a run was long enough
 CURVE_SPLITS = ("train", "validation", "test")
@@ -85,7 +84,7 @@ def run_page(run: RecordedRun, plan: Plan[object], num_steps: int, timelines: Ma
             section("Result", paragraph(result)),
             section("Curves", pictures(curves)),
             section("Time", *_seconds(run)),
-            section("What to try", *map(paragraph, _advice(run, plan, num_steps))),
+            section("What to try", *(paragraph(as_title(text)) for text in _advice(run, plan, num_steps))),
             section("Numbers", table(_result_rows(run, num_steps))),
             section("Classes", *_classes(run.result)),
             section("Rates", pictures(rates)),
@@ -165,11 +164,6 @@ def as_title(label: str) -> str:
 def loss_unit(task: Task) -> str:
     """Return the title of the curves of the loss."""
     return f"Loss ({task.loss_unit})"
-
-
-def pictures(charts: Sequence[str]) -> str:
-    """Return charts side by side, or below each other on a narrow screen. Charts without points are left out."""
-    return "\n".join(['<div class="pictures">', *filter(None, charts), "</div>"]) if any(charts) else ""
 
 
 def _curve(run: RecordedRun, name: str, title: str = "") -> str:
@@ -266,7 +260,7 @@ def _advice(run: RecordedRun, plan: Plan[object], num_steps: int) -> list[str]:
         )
     if spent.get("checkpoint", 0) > MUCH * total:
         found.append("Checkpoints took much of the time: raise `config.checkpoint.every_steps`, or use a faster disk.")
-    return found
+    return found + [f"{step}." for step in next_steps(run.config)]
 
 
 def _memory_table(plan: Plan[object]) -> str:

@@ -36,7 +36,10 @@ RESULT: dict[str, Any] = {
     "best_step": 30,
     "best_test_loss": 0.59375,
     "best_test_accuracy": 0.6875,
-    "environment": {"host": "node<7>", "command": "scripts/train 'a b'", "commit": None, "versions": {"jax": "9.8.7"}},
+    "environment": {
+        **{"host": "node<7>", "processor": "2 cores of <x>", "command": "scripts/train 'a b'", "commit": None},
+        "versions": {"jax": "9.8.7"},
+    },
     "examples_per_second": 1242.5,
     "mfu": 0.3203125,
     "strategy": "data_parallel",

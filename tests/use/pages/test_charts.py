@@ -48,6 +48,23 @@ def test_points_show_their_values_to_the_pointer() -> None:
     assert 100 < len(list(long.iter("title"))) <= charts.MOST_HOVERED
 
 
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ([4.9e6, 15.1e6], ["5 M", "10 M", "15 M"]),
+        ([1.24e10, 1.265e10], ["12.4 G", "12.5 G", "12.6 G"]),
+        ([10_001.0, 20_001.0], ["10,000", "15,000", "20,000"]),
+        ([1.234e-6, 1.238e-6], ["1.234e-06", "1.235e-06", "1.236e-06", "1.237e-06", "1.238e-06"]),
+    ],
+)
+def test_labels_of_the_y_axis_are_in_the_picture(values: list[float], labels: list[str]) -> None:
+    """A digit of 12 units height is less than 7.7 wide in common fonts."""
+    picture = svg(line_chart("FLOP/s", [Series("rate", list(enumerate(values, start=1)))]))
+    found = [text for text in picture.iter("text") if text.attrib["text-anchor"] == "end" and text.text != "step"]
+    assert [text.text for text in found] == labels
+    assert min(float(text.attrib["x"]) - 7.7 * len(text.text or "") for text in found) > -0.5
+
+
 def test_events_are_where_their_values_are() -> None:
     picture = svg(line_chart("Rate", [Series("rate", [(10.0, 1.0), (20.0, 2.0)])], events=[(20.0, "<lost>")]))
     [path] = picture.iter("path")

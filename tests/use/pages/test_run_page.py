@@ -11,8 +11,9 @@ import pytest
 
 from jaxpar import config as configs
 from jaxpar.core.plan import Decision, Plan, Traffic
+from jaxpar.run.build import next_steps
 from jaxpar.strategies.pipeline.tables.simulate import Span
-from jaxpar.use.pages.html import number_cell, table
+from jaxpar.use.pages.html import document, number_cell, table
 from jaxpar.use.pages.recorded import read_run
 from jaxpar.use.pages.run_page import confusions, metric_label, run_page, traffic_table, write_report
 from tests.html_pages import Page, check_alone
@@ -62,7 +63,13 @@ def test_all_numbers_of_the_result_are_in_the_page(tmp_path: Path) -> None:
     assert of_rows["test accuracy of the best checkpoint"] == ["0.6875"]
     assert of_rows["step of the best checkpoint"] == ["30"]
     assert of_rows["discarded after step 20"] == ["byteps_onebit <on> 2 replicas"]
-    environment = {"host": "node<7>", "command": "scripts/train 'a b'", "commit": "unknown", "jax": "9.8.7"}
+    environment = {
+        "host": "node<7>",
+        "processor": "2 cores of <x>",
+        "command": "scripts/train 'a b'",
+        "commit": "unknown",
+        "jax": "9.8.7",
+    }
     assert {name: of_rows[name] for name in environment} == {name: [text] for name, text in environment.items()}
     assert of_rows["train"] == ["6.5", "65.0%", ""]
     assert [row for row in page.rows if row[0] == NAMES[1]] == [  # classes, then the confusion matrix
@@ -84,7 +91,27 @@ def test_the_result_is_first_and_advice_follows_from_it(tmp_path: Path) -> None:
     (tmp_path / "run/result.json").write_text(json.dumps(result | changed))
     _, page = page_of(tmp_path / "run")
     advice = [one for one in page.texts if "lowest at" in one or "learned nothing" in one or "waited for" in one]
-    assert [one[:17] for one in advice] == ["the model learned", "The devices waite"]
+    assert [one[:17] for one in advice] == ["The model learned", "The devices waite"]
+
+
+def test_a_good_result_has_next_steps(tmp_path: Path) -> None:
+    """The page has the phrases that the terminal prints."""
+    run = read_run(write_run(tmp_path / "run"))._replace(result=RESULT | {"test_accuracy": 0.97, "best_step": 40})
+    texts = check_alone(run_page(run, PLAN, 40, {})).texts
+    first, *_ = next_steps(run.config)
+    assert f"{first[0].upper()}{first[1:]}." in texts
+
+
+def test_names_in_cells_stay_whole_on_a_phone() -> None:
+    """A column whose cells break anywhere becomes one letter wide; the boxes of wide tables have shadows instead."""
+    style = document("t", [])
+    rules = re.findall(r"([^{}]+)\{([^{}]*)\}", style[style.index("<style>") : style.index("</style>")])
+    cells = [rule for selector, rule in rules if set(re.split(r"[\s,]+", selector)) & {"table", "th", "td"}]
+    assert len(cells) > 4
+    assert not [rule for rule in cells if "anywhere" in rule]
+    assert not [selector for selector, rule in rules if "th.number" in selector and "nowrap" in rule]
+    [box] = [rule for selector, rule in rules if selector.split()[-1:] == [".scroll"] and "overflow-x" in rule]
+    assert box.count("no-repeat local") == box.count("no-repeat scroll") == 2
 
 
 def test_advice_is_given_only_where_it_helps(tmp_path: Path) -> None:
