@@ -1,9 +1,9 @@
-"""Measures the accuracy cost of exchanges: the score of a config with each exchange, compared with ddp.
+"""Measures the accuracy cost of exchanges, compared with ddp, or of precisions, compared with the first one.
 
     scripts/python scripts/bench/accuracy.py [--config=configs/quickstart.py] [--replicas=4] [--seeds=1]
-        [--exchanges=ddp,dp,..] [--workdir=runs/accuracy] [--config.KEY=VALUE ...]
+        [--exchanges=ddp,dp,.. | --dtypes=float32,float16] [--workdir=runs/accuracy] [--config.KEY=VALUE ...]
 
-Each exchange is trained by the command line in a separate process, once for each seed. The table has the mean over
+Each row is trained by the command line in a separate process, once for each seed. The table has the mean over
 seeds, and the range from the lowest to the highest score. Runs with results in the workdir are not repeated.
 """
 
@@ -19,8 +19,9 @@ from ml_collections import ConfigDict
 from jaxpar import config as configs
 from jaxpar import tasks
 from jaxpar.command_line import Parser, integer, names, output_path
-from jaxpar.errors import exit_code
+from jaxpar.errors import UserError, exit_code
 from jaxpar.exchange import EXCHANGES
+from jaxpar.models import DTYPES
 from scripts.bench.tables import show
 
 # Exchanges whose options change the accuracy, and the options.
@@ -50,11 +51,14 @@ def main() -> None:
         default=rows,
         help=f"exchanges to compare, by name or as one of {', '.join(map(repr, VARIANTS))} (default: all)",
     )
+    parser.add_argument("--dtypes", type=names(DTYPES), help=f"precisions to compare instead ({', '.join(DTYPES)})")
     parser.add_argument("--workdir", type=output_path, default="runs/accuracy", help="directory of the runs")
     arguments, overrides = parser.parse_with_overrides()
     overrides += [f"--config.mesh.{key}={arguments.replicas}" for key in ("data", "virtual_cpu_devices")]
-    settings = {row: chosen(row) for row in ("ddp", *arguments.exchanges)}
-    compare("exchange", settings, arguments.config, overrides, arguments.workdir, arguments.seeds)
+    head, settings = "exchange", {row: chosen(row) for row in ("ddp", *arguments.exchanges)}
+    if arguments.dtypes:
+        head, settings = "dtype", {dtype: [f"--config.model.dtype={dtype}"] for dtype in arguments.dtypes}
+    compare(head, settings, arguments.config, overrides, arguments.workdir, arguments.seeds)
 
 
 def compare(
@@ -115,7 +119,7 @@ def train(config: str, workdir: Path, overrides: list[str]) -> dict[str, float] 
         if done.returncode == DIVERGED:
             return None
         if done.returncode:
-            sys.exit(done.returncode)  # the run has printed the reason
+            raise UserError(f"{workdir} ended with exit code {done.returncode}, for the reason above")
     result: dict[str, float] = json.loads(path.read_text())
     return result
 

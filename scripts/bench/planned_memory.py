@@ -108,6 +108,7 @@ PIPELINES = (large_models.CASES[name].values for name in OF_LARGE)
 PROGRAMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("BERT base", "ddp", large_models.CASES["bert_base"].values),
     *(("GPT-2 124M", name, GPT2 | {"exchange": name}) for name in ("ddp", "zero1", "zero2", "zero3")),
+    ("GPT-2 124M, dropout 0.1", "ddp", GPT2 | {"exchange": "ddp", "model.dropout": 0.1}),
     *(("Llama 1B", name, LLAMA_1B | {"exchange": name}) for name in ("ddp", "zero2", "zero3")),
     ("Llama 8B", "zero3", LLAMA_8B | {"exchange": "zero3"}),
     ("GPT-2 medium, 64 x 512, XLA's attention", "ddp, tensor 2 x 4 replicas", GPT2_MEDIUM | {"mesh.tensor": 2}),
