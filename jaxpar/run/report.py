@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxpar import checkpoint, files, models
+from jaxpar.colors import CURVE_COLORS
 from jaxpar.data import Split
 from jaxpar.errors import TrainingError, format_count
 from jaxpar.launch import processes
@@ -30,6 +31,7 @@ from jaxpar.tasks.classification import CONFUSION
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax")
 PROJECT = Path(__file__).parents[2]  # of a clone
 JAX_SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl")
+STYLES = {"train": "-", "validation": "o--", "test": "*"}  # of the curve of each split
 RATES = ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu")
 
 
@@ -165,11 +167,12 @@ def draw_curves(workdir: Path, task: Task, title: str) -> Path | None:
         return None
     figure = Figure(figsize=(10, 4), layout="constrained")
     for axis, name in zip(figure.subplots(1, 2), ("loss", task.curve), strict=True):
-        for split, style in (("train", "-"), ("validation", "o--"), ("test", "*")):
+        for (split, style), color in zip(STYLES.items(), CURVE_COLORS[1:], strict=False):
             points = [(row["step"], row[name]) for row in rows if row["split"] == split and row.get(name) is not None]
             if points:
                 size = 12 if split == "test" else 5
-                axis.plot(*zip(*points, strict=True), style, label=f"{split} {points[-1][1]:.3f}", ms=size, lw=1.3)
+                label = f"{split} {points[-1][1]:.3f}"
+                axis.plot(*zip(*points, strict=True), style, color=color, label=label, ms=size, lw=1.3)
         axis.set_xlabel("step")
         axis.set_ylabel(f"loss ({task.loss_unit})" if name == "loss" else name)
         axis.grid(alpha=0.3)
