@@ -51,6 +51,8 @@ class StepCosts(NamedTuple):
     exposed: float  # communication during which it does not compute
     update: float  # the update of the parameters
     nbytes: float  # bytes that the device needs
+    # those of them that are state; the others are activations, and what the computation of a layer needs
+    state: StateBytes = StateBytes(0.0, 0.0, 0.0)
 
     def limit(self) -> str:
         """Return what takes the longest besides computing: waiting, exposed or update."""
@@ -133,7 +135,8 @@ def replicas_costs(
         exposed = waiting + copied + (between - beside)
     update = machine.moved(moved.exchange + moved.update, devices)
     seconds = machine.started(devices) + compute + exposed + update
-    return StepCosts(seconds, compute, 0.0, exposed, update, nbytes)
+    held = state if is_accumulated else state._replace(gradients=0.0)
+    return StepCosts(seconds, compute, 0.0, exposed, update, nbytes, held)
 
 
 class ActionCosts(NamedTuple):
@@ -199,8 +202,8 @@ def pipeline_costs(
     update = machine.moved(update_bytes, devices)
     seconds = machine.started(devices) + actions.seconds + exchange + update
     is_packed = actions.executor == LOCKSTEP
-    nbytes = pipeline_bytes(work, table, bounds, states, packed_bytes * is_packed, in_lockstep=is_packed)
-    return StepCosts(seconds, actions.compute, actions.waiting, actions.exposed + exchange, update, nbytes)
+    nbytes, state = pipeline_bytes(work, table, bounds, states, packed_bytes * is_packed, in_lockstep=is_packed)
+    return StepCosts(seconds, actions.compute, actions.waiting, actions.exposed + exchange, update, nbytes, state)
 
 
 def sent_by_layers(sent: Traffic) -> bool:
