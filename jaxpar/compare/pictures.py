@@ -16,8 +16,8 @@ from jaxpar.compare.report import EMULATED, REFERENCE, StrategyOutcome
 from jaxpar.errors import format_bytes
 
 # By value of config.strategy, and by purpose of memory. Bytes for other purposes, such as residuals, are one part.
-KINDS = ("single", "data_parallel", "async_data_parallel", "pipeline", "swarm")
-COLORS = dict(zip(KINDS, CURVE_COLORS, strict=False))
+DRAWN_KINDS = ("single", "data_parallel", "async_data_parallel", "pipeline", "swarm")
+COLORS = dict(zip(DRAWN_KINDS, CURVE_COLORS, strict=False))
 PURPOSES_DRAWN = ("parameters", "gradients", "optimizer", "other state", "activations", "stashes", "transfers")
 PURPOSE_COLORS = dict(zip(PURPOSES_DRAWN, (*CURVE_COLORS[1:4], CURVE_COLORS[0], *CURVE_COLORS[4:]), strict=False))
 MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*")

@@ -31,7 +31,7 @@ from jaxpar.tasks.classification import CONFUSION
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax")
 PROJECT = Path(__file__).parents[2]  # of a clone
 JAX_SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl")
-STYLES = {"train": "-", "validation": "o--", "test": "*"}  # of the curve of each split
+SPLIT_STYLES = {"train": "-", "validation": "o--", "test": "*"}  # of the curve of each split
 RATES = ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu")
 
 
@@ -167,7 +167,7 @@ def draw_curves(workdir: Path, task: Task, title: str) -> Path | None:
         return None
     figure = Figure(figsize=(10, 4), layout="constrained")
     for axis, name in zip(figure.subplots(1, 2), ("loss", task.curve), strict=True):
-        for (split, style), color in zip(STYLES.items(), CURVE_COLORS[1:], strict=False):
+        for (split, style), color in zip(SPLIT_STYLES.items(), CURVE_COLORS[1:], strict=False):
             points = [(row["step"], row[name]) for row in rows if row["split"] == split and row.get(name) is not None]
             if points:
                 size = 12 if split == "test" else 5
