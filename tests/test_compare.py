@@ -29,7 +29,7 @@ from jaxpar.commands import compare_strategies as command
 from jaxpar.compare import runs
 from jaxpar.compare import strategies as compare
 from jaxpar.compare.page import html_page
-from jaxpar.compare.pictures import MOST_LINES, curve_panels, draw_pictures
+from jaxpar.compare.pictures import COLORS, curve_panels, draw_pictures
 from jaxpar.compare.report import (
     StrategyOutcome,
     TableColumn,
@@ -52,13 +52,19 @@ from tests.selection import slow
 
 OUTCOMES = {
     "single": StrategyOutcome(
-        step_seconds=0.2, wire_bytes=0, device_bytes=(8_000_000,), in_flight_bytes=2_000_000, metric=0.5
+        step_seconds=0.2,
+        wire_bytes=0,
+        device_bytes=(8_000_000,),
+        in_flight_bytes=2_000_000,
+        metric=0.5,
+        memory={"parameters": 5_000_000, "residuals": 3_000_000, "gradients": 2_000_000},
     ),
     "ddp": StrategyOutcome(
         step_seconds=0.16,
         wire_bytes=4_000_000,
         device_bytes=(8_000_000, 8_000_000),
         in_flight_bytes=1_000_000,
+        memory={"optimizer": 6_000_000, "parameters": 2_000_000, "activations": 1_000_000},
         metric=0.504,
         guarantee="equal to single",
         certificate="passed, 10 steps",
@@ -72,6 +78,7 @@ OUTCOMES = {
         wire_bytes=1,
         device_bytes=(1_000_000, 3_000_000),
         in_flight_bytes=0,
+        memory={"history": 1_000_000, "parameters": 2_000_000},
         metric=0.25,
         staleness=(0.75, 3),
         guarantee="differs: stale",
@@ -201,29 +208,41 @@ def test_pictures_show_the_values_of_the_table() -> None:
     assert list(drawn_by_name) == ["throughput", "accuracy", "memory"]
     throughput, accuracy, memory = (figure.axes[0] for figure in drawn_by_name.values())
     assert heights(throughput) == pytest.approx([640, 800, 51.2])
-    assert heights(memory) == pytest.approx([8, 2, 8, 1, 3, 0])
-    assert all(len(axis.lines) <= MOST_LINES for axis in accuracy.figure.axes)
+    bars = {str(bars.get_label()): [bar.get_width() for bar in bars] for bars in memory.containers}
+    assert bars == {
+        "parameters": [5, 2, 2],
+        "gradients": [2, 0, 0],
+        "optimizer": [0, 6, 0],
+        "other state": [3, 0, 1],
+        "activations": [0, 1, 0],
+    }
+    assert [text.get_text().strip() for text in memory.texts] == ["10 MB", "9 MB", "3 MB"]
+    ends = [max(bar.get_x() + bar.get_width() for bar in bars) for bars in zip(*memory.containers, strict=True)]
+    assert ends == pytest.approx([10, 9, 3])  # stacked
     drawn = [line for axis in accuracy.figure.axes for line in axis.lines]
     lines = {str(line.get_label()): np.array(line.get_xydata()).tolist() for line in drawn}
-    assert lines["ddp"] == [[1.6, 0.25], [3.2, 0.5]]  # 10 and 20 steps of 0.16 s
-    assert lines["async (emulated)"] == [[25.0, 0.125]]
-    assert "gpipe" not in lines
+    assert lines == {"ddp": [[1.6, 0.25], [3.2, 0.5]], "async": [[25.0, 0.125]]}  # 10 and 20 steps of 0.16 s
+    assert [axis.get_title() for axis in accuracy.figure.axes] == ["ddp", "async (emulated)"]
 
 
-def test_many_curves_are_in_several_panels() -> None:
-    """Each with the reference, in different colors, and no text is cut."""
+def test_each_curve_is_in_a_panel() -> None:
+    """Each with the reference, in the color of its kind, and no text is cut."""
     names = ["single", *(f"exchange_{number}" for number in range(9)), *(f"schedule_{number}" for number in range(6))]
     outcomes = dict.fromkeys(names, OUTCOMES["ddp"])
     kinds = {name: {"e": "data_parallel", "p": "pipeline"}.get(name[0], "single") for name in names}
     kinds |= {name: "pipeline" for name in names if name.startswith("schedule")}
     drawn = draw_pictures(outcomes, kinds, batch_size=128, metric="accuracy")
     axes = drawn["accuracy"].axes
-    assert [len(axis.lines) for axis in axes] == [8, 3, 7]
-    for axis in axes:
-        assert len({line.get_color() for line in axis.lines}) == len(axis.lines)
-        assert axis.lines[0].get_label() == "single"
-        assert axis.get_xlabel().endswith("(s)")
-        assert axis.get_ylim()[0] > 0.2  # the values are 0.25 and 0.5
+    assert axes[0].get_ylim()[0] > 0.2  # the values are 0.25 and 0.5
+    assert [axis.get_title() for axis in axes if axis.get_visible()] == names[1:]
+    for name, axis in zip(names[1:], axes, strict=False):
+        assert [(line.get_label(), line.get_color()) for line in axis.lines] == [
+            (one, COLORS[kinds[one]]) for one in ("single", name)
+        ]
+    assert (drawn["accuracy"].get_supxlabel(), drawn["accuracy"].get_supylabel()) == (
+        "time of the steps (s); grey: single",
+        "validation accuracy",
+    )
     for figure in drawn.values():
         figure.draw_without_rendering()
         width = figure.bbox.width
@@ -290,7 +309,7 @@ def test_the_state_and_what_is_in_flight_are_apart_on_gradients_too(tmp_path: Pa
     assert [*pipeline.device_bytes] == [sum(parts.values()) - n for parts, n in zip(plan.memory, stashes, strict=True)]
     gradients = sum(strategies.in_flight_bytes(plan, loaded.problem).values())
     whole = max(pipeline.device_bytes) + (pipeline.in_flight_bytes or 0)
-    assert whole == max(sum(parts.values()) for parts in plan.memory) + gradients
+    assert whole == sum(pipeline.memory.values()) == max(sum(parts.values()) for parts in plan.memory) + gradients
 
 
 def test_guarantee_and_staleness_of_plans() -> None:

@@ -12,7 +12,7 @@ import jaxpar
 ROOT = Path(jaxpar.__file__).parent
 # A module may import the modules before it. An entry is a file at the top of jaxpar, or a folder with all its files.
 ORDER = [
-    *("errors", "files", "host_memory", "config", "config_help", "command_line"),
+    *("errors", "colors", "files", "host_memory", "config", "config_help", "command_line"),
     *("measure", "layout", "cluster"),
     *("data", "tasks", "models"),
     *("core", "launch", "checkpoint", "exchange"),

@@ -9,24 +9,20 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from jaxpar.compare.report import EMULATED, REFERENCE, StrategyOutcome, fullest_bytes
+from jaxpar.colors import CURVE_COLORS
+from jaxpar.compare.report import EMULATED, REFERENCE, StrategyOutcome
 from jaxpar.errors import format_bytes
 
-# Colors of Okabe and Ito, "Color Universal Design", 2008, by value of config.strategy. All are visible on white and on
-# black.
-COLORS = {
-    "single": "#808080",
-    "data_parallel": "#0072b2",
-    "pipeline": "#009e73",
-    "async_data_parallel": "#d55e00",
-    "swarm": "#cc79a7",
-}
-# Of curves: first that of REFERENCE, then the others, which also differ in their markers.
-CURVE_COLORS = ("#808080", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b")
+# By value of config.strategy, and by purpose of memory. Bytes for other purposes, such as residuals, are one part.
+DRAWN_KINDS = ("single", "data_parallel", "async_data_parallel", "pipeline", "swarm")
+COLORS = dict(zip(DRAWN_KINDS, CURVE_COLORS, strict=False))
+PURPOSES_DRAWN = ("parameters", "gradients", "optimizer", "other state", "activations", "stashes", "transfers")
+PURPOSE_COLORS = dict(zip(PURPOSES_DRAWN, (*CURVE_COLORS[1:4], CURVE_COLORS[0], *CURVE_COLORS[4:]), strict=False))
 MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*")
 MOST_LINES = len(CURVE_COLORS)  # in a panel
 PICTURE_STYLE: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 _WIDTH = 6.4  # inches
+_COLUMNS = 4  # panels of a metric in a row
 
 
 class PolicyCurve(NamedTuple):
@@ -55,8 +51,8 @@ def draw_pictures(
     with matplotlib.rc_context(PICTURE_STYLE):
         return {
             "throughput": _draw_throughput(timed, colors, batch_size),
-            metric: _draw_curves(curve_panels(outcomes, kinds, metric), metric),
-            "memory": _draw_memory(outcomes, colors),
+            metric: _draw_metric(timed, colors, metric),
+            "memory": draw_memory({name: row.memory for name, row in outcomes.items() if row.memory}),
         }
 
 
@@ -74,16 +70,28 @@ def _draw_throughput(timed: Mapping[str, StrategyOutcome], colors: Mapping[str, 
     return figure
 
 
-def _draw_memory(outcomes: Mapping[str, StrategyOutcome], colors: Mapping[str, str]) -> Figure:
-    """Draw two bars in a line for each strategy: the bytes of the state, and those in flight during a step."""
-    rows = {name: row for name, row in outcomes.items() if row.device_bytes}
-    figure, axis = _bars(list(rows))
-    for place, (name, row) in enumerate(rows.items()):
-        held, more = max(row.device_bytes), row.in_flight_bytes or 0
-        axis.barh(place, held / 1e6, color=colors[name])
-        bar = axis.barh(place, more / 1e6, left=held / 1e6, color=colors[name], alpha=0.4)
-        axis.bar_label(bar, [format_bytes(fullest_bytes(row))], padding=3, fontsize=8)
-    axis.set_xlabel("MB: state, from the plan (solid); in flight during a step (light)")
+def draw_memory(memory: Mapping[str, Mapping[str, float]]) -> Figure:
+    """Draw a bar for each strategy: bytes by purpose, those of PURPOSES_DRAWN in their order. memory: by strategy."""
+    figure, axis = _bars(list(memory))
+    largest = max((sum(parts.values()) for parts in memory.values()), default=0)
+    unit, divisor = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
+    left = np.zeros(len(memory))
+    for purpose, color in PURPOSE_COLORS.items():
+        if purpose == "other state":
+            others = (sum(n for name, n in parts.items() if name not in PURPOSES_DRAWN) for parts in memory.values())
+        else:
+            others = (0.0 for _ in memory)
+        sizes = np.array([parts.get(purpose, 0.0) for parts in memory.values()]) + list(others)
+        if sizes.any():
+            axis.barh(range(len(memory)), sizes / divisor, left=left / divisor, color=color, label=purpose)
+        left += sizes
+    for place, total in enumerate(left):
+        axis.text(total / divisor, place, f" {format_bytes(total)}", va="center", fontsize=8)
+    axis.use_sticky_edges = False  # those of empty bars would leave no space for the totals
+    axis.set_xlim(left=0)
+    axis.set_xlabel(f"memory of the fullest device ({unit})")
+    if memory:
+        figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=8)
     return figure
 
 
@@ -109,20 +117,30 @@ def curve_panels(outcomes: Mapping[str, StrategyOutcome], kinds: Mapping[str, st
     return panels
 
 
-def _draw_curves(panels: Sequence[CurvePanel], metric: str) -> Figure:
-    """Draw panels of a metric on the validation split, two in a row."""
-    rows = -(-len(panels) // 2)
-    figure = Figure(figsize=(_WIDTH, 0.6 + 2.8 * rows), layout="constrained")
-    for place, panel in enumerate(panels, 1):
-        axis = figure.add_subplot(rows, min(len(panels), 2), place)
-        has_reference = [curve.name for curve in panel.curves[:1]] == [REFERENCE]
-        for curve, color, marker in zip(panel.curves, CURVE_COLORS[not has_reference :], MARKERS, strict=False):
-            axis.plot(curve.x, curve.values, color=color, marker=marker, ms=3, lw=1.2, label=curve.name)
-        axis.set_xlabel(panel.xlabel)
-        axis.set_ylabel(f"validation {metric}")
-        axis.set_xlim(left=0)
+def _draw_metric(timed: Mapping[str, StrategyOutcome], colors: Mapping[str, str], metric: str) -> Figure:
+    """Draw the metric against the time of the steps, in a panel for each strategy, with the curve of REFERENCE."""
+    drawn = {name: row for name, row in timed.items() if row.curve}
+    names = [name for name in drawn if name != REFERENCE] or list(drawn)
+    columns = min(max(len(names), 1), _COLUMNS)
+    rows = -(-max(len(names), 1) // columns)
+    figure = Figure(figsize=(_WIDTH, 0.8 + 1.3 * rows), layout="constrained")
+    axes_RC = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for axis in axes_RC.flat[len(names) :]:
+        axis.set_visible(False)
+    for axis, name in zip(axes_RC.flat, names, strict=False):
+        for one in dict.fromkeys((REFERENCE, name)):
+            if one in drawn:
+                row = drawn[one]
+                assert row.step_seconds
+                points = [(step * row.step_seconds, value) for step, value in row.curve]
+                axis.plot(*zip(*points, strict=True), "o-", color=colors[one], ms=2.5, lw=1.4, label=one)
+        axis.set_title(f"{name} ({EMULATED})" if drawn[name].is_emulated else name, fontsize=8)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7, frameon=False)
+    for axis in axes_RC.flat[max(len(names) - columns, 0) : len(names)]:
+        axis.tick_params(labelbottom=True)  # also above an empty place
+    axes_RC[0, 0].set_xlim(left=0)  # shared by all
+    figure.supxlabel(f"time of the steps (s); grey: {REFERENCE}", fontsize=9)
+    figure.supylabel(f"validation {metric}", fontsize=9)
     return figure
 
 

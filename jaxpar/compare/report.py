@@ -30,6 +30,7 @@ class StrategyOutcome:
     # bytes that a step needs on the fullest device in addition, such as gradients and activations: of a pipeline from
     # the plan, otherwise an estimate
     in_flight_bytes: int | None = None
+    memory: Mapping[str, float] = field(default_factory=dict)  # both by purpose, of the fullest device
     metric: float | None = None  # the metric of the task on the held-out split
     # mean and maximum number of updates that are missing in the weights from which gradients are computed
     staleness: tuple[float, int] | None = None

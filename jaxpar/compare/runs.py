@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from jaxpar import config as configs
 from jaxpar import files, strategies
 from jaxpar.compare.report import REFERENCE, StrategyOutcome
-from jaxpar.core.plan import Plan
+from jaxpar.core.plan import ON_HOST, Plan
 from jaxpar.errors import FAILED, UserError
 from jaxpar.launch.launcher import LAUNCHER, MAX_FORWARDED, POLL_SECONDS, start_process
 from jaxpar.launch.place import COMMAND
@@ -130,6 +130,8 @@ def read_outcome(config: ConfigDict, plan: Plan[Any], workdir: Path, loaded: bui
     """Return the outcome of a finished run."""
     result, task = _read_result(workdir), loaded.problem.task
     stashed = max(plan.device_bytes) - plan.state_bytes  # activations that the plan of a pipeline counts
+    in_flight = strategies.in_flight_bytes(plan, loaded.problem)
+    fullest = plan.memory[plan.device_bytes.index(max(plan.device_bytes))]
     rate = result.get("examples_per_second")
     rows = [row for row in metrics.read_metrics(workdir) if row["split"] == "validation"]
     curve = tuple((row["step"], row[task.curve]) for row in rows if row.get(task.curve) is not None)
@@ -138,7 +140,8 @@ def read_outcome(config: ConfigDict, plan: Plan[Any], workdir: Path, loaded: bui
         is_emulated=is_emulated(config),
         wire_bytes=plan.wire_bytes,
         device_bytes=tuple(plan.device_state_bytes),
-        in_flight_bytes=stashed + sum(strategies.in_flight_bytes(plan, loaded.problem).values()),
+        in_flight_bytes=stashed + sum(in_flight.values()),
+        memory={**{part: n for part, n in fullest.items() if not part.endswith(ON_HOST)}, **in_flight},
         metric=result[find_score(loaded).key],
         staleness=find_staleness(plan, result),
         guarantee=find_guarantee(plan),

@@ -18,6 +18,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import checkpoint, files, models
+from jaxpar.colors import CURVE_COLORS
 from jaxpar.core.loss_scale import AVOID_NONFINITE, AVOID_OVERFLOW
 from jaxpar.data import Split
 from jaxpar.errors import TrainingError, format_count
@@ -33,6 +34,7 @@ from jaxpar.tasks.classification import CONFUSION
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax")
 PROJECT = Path(__file__).parents[2]  # of a clone
 JAX_SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl")
+SPLIT_STYLES = {"train": "-", "validation": "o--", "test": "*"}  # of the curve of each split
 RATES = ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu")
 
 
@@ -170,11 +172,12 @@ def draw_curves(workdir: Path, task: Task, title: str) -> Path | None:
         return None
     figure = Figure(figsize=(10, 4), layout="constrained")
     for axis, name in zip(figure.subplots(1, 2), ("loss", task.curve), strict=True):
-        for split, style in (("train", "-"), ("validation", "o--"), ("test", "*")):
+        for (split, style), color in zip(SPLIT_STYLES.items(), CURVE_COLORS[1:], strict=False):
             points = [(row["step"], row[name]) for row in rows if row["split"] == split and row.get(name) is not None]
             if points:
                 size = 12 if split == "test" else 5
-                axis.plot(*zip(*points, strict=True), style, label=f"{split} {points[-1][1]:.3f}", ms=size, lw=1.3)
+                label = f"{split} {points[-1][1]:.3f}"
+                axis.plot(*zip(*points, strict=True), style, color=color, label=label, ms=size, lw=1.3)
         axis.set_xlabel("step")
         axis.set_ylabel(f"loss ({task.loss_unit})" if name == "loss" else name)
         axis.grid(alpha=0.3)

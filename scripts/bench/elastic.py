@@ -39,8 +39,8 @@ from absl import logging
 from matplotlib.figure import Figure
 
 from jaxpar import checkpoint
+from jaxpar.colors import CURVE_COLORS
 from jaxpar.command_line import Parser, integer, output_path
-from jaxpar.compare.pictures import CURVE_COLORS
 from jaxpar.errors import TrainingError, exit_code
 from jaxpar.run.history import LOST_PREFIX, read_starts
 from scripts.bench.tables import show
@@ -249,9 +249,12 @@ def draw_throughput(path: Path) -> None:
     seconds, numbers = np.asarray(steps).T
     done = np.interp(edges, seconds, numbers)
     axes.stairs(np.maximum(np.diff(done), 0) * config["batch_size"] / BIN_SECONDS, edges, color=CURVE_COLORS[1])
-    for when, text in events:
-        axes.axvline(when, color=CURVE_COLORS[2], linestyle="--", linewidth=1)
-        axes.text(when, 0.98, f" {text}", transform=axes.get_xaxis_transform(), fontsize=9, rotation=90, va="top")
+    for height, (when, text) in enumerate(reversed(events)):  # the first is the highest, so that no line crosses a text
+        style: dict[str, Any] = {"color": CURVE_COLORS[2], "linestyle": "--", "linewidth": 1}
+        stem = {"arrowstyle": "-", "relpos": (0, 0), "shrinkA": 0, "shrinkB": 0, **style}
+        of_text: dict[str, Any] = {"textcoords": "offset points", "arrowprops": stem, "fontsize": 9}
+        axes.axvline(when, **style)
+        axes.annotate(text, (when, 1), (0, 4 + 13 * height), axes.get_xaxis_transform(), **of_text)
     axes.set(xlabel="time since the first log line (s)", ylabel="throughput (examples/s)", xlim=0, ylim=0)
     figure.savefig(path, dpi=150)
 

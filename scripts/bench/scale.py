@@ -1,100 +1,105 @@
-"""Plans GPT models for 8 to 4,096 H100s, and draws the predicted MFU of the fastest strategy.
+"""Predicts the memory and the throughput of strategies for GPT-2 XL on H100s, and draws both. Nothing is compiled.
 
-    scripts/python scripts/bench/scale.py [--out=docs/scale.png]
+    scripts/python scripts/bench/scale.py [--memory=docs/memory.png] [--throughput=docs/scale.png]
 
-Models of 124M, 1.3B, 13B and 175B parameters in bfloat16, with 2,048 tokens a text and 2,048 texts a step (one for each
-GPU if there are more), without dropout, on hosts of 8. Prints a row for each model and number of GPUs: the strategy,
-the predicted time and MFU, what takes the longest besides computing, and the memory. Nothing is compiled.
+The model has 1.5 billion parameters, computes in bfloat16, and is trained on 512 texts of 1,024 tokens per step,
+without dropout, on hosts of 8. A device computes 4 texts at a time, fewer where it has less; gradients are accumulated.
+Pipelines have 8 stages, one for each device of a host; gpipe computes activations again (pipeline.remat), because it
+does not fit otherwise. Memory is that of the fullest of 8 devices.
 """
 
 import sys
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
+from matplotlib.figure import Figure
 
 from jaxpar import config as configs
-from jaxpar.choose import planner, report
-from jaxpar.choose.candidates import Candidate, Space
-from jaxpar.choose.costs.layers import TracedLayers
-from jaxpar.choose.costs.machine import GpuMachine
+from jaxpar.choose.asynchronous import predicted
+from jaxpar.choose.candidates import Candidate, gpu_space, state_ratios
 from jaxpar.cluster.files import find_named
 from jaxpar.cluster.target import memory_fraction
+from jaxpar.colors import CURVE_COLORS
 from jaxpar.command_line import Parser, output_path
+from jaxpar.compare.pictures import MARKERS, PICTURE_STYLE, draw_memory
+from jaxpar.compare.strategies import strategy_settings
 from jaxpar.errors import exit_code, format_bytes
-from jaxpar.measure.flops import forward_flops
 from scripts.bench.vocabulary import DEFAULTS, make_problem
 
-TOKENS, TEXTS = 2048, 2048
-GPUS = (8, 64, 512, 4096)
-SMALL = 0.05  # share of the step below which an overhead does not limit it
-# Features, heads and layers: GPT-2 small, and models of Brown et al., "Language Models are Few-Shot Learners", 2020.
-MODELS = {"124M": (768, 12, 12), "1.3B": (2048, 16, 24), "13B": (5120, 40, 40), "175B": (12288, 96, 96)}
-COLORS = ("#0072b2", "#009e73", "#e69f00", "#d55e00")  # Okabe and Ito, "Color Universal Design", 2008
+TEXTS, LENGTH, STAGES, AT_ONCE = 512, 1024, 8, 4
+TICKS = (0.2, 0.5, 1, 2, 5, 10)  # million tokens/s
+GPUS = (8, 16, 32, 64, 128, 256)
+REMAT = "gpipe"  # the strategy that computes activations again
+PIPELINES = (REMAT, "1f1b", "zb_h1")
+STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", *PIPELINES)
+SHOWN = ("ddp", "zero1", "zero3", *PIPELINES)
 
 
 def main() -> None:
-    """Print the table, and draw the picture."""
+    """Print a row for each strategy and number of GPUs, and draw the pictures."""
     parser = Parser(__doc__)
-    parser.add_argument("--out", type=output_path, default="docs/scale.png", help="the picture")
+    parser.add_argument("--memory", type=output_path, default="docs/memory.png", help="the picture of the memory")
+    parser.add_argument("--throughput", type=output_path, default="docs/scale.png", help="that of the throughput")
     arguments = parser.parse()
-    print("| model | H100s | strategy | step | MFU | limited by | memory |\n|---|---|---|---|---|---|---|")
-    figure, axis = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for (model, sizes), color in zip(MODELS.items(), COLORS, strict=True):
-        points = []
-        for number in GPUS:
-            best, work = planned(sizes, number)
-            values, costs = report.as_json(best, work), best.costs
-            if not best.fits:
-                print(f"| {model} | {number:,} | none fits | | | memory | {format_bytes(costs.nbytes)} |", flush=True)
-                continue
-            points.append((number, values["mfu"]))
-            limit = costs.limit()
-            share = costs.overheads()[limit] / costs.seconds
-            limited_by = f"{report.OVERHEADS[limit]}, {share:.0%}" if share >= SMALL else "computing"
-            print(
-                f"| {model} | {number:,} | {best.name}{report.details(best.settings)} | "
-                f"{report.format_seconds(costs.seconds)} | {values['mfu']:.3f} | {limited_by} | "
-                f"{format_bytes(costs.nbytes)} |",
-                flush=True,
-            )
-        axis.plot(*zip(*points, strict=True), "o-", color=color, label=model)
-    axis.set_xscale("log", base=2, nonpositive="mask")
-    axis.set_xticks(GPUS, [f"{number:,}" for number in GPUS])
-    axis.set_ylim(0, 0.7)
-    axis.set_xlabel("number of H100s")
-    axis.set_ylabel("predicted MFU (fraction of the peak FLOP/s)")
-    axis.legend(title="parameters")
-    axis.grid(alpha=0.3)
-    figure.savefig(arguments.out, dpi=120)
+    print("| H100s | strategy | tokens/s | memory |\n|---|---|---|---|")
+    rates: dict[str, dict[int, float]] = defaultdict(dict)
+    memory: dict[str, dict[str, float]] = {}
+    for number in GPUS:
+        cluster = find_named(f"h100:{number // 8}x8", "cluster")[1]
+        base: Any = configs.default_config()
+        base.update_from_flattened_dict(DEFAULTS | {"model.size": "gpt2_xl", "batch_size": TEXTS})
+        base.pipeline.executor = "dispatch"
+        problem = make_problem(base, cluster, length=LENGTH)
+        assert cluster.memory_bytes is not None
+        space = gpu_space(base, problem, cluster, memory_fraction() * cluster.memory_bytes, {})
+        ratios = state_ratios(problem)
+        for name in STRATEGIES if number == GPUS[0] else SHOWN:
+            found = predicted(space, settings_of(base, name, number), ratios)
+            assert isinstance(found, Candidate), found
+            costs = found.costs
+            rate = TEXTS * LENGTH / costs.seconds
+            print(f"| {number} | {name} | {rate:,.0f} | {format_bytes(costs.nbytes)} |", flush=True)
+            shown = f"{name} (remat)" if name == REMAT else name
+            if name in SHOWN:
+                rates[shown][number] = rate
+            if number == GPUS[0]:
+                memory[shown] = {**costs.state._asdict(), "activations": costs.nbytes - sum(costs.state)}
+    with matplotlib.rc_context(PICTURE_STYLE):
+        draw_memory(memory).savefig(arguments.memory, dpi=150)
+        draw_rates(rates).savefig(arguments.throughput, dpi=150)
 
 
-def planned(sizes: tuple[int, int, int], number: int) -> tuple[Candidate, report.StepWork]:
-    """Return the fastest candidate on this number of GPUs, and the work of a step."""
-    cluster = find_named(f"h100:{number // 8}x8", "cluster")[1]
-    config: Any = configs.default_config()
-    features, heads, layers = sizes
-    config.update_from_flattened_dict(
-        DEFAULTS
-        | {
-            "strategy": "single",
-            "model.max_length": TOKENS,
-            "model.hidden_size": features,
-            "model.num_heads": heads,
-            "model.num_layers": layers,
-            "batch_size": max(TEXTS, number),
-        }
-    )
-    problem = make_problem(config, cluster)
-    assert cluster.memory_bytes is not None
-    usable = memory_fraction() * cluster.memory_bytes
-    space = Space(config, problem, TracedLayers(problem, cluster), GpuMachine(cluster), usable)
-    flops = 3.0 * forward_flops(problem.model.apply, problem.model.shapes, dict(problem.batch))
-    peak = cluster.peak_flops[config.model.dtype] * number
-    work = report.StepWork(config.batch_size, config.batch_size * TOKENS, flops, peak, usable)
-    return planner.candidates(space)[0], work
+def settings_of(base: Any, name: str, number: int) -> Any:
+    """Return the config of a strategy on this number of GPUs."""
+    config = base.copy_and_resolve_references()
+    configs.override(config, strategy_settings(name, number, STAGES))
+    replicas = number // STAGES if name in PIPELINES else config.mesh.data
+    microbatches = max(TEXTS // (replicas * AT_ONCE), 1)
+    if name in PIPELINES:
+        config.pipeline.num_microbatches = min(max(microbatches, 2 * STAGES), TEXTS // replicas)
+        config.pipeline.remat = "full" if name == REMAT else "none"
+    else:
+        config.optimizer.accumulation_steps = microbatches
+    return config
+
+
+def draw_rates(rates: Mapping[str, Mapping[int, float]]) -> Figure:
+    """Draw tokens per second against the number of GPUs, both logarithmic, and what is proportional to the latter."""
+    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    axes = figure.subplots()
+    for (name, of_name), color, marker in zip(rates.items(), CURVE_COLORS[1:], MARKERS, strict=False):
+        axes.loglog(GPUS, [of_name[number] / 1e6 for number in GPUS], marker=marker, color=color, ms=5, label=name)
+    fastest = max(of_name[GPUS[0]] for of_name in rates.values()) / GPUS[0] / 1e6
+    axes.loglog(GPUS, [fastest * number for number in GPUS], ":", color="black", lw=1, label="fastest on 8, scaled")
+    axes.set_xticks(GPUS, [str(number) for number in GPUS])
+    axes.set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
+    axes.minorticks_off()
+    axes.set(xlabel="number of H100s", ylabel="predicted throughput (million tokens/s)")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    return figure
 
 
 if __name__ == "__main__":

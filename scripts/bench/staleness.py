@@ -5,11 +5,13 @@ scripts/python scripts/bench/staleness.py [--out=docs/staleness.png]
 
 import json
 import sys
+from typing import Any
 
 from matplotlib.figure import Figure
 
+from jaxpar.colors import CURVE_COLORS
 from jaxpar.command_line import Parser, output_path
-from jaxpar.compare.pictures import CURVE_COLORS
+from jaxpar.compare.pictures import MARKERS
 from jaxpar.errors import exit_code
 from scripts.bench.results import FOLDER
 
@@ -25,17 +27,27 @@ def main() -> None:
     rows = [dict(zip(result["columns"], row, strict=True)) for row in result["rows"]]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for name, color in zip(SHOWN, CURVE_COLORS, strict=False):
-        points = [
-            (float(row["staleness"].partition(",")[0]), float(row["test_accuracy"].rstrip("%")))
-            for row in rows
-            if row["updates"] == name
-        ]
-        axes.plot(*zip(*points, strict=True), "o", color=color, label=name.replace("+", " with "))
+    for place, (name, color) in enumerate(zip(SHOWN, CURVE_COLORS, strict=False)):
+        for straggler in ("none", "4 times slower"):
+            points = [
+                (float(row["staleness"].partition(",")[0]), float(row["test_accuracy"].rstrip("%")))
+                for row in rows
+                if (row["updates"], row["straggler"]) == (name, straggler)
+            ]
+            # Later points are smaller, and those with a straggler are hollow, so that equal points do not hide others.
+            is_first = straggler == "none"
+            style: dict[str, Any] = {"ms": (11 if is_first else 14) - 1.5 * place, "mew": 1.5, "color": color}
+            style |= {"label": name.replace("+", " with ")} if is_first else {"mfc": "none"}
+            axes.plot(*zip(*points, strict=True), MARKERS[place], **style)
+    axes.plot([], [], "o", color="black", mfc="none", mew=1.5, label="hollow: one worker is 4 times slower")
     axes.axhline(12.29, color="black", linestyle=":", linewidth=1)
-    axes.text(0.1, 13.2, "always predicting one class", fontsize=8)
+    axes.text(4.2, 11.5, "always predicting one class", fontsize=9, ha="center", va="top")
+    axes.annotate(
+        "async (both) and ssp", (6.9, 12.5), (6.9, 20), fontsize=9, ha="right", arrowprops={"arrowstyle": "-"}
+    )
     axes.set(xlabel="mean staleness (updates that the weights of a gradient lack)", ylabel="test accuracy (%)", ylim=0)
-    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9, loc="upper center", frameon=False)
     figure.savefig(arguments.out, dpi=150)
 
 

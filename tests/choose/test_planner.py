@@ -575,6 +575,8 @@ def test_the_fastest_that_fits_is_first(space: Space, found: list[Candidate]) ->
     # Replicas accumulate as few microbatches as fit, or the most.
     steps = {(one.fits, one.settings.get("optimizer.accumulation_steps")) for one in found}
     assert steps == {(True, 1), (False, 8), (True, None), (False, None)}
+    of_state = {one.settings.get("optimizer.accumulation_steps"): one.costs.state for one in found}
+    assert of_state[1].gradients == 0 < of_state[8].gradients  # which are added up
     names = {one.name for one in found}
     assert {"ddp", "zero1", "zero2", "zero3", "1f1b, 4 stages x 2 replicas", "zb_h1, 8 stages"} <= names
     assert {one.settings["exchange"] for one in found if one.settings["strategy"] == "pipeline"} == {"ddp", "zero1"}
@@ -594,6 +596,9 @@ def test_candidates_are_planned_as_predicted(space: Space, found: list[Candidate
         assert again.costs.seconds == pytest.approx(each[name].costs.seconds, rel=0.03), name
         assert again.costs.nbytes == pytest.approx(each[name].costs.nbytes, rel=0.1), name
         assert again.name == name
+        held = max(plan.memory, key=lambda parts: sum(parts.values()))
+        assert again.costs.state[:2] == (held["parameters"], held["optimizer"]), name
+        assert sum(again.costs.state) < again.costs.nbytes, name
     same = {**each[one_f1b].settings, "exchange": "zero1"}
     [sharded] = [one for one in found if one.settings == same]
     plan = strategies.plan(with_settings(space.config, each[one_f1b].settings), space.problem, space.machine.cluster)
@@ -619,6 +624,8 @@ def test_pipelines_shard_more_if_less_does_not_fit(space: Space) -> None:
     largest = 4 * 8192 * 8193
     shards = (needed["zero1"] - (needed["zero2"] - largest)) * 4 / 3  # zero2 packs the gradient of the largest layer
     assert shards == pytest.approx(3 * largest, rel=0.01)  # of a stage
+    gradients = {name: one.costs.state.gradients for name, one in every.items()}
+    assert gradients["zero3"] == gradients["zero2"] == gradients["zero1"] / 4 + largest
     assert list(fitting(needed["zero1"])) == ["ddp", "zero1"]
     assert list(fitting(needed["zero2"])) == ["ddp", "zero1", "zero2"]
     for name in ("zero2", "zero3"):

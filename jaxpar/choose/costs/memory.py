@@ -108,8 +108,8 @@ def pipeline_bytes(
     packed_bytes: float,
     *,
     in_lockstep: bool = True,
-) -> float:
-    """Return the bytes of the fullest device of a pipeline. Arguments: see `pipeline_costs`.
+) -> tuple[float, StateBytes]:
+    """Return the bytes of the fullest device of a pipeline, and its state. Arguments: see `pipeline_costs`.
 
     In lockstep, all devices run one program, so each allocates as much as the one that needs most of a kind of array.
     Otherwise, each device allocates what its stages need.
@@ -117,13 +117,15 @@ def pipeline_bytes(
     if in_lockstep:
         peaks = [float(peak.max()) for peak in stash_peaks(table)]
         of_all = list(pairwise(bounds))
-        return sum(max(states, key=sum)) + activation_bytes(work, of_all, peaks, packed_bytes, in_lockstep=True)
+        state = max(states, key=sum)
+        return sum(state) + activation_bytes(work, of_all, peaks, packed_bytes, in_lockstep=True), state
     spans, by_device = list(pairwise(bounds)), zip(*(peak.tolist() for peak in stash_peaks(table)), strict=True)
-    return max(
-        sum(states[device])
-        + activation_bytes(work, [spans[stage] for stage in stages], peaks, packed_bytes, in_lockstep=False)
-        for device, (stages, peaks) in enumerate(zip(table.stages.tolist(), by_device, strict=True))
-    )
+    totals = []
+    for device, (stages, of_stashes) in enumerate(zip(table.stages.tolist(), by_device, strict=True)):
+        state, of_device = states[device], [spans[stage] for stage in stages]
+        activations = activation_bytes(work, of_device, of_stashes, packed_bytes, in_lockstep=False)
+        totals.append((sum(state) + activations, state))
+    return max(totals)
 
 
 Spans = Sequence[tuple[int, int]]  # the first layer of each stage, and the one after its last

@@ -52,6 +52,8 @@ class StepCosts(NamedTuple):
     exposed: float  # communication during which it does not compute
     update: float  # the update of the parameters, packing included
     nbytes: float  # bytes that the device needs
+    # those of them that are state; the others are activations, and what the computation of a layer needs
+    state: StateBytes = StateBytes(0.0, 0.0, 0.0)
     packing: float = 0.0  # copies of gradients and parameters into and out of messages
 
     def overheads(self) -> dict[str, float]:
@@ -137,7 +139,9 @@ def replicas_costs(
         exposed = waiting + copied + (between - beside)
     update = machine.moved(moved.exchange + moved.update, devices)
     seconds = machine.started(devices) + compute + exposed + update
-    return StepCosts(seconds, compute, 0.0, exposed, update, nbytes, machine.moved(moved.exchange, devices))
+    held = state if is_accumulated else state._replace(gradients=0.0)
+    packing = machine.moved(moved.exchange, devices)
+    return StepCosts(seconds, compute, 0.0, exposed, update, nbytes, held, packing)
 
 
 def exposed_of_layers(
@@ -225,8 +229,8 @@ def pipeline_costs(
     update = machine.moved(update_bytes, devices)
     seconds = machine.started(devices) + actions.seconds + exchange + update
     is_packed = actions.executor == LOCKSTEP
-    nbytes = pipeline_bytes(work, table, bounds, states, packed_bytes * is_packed, in_lockstep=is_packed)
-    return StepCosts(seconds, actions.compute, actions.waiting, actions.exposed + exchange, update, nbytes)
+    nbytes, state = pipeline_bytes(work, table, bounds, states, packed_bytes * is_packed, in_lockstep=is_packed)
+    return StepCosts(seconds, actions.compute, actions.waiting, actions.exposed + exchange, update, nbytes, state)
 
 
 def exposed_in_actions(work: LayerWork, table: Table, bounds: Sequence[int], gather: float, reduce: float) -> float:

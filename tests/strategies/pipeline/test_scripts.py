@@ -133,12 +133,16 @@ def test_a_text_has_a_limit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 @pytest.mark.parametrize("suffix", ["txt", "svg", "png"])
 def test_draw_by_the_suffix(suffix: str, tmp_path: Path) -> None:
     out = tmp_path / f"chart.{suffix}"
-    flags = "--schedule=1f1b", "--num_stages=3", "--num_microbatches=4", "--forward=2", "--backward=2", "--weight=2"
+    schedules, sizes = "--schedule=1f1b,gpipe", ("--num_stages=3", "--num_microbatches=4")
+    flags = schedules, *sizes, "--forward=2", "--backward=2", "--weight=2"
     process = run("draw", *flags, f"--out={out}")
     assert process.returncode == 0, process.stderr
     assert not process.stderr + process.stdout, process.stderr
     start = {"txt": b"1f1b, 3 devices, 4 microbatches: bubble 33.3%\n0:  F0  F1", "svg": b"<?xml", "png": b"\x89PNG"}
     assert out.read_bytes().startswith(start[suffix])
+    if suffix != "png":
+        assert "\n0:  F0  F1  F2  F3" in out.read_text() or suffix == "svg"
+        assert "gpipe, 3 devices, 4 microbatches: bubble 33.3%" in out.read_text()
     if suffix == "svg":
         assert "1f1b, 3 devices, 4 microbatches: bubble 33.3%" in out.read_text()
         assert "time (F takes 2)" in out.read_text()
@@ -356,6 +360,11 @@ ONLY_WITH_REPLICAS = "it must not be set with --schedule=zb_h1, only with one of
             draw,
             ["--schedule=gpipe", *SIZES, "--out=x.pdf"],
             "--out is 'x.pdf'; it must end in one of .txt, .svg, .png",
+        ),
+        (
+            draw,
+            ["--schedule=gpipe,1f1b", *SIZES, "--out=x.svg", "--save=x.csv"],
+            "--save is 'x.csv'; it must not be set with several schedules",
         ),
         (
             draw,

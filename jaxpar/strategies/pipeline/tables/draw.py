@@ -18,7 +18,7 @@ from jaxpar.strategies.pipeline.tables.table import ACTION_KINDS, Kind, Table, U
 
 CHUNKS = "abcdefghijklmnopqrstuvwxyz"  # further chunks are numbered
 ROW_INCHES, CELL_INCHES = 0.32, 0.14
-MIN_INCHES, MAX_INCHES = 8.0, 30.0  # total width of the cells; the rows of a chart are at most as high
+MIN_INCHES, MAX_INCHES = 6.5, 30.0  # total width of the cells; the rows of a chart are at most as high
 TITLE_INCHES, AXIS_INCHES, LEGEND_INCHES, SIDE_INCHES = 0.4, 0.5, 0.2, 0.6
 MIN_FONT, MAX_FONT = 4.0, 9.0  # smaller numbers are left out
 LABEL_INCHES = 0.15  # of the number of a device
@@ -55,8 +55,9 @@ def save_charts(path: Path | str, charts: Sequence[tuple[str, Sequence[Span]]], 
 
 
 def draw_charts(charts: Sequence[tuple[str, Sequence[Span]]], axis: str = "time") -> Figure:
-    """Draw the charts, wide enough for the microbatch numbers to be legible. axis: as in `save_charts`."""
+    """Draw the charts on one scale, wide enough for the microbatch numbers to be legible. axis: see `save_charts`."""
     width = float(np.clip(CELL_INCHES * max(_num_cells(timeline) for _, timeline in charts), MIN_INCHES, MAX_INCHES))
+    length = max(_makespan(timeline) for _, timeline in charts)
     rows = [min(ROW_INCHES * _num_devices(timeline), MAX_INCHES) for _, timeline in charts]
     below = [AXIS_INCHES + LEGEND_INCHES * (1 + max(span.chunk for span in timeline)) for _, timeline in charts]
     full_width, full_height = SIDE_INCHES * 2 + width, sum(rows) + sum(below) + TITLE_INCHES * len(charts)
@@ -66,7 +67,7 @@ def draw_charts(charts: Sequence[tuple[str, Sequence[Span]]], axis: str = "time"
         bottom -= TITLE_INCHES + height
         sides = (SIDE_INCHES / full_width, bottom / full_height, width / full_width, height / full_height)
         axes = result.add_axes(sides)
-        _chart(axes, title, timeline, width, height)
+        _chart(axes, title, timeline, length, width, height)
         axes.set_xlabel(axis, loc="right")
         bottom -= under
     return result
@@ -86,11 +87,11 @@ def _num_devices(timeline: Sequence[Span]) -> int:
     return 1 + max(span.device for span in timeline)
 
 
-def _chart(ax: Axes, title: str, timeline: Sequence[Span], width: float, height: float) -> None:
-    """Draw a chart whose cells take `width` x `height` inches."""
+def _chart(ax: Axes, title: str, timeline: Sequence[Span], length: float, width: float, height: float) -> None:
+    """Draw a chart of `width` x `height` inches, as wide as the time `length`."""
     num_devices, num_chunks = _num_devices(timeline), 1 + max(span.chunk for span in timeline)
     start, makespan = float(min(span.start for span in timeline)), _makespan(timeline)
-    points, row = POINTS * width / makespan, height / num_devices  # per unit of time; inches per device
+    points, row = POINTS * width / length, height / num_devices  # per unit of time; inches per device
     timeline = [span for span in timeline if span.kind != U or span.end > span.start]  # simulated updates take no time
     device_N, kind_N, _, chunk_N, begin_N, end_N = np.array(timeline, float).reshape(-1, 6).T
     left_N, right_N = begin_N - start, end_N - start
@@ -104,14 +105,14 @@ def _chart(ax: Axes, title: str, timeline: Sequence[Span], width: float, height:
             where = ((left + right) / 2, span.device, str(span.microbatch))
             ax.text(*where, color="white" if is_dark else "black", fontsize=size, ha="center", va="center_baseline")
     corners_N42 = np.stack([[left_N, left_N, right_N, right_N], device_N + np.array([[-0.5], [0.5], [0.5], [-0.5]])])
-    usual = POINTS * min(width / _num_cells(timeline), row)  # size of a cell in points
+    usual = min(points * makespan / _num_cells(timeline), POINTS * row)  # size of a cell in points
     cells = PolyCollection([*corners_N42.T], facecolors=colours_N3, edgecolors="black", linewidths=min(0.3, usual / 20))
     cells.set_rasterized(len(timeline) > MAX_SHAPES)
     if usual < MIN_FONT:  # cells as wide as few pixels would be drawn as whole pixels, so that some hide others
         cells.set_snap(False)
     ax.add_collection(cells)
     ax.set_title(title, loc="left")
-    ax.set(ylabel="device", xlim=(0, makespan), ylim=(num_devices - 0.5, -0.5), facecolor="#eeeeee")
+    ax.set(ylabel="device", xlim=(0, length), ylim=(num_devices - 0.5, -0.5), facecolor="#eeeeee")
     ax.set_yticks(range(0, num_devices, int(np.ceil(LABEL_INCHES / row))))
     kinds = [ACTION_KINDS[kind] for kind in sorted({span.kind for span in timeline})]
     legend = []

@@ -57,7 +57,7 @@ def test_picture_has_the_number_of_every_microbatch(tmp_path: Path) -> None:
 
 def test_planned_and_measured_on_one_page(tmp_path: Path) -> None:
     planned = simulate_table(make("1f1b", 2, 3), Times(1, 1, 1)).timeline
-    measured = [span._replace(start=span.start * 0.01 + 5, end=span.end * 0.01 + 4.999) for span in planned]
+    measured = [span._replace(start=span.start * 0.8 + 5, end=span.end * 0.8 + 4.999) for span in planned]
     charts = [("planned: bubble 25.0%", planned), ("measured: bubble 28.0%", measured)]
     figure = draw.draw_charts(charts)
     assert [ax.get_title(loc="left") for ax in figure.axes] == [title for title, _ in charts]
@@ -70,6 +70,7 @@ def test_planned_and_measured_on_one_page(tmp_path: Path) -> None:
             assert round((top + bottom) / 2) == span.device
         assert [text.get_text() for text in ax.texts] == [str(span.microbatch) for span in timeline]
         assert ax.get_ylim() == (1.5, -0.5)  # device 0 on top
+        assert ax.get_xlim() == (0, planned[-1].end)  # one scale, so that lengths can be compared
     draw.save_charts(tmp_path / "chart.png", charts)
     draw.save_charts(tmp_path / "again.png", charts)
     assert (tmp_path / "chart.png").read_bytes() == (tmp_path / "again.png").read_bytes()
