@@ -28,6 +28,7 @@ from jaxpar.choose.groups import group_sizes, layers_in, named_with_groups
 from jaxpar.core.mesh import GROUP_AXES, TENSOR
 from jaxpar.core.plan import Plan, Traffic
 from jaxpar.core.ring import sent_of_operand
+from jaxpar.core.step import Problem
 from jaxpar.exchange.named import EXCHANGES, exchange_differs
 from jaxpar.layout import SHARDED
 from jaxpar.strategies.data_parallel.shard_map import ReplicaDetails, group_traffic
@@ -107,8 +108,12 @@ def update_of(space: Space, config: ConfigDict, plan: Plan[Any]) -> UpdateBytes:
     whole = update_bytes(problem)
     if not _has_exchange(plan):
         return UpdateBytes(0.0, whole)
-    cluster = space.machine.cluster
-    both = exchange_bytes(space.problem, plan, lambda problem: strategies.plan(config, problem, cluster))
+    cluster, number = space.machine.cluster, config.optimizer.accumulation_steps
+
+    def plan_for(problem: Problem) -> Plan[Any]:
+        return strategies.plan(config, problem._replace(accumulation_steps=number), cluster)
+
+    both = exchange_bytes(space.problem, plan, plan_for)
     exchange = plan.details.exchange
     if plan.layouts["optimizer"].kind == exchange.optimizer == SHARDED:  # not only over the tensor axis
         whole *= exchange.copies / plan.num_replicas

@@ -670,6 +670,16 @@ def test_a_config_of_the_user_needs_what_the_same_candidate_needs() -> None:
         assert own.costs.nbytes in [one.costs.nbytes for one in of_replicas(space)]
 
 
+def test_a_run_with_accumulation_is_priced() -> None:
+    """In float32, one pass has no explicit exchange to trace, and two have one."""
+    cluster, case = clusters.named_cluster("h100", 8), cases.Case(64, 16, 512, ("model.size=tiny",))
+    config = cases.configured(case, cases.CONFIGS["ddp, 2 microbatches"])
+    problem = cases.make_problem(cases.configured(case, ()), case, cluster)
+    space = Space(config, problem, TracedLayers(problem, cluster), GpuMachine(cluster), 1e12, {})
+    plan = strategies.plan(config, cases.make_problem(config, case, cluster), cluster)
+    assert planner.candidate_of_plan(space, config, plan).costs.packing > 0
+
+
 def test_time_and_memory_follow_the_sizes(bert: Space) -> None:
     space = bert
     for remat in ("none", "full"):
