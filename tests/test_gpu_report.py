@@ -85,6 +85,11 @@ def test_a_batch_that_does_not_fit_is_halved(monkeypatch: pytest.MonkeyPatch) ->
     assert (found["examples"], usable, needed > usable) == (8, 24e9, True)
 
 
+def test_a_section_without_commands_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"^--only is attention; it must have a section for Tesla V100"):
+        report(monkeypatch, "--dry_run=v100:8", "--only=attention")
+
+
 @pytest.mark.usefixtures("gpus")
 def test_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that takes too long ends with the processes that it started, and its output can be any bytes."""

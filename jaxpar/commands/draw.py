@@ -19,7 +19,7 @@ MAX_CELLS = 10_000_000  # of a text: 50 MB
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = options.schedule_parser(__doc__, "jaxpar draw")
+    parser = options.schedule_parser(__doc__, "jaxpar draw", several="; or several, separated by commas")
     parser.add_argument("--out", type=output_path, metavar="FILE.{txt,svg,png}", help="file to write")
     arguments = parser.parse(argv)
     path = arguments.out

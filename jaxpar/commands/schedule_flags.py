@@ -24,11 +24,11 @@ OBJECTIVES = ("cost", "lockstep")
 _time = number(f"a time between 0 and {LARGEST_VALUE:g}", maximum=LARGEST_VALUE)
 
 
-def schedule_parser(description: str | None, prog: str) -> Parser:
-    """Make a parser for the flags of a schedule and its action times."""
+def schedule_parser(description: str | None, prog: str, several: str = "") -> Parser:
+    """Make a parser for the flags of a schedule and its action times. several: the help for more than one schedule."""
     result = Parser(description, prog)
     add, number_of = result.add_argument, integer(1)
-    add("--schedule", help=f"one of {', '.join((*SCHEDULES, *CONTINUOUS))}, or the path of a CSV table")
+    add("--schedule", help=f"one of {', '.join((*SCHEDULES, *CONTINUOUS))}, or the path of a CSV table{several}")
     add("--num_stages", type=number_of, metavar="P", help="number of devices")
     add("--replicas", type=_replicas, help="number of devices of each stage, such as 2,1, instead of --num_stages")
     add("--num_microbatches", type=number_of, metavar="M", help="number of microbatches")

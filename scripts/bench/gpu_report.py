@@ -192,6 +192,8 @@ def main() -> None:
     cluster, report = (find_named(arguments.dry_run, "--dry_run")[1], {}) if is_dry else find_gpus()
     todo = sections(cluster, arguments.torch_python, rows.parent)
     commands = [(name, command) for name in arguments.only for command in todo.get(name, [])]
+    if not commands:
+        raise UserError(f"--only is {','.join(arguments.only)}; it must have a section for {cluster.device_kind}")
     if is_dry:
         print("\n".join(shlex.join(command) for _, command in commands))
         return
