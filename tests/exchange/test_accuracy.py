@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jaxpar import config as configs
+from jaxpar.errors import UserError
 from jaxpar.exchange import EXCHANGES
 from jaxpar.exchange.named import check_options
 from jaxpar.strategies.exchanges import given
@@ -61,6 +62,5 @@ def test_rows_are_means_over_seeds(
 
 
 def test_a_run_that_is_refused_ends_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit) as error:
+    with pytest.raises(UserError, match=r"ddp/0 ended with exit code 2, for the reason above$"):
         compare(monkeypatch, f"--workdir={tmp_path}", codes={"ddp": 2})
-    assert error.value.code == 2
