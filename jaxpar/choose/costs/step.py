@@ -238,15 +238,18 @@ def exposed_in_actions(work: LayerWork, table: Table, bounds: Sequence[int], gat
 
     gather, reduce: the seconds of those of the device with the largest parameters.
     """
-    weights, spans = np.array([layer.weight_bytes for layer in work.layers]), list(pairwise(bounds))
-    by_device = [[spans[stage] for stage in stages] for stages in table.stages.tolist()]
-    seconds, exposed = table.num_microbatches * np.array(work.seconds), []  # [layer, phase]
-    held = [sum(weights[slice(*span)].sum() for span in spans) for spans in by_device]
-    for of_device, nbytes in zip(by_device, held, strict=True):
-        forward, *backward = sum(seconds[slice(*span)].sum(axis=0) for span in of_device)
-        share, last = nbytes / max(held), sum(weights[first] for first, _ in of_device) / nbytes
-        beside = sum(backward)
-        exposed.append(exposed_of_layers(share * gather, share * reduce, forward, beside, beside, last))
+    weights = np.array([layer.weight_bytes for layer in work.layers])
+    seconds = table.num_microbatches * np.array(work.seconds)  # [layer, phase]
+    spans = list(pairwise(bounds))
+    spans_of_device = [[spans[stage] for stage in stages] for stages in table.stages.tolist()]
+    held = [sum(weights[slice(*span)].sum() for span in spans) for spans in spans_of_device]
+    exposed = []
+    for spans_here, nbytes in zip(spans_of_device, held, strict=True):
+        forward, *of_backward = sum(seconds[slice(*span)].sum(axis=0) for span in spans_here)
+        backward = sum(of_backward)
+        share = nbytes / max(held)
+        last = sum(weights[start] for start, _ in spans_here) / nbytes
+        exposed.append(exposed_of_layers(share * gather, share * reduce, forward, backward, backward, last))
     return max(exposed)
 
 
