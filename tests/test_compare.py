@@ -188,6 +188,12 @@ def test_the_page_shows_rates_memory_times_and_curves_with_values() -> None:
     assert "<title>async (emulated), time of the steps (s) 25: 0.125</title>" in text
 
 
+def test_panels_of_one_kind_have_titles_of_their_own() -> None:
+    many = {"single": OUTCOMES["single"], **{f"ddp{number}": OUTCOMES["ddp"] for number in range(9)}}
+    panels = curve_panels(many, dict.fromkeys(many, "data_parallel"), "accuracy")
+    assert [panel.title for panel in panels] == [f"Validation accuracy, data_parallel ({n} of 2)" for n in (1, 2)]
+
+
 def test_the_page_has_no_empty_columns_and_begins_with_the_first_note() -> None:
     outcomes = {name: replace(outcome, staleness=None) for name, outcome in OUTCOMES.items()}
     made = comparison_columns(outcomes, batch_size=64, metric="accuracy", metric_format=".1%")

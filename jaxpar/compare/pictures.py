@@ -103,7 +103,10 @@ def curve_panels(outcomes: Mapping[str, StrategyOutcome], kinds: Mapping[str, st
     for kind in dict.fromkeys(kinds[name] for name in drawn if name != REFERENCE):
         names = [name for name in drawn if kinds[name] == kind and name != REFERENCE]
         size = MOST_LINES - 1
-        groups += [(kind, [*first, *names[start : start + size]]) for start in range(0, len(names), size)]
+        starts = range(0, len(names), size)
+        for number, start in enumerate(starts, 1):
+            part = f" ({number} of {len(starts)})" if len(starts) > 1 else ""
+            groups.append((f"{kind}{part}", [*first, *names[start : start + size]]))
     panels = []
     for kind, names in groups or [(REFERENCE, first)]:
         curves = []
