@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ NUM_CONFUSIONS = 20
 MOST_OPEN_ROWS = 20  # of a table that is not folded
 MUCH = 0.2  # part of the time of a run that a phase other than training should not exceed
 GOOD = 0.95  # a test accuracy after which a run was long enough
+FLAG_OR_KEY = re.compile(r"(?<![`\w])(?:--[a-z][\w.]*(?:=[^\s,;]*[^\s,;.])?|config\.[\w.]*\w(?!`))")
 CURVE_SPLITS = ("train", "validation", "test")
 # Metrics of a log interval: their names in metrics.jsonl, and in tables.
 LABELS = {
@@ -84,7 +86,7 @@ def run_page(run: RecordedRun, plan: Plan[object], num_steps: int, timelines: Ma
             section("Result", paragraph(result)),
             section("Curves", pictures(curves)),
             section("Time", *_seconds(run)),
-            section("What to try", *(paragraph(as_title(text)) for text in _advice(run, plan, num_steps))),
+            section("What to try", *(paragraph(_as_sentence(text)) for text in _advice(run, plan, num_steps))),
             section("Numbers", table(_result_rows(run, num_steps))),
             section("Classes", *_classes(run.result)),
             section("Rates", pictures(rates)),
@@ -260,7 +262,13 @@ def _advice(run: RecordedRun, plan: Plan[object], num_steps: int) -> list[str]:
         )
     if spent.get("checkpoint", 0) > MUCH * total:
         found.append("Checkpoints took much of the time: raise `config.checkpoint.every_steps`, or use a faster disk.")
-    return found + [f"{step}." for step in next_steps(run.config)]
+    return found + next_steps(run.config)
+
+
+def _as_sentence(phrase: str) -> str:
+    """Return a phrase of the terminal as a sentence, in which flags and keys are code."""
+    marked = FLAG_OR_KEY.sub(r"`\g<0>`", phrase)
+    return f"{as_title(marked).removesuffix('.')}."
 
 
 def _memory_table(plan: Plan[object]) -> str:

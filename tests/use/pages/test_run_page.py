@@ -94,12 +94,19 @@ def test_the_result_is_first_and_advice_follows_from_it(tmp_path: Path) -> None:
     assert [one[:17] for one in advice] == ["The model learned", "The devices waite"]
 
 
+def test_flags_and_keys_of_advice_are_code(tmp_path: Path) -> None:
+    advice = "raise config.num_steps, or try --config.optimizer.lr=0.001, not `config.seed`"
+    run = read_run(write_run(tmp_path / "run"))._replace(result=RESULT | {"advice": advice})
+    codes = "Raise <code>config.num_steps</code>, or try <code>--config.optimizer.lr=0.001</code>"
+    assert f"<p>{codes}, not <code>config.seed</code>.</p>" in run_page(run, PLAN, 40, {})
+
+
 def test_a_good_result_has_next_steps(tmp_path: Path) -> None:
     """The page has the phrases that the terminal prints."""
     run = read_run(write_run(tmp_path / "run"))._replace(result=RESULT | {"test_accuracy": 0.97, "best_step": 40})
-    texts = check_alone(run_page(run, PLAN, 40, {})).texts
+    text = re.sub("</?code>", "", run_page(run, PLAN, 40, {}))
     first, *_ = next_steps(run.config)
-    assert f"{first[0].upper()}{first[1:]}." in texts
+    assert f"<p>{first[0].upper()}{first[1:]}.</p>" in text
 
 
 def test_names_in_cells_stay_whole_on_a_phone() -> None:
