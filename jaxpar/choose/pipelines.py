@@ -174,14 +174,12 @@ def _pipeline_candidates(
             held = params / copies + gathered_bytes(work)
         states = [StateBytes(held, ratios.optimizer * params / copies, gradients)] * table.num_devices
         packed = (1 + ratios.optimizer / copies) * packing.vector_bytes
-        sent = _sent(of_state, work, table, replicas, params)
+        traffic = [*_sent(of_state, work, table, replicas, params), *within]
         moved = update_bytes_of_stage(ratios, params, of_state, copies)
+        in_actions = SENT_IN_ACTIONS[of_state]
         possible = [one for one in actions if of_state < 2 or one.executor == DISPATCH]
         by_executor = [
-            pipeline_costs(
-                *(one, work, space.machine, axes, table, bounds, [*sent, *within], states, packed, moved),
-                SENT_IN_ACTIONS[of_state],
-            )
+            pipeline_costs(one, work, space.machine, axes, table, bounds, traffic, states, packed, moved, in_actions)
             for one in possible
         ]
         fits = [costs.nbytes <= space.usable_bytes for costs in by_executor]

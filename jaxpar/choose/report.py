@@ -16,8 +16,6 @@ OVERHEADS = {
     "packing": "copying gradients and parameters into and out of messages",
     "update": "the update",
 }
-
-
 SLOW_NETWORK = " Communication takes longer than computing: faster links would help more than faster GPUs."
 
 

@@ -58,8 +58,12 @@ class StepCosts(NamedTuple):
 
     def overheads(self) -> dict[str, float]:
         """Return the seconds of what is not computing, in disjoint parts: waiting, exposed, packing and update."""
-        parts = {name: float(getattr(self, name)) for name in ("waiting", "exposed", "packing")}
-        return parts | {"update": self.update - self.packing}
+        return {
+            "waiting": self.waiting,
+            "exposed": self.exposed,
+            "packing": self.packing,
+            "update": self.update - self.packing,
+        }
 
     def limit(self) -> str:
         """Return what takes the longest besides computing: waiting, exposed, packing or update."""
@@ -221,11 +225,11 @@ def pipeline_costs(
     seconds_of: dict[str, float] = defaultdict(float)
     for one in others:
         seconds_of[one.kind] += machine.collective(one, axes)
-    beside = sent_in_actions if machine.overlaps else ()
-    exchange = sum(seconds for kind, seconds in seconds_of.items() if kind not in beside)
-    if beside:
-        gather, reduce = (seconds_of[kind] * (kind in beside) for kind in ("all-gather", "reduce-scatter"))
-        exchange += exposed_in_actions(work, table, bounds, gather, reduce)
+    if machine.overlaps and sent_in_actions:
+        in_actions = {kind: seconds_of.pop(kind, 0.0) for kind in sent_in_actions}
+        gather, reduce = (in_actions.get(kind, 0.0) for kind in ("all-gather", "reduce-scatter"))
+        seconds_of["actions"] = exposed_in_actions(work, table, bounds, gather, reduce)
+    exchange = sum(seconds_of.values())
     update = machine.moved(update_bytes, devices)
     seconds = machine.started(devices) + actions.seconds + exchange + update
     is_packed = actions.executor == LOCKSTEP
