@@ -117,7 +117,7 @@ def update_of(space: Space, config: ConfigDict, plan: Plan[Any]) -> UpdateBytes:
     exchange = plan.details.exchange
     if plan.layouts["optimizer"].kind == exchange.optimizer == SHARDED:  # not only over the tensor axis
         whole *= exchange.copies / plan.num_replicas
-    return UpdateBytes(max(both - whole, 0.0), min(whole, both))
+    return UpdateBytes(max(both - whole, 0.0), min(whole, both), plan.offloaded_bytes)
 
 
 def combined(sent: Traffic, num_replicas: int) -> Traffic:

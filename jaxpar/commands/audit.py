@@ -24,7 +24,7 @@ for the strategy have the reason. --time prints them too.
 --time predicts the time of a step: of each kernel by its FLOPs and bytes and the rates of the GPU, of collectives by
 the link that they cross (jaxpar/inspect/step_time.py). It prints what takes longest, and MFU as a run does. The
 programs of dispatched stages run as soon as their inputs have arrived (jaxpar/inspect/enqueued.py). Not predicted are
-the steps of async_data_parallel and swarm, exchange dp, and offload.
+the steps of async_data_parallel, swarm and exchange dp.
 
 The exit code is 1 if no formula explains a collective, and 2 for invalid arguments.
 """

@@ -137,6 +137,11 @@ class Plan(Generic[Details]):
         return [sum(n for part, n in parts.items() if not part.endswith(ON_HOST)) for parts in self.memory]
 
     @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of the optimizer state of a device that are in host memory between steps."""
+        return max(parts.get(f"optimizer{ON_HOST}", 0) for parts in self.memory)
+
+    @property
     def device_state_bytes(self) -> list[int]:
         """Bytes of the state that each device holds, by device index."""
         activations = [sum(parts.get(part, 0) for part in ACTIVATION_PARTS) for parts in self.memory]

@@ -13,7 +13,7 @@ from jaxpar.choose.auto import choose
 from jaxpar.choose.costs.rates import check_rates
 from jaxpar.cluster import Cluster
 from jaxpar.cluster.target import FRACTION, Target
-from jaxpar.core.plan import COPY
+from jaxpar.core.plan import COPY, Plan
 from jaxpar.core.step import Problem
 from jaxpar.errors import format_bytes, is_refused
 from jaxpar.inspect import audit, findings
@@ -68,7 +68,7 @@ def audit_run(
         audited |= described if with_program else {"findings": described["findings"]}
     if with_time:
         assert target is not None
-        audited["time"] = _predicted(programs, problem, config.model.dtype, target.cluster)
+        audited["time"] = _predicted(programs, strategy.plan, problem, config.model.dtype, target.cluster)
     return audited
 
 
@@ -109,9 +109,11 @@ def describe_program(summary: ProgramSummary, time: StepTime) -> dict[str, Any]:
     return row
 
 
-def _predicted(programs: Sequence[CompiledProgram], problem: Problem, dtype: str, cluster: Cluster) -> dict[str, Any]:
+def _predicted(
+    programs: Sequence[CompiledProgram], plan: Plan[Any], problem: Problem, dtype: str, cluster: Cluster
+) -> dict[str, Any]:
     """Return the predicted time of a step, its rates, and the parts that take longest. dtype: that of the model."""
-    time, inputs = predict(programs, cluster), problem.batch["inputs"]
+    time, inputs = predict(programs, cluster, plan.offloaded_bytes), problem.batch["inputs"]
     flops = model_flops(problem)
     peak = cluster.peak_flops[dtype] * cluster.num_devices
     return {

@@ -18,7 +18,13 @@ from typing import NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxpar.choose.costs.rates import collective_seconds, launch_seconds, memory_seconds, product_seconds
+from jaxpar.choose.costs.rates import (
+    collective_seconds,
+    host_copy_seconds,
+    launch_seconds,
+    memory_seconds,
+    product_seconds,
+)
 from jaxpar.cluster import Cluster
 from jaxpar.core.ring import PERMUTE, RING_COLLECTIVES, sent_of_operand
 from jaxpar.errors import UserError
@@ -27,7 +33,6 @@ from jaxpar.inspect.audit import groups_of, pairs_of
 from jaxpar.inspect.programs import is_kernel
 from jaxpar.measure.hlo import DTYPE_NAMES, HloProgram, Instruction, by_scope
 from jaxpar.measure.kernels import ATTENTION, call_target, is_product, kernel_bytes, product_flops
-from jaxpar.strategies import exchanges
 from jaxpar.strategies.pipeline.executor.enqueue import ENQUEUE_SECONDS
 from jaxpar.strategies.strategy import CompiledProgram
 
@@ -95,22 +100,22 @@ def check_step(config: ConfigDict) -> None:
             f"config.exchange is {BY_MASTER!r}; it must be another one {not_predicted} copies that the host makes "
             "between devices"
         )
-    if exchanges.given(config).get("offload"):
-        raise UserError(
-            f"config.exchange_options.offload is True; it must be False {not_predicted} copies of the optimizer state "
-            "from and to the host"
-        )
 
 
-def predict(programs: Sequence[CompiledProgram], cluster: Cluster) -> StepTime:
+def predict(programs: Sequence[CompiledProgram], cluster: Cluster, offloaded_bytes: float = 0.0) -> StepTime:
     """Return the predicted time of the programs of a step on the device that is busy longest.
 
     Programs without calls run one after the other. For others, see enqueued.py. Raises UserError for an unknown rate.
+
+    offloaded_bytes: of an optimizer state in host memory, which a GPU copies before the update and after it; the
+    programs for GPUs that are absent lack these copies.
     """
     times = [predict_program(program, cluster) for program in programs]
     if any(program.calls for program in programs):
         return _time_of_calls(programs, times, cluster)
-    return reduce(StepTime.plus, times, NOTHING)
+    copied = 2 * host_copy_seconds(cluster, offloaded_bytes)
+    part = {Part("copy", "optimizer state from the host and back"): copied} if copied else {}
+    return reduce(StepTime.plus, times, StepTime(copied, copied, 0.0, part))
 
 
 def predict_program(program: CompiledProgram, cluster: Cluster) -> StepTime:

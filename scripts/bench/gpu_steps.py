@@ -177,7 +177,7 @@ def measured(name: str, rounds: int, profile: Path | None) -> dict[str, Any]:
         if half is None:
             return found
         case = half
-    predicted = step_time.predict(programs, target.cluster)
+    predicted = step_time.predict(programs, target.cluster, strategy.plan.offloaded_bytes)
     batch = random_batch(problem, case.words)
     seconds = race({name: strategy}, batch, rounds=rounds, steps=STEPS)[name].seconds
     peak = max(device.memory_stats()["peak_bytes_in_use"] for device in target.devices)

@@ -34,6 +34,9 @@ LAUNCH_SECONDS = 2e-6  # from the end of a kernel to the start of the next one
 # LL128 and Simple (NVIDIA/nccl at b647562, src/graph/tuning.cc, hwLat).
 HOP_SECONDS = {"host": 3e-6, "network": 1e-5}
 TREE_BANDWIDTH = 0.92  # of a tree between hosts / that of a ring (the same file)
+# Bytes/s of 16 lanes of PCI Express in one direction, by the first digit of the compute capability: generation 3, 4 and
+# 5 (data sheets of the GPUs). A copy reaches 0.9 of it: docs/results/gpu.md, "Optimizer state in host memory".
+PCIE_RATES, PCIE_EFFICIENCY = {"7": 16e9, "8": 32e9, "9": 64e9, "10": 64e9}, 0.9
 HALF_WIDTH = ("bfloat16", "float16", "f8e4m3fn", "f8e5m2")  # dtypes of products with the efficiency of bfloat16
 
 
@@ -82,6 +85,12 @@ def memory_seconds(cluster: Cluster, nbytes: float) -> float:
     """Return the time in which a GPU reads or writes `nbytes` bytes of its memory."""
     assert cluster.memory_bandwidth is not None  # every kind of GPU has its own
     return nbytes / (efficiency(cluster, "memory") * cluster.memory_bandwidth)
+
+
+def host_copy_seconds(cluster: Cluster, nbytes: float) -> float:
+    """Return the time in which a GPU copies `nbytes` bytes from pinned host memory, or to it."""
+    rate = PCIE_RATES.get(_generation(cluster), max(PCIE_RATES.values()))
+    return nbytes / (PCIE_EFFICIENCY * rate)
 
 
 class Hops(NamedTuple):

@@ -19,6 +19,7 @@ from jaxpar.choose.costs.layer_programs import stash_spans
 from jaxpar.choose.costs.layers import Layers, LayerWork
 from jaxpar.choose.costs.machine import Machine, num_collectives
 from jaxpar.choose.costs.memory import StateBytes, largest_transfer, pipeline_bytes, replica_bytes, stashes_of
+from jaxpar.choose.costs.rates import host_copy_seconds
 from jaxpar.core.mesh import CONTEXT, DATA, STAGE, TENSOR
 from jaxpar.core.plan import COPY, Traffic
 from jaxpar.core.ring import PERMUTE
@@ -76,6 +77,7 @@ class UpdateBytes(NamedTuple):
 
     exchange: float
     update: float
+    from_host: float = 0.0  # those of the optimizer state that are copied from the host before it, and back after it
 
 
 def replicas_costs(
@@ -125,7 +127,8 @@ def replicas_costs(
     traffic = [one for one in traffic if one not in of_layers]
     gathered = [one for one in traffic if gathers_layers and one.kind == "all-gather"]
     gather = sum(machine.collective(one, axes) for one in gathered)
-    copied = 2 * sum(machine.collective(one, axes) for one in traffic if one.kind == COPY)  # there and back
+    copied = sum(machine.collective(one, axes) for one in traffic if one.kind == COPY)
+    copied = 2 * (copied + host_copy_seconds(machine.cluster, moved.from_host))  # there and back
     reduced = [one for one in traffic if one.kind != COPY and one not in gathered]
     reduce, number = (
         sum(machine.collective(one, axes) for one in reduced),
