@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from jaxpar.compare.pictures import CurvePanel
-from jaxpar.compare.report import EMULATED, StrategyOutcome, TableColumn, format_range, fullest_bytes
+from jaxpar.compare.pictures import CurvePanel, PolicyCurve
+from jaxpar.compare.report import EMULATED, REFERENCE, StrategyOutcome, TableColumn, format_range, fullest_bytes
 from jaxpar.errors import format_bytes
 from jaxpar.use.pages.charts import Series, line_chart
 from jaxpar.use.pages.html import DARKEST, Cell, Row, document, number_cell, paragraph, pictures, section, table
@@ -23,17 +23,12 @@ def html_page(
     notes: Sequence[str],
 ) -> str:
     """Return the page. The first note is below the title, and the others at the end. panels: of `curve_panels`."""
-    charts = [
-        line_chart(
-            panel.title,
-            [
-                Series(curve.name, list(zip(curve.x, curve.values, strict=True)), is_marked=True)
-                for curve in panel.curves
-            ],
-            panel.xlabel,
-        )
-        for panel in panels
-    ]
+
+    def series(curve: PolicyCurve) -> Series:
+        points = list(zip(curve.x, curve.values, strict=True))
+        return Series(curve.name, points, is_marked=True, is_reference=curve.name == REFERENCE)
+
+    charts = [line_chart(panel.title, list(map(series, panel.curves)), panel.xlabel) for panel in panels]
     return document(
         title,
         [

@@ -33,6 +33,7 @@ class Series(NamedTuple):
     name: str  # its name in the legend
     points: Sequence[tuple[float, float]]  # (x, y), in the order of x
     is_marked: bool = False  # whether each point has a marker
+    is_reference: bool = False  # whether the others are compared with it, and it is grey
 
 
 def line_chart(
@@ -75,6 +76,8 @@ def line_chart(
         parts.append(f"{line}<title>{escaped_text(label)}</title></line>")
     for number, one in drawn:
         color, is_dashed = f"var(--c{number % NUM_COLORS})", number // NUM_COLORS % 2
+        if one.is_reference:
+            color, is_dashed = "var(--faint)", 0
         points = thinned(one.points)
         placed = [place(*point) for point in points]
         line = ";stroke-dasharray:5 3" if is_dashed else ""

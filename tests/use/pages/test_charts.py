@@ -79,6 +79,8 @@ def test_the_legend_has_the_last_values_and_escapes_names() -> None:
     assert "&lt;b&gt;&amp;&quot;, step 1: 0.25</title>" in chart
     assert "none" not in chart.replace("list-style", "")
     assert line_chart("t", [Series("none", [])]) == ""
+    compared = line_chart("t", [Series("single", [(1, 2)], is_reference=True), Series("ddp", [(1, 2)])])
+    assert re.findall(r'class="key" style="color:var\(--(\w+)\)"', compared) == ["faint", "c1"]
 
 
 @pytest.mark.parametrize(
