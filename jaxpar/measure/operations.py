@@ -225,6 +225,9 @@ class Residuals(NamedTuple):
     # of the loop that needs most, the results of the products of an iteration, and what was computed for them
     looped: float
     chunked: float = 0.0  # what the backward pass of attention to chunks of texts holds besides
+    # of attention without a kernel, the probabilities, and the gradients of them and of the scores
+    probabilities: float = 0.0
+    of_scores: float = 0.0
 
 
 def residuals(function: Callable[[Any, Any, Any], Any], weights: Any, x: Any, others: Any) -> Residuals:
@@ -254,7 +257,19 @@ def residuals(function: Callable[[Any, Any, Any], Any], weights: Any, x: Any, ot
     ignored = of_weights | inputs | flat.constants
     fused = _fused(flat, saved - ignored, ignored)
     of_saved, of_fused = (sum(flat.nbytes[number] for number in numbers) for numbers in (saved - ignored, fused))
-    return Residuals(float(of_saved), float(of_fused), max(map(_looped_bytes, flat.equations), default=0.0))
+    looped = max(map(_looped_bytes, flat.equations), default=0.0)
+    scores, narrow = max(map(_bytes_of_scores, flat.equations), default=(0.0, 0.0))
+    return Residuals(float(of_saved), float(of_fused), looped, probabilities=narrow, of_scores=scores + narrow)
+
+
+def _bytes_of_scores(one: FlatEquation) -> tuple[float, float]:
+    """Return the bytes of the product of queries and keys, and in their dtype, in which products read what follows."""
+    if one.equation.primitive.name != "dot_general" or not any(one.equation.params["dimension_numbers"][1]):
+        return 0.0, 0.0
+    [scores], queries = one.equation.outvars, one.equation.invars[0]
+    wide, narrow = (np.dtype(variable.aval.dtype).itemsize for variable in (scores, queries))  # type: ignore[attr-defined]
+    nbytes = float(_nbytes(scores))
+    return nbytes, nbytes * narrow / wide
 
 
 def _fused(flat: FlatJaxpr, saved: set[int], ignored: set[int]) -> set[int]:

@@ -40,16 +40,23 @@ def attend(
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
     if kernel == "cudnn":
         return attend_by_cudnn(q_BTHK, k_BTGK, v_BTGK, is_causal=is_causal, lengths_B=lengths_B)
+    is_seen = _is_seen(T, is_causal, lengths_B)
+    # Else a scan over layers would compute the mask before its loop, and hold it in the size of the scores.
+    q_BTHK, is_seen = jax.lax.optimization_barrier((q_BTHK, is_seen))
     q_BTGRK = q_BTHK.reshape(B, T, G, H // G, K)
     if kernel == "xla":
-        # einsum makes its second array the left operand. In this order, XLA for GPUs transposes nothing.
-        scores = float32_einsum("bsgk,btgrk->bgrts", k_BTGK, q_BTGRK) / math.sqrt(K)
-        probabilities = _probabilities(scores, v_BTGK.dtype, is_causal, lengths_B)
-        return jnp.einsum("bsgk,bgrts->btgrk", v_BTGK, probabilities).reshape(B, T, H, K)
+        # einsum makes its second array the left operand. In this order, XLA for GPUs transposes no scores.
+        q_BQGK = q_BTGRK.swapaxes(2, 3).reshape(B, -1, G, K)  # all queries that share keys
+        scores = float32_einsum("bsgk,bqgk->bgqs", k_BTGK, q_BQGK) / math.sqrt(K)
+        if is_seen is not None and is_causal:
+            is_seen = is_seen.repeat(H // G, axis=2)
+        y_BQGK = jnp.einsum("bsgk,bgqs->bqgk", v_BTGK, _probabilities(scores, is_seen, v_BTGK.dtype))
+        return y_BQGK.reshape(B, T, H // G, G, K).swapaxes(2, 3).reshape(B, T, H, K)
     # Transposed first, XLA on CPUs takes about three quarters of the time, forward and backward.
     q_BGRTK, k_BGSK, v_BGSK = q_BTGRK.transpose(0, 2, 3, 1, 4), k_BTGK.swapaxes(1, 2), v_BTGK.swapaxes(1, 2)
     scores = float32_einsum("bgrtk,bgsk->bgrts", q_BGRTK, k_BGSK) / math.sqrt(K)
-    y_BGRTK = jnp.einsum("bgrts,bgsk->bgrtk", _probabilities(scores, v_BGSK.dtype, is_causal, lengths_B), v_BGSK)
+    is_seen = None if is_seen is None else is_seen[:, :, None]
+    y_BGRTK = jnp.einsum("bgrts,bgsk->bgrtk", _probabilities(scores, is_seen, v_BGSK.dtype), v_BGSK)
     return y_BGRTK.transpose(0, 3, 1, 2, 4).reshape(B, T, H, K)
 
 
@@ -188,16 +195,40 @@ def attend_earlier(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, posi
     return jnp.einsum("bgrts,bsgk->btgrk", probabilities, v_BSGK).reshape(B, T, H, K)
 
 
-def _probabilities(scores: jax.Array, dtype: DTypeLike, is_causal: bool, lengths_B: jax.Array | None) -> jax.Array:
-    """Return the attention probabilities, [B, G, R, T, S], for scores in float32."""
-    T = scores.shape[-1]
-    lowest = 0.5 * jnp.finfo(scores.dtype).min  # finite, so that a row without any position to attend to is not NaN
-    if is_causal:
-        scores = jnp.where(jnp.tril(jnp.ones((1, 1, 1, T, T), bool)), scores, lowest)
-    if lengths_B is not None:
-        is_real_BT = jnp.arange(T)[None, :] < lengths_B[:, None]
-        scores = jnp.where(is_real_BT[:, None, None, None, :], scores, lowest)
+def _is_seen(T: int, is_causal: bool, lengths_B: jax.Array | None) -> jax.Array | None:
+    """Return which positions are attended to, [B or 1, 1, T or 1, T]; None: all."""
+    is_seen = jnp.tril(jnp.ones((1, 1, T, T), bool)) if is_causal else None
+    if lengths_B is None:
+        return is_seen
+    is_real = (jnp.arange(T)[None, :] < lengths_B[:, None])[:, None, None, :]
+    return is_real if is_seen is None else is_seen & is_real
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _probabilities(scores: jax.Array, is_seen: jax.Array | None, dtype: DTypeLike) -> jax.Array:
+    """Return the attention probabilities, the softmax over the last dim of scores in float32.
+
+    The backward pass reads nothing else. By itself, JAX would also save them in float32, which is a third of the memory
+    of a GPT-2 without a kernel for attention.
+    """
+    if is_seen is not None:
+        lowest = 0.5 * jnp.finfo(scores.dtype).min  # finite, so that a row without any position to attend to is not NaN
+        scores = jnp.where(is_seen, scores, jnp.where(is_seen, 0.0, lowest))
     return jax.nn.softmax(scores, axis=-1).astype(dtype)
+
+
+def _probabilities_forward(scores: jax.Array, is_seen: jax.Array | None, dtype: DTypeLike) -> tuple[jax.Array, Any]:
+    probabilities = _probabilities(scores, is_seen, dtype)
+    return probabilities, probabilities
+
+
+def _probabilities_backward(_dtype: DTypeLike, probabilities: jax.Array, dy: jax.Array) -> tuple[jax.Array, None]:
+    wide = jax.lax.optimization_barrier(probabilities).astype(jnp.float32)  # else XLA keeps the scores for it
+    dy = dy.astype(jnp.float32)
+    return wide * (dy - (wide * dy).sum(-1, keepdims=True)), None
+
+
+_probabilities.defvjp(_probabilities_forward, _probabilities_backward)
 
 
 @functools.cache

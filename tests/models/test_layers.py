@@ -56,7 +56,8 @@ def test_attention(
 ) -> None:
     """Both forms of attention are JAX's, with as many value heads or fewer.
 
-    In bfloat16, the products of the gradient have operands in bfloat16, and its error is about that of JAX's.
+    In bfloat16, the products of the gradient have operands in bfloat16. Its error is up to half as large again as JAX's,
+    which reads the probabilities in float32.
     """
     lengths_B = None if lengths is None else jnp.array(lengths)
     q, k, v = (draw(B, T, heads, K, seed=i).astype(dtype) for i, heads in enumerate((H, num_kv_heads, num_kv_heads)))
@@ -75,10 +76,33 @@ def test_attention(
         exact = jax.tree.leaves(values_and_gradients(of_jax, *(x.astype(jnp.float32) for x in (q, k, v))))
         for actual, other, true in zip(*map(jax.tree.leaves, (found, expected)), exact, strict=True):
             error, of_other = (np.abs(np.float32(x) - true).mean() for x in (actual, other))
-            assert error <= 1.25 * of_other + 1e-6
+            assert error <= 1.5 * of_other + 1e-6
+    _, saved = jax.make_jaxpr(lambda *args: jax.vjp(ours, *args), return_shape=True)(q, k, v)
+    of_scores = [x.dtype for x in jax.tree.leaves(saved) if x.size == B * H * T * T and x.dtype != bool]
+    assert of_scores == [dtype]  # the probabilities
     gradient = jax.jit(jax.grad(lambda *args: ours(*args).sum(), argnums=(0, 1, 2))).lower(q, k, v).as_text()
     operands = re.findall(r"dot_general .*: \(tensor<\w+x(\w+)>, tensor<\w+x(\w+)>\)", gradient)
     assert operands == [({"float32": "f32", "bfloat16": "bf16"}[dtype],) * 2] * 5  # y is not needed
+
+
+@pytest.mark.parametrize("kernel", ["xla", "batched"])
+@pytest.mark.parametrize("lengths", [None, (7, 1)])
+def test_a_scan_holds_no_mask_in_the_size_of_the_scores(
+    kernel: AttentionKernel, lengths: tuple[int, ...] | None
+) -> None:
+    """JAX moves what does not depend on the layer out of a loop; in the size of the scores, it would fill the memory."""
+    lengths_B = None if lengths is None else jnp.array(lengths)
+
+    def layer(x: Any, _: None) -> tuple[Any, None]:
+        return attention.attend(x, x, x, kernel, is_causal=lengths is None, lengths_B=lengths_B), None
+
+    def loss(x: Any) -> Any:
+        return jax.lax.scan(jax.checkpoint(layer), x, None, length=3)[0].sum()
+
+    x = draw(2, 64, 2, 8, seed=0)
+    outside = [one for one in jax.make_jaxpr(jax.grad(loss))(x).eqns if one.primitive.name != "scan"]
+    assert outside
+    assert max(variable.aval.size for one in outside for variable in one.outvars) < 2 * 2 * 64 * 64
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

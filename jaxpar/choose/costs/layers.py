@@ -46,6 +46,7 @@ class LayerMemory(NamedTuple):
     narrowed: float  # bytes of copies of the weights in the dtype of the computation
     stashes: Stashes = ({},)  # what it saves
     looped: float = 0.0  # bytes with which the loop of a loss over a vocabulary works (Residuals)
+    of_scores: float = 0.0  # bytes of the gradients of attention without a kernel (Residuals)
 
 
 class PhaseSeconds(NamedTuple):
@@ -92,7 +93,7 @@ class Layers:
     cached: tuple[str, ...] = (
         *("profile", "work"),
         *("_programs", "_sizes", "_stashes", "_loss_program", "_residual", "_inputs", "_narrowed"),
-        *("_of_group", "_chunked"),
+        *("_of_group", "_chunked", "_of_scores"),
     )
 
     def __init__(self, problem: Problem, group: MeshGroup = ALONE) -> None:
@@ -136,9 +137,13 @@ class Layers:
     def memory(self, size: int, remat: str, *, is_split: bool) -> list[LayerMemory]:
         """Return what each layer holds in addition."""
         stashes = self._stashes(size, remat, 3 if is_split else 2)
-        each = zip(self._sizes(size, "none"), self._narrowed(), stashes, strict=True)
-        *first, last = [LayerMemory(layer.stash_bytes, narrow, of_layer) for layer, narrow, of_layer in each]
+        of_scores = (_at(size, few, many) for few, many in zip(*map(self._of_scores, SIZES), strict=True))
+        each = zip(self._sizes(size, "none"), self._narrowed(), stashes, of_scores, strict=True)
+        *first, last = [LayerMemory(one.stash_bytes, narrow, of, 0.0, scores) for one, narrow, of, scores in each]
         return [*first, last._replace(looped=self._residual(size, "none", len(first)).looped)]
+
+    def _of_scores(self, size: int) -> list[float]:
+        return [one.of_scores for one in self.residuals(size, "none")]
 
     def residuals(self, size: int, remat: str) -> list[Residuals]:
         """Return what each layer of a replica holds for the backward pass."""

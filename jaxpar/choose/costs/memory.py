@@ -52,7 +52,9 @@ def replica_bytes(
     # for gradients, or because it computes it again. The loss of a large vocabulary has computed its gradient in the
     # forward pass, chunk by chunk.
     working = [
-        of.looped or of.fused + layer.output_bytes + of.chunked for of, layer in zip(whole, profile, strict=True)
+        of.looped
+        or max(of.fused, of.of_scores + of.probabilities * (remat != "none")) + layer.output_bytes + of.chunked
+        for of, layer in zip(whole, profile, strict=True)
     ]
     weights = [float(layer.weight_bytes) for layer in profile]
     narrowed = [of.narrowed for of in layers.memory(size, remat, is_split=False)]
@@ -166,9 +168,11 @@ def working_bytes(work: LayerWork, spans: Spans, *, in_lockstep: bool) -> float:
     layers, memory = [work.layers[number] for number in numbers], [work.memory[number] for number in numbers]
     together = max(sum(of.computed for of in work.memory[first:end]) for first, end in spans)
     worked = max(layer.weight_bytes for layer in layers) + together
-    if work.remat == "none":
+    if work.remat != "none":
+        worked += max(of.of_scores for of in memory)
+    else:
         each = zip(layers, memory, strict=True)
-        apart = max(of.looped or layer.weight_bytes + of.computed for layer, of in each)
+        apart = max(of.looped or layer.weight_bytes + max(of.computed, of.of_scores) for layer, of in each)
         worked = max(apart, worked) if in_lockstep else apart
     narrowed = max(sum(of.narrowed for of in work.memory[first:end]) for first, end in spans)
     return worked + narrowed + max(layer.output_bytes for layer in layers)
