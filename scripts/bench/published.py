@@ -140,18 +140,17 @@ def format_paper(paper: Mapping[str, Any], *, with_all_rows: bool = False) -> st
 
 def format_groups(table: Mapping[str, Any]) -> list[str]:
     """Return a table with a row for each group of rows, in Markdown."""
-    titles = f"Published{_unit(table)}", "Ours / published", "Median error", "Tau", "First choice"
+    titles = f"Published{_unit(table)}", "Ours", "Ours / published", "Median error", "Tau", "First choice"
     lines = [f"| Group | Rows | {' | '.join(titles)} |", "|---" * (len(titles) + 2) + "|"]
     for name, group in groups_of(compared_rows(table["rows"]), table["page_groups"]).items():
-        rates, ratios = [rate for rate, _ in group], [ours / rate for rate, ours in group]
-        low, high = _number(min(rates)), _number(max(rates))
+        published, ours = ([pair[which] for pair in group] for which in range(2))
+        ratios = [ours / rate for rate, ours in group]
         error = statistics.median(abs(ratio - 1) for ratio in ratios)
         order = ["-", "-"]
         if len(group) > 1:
             order = [f"{kendall(list(itertools.combinations(group, 2))):.2f}", f"{loss_of_first(group):.1%}"]
-        published = low if low == high else f"{low} to {high}"
-        cells = name, str(len(group)), published, f"{statistics.median(ratios):.2f}", f"{error:.1%}", *order
-        lines.append(f"| {' | '.join(cells)} |")
+        found = _range(published), _range(ours), f"{statistics.median(ratios):.2f}", f"{error:.1%}", *order
+        lines.append(f"| {name} | {len(group)} | {' | '.join(found)} |")
     return lines
 
 
@@ -168,6 +167,11 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = _number(min(values)), _number(max(values))
+    return low if low == high else f"{low} to {high}"
 
 
 def _is_compared(row: Mapping[str, Any]) -> bool:
