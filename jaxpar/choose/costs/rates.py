@@ -1,8 +1,8 @@
 """The rates that predicted times assume: those of data sheets, times efficiencies.
 
 The rates of data sheets are in jaxpar/cluster/gpus and jaxpar/measure/flops.py. The efficiencies below are assumptions,
-which hold unless a cluster has measured ones (jaxpar/choose/costs/measured_rates.py). docs/results/plans.md compares
-predicted rates of training with published ones.
+which hold unless a cluster has measured ones (jaxpar/choose/costs/measured_rates.py).
+docs/results/published.md compares predicted rates of training with published ones.
 """
 
 import math
