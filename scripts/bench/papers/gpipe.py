@@ -22,7 +22,7 @@ def values(table: Mapping[str, Any]) -> list[float]:
     """Return ours for the rows of a table: `throughput` / that of a row, `bubble`, `parameters` or `activations`."""
     rows, kind = table["rows"], table["kind"]
     if kind == "activations":
-        return [activation_bytes(row) / 2**30 for row in rows]
+        return [activation_bytes(row) / row["unit_bytes"] for row in rows]
     if kind == "parameters":
         return [_parameters(row) for row in rows]
     if kind == "bubble":
