@@ -208,8 +208,7 @@ def _is_seen(T: int, is_causal: bool, lengths_B: jax.Array | None) -> jax.Array 
 def _probabilities(scores: jax.Array, is_seen: jax.Array | None, dtype: DTypeLike) -> jax.Array:
     """Return the attention probabilities, the softmax over the last dim of scores in float32.
 
-    The backward pass reads nothing else. By itself, JAX would also save them in float32, which is a third of the memory
-    of a GPT-2 without a kernel for attention.
+    The backward pass reads nothing else; JAX's own would save them in float32, too.
     """
     if is_seen is not None:
         lowest = 0.5 * jnp.finfo(scores.dtype).min  # finite, so that a row without any position to attend to is not NaN

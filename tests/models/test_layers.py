@@ -56,7 +56,7 @@ def test_attention(
 ) -> None:
     """Both forms of attention are JAX's, with as many value heads or fewer.
 
-    In bfloat16, the products of the gradient have operands in bfloat16. Its error is up to half as large again as JAX's,
+    In bfloat16, the products of the gradient have operands in bfloat16. Its error is up to 1.5 times that of JAX's,
     which reads the probabilities in float32.
     """
     lengths_B = None if lengths is None else jnp.array(lengths)
@@ -90,7 +90,7 @@ def test_attention(
 def test_a_scan_holds_no_mask_in_the_size_of_the_scores(
     kernel: AttentionKernel, lengths: tuple[int, ...] | None
 ) -> None:
-    """JAX moves what does not depend on the layer out of a loop; in the size of the scores, it would fill the memory."""
+    """JAX moves what does not depend on the layer out of a loop, which would fill the memory."""
     lengths_B = None if lengths is None else jnp.array(lengths)
 
     def layer(x: Any, _: None) -> tuple[Any, None]:
