@@ -129,8 +129,10 @@ def _zero(
     quantized_gradients: bool = False,
     block: int = 0,
 ) -> Exchange:
-    # Between nodes the latency of a message is long, so a layer has one. Several messages need fewer copies.
-    num_bytes = bucket_bytes or (25 * MIB if (group or axis.size) <= NODE else LAYER_BYTES)
+    # Several messages need fewer copies. Between nodes the latency of a message is long, and grows with their number: in
+    # stage 3 a layer has one message, in the others messages grow as well.
+    num_nodes = math.ceil((group or axis.size) / NODE)
+    num_bytes = bucket_bytes or (LAYER_BYTES if stage == 3 and num_nodes > 1 else 25 * MIB * num_nodes)
     coded = min_max_uint8(block)
     codes = Codes(coded if quantized_weights else None, coded if quantized_gradients else None)
     return zero(
@@ -142,7 +144,7 @@ def _zero(
 # scale of 1-bit gradients should be that of one row or less.
 BYTES_BLOCK, BLOCK, ROW_BLOCK = 4096, 2048, 128
 BYTEPS = {BUCKET_BYTES: 4_096_000, "group": 1, "min_compress_bytes": 65_536}  # the defaults of BytePS
-ZERO = {BUCKET_BYTES: 25 * MIB, "offload": False}
+ZERO = {BUCKET_BYTES: 0, "offload": False}
 SHARDED_PARAMS = {"offload": False, **dict.fromkeys(QUANTIZED, False), "block": BLOCK}
 LOSSY, PARTIAL = "compresses gradients lossily", "sends only part of the gradients in each step"
 MOMENTUM, WEIGHTS = "compresses momentum lossily after its warm-up", "has different weights on each replica"

@@ -240,8 +240,11 @@ def test_traffic_of_five_microbatches(stage: int, scattered: int, gathered: int)
     assert [one.messages for one in traffic] == [scattered * num_vectors * 3, gathered * num_vectors * 3]
 
 
-@pytest.mark.parametrize(("name", "n", "messages"), [("zero3", 8, 3), ("zero3", 16, 1), ("hsdp", 16, 3)])
-def test_a_layer_is_one_message_between_nodes(name: str, n: int, messages: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "n", "messages"),
+    [("zero1", 8, 3), ("zero2", 16, 1), ("zero3", 8, 3), ("zero3", 16, 1), ("hsdp", 16, 3)],
+)
+def test_messages_are_larger_between_nodes(name: str, n: int, messages: int) -> None:
     """The arrays of the layer have 16 MiB each, and all three are in one node or group of 8, or in two nodes."""
     params = {"layer": {key: jax.ShapeDtypeStruct((2048, 2048), np.float32) for key in "abc"}}
     exchange = make_exchange(name, axis(n), Rule(optax.sgd(1.0), params))
