@@ -96,6 +96,8 @@ def _named(arguments: argparse.Namespace) -> SearchResult:
     name = arguments.schedule
     if name is None:
         raise UserError("--schedule is missing; it must be a schedule or the path of a CSV table, unless --auto is set")
+    if "," in name and not Path(name).exists():
+        raise UserError(f"--schedule is {name!r}; it must be one schedule or table, except for `jaxpar draw`")
     for flag in ("objective", "memory_limit", "weight_memory"):
         if (value := getattr(arguments, flag)) is not None:
             shown = f"{value:g}" if isinstance(value, float) else repr(value)

@@ -259,6 +259,11 @@ ONLY_WITH_REPLICAS = "it must not be set with --schedule=zb_h1, only with one of
         ),
         (
             simulate,
+            ["--schedule=gpipe,mine.csv", *SIZES],
+            "--schedule is 'gpipe,mine.csv'; it must be one schedule or table, except for `jaxpar draw`",
+        ),
+        (
+            simulate,
             ["--schedule=gpipe", *SIZES, "--memory_limit=3"],
             "--memory_limit is 3; it must not be set without --auto",
         ),
