@@ -129,8 +129,8 @@ def _zero(
     quantized_gradients: bool = False,
     block: int = 0,
 ) -> Exchange:
-    # Several messages need fewer copies. Between nodes the latency of a message is long, and grows with their number: in
-    # stage 3 a layer has one message, in the others messages grow as well.
+    # Several messages need fewer copies. Between nodes the latency of a message is long, and grows with the number of
+    # nodes. So a layer has one message in stage 3, and messages grow in the others.
     num_nodes = math.ceil((group or axis.size) / NODE)
     num_bytes = bucket_bytes or (LAYER_BYTES if stage == 3 and num_nodes > 1 else 25 * MIB * num_nodes)
     coded = min_max_uint8(block)
