@@ -208,8 +208,9 @@ def schedules_page() -> str:
 
 
 SCHEDULES_HEAD = f"""
-Set `config.pipeline.schedule`, or leave it at `auto`, which chooses the fastest one that fits the memory. [How
-pipelines work](../explanation/pipelines.md) explains the terms.
+Set `config.pipeline.schedule`, or leave it at `auto`, which chooses the fastest one that fits the memory. You can also
+[write your own](../howto/schedule.md#write-your-own). [How pipelines work](../explanation/pipelines.md) explains the
+terms.
 
 The costs are those of `jaxpar simulate` for {STAGES} devices and {MICROBATCHES} microbatches. A forward pass, the
 gradient of the input and the gradient of the weights take one unit of time each. *Step* is the time of a step if
