@@ -46,7 +46,9 @@ def get_config() -> ConfigDict:
     config.exchange = "ddp"
     # Options of the exchange. None: the default of the exchange. docs/reference/exchanges.md lists the options of each.
     config.exchange_options = exchange = ConfigDict()
-    exchange.bucket_bytes = placeholder(int)  # bytes per message: size of a bucket (ddp), fusion buffer or partition
+    # Bytes per message: size of a bucket (ddp), fusion buffer or partition. None: the default of the exchange; zero1
+    # and zero2 then send 25 MiB for each 8 replicas, zero3 and hsdp a layer if more than 8 replicas share it.
+    exchange.bucket_bytes = placeholder(int)
     # Dtype of gradients in transfers: float16, bfloat16, float8_e4m3fn, float8_e5m2; None: float32.
     exchange.wire_dtype = placeholder(str)
     exchange.algorithm = placeholder(str)  # all-reduce algorithm: psum (XLA's), ring (implemented with ppermute)

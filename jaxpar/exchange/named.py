@@ -130,9 +130,10 @@ def _zero(
     block: int = 0,
 ) -> Exchange:
     # Several messages need fewer copies. Between nodes the latency of a message is long, and grows with the number of
-    # nodes. So a layer has one message in stage 3, and messages grow in the others.
+    # nodes, if a replica is one GPU. So a layer has one message in stage 3, and messages grow in the others.
     num_nodes = math.ceil((group or axis.size) / NODE)
-    num_bytes = bucket_bytes or (LAYER_BYTES if stage == 3 and num_nodes > 1 else 25 * MIB * num_nodes)
+    grown = LAYER_BYTES if stage == 3 and num_nodes > 1 else min(25 * MIB * num_nodes, LAYER_BYTES)
+    num_bytes = bucket_bytes or grown
     coded = min_max_uint8(block)
     codes = Codes(coded if quantized_weights else None, coded if quantized_gradients else None)
     return zero(

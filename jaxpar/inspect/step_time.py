@@ -107,7 +107,7 @@ def predict(programs: Sequence[CompiledProgram], cluster: Cluster, offloaded_byt
 
     Programs without calls run one after the other. For others, see enqueued.py. Raises UserError for an unknown rate.
 
-    offloaded_bytes: of an optimizer state in host memory, which a GPU copies before the update and after it; the
+    offloaded_bytes: of an optimizer state in host memory, which a step copies from there and back; the
     programs for GPUs that are absent lack these copies.
     """
     times = [predict_program(program, cluster) for program in programs]

@@ -225,9 +225,8 @@ class Residuals(NamedTuple):
     # of the loop that needs most, the results of the products of an iteration, and what was computed for them
     looped: float
     chunked: float = 0.0  # what the backward pass of attention to chunks of texts holds besides
-    # of attention without a kernel, the probabilities, and the gradients of them and of the scores
-    probabilities: float = 0.0
-    of_scores: float = 0.0
+    probabilities: float = 0.0  # those of attention without a kernel
+    score_gradients: float = 0.0  # the gradients of these probabilities and of the scores, in its backward pass
 
 
 def residuals(function: Callable[[Any, Any, Any], Any], weights: Any, x: Any, others: Any) -> Residuals:
@@ -259,15 +258,15 @@ def residuals(function: Callable[[Any, Any, Any], Any], weights: Any, x: Any, ot
     of_saved, of_fused = (sum(flat.nbytes[number] for number in numbers) for numbers in (saved - ignored, fused))
     looped = max(map(_looped_bytes, flat.equations), default=0.0)
     scores, narrow = max(map(_bytes_of_scores, flat.equations), default=(0.0, 0.0))
-    return Residuals(float(of_saved), float(of_fused), looped, probabilities=narrow, of_scores=scores + narrow)
+    return Residuals(float(of_saved), float(of_fused), looped, probabilities=narrow, score_gradients=scores + narrow)
 
 
 def _bytes_of_scores(one: FlatEquation) -> tuple[float, float]:
-    """Return the bytes of the product of queries and keys, and in their dtype, in which products read what follows."""
+    """Return the bytes of the product of queries and keys, and the same in the dtype of its operands; 0 for others."""
     if one.equation.primitive.name != "dot_general" or not any(one.equation.params["dimension_numbers"][1]):
         return 0.0, 0.0
-    [scores], queries = one.equation.outvars, one.equation.invars[0]
-    wide, narrow = (np.dtype(variable.aval.dtype).itemsize for variable in (scores, queries))  # type: ignore[attr-defined]
+    [scores], operand = one.equation.outvars, one.equation.invars[0]
+    wide, narrow = (np.dtype(variable.aval.dtype).itemsize for variable in (scores, operand))  # type: ignore[attr-defined]
     nbytes = float(_nbytes(scores))
     return nbytes, nbytes * narrow / wide
 

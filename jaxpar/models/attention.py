@@ -35,18 +35,19 @@ def attend(
     """Compute `jax.nn.dot_product_attention` of queries, keys and values: [B, T, H, K].
 
     is_causal: whether positions attend only to themselves and earlier positions. lengths_B: number of positions of each
-    example that can be attended to; None: all.
+    example that can be attended to, at least 1; None: all.
     """
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
     if kernel == "cudnn":
         return attend_by_cudnn(q_BTHK, k_BTGK, v_BTGK, is_causal=is_causal, lengths_B=lengths_B)
     is_seen = _is_seen(T, is_causal, lengths_B)
-    # Else a scan over layers would compute the mask before its loop, and hold it in the size of the scores.
-    q_BTHK, is_seen = jax.lax.optimization_barrier((q_BTHK, is_seen))
+    if is_seen is not None:
+        # Without the barrier, a scan over layers computes the mask before its loop, in the size of the scores.
+        q_BTHK, is_seen = jax.lax.optimization_barrier((q_BTHK, is_seen))
     q_BTGRK = q_BTHK.reshape(B, T, G, H // G, K)
     if kernel == "xla":
         # einsum makes its second array the left operand. In this order, XLA for GPUs transposes no scores.
-        q_BQGK = q_BTGRK.swapaxes(2, 3).reshape(B, -1, G, K)  # all queries that share keys
+        q_BQGK = q_BTGRK.swapaxes(2, 3).reshape(B, T * H // G, G, K)  # all queries that share keys
         scores = float32_einsum("bsgk,bqgk->bgqs", k_BTGK, q_BQGK) / math.sqrt(K)
         if is_seen is not None and is_causal:
             is_seen = is_seen.repeat(H // G, axis=2)
@@ -211,8 +212,9 @@ def _probabilities(scores: jax.Array, is_seen: jax.Array | None, dtype: DTypeLik
     The backward pass reads nothing else; JAX's own would save them in float32, too.
     """
     if is_seen is not None:
-        lowest = 0.5 * jnp.finfo(scores.dtype).min  # finite, so that a row without any position to attend to is not NaN
-        scores = jnp.where(is_seen, scores, jnp.where(is_seen, 0.0, lowest))
+        # In the size of the mask: a scan over layers would hold a constant in the size of the scores.
+        lowest = jnp.where(is_seen, 0.0, 0.5 * jnp.finfo(scores.dtype).min)
+        scores = jnp.where(is_seen, scores, lowest)
     return jax.nn.softmax(scores, axis=-1).astype(dtype)
 
 
@@ -224,7 +226,9 @@ def _probabilities_forward(scores: jax.Array, is_seen: jax.Array | None, dtype: 
 def _probabilities_backward(_dtype: DTypeLike, probabilities: jax.Array, dy: jax.Array) -> tuple[jax.Array, None]:
     wide = jax.lax.optimization_barrier(probabilities).astype(jnp.float32)  # else XLA keeps the scores for it
     dy = dy.astype(jnp.float32)
-    return wide * (dy - (wide * dy).sum(-1, keepdims=True)), None
+    # Rounded probabilities do not add up to 1. Without the quotient, the gradient of a confident row would be lost.
+    mean = (wide * dy).sum(-1, keepdims=True) / wide.sum(-1, keepdims=True)
+    return wide * (dy - mean), None
 
 
 _probabilities.defvjp(_probabilities_forward, _probabilities_backward)

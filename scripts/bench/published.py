@@ -42,7 +42,7 @@ halves by a hash of the names, and also give the errors of each half.
 
 The goals were ratios within 15% for the papers, and for the runs of language models a median error
 of 12% and a rank correlation (Kendall's tau) of 0.8. For MPT, the planner's median error is 30.5%
-(31.7% in the half that is held out), with a tau of 0.07 (0.37) over numbers of hosts. For
+(31.9% in the half that is held out), with a tau of 0.05 (0.29) over numbers of hosts. For
 nanotron's best configurations, it is 11.9% (5.1%), with a tau of 0.62 (0.07). For a wider tensor
 axis, the error is 20.4%, with a tau of 1.0. For BLOOM, the planner's costs of layers and links
 price BLOOM's own program: the median error is 18.0%, with a tau of 0.32. How to price it was

@@ -71,6 +71,19 @@ def test_a_replica(settings: dict[str, Any], expected: float) -> None:
     assert replica_bytes(layers, MODEL, state, 4, remat, **flags) == 3000 + expected
 
 
+@pytest.mark.parametrize(("remat", "working"), [("none", 100), ("full", 100 + 30)])
+def test_the_gradients_of_scores(remat: str, working: float) -> None:
+    """The peak has them, if they exceed what a layer saves, and with rematerialization the probabilities."""
+
+    class WithScores(FixedSizes):
+        def residuals(self, size: int, remat: str) -> list[Residuals]:
+            first, *others = super().residuals(size, remat)
+            return [first._replace(probabilities=30.0, score_gradients=100.0), *others]
+
+    flags = {"is_scanned": False, "is_accumulated": False, "gathers_layers": False}
+    assert replica_bytes(WithScores(), MODEL, STATE, 4, remat, **flags) == 3000 + 18 + 1 + (working + 3) + 96
+
+
 def test_a_scan_holds_all_its_gradients() -> None:
     """While the last block is computed, the gradients of both exist, unless the layers are unrolled."""
     blocks: Any = SimpleNamespace(runs=(LayerRun(0, 4),))

@@ -442,12 +442,22 @@ def test_copies_in_the_dtype_of_the_computation() -> None:
 
 
 def test_what_a_stage_works_with() -> None:
-    """One layer and its gradient, or the loop of a loss; in lockstep or with rematerialization, all that it saves."""
+    """One layer and its gradient, or the loop of a loss; in lockstep or with rematerialization, all that it saves.
+
+    The gradients of the scores of attention come on top with rematerialization.
+    """
     layers = [layer(0.01, output=0.5)._replace(weight_bytes=weights) for weights in (3.0, 5.0, 4.0)]
     memory = [LayerMemory(computed, narrowed=2.0) for computed in (10.0, 1.0, 7.0)]
     looping = [*memory[:2], memory[2]._replace(looped=40.0)]
     together = 5 + 10 + 1
-    rows = ((memory, "none", 3 + 10, together), (looping, "none", 40, 40), (looping, "full", together, together))
+    scores = [memory[0]._replace(score_gradients=20.0), *memory[1:]]
+    rows = (
+        (memory, "none", 3 + 10, together),
+        (looping, "none", 40, 40),
+        (looping, "full", together, together),
+        (scores, "none", 3 + 20, 3 + 20),
+        (scores, "full", together + 20, together + 20),
+    )
     for of, remat, *expected in rows:
         work, spans = work_of(layers, of, remat), [(0, 2), (2, 3)]
         found = [working_bytes(work, spans, in_lockstep=in_lockstep) - 2 * 2.0 - 0.5 for in_lockstep in (False, True)]

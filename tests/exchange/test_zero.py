@@ -242,11 +242,14 @@ def test_traffic_of_five_microbatches(stage: int, scattered: int, gathered: int)
 
 @pytest.mark.parametrize(
     ("name", "n", "messages"),
-    [("zero1", 8, 3), ("zero2", 16, 1), ("zero3", 8, 3), ("zero3", 16, 1), ("hsdp", 16, 3)],
+    [
+        *(("zero1", 8, 7), ("zero2", 16, 3), ("zero2", 32, 2), ("zero2", 4096, 1)),
+        *(("zero3", 8, 7), ("zero3", 16, 1), ("hsdp", 16, 7)),
+    ],
 )
 def test_messages_are_larger_between_nodes(name: str, n: int, messages: int) -> None:
-    """The arrays of the layer have 16 MiB each, and all three are in one node or group of 8, or in two nodes."""
-    params = {"layer": {key: jax.ShapeDtypeStruct((2048, 2048), np.float32) for key in "abc"}}
+    """The seven arrays of the layer have 16 MiB each: one, three or six of them fit into 25 MiB for each node of 8."""
+    params = {"layer": {key: jax.ShapeDtypeStruct((2048, 2048), np.float32) for key in "abcdefg"}}
     exchange = make_exchange(name, axis(n), Rule(optax.sgd(1.0), params))
     [scattered] = [one for one in exchange.traffic(params, 1) if one.kind == "reduce-scatter"]
     assert scattered.messages == messages * (min(n, 8) - 1 if name == "hsdp" else n - 1)

@@ -4,8 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jaxpar.measure.operations import Residuals, residuals
+from jaxpar.models.attention import attend
 
 N, D, H, V = 6, 5, 7, 64
 X = jax.ShapeDtypeStruct((N, D), jnp.float32)
@@ -55,6 +57,21 @@ def test_elementwise_operations_are_repeated() -> None:
 
     found = residuals(sine, WEIGHTS, X, ())
     assert found == Residuals(4 * (N * D + 2 * N * H), 4 * (N * D + N * H), 0.0)
+
+
+@pytest.mark.parametrize(("dtype", "narrow"), [(jnp.float16, 2), (jnp.float32, 4)])
+def test_attention_without_a_kernel(dtype: Any, narrow: int) -> None:
+    """Probabilities are saved in the dtype of the products; their gradient is float32, that of the scores narrow."""
+
+    def attention(_weights: Any, x_BTHK: jax.Array, _others: Any) -> jax.Array:
+        return attend(x_BTHK, x_BTHK, x_BTHK, "xla", is_causal=True, lengths_B=None)
+
+    B, T, heads, K = 2, 32, 3, 4
+    found = residuals(attention, {}, jax.ShapeDtypeStruct((B, T, heads, K), dtype), ())
+    scores = B * heads * T * T
+    assert (found.probabilities, found.score_gradients) == (narrow * scores, (4 + narrow) * scores)
+    assert found.fused == narrow * (scores + B * T * heads * K)  # and the input
+    assert residuals(perceptron, WEIGHTS, X, ()).score_gradients == 0
 
 
 def test_products_in_a_loop() -> None:

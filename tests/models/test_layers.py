@@ -56,8 +56,7 @@ def test_attention(
 ) -> None:
     """Both forms of attention are JAX's, with as many value heads or fewer.
 
-    In bfloat16, the products of the gradient have operands in bfloat16. Its error is up to 1.5 times that of JAX's,
-    which reads the probabilities in float32.
+    In bfloat16, the products of the gradient have operands in bfloat16. Its error is at most 1.5 times that of JAX's.
     """
     lengths_B = None if lengths is None else jnp.array(lengths)
     q, k, v = (draw(B, T, heads, K, seed=i).astype(dtype) for i, heads in enumerate((H, num_kv_heads, num_kv_heads)))
@@ -83,6 +82,26 @@ def test_attention(
     gradient = jax.jit(jax.grad(lambda *args: ours(*args).sum(), argnums=(0, 1, 2))).lower(q, k, v).as_text()
     operands = re.findall(r"dot_general .*: \(tensor<\w+x(\w+)>, tensor<\w+x(\w+)>\)", gradient)
     assert operands == [({"float32": "f32", "bfloat16": "bf16"}[dtype],) * 2] * 5  # y is not needed
+
+
+@pytest.mark.parametrize("kernel", ["xla", "batched"])
+def test_gradients_of_confident_attention(kernel: AttentionKernel) -> None:
+    """Their error is about that of JAX's, which saves float32 probabilities: in 16 bits, many of them are 0 or 1."""
+    k, v = (draw(B, T, H, K, seed=i).astype("bfloat16") for i in range(2))
+
+    def ours(q: Any, k: Any, v: Any) -> Any:
+        return attention.attend(q, k, v, kernel, is_causal=False, lengths_B=None)
+
+    def of_jax(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(q, k, v, implementation="xla")
+
+    wide = tuple(x.astype(jnp.float32) for x in (4 * k, k, v))
+    exact = values_and_gradients(of_jax, *wide)[1][0]
+    error, of_other = (
+        np.abs(np.float32(values_and_gradients(function, 4 * k, k, v)[1][0]) - exact).mean()
+        for function in (ours, of_jax)
+    )
+    assert error <= 1.5 * of_other
 
 
 @pytest.mark.parametrize("kernel", ["xla", "batched"])

@@ -46,7 +46,7 @@ class LayerMemory(NamedTuple):
     narrowed: float  # bytes of copies of the weights in the dtype of the computation
     stashes: Stashes = ({},)  # what it saves
     looped: float = 0.0  # bytes with which the loop of a loss over a vocabulary works (Residuals)
-    of_scores: float = 0.0  # bytes of the gradients of attention without a kernel (Residuals)
+    score_gradients: float = 0.0  # bytes of those of attention without a kernel (Residuals)
 
 
 class PhaseSeconds(NamedTuple):
@@ -93,7 +93,7 @@ class Layers:
     cached: tuple[str, ...] = (
         *("profile", "work"),
         *("_programs", "_sizes", "_stashes", "_loss_program", "_residual", "_inputs", "_narrowed"),
-        *("_of_group", "_chunked", "_of_scores"),
+        *("_of_group", "_chunked", "_score_gradients"),
     )
 
     def __init__(self, problem: Problem, group: MeshGroup = ALONE) -> None:
@@ -137,24 +137,28 @@ class Layers:
     def memory(self, size: int, remat: str, *, is_split: bool) -> list[LayerMemory]:
         """Return what each layer holds in addition."""
         stashes = self._stashes(size, remat, 3 if is_split else 2)
-        of_scores = (_at(size, few, many) for few, many in zip(*map(self._of_scores, SIZES), strict=True))
-        each = zip(self._sizes(size, "none"), self._narrowed(), stashes, of_scores, strict=True)
-        *first, last = [LayerMemory(one.stash_bytes, narrow, of, 0.0, scores) for one, narrow, of, scores in each]
+        gradients = (_at(size, few, many) for few, many in zip(*map(self._score_gradients, SIZES), strict=True))
+        each = zip(self._sizes(size, "none"), self._narrowed(), stashes, gradients, strict=True)
+        *first, last = [LayerMemory(one.stash_bytes, narrow, of, 0.0, gradient) for one, narrow, of, gradient in each]
         return [*first, last._replace(looped=self._residual(size, "none", len(first)).looped)]
 
-    def _of_scores(self, size: int) -> list[float]:
-        return [one.of_scores for one in self.residuals(size, "none")]
+    def _score_gradients(self, size: int) -> list[float]:
+        return [one.score_gradients for one in self._residuals_alone(size, "none")]
 
     def residuals(self, size: int, remat: str) -> list[Residuals]:
         """Return what each layer of a replica holds for the backward pass."""
-        runs, last = self.problem.model.runs, len(self.problem.model.layers) - 1
-        numbers = [min(max(run.start, 1), run.stop - 1) for run in runs for _ in range(*run)]
-        found = [self._residual(size, remat, number) for number in (0, *numbers[1:last], last)]
+        found = self._residuals_alone(size, remat)
         if self.group.context == 1:
             return found
         *blocks, loss = zip(found, *(self._chunked(one) for one in SIZES), strict=True)
         between = [of._replace(looped=0.0, chunked=_at(size, few, many)) for of, few, many in blocks]
         return [*between, loss[0]]
+
+    def _residuals_alone(self, size: int, remat: str) -> list[Residuals]:
+        """Return the same without the loops of attention to chunks of texts."""
+        runs, last = self.problem.model.runs, len(self.problem.model.layers) - 1
+        numbers = [min(max(run.start, 1), run.stop - 1) for run in runs for _ in range(*run)]
+        return [self._residual(size, remat, number) for number in (0, *numbers[1:last], last)]
 
     def _chunked(self, size: int) -> list[float]:
         """Return the bytes of the loop in the backward pass of each layer: of attention, or of the loss."""

@@ -53,7 +53,7 @@ def replica_bytes(
     # forward pass, chunk by chunk.
     working = [
         of.looped
-        or max(of.fused, of.of_scores + of.probabilities * (remat != "none")) + layer.output_bytes + of.chunked
+        or max(of.fused, of.score_gradients + of.probabilities * (remat != "none")) + layer.output_bytes + of.chunked
         for of, layer in zip(whole, profile, strict=True)
     ]
     weights = [float(layer.weight_bytes) for layer in profile]
@@ -169,10 +169,10 @@ def working_bytes(work: LayerWork, spans: Spans, *, in_lockstep: bool) -> float:
     together = max(sum(of.computed for of in work.memory[first:end]) for first, end in spans)
     worked = max(layer.weight_bytes for layer in layers) + together
     if work.remat != "none":
-        worked += max(of.of_scores for of in memory)
+        worked += max(of.score_gradients for of in memory)
     else:
         each = zip(layers, memory, strict=True)
-        apart = max(of.looped or layer.weight_bytes + max(of.computed, of.of_scores) for layer, of in each)
+        apart = max(of.looped or layer.weight_bytes + max(of.computed, of.score_gradients) for layer, of in each)
         worked = max(apart, worked) if in_lockstep else apart
     narrowed = max(sum(of.narrowed for of in work.memory[first:end]) for first, end in spans)
     return worked + narrowed + max(layer.output_bytes for layer in layers)

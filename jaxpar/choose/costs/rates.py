@@ -36,7 +36,7 @@ HOP_SECONDS = {"host": 3e-6, "network": 1e-5}
 TREE_BANDWIDTH = 0.92  # of a tree between hosts / that of a ring (the same file)
 # Bytes/s of 16 lanes of PCI Express in one direction, by the first digit of the compute capability: generation 3, 4 and
 # 5 (data sheets of the GPUs). A copy reaches 0.9 of it: docs/results/gpu.md, "Optimizer state in host memory".
-PCIE_RATES, PCIE_EFFICIENCY = {"7": 16e9, "8": 32e9, "9": 64e9, "10": 64e9}, 0.9
+PCIE_RATES, PCIE_EFFICIENCY = {"7": 16e9, "8": 32e9, "9": 64e9, "10": 64e9, "12": 64e9}, 0.9
 HALF_WIDTH = ("bfloat16", "float16", "f8e4m3fn", "f8e5m2")  # dtypes of products with the efficiency of bfloat16
 
 
@@ -89,7 +89,7 @@ def memory_seconds(cluster: Cluster, nbytes: float) -> float:
 
 def host_copy_seconds(cluster: Cluster, nbytes: float) -> float:
     """Return the time in which a GPU copies `nbytes` bytes from pinned host memory, or to it."""
-    rate = PCIE_RATES.get(_generation(cluster), max(PCIE_RATES.values()))
+    rate = PCIE_RATES.get(_generation(cluster), min(PCIE_RATES.values()))
     return nbytes / (PCIE_EFFICIENCY * rate)
 
 

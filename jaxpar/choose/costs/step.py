@@ -77,7 +77,7 @@ class UpdateBytes(NamedTuple):
 
     exchange: float
     update: float
-    from_host: float = 0.0  # those of the optimizer state that are copied from the host before it, and back after it
+    from_host: float = 0.0  # those of the optimizer state that a step copies from the host, and back
 
 
 def replicas_costs(
@@ -127,8 +127,8 @@ def replicas_costs(
     traffic = [one for one in traffic if one not in of_layers]
     gathered = [one for one in traffic if gathers_layers and one.kind == "all-gather"]
     gather = sum(machine.collective(one, axes) for one in gathered)
-    copied = sum(machine.collective(one, axes) for one in traffic if one.kind == COPY)
-    copied = 2 * (copied + host_copy_seconds(machine.cluster, moved.from_host))  # there and back
+    by_host = sum(machine.collective(one, axes) for one in traffic if one.kind == COPY)
+    copied = 2 * (by_host + host_copy_seconds(machine.cluster, moved.from_host))  # there and back
     reduced = [one for one in traffic if one.kind != COPY and one not in gathered]
     reduce, number = (
         sum(machine.collective(one, axes) for one in reduced),
