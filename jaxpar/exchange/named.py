@@ -129,15 +129,23 @@ def _zero(
     quantized_gradients: bool = False,
     block: int = 0,
 ) -> Exchange:
-    # Several messages need fewer copies. Between nodes the latency of a message is long, and grows with the number of
-    # nodes, if a replica is one GPU. So a layer has one message in stage 3, and messages grow in the others.
-    num_nodes = math.ceil((group or axis.size) / NODE)
-    grown = LAYER_BYTES if stage == 3 and num_nodes > 1 else min(25 * MIB * num_nodes, LAYER_BYTES)
-    num_bytes = bucket_bytes or grown
+    if not bucket_bytes:
+        # Several messages need fewer copies. Between nodes the latency of a message is long, and grows with the number
+        # of nodes, if a replica is one GPU. So a layer has one message in stage 3, and messages grow in the others.
+        num_nodes = math.ceil((group or axis.size) / NODE)
+        bucket_bytes = LAYER_BYTES if stage == 3 and num_nodes > 1 else min(25 * MIB * num_nodes, LAYER_BYTES)
     coded = min_max_uint8(block)
     codes = Codes(coded if quantized_weights else None, coded if quantized_gradients else None)
     return zero(
-        axis, stage, rule.optimizer, rule.params, num_bytes, offload=offload, codes=codes, group=group, norm=rule.norm
+        axis,
+        stage,
+        rule.optimizer,
+        rule.params,
+        bucket_bytes,
+        offload=offload,
+        codes=codes,
+        group=group,
+        norm=rule.norm,
     )
 
 

@@ -241,9 +241,6 @@ def verified(found: Sequence[Candidate], number: int, space: Space, target: Targ
         needed = float(sum(audit.needed_bytes(programs, strategy).values()))
         corrected = one._replace(costs=one.costs._replace(nbytes=needed), fits=needed <= space.usable_bytes)
         predicts = not is_refused(step_time.check_step, config)
-        compiled.append(
-            Verified(
-                one, corrected, step_time.predict(programs, cluster, plan.offloaded_bytes).seconds if predicts else None
-            )
-        )
+        seconds = step_time.predict(programs, cluster, plan.offloaded_bytes).seconds if predicts else None
+        compiled.append(Verified(one, corrected, seconds))
     return compiled

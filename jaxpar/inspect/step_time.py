@@ -107,8 +107,8 @@ def predict(programs: Sequence[CompiledProgram], cluster: Cluster, offloaded_byt
 
     Programs without calls run one after the other. For others, see enqueued.py. Raises UserError for an unknown rate.
 
-    offloaded_bytes: of an optimizer state in host memory, which a step copies from there and back; the
-    programs for GPUs that are absent lack these copies.
+    offloaded_bytes: of an optimizer state in host memory, which a step copies from there and back; programs for absent
+    GPUs lack these copies.
     """
     times = [predict_program(program, cluster) for program in programs]
     if any(program.calls for program in programs):

@@ -188,11 +188,8 @@ def compare(case: Case, settings: tuple[str, ...], target: Target) -> tuple[Step
     found = planner.candidate_of_plan(space, config, plan)
     strategy = strategies.build(plan, problem, target.devices)
     programs = strategy.compile()
-    return (
-        found.costs,
-        audit.needed_bytes(programs, strategy),
-        step_time.predict(programs, cluster, plan.offloaded_bytes).seconds,
-    )
+    predicted = step_time.predict(programs, cluster, plan.offloaded_bytes)
+    return found.costs, audit.needed_bytes(programs, strategy), predicted.seconds
 
 
 def configured(case: Case, settings: tuple[str, ...]) -> Any:
