@@ -52,7 +52,7 @@ def get_config() -> ConfigDict:
     # Dtype of gradients in transfers: float16, bfloat16, float8_e4m3fn, float8_e5m2; None: float32.
     exchange.wire_dtype = placeholder(str)
     exchange.algorithm = placeholder(str)  # all-reduce algorithm: psum (XLA's), ring (implemented with ppermute)
-    exchange.group = placeholder(int)  # replicas per node: average within nodes, then compress between them
+    exchange.group = placeholder(int)  # replicas per node: average within nodes, then exchange between them
     exchange.predivide = placeholder(float)  # divide gradients by this before the sum, by replicas / predivide after it
     exchange.backward_passes_per_step = placeholder(int)  # training steps per optimizer step, as in Horovod
     exchange.average_aggregated_gradients = placeholder(bool)  # True: mean of the gradients of these steps; False: sum

@@ -15,14 +15,16 @@ from jaxpar.exchange.clip import clipped
 from jaxpar.exchange.compress import Compressor
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate, Rule, shared
 from jaxpar.exchange.fuse import fused, in_layer_order
+from jaxpar.exchange.gradients import lossy
 from jaxpar.exchange.reduce import Axis, psum
-from jaxpar.exchange.scatter_gather import scatter_gather
 from jaxpar.layout import Tree
 
 ADAM_WARMUP = "warmup"  # name of the conditional in compiled programs
 
 
-def momentum_exchange(axis: Axis, rule: Rule, compressor: Compressor, *, bucket_bytes: int, warmup: float) -> Exchange:
+def momentum_exchange(
+    axis: Axis, rule: Rule, compressor: Compressor, *, bucket_bytes: int, group: int, warmup: float
+) -> Exchange:
     """Wrap optax.adamw in an exchange of momentum: after a warm-up, v is frozen and replicas exchange m.
 
     During the warm-up, replicas average gradients exactly. Afterwards each replica updates the momentum with its local
@@ -35,11 +37,12 @@ def momentum_exchange(axis: Axis, rule: Rule, compressor: Compressor, *, bucket_
     algorithm 1). With MinMaxUInt8 and no error feedback, it is QAdam as in Bagua (Gan et al., 2021).
 
     The optimizer state is that of optax.adamw, so either can continue from the other. After the warm-up, each replica's
-    local gradient is clipped to the norm of `rule`. warmup: the share of the steps until v is frozen.
+    local gradient is clipped to the norm of `rule`. group: as in `lossy`. warmup: the share of the steps until v is
+    frozen.
     """
     assert rule.adamw is not None
     learning_rate, b1, b2, eps, weight_decay, mask = rule.adamw
-    reducers = psum(axis), scatter_gather(axis, compressor, compressor)
+    reducers = psum(axis), lossy(axis, group, compressor, compressor)
     exact, momentum = (in_layer_order(fused(reducer, bucket_bytes), rule.layers) for reducer in reducers)
     optimizer = optax.with_extra_args_support(rule.optimizer)
     warmup_steps = max(1, round(warmup * rule.num_steps))  # without a warm-up, v would stay zero

@@ -3,6 +3,7 @@
 x denotes a replica's weights, which differ from those of other replicas.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from jaxpar.core.plan import Traffic
 from jaxpar.exchange.compress import Compressor, to_bytes
 from jaxpar.exchange.exchange import AllReduce, DistributedState, Exchange, ExchangeUpdate, shared
 from jaxpar.exchange.fuse import flat, flat_size
-from jaxpar.exchange.reduce import Axis
+from jaxpar.exchange.reduce import Axis, Groups
 from jaxpar.layout import PER_REPLICA, Tree
 
 PEER, AVERAGING = "peer", "average"  # names of the conditionals in compiled programs
@@ -47,7 +48,7 @@ def mixed(
 
 
 def decentralized(
-    axis: Axis, optimizer: optax.GradientTransformation, *, peers: str = "shift_one", interval: int = 1
+    axis: Axis, optimizer: optax.GradientTransformation, *, peers: str = "shift_one", interval: int = 1, group: int = 1
 ) -> Exchange:
     """Return an exchange with x = mean + step, where the mean is over x and the weights of peers.
 
@@ -58,20 +59,23 @@ def decentralized(
       peers: "shift_one": one peer, and a different one each time: at time t, replica i of the first half is paired with
         replica n/2 + (i + t) mod n/2 of the second half; "all": all other replicas.
       interval: steps from one mean to the next; otherwise x = x + step.
+      group: neighbours that average exactly; then groups are paired, not replicas. It must be 1 if peers is "all".
     """
-    half = axis.size // 2
+    groups, half = Groups(axis, group), axis.size // group // 2
 
     def peer(shift: int) -> list[tuple[int, int]]:
         pairs = [(i, half + (i + shift) % half) for i in range(half)]
-        return pairs + [(b, a) for a, b in pairs]
+        return groups.routes(pairs + [(b, a) for a, b in pairs])
 
     def change(x: jax.Array, time: jax.Array) -> jax.Array:
         """Return mean - x."""
         if peers == "all":
             return jax.lax.pmean(x, axis.name) - x
+        shard = groups.shard_of_mean(x)
         ways = [lambda x, shift=shift: jax.lax.ppermute(x, axis.name, peer(shift)) for shift in range(half)]
         with jax.named_scope(PEER):
-            return (jax.lax.switch(time % half, ways, x) - x) / 2
+            mean = (shard + jax.lax.switch(time % half, ways, shard)) / 2
+        return groups.whole(mean, len(x)) - x
 
     def mix(updates: Tree, params: Tree, step: jax.Array) -> tuple[Tree, Tree]:
         def communicate() -> Tree:
@@ -84,10 +88,10 @@ def decentralized(
             return jax.lax.cond(step % interval == 0, communicate, lambda: updates), step + 1
 
     def traffic(params: Tree) -> list[Traffic]:
-        nbytes = 4 * flat_size(params)
-        to_all = axis.traffic("all-reduce", 2, nbytes, "float32")
-        to_peer = Traffic("collective-permute", "float32", axis.name, nbytes, messages=1, distance=half)
-        return shared([to_all if peers == "all" else to_peer], 1 / interval)
+        size = flat_size(params)
+        to_all = axis.traffic("all-reduce", 2, 4 * size, "float32")
+        to_peer = _permuted(groups, 4 * math.ceil(size / group), "float32", distance=half)
+        return shared([to_all] if peers == "all" else [*groups.traffic(size, "float32"), to_peer], 1 / interval)
 
     branches: dict[str, tuple[float, ...]] = {}
     if interval > 1:
@@ -98,21 +102,23 @@ def decentralized(
 
 
 def low_precision_decentralized(
-    axis: Axis, optimizer: optax.GradientTransformation, compressor: Compressor
+    axis: Axis, optimizer: optax.GradientTransformation, compressor: Compressor, group: int = 1
 ) -> Exchange:
     """Return an exchange in which neighbours on a ring send each other compressed changes of their weights.
 
     Bagua's low-precision decentralized algorithm (Gan et al., 2021; Tang et al., "Communication Compression for
     Decentralized Training", 2018, algorithm 2): h = (x + x'_left + x'_right) / 3 + step, z = h - x, x += Q(z), and
     x'_j += Q(z_j). A replica's copy x'_j of a neighbour's weights is exact, because the neighbour also changes its
-    weights only by the Q(z_j) that it sends. compressor: it must be stateless.
+    weights only by the Q(z_j) that it sends. compressor: it must be stateless. group: neighbours that have the same
+    weights and take the mean of their steps; then the ring is one of groups, and each replica sends its shard.
     """
-    n = axis.size
-    to_right, to_left = [(i, (i + 1) % n) for i in range(n)], [(i, (i - 1) % n) for i in range(n)]
+    groups, n = Groups(axis, group), axis.size // group
+    to_right = groups.routes([(i, (i + 1) % n) for i in range(n)])
+    to_left = groups.routes([(i, (i - 1) % n) for i in range(n)])
 
     def mix(updates: Tree, params: Tree, known: Tree) -> tuple[Tree, Tree]:
-        x, unflatten = flat(params)
-        step, _ = flat(updates)
+        whole, unflatten = flat(params)
+        x, step = groups.shard(whole), groups.shard_of_mean(flat(updates)[0])
         z = (x + known["left"] + known["right"]) / 3 + step - x
         payload, _ = compressor.encode(z, compressor.init(len(z), jax.random.key(0), 0))
 
@@ -120,20 +126,32 @@ def low_precision_decentralized(
             return compressor.decode_bytes(jax.lax.ppermute(to_bytes(payload), axis.name, route), len(z))
 
         private = {"left": known["left"] + moved(to_right), "right": known["right"] + moved(to_left)}
-        return unflatten(compressor.decode(payload, len(z))), private
+        return unflatten(groups.whole(compressor.decode(payload, len(z)), len(whole))), private
 
     def init(params: Tree) -> Tree:
         if dtypes := {leaf.dtype.name for leaf in jax.tree.leaves(params)} - {"float32"}:
             raise ValueError(
                 f"parameters are {min(dtypes)}; they must be float32, so that neighbours can track them exactly"
             )
-        return {"left": flat(params)[0], "right": flat(params)[0]}
+        x = groups.shard(flat(params)[0])
+        return {"left": x, "right": x}
 
     def traffic(params: Tree) -> list[Traffic]:
-        nbytes = compressor.nbytes(flat_size(params))
-        return [Traffic("collective-permute", "uint8", axis.name, 2 * nbytes, messages=2)]
+        size = flat_size(params)
+        nbytes = compressor.nbytes(math.ceil(size / group))
+        sent = _permuted(groups, 2 * nbytes, "uint8", messages=2)
+        if n == 2:  # both neighbours are the same, and XLA sends both messages as one
+            sent = sent._replace(required=0.5)
+        return [*groups.traffic(size, "float32"), sent]
 
     return mixed(optimizer, mix, init, traffic)
+
+
+def _permuted(groups: Groups, nbytes: float, dtype: str, *, messages: int = 1, distance: int = 1) -> Traffic:
+    """Return the traffic of messages between groups that are `distance` apart."""
+    return Traffic(
+        "collective-permute", dtype, groups.axis.name, nbytes, messages, members=groups.members, distance=distance
+    )
 
 
 def model_average(all_reduce: AllReduce, optimizer: optax.GradientTransformation, interval: int) -> Exchange:

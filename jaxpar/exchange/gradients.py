@@ -38,9 +38,9 @@ def horovod(
     return fused(_in_dtype(axis, algorithm, group, wire_dtype, predivide), bucket_bytes)
 
 
-def byteps(axis: Axis, *, bucket_bytes: int, wire_dtype: str = "") -> AllReduce:
+def byteps(axis: Axis, *, bucket_bytes: int, group: int, wire_dtype: str = "") -> AllReduce:
     """Return BytePS: partitions are pushed to servers and pulled from them, the first layers first."""
-    return fused(_in_dtype(axis, "push_pull", 1, wire_dtype), bucket_bytes, cut=True, backwards=False)
+    return fused(_in_dtype(axis, "push_pull", group, wire_dtype), bucket_bytes, cut=True, backwards=False)
 
 
 def compressed_byteps(
@@ -61,7 +61,11 @@ def compressed_byteps(
     server = error_feedback(compressor(**options))
     worker = with_momentum(server, momentum) if momentum else server
     large = fused(lossy(axis, group, worker, server), bucket_bytes, cut=True, backwards=False, seed=seed)
-    return by_size(byteps(axis, bucket_bytes=bucket_bytes), large, min_compress_bytes) if min_compress_bytes else large
+    return (
+        by_size(byteps(axis, bucket_bytes=bucket_bytes, group=group), large, min_compress_bytes)
+        if min_compress_bytes
+        else large
+    )
 
 
 def lossy(axis: Axis, group: int, worker: Compressor, server: Compressor) -> Reducer:
@@ -80,6 +84,6 @@ def _in_dtype(axis: Axis, algorithm: str, group: int, wire_dtype: str, predivide
         return lossy(axis, group, compressor, compressor)
     dtype = wire_dtype or None
     if group > 1:
-        return reduce.hierarchical(axis, group, predivide=predivide, dtype=dtype)
+        return reduce.hierarchical(axis, group, has_servers=algorithm == "push_pull", predivide=predivide, dtype=dtype)
     algorithms = {"psum": reduce.psum, "ring": reduce.ring, "push_pull": reduce.push_pull}
     return algorithms[algorithm](axis, predivide=predivide, dtype=dtype)

@@ -185,7 +185,7 @@ EXCHANGES: dict[str, NamedExchange] = {
         "BytePS",
         "partitions of gradients, by push and pull; the replicas are also the servers",
         byteps,
-        {BUCKET_BYTES: BYTEPS[BUCKET_BYTES], "wire_dtype": ""},
+        {BUCKET_BYTES: BYTEPS[BUCKET_BYTES], "wire_dtype": "", "group": 1},
         averages=True,
     ),
     "byteps_onebit": COMPRESSED(
@@ -240,7 +240,7 @@ EXCHANGES: dict[str, NamedExchange] = {
         "Bagua QAdam",
         "gradients during the warm-up, then momentum with 8 bits per element",
         lambda axis, rule, *, block, **options: momentum_exchange(axis, rule, min_max_uint8(block), **options),
-        {BUCKET_BYTES: 10 * MIB, "warmup": 0.2, "block": BYTES_BLOCK},
+        {BUCKET_BYTES: 10 * MIB, "group": 1, "warmup": 0.2, "block": BYTES_BLOCK},
         differs=MOMENTUM,
         adamw=True,
     ),
@@ -248,7 +248,7 @@ EXCHANGES: dict[str, NamedExchange] = {
         "Bagua",
         "weights, to another replica in each step, or to all",
         lambda axis, rule, **options: decentralized(axis, rule.optimizer, **options),
-        {"peers": "shift_one", "interval": 1},
+        {"peers": "shift_one", "interval": 1, "group": 1},
         differs=WEIGHTS,
         diverges=True,
         replicas="even",
@@ -256,8 +256,10 @@ EXCHANGES: dict[str, NamedExchange] = {
     "bagua_low_precision_decentralized": NamedExchange(
         "Bagua",
         "changes of weights with 8 bits per element, to both neighbours in a ring",
-        lambda axis, rule, *, block: low_precision_decentralized(axis, rule.optimizer, min_max_uint8(block)),
-        {"block": BYTES_BLOCK},
+        lambda axis, rule, *, block, group: low_precision_decentralized(
+            axis, rule.optimizer, min_max_uint8(block), group
+        ),
+        {"group": 1, "block": BYTES_BLOCK},
         differs=WEIGHTS,
         diverges=True,
     ),
@@ -309,7 +311,7 @@ EXCHANGES: dict[str, NamedExchange] = {
         lambda axis, rule, *, block, **options: momentum_exchange(
             axis, rule, error_feedback(onebit("l2", block)), **options
         ),
-        {BUCKET_BYTES: 25 * MIB, "warmup": 0.2, "block": BLOCK},
+        {BUCKET_BYTES: 25 * MIB, "group": 1, "warmup": 0.2, "block": BLOCK},
         differs=MOMENTUM,
         residuals=True,
         adamw=True,
@@ -384,9 +386,11 @@ def check_options(name: str, num_replicas: int, settings: Mapping[str, Any]) -> 
             refuse(key, f"be None with wire_dtype={wire_dtype!r}, whose sums are in float32")
     if "block" in settings and QUANTIZED[0] in row.options and not any(settings.get(key) for key in QUANTIZED):
         refuse("block", f"be None with exchange {name!r} without {' or '.join(QUANTIZED)}")
-    if not REPLICA_NUMBERS[row.replicas](num_replicas) and settings.get("peers") != "all":
-        wrong = f"is {name!r} with {num_replicas} replicas; their number must be {row.replicas}"
-        raise OptionError("exchange", wrong)
+    if group > 1 and settings.get("peers") == "all":
+        refuse("group", "be 1 with peers='all', which averages with all replicas")
+    if not REPLICA_NUMBERS[row.replicas](num_replicas // group) and settings.get("peers") != "all":
+        their = f" in groups of {group}; the number of groups" if group > 1 else "; their number"
+        raise OptionError("exchange", f"is {name!r} with {num_replicas} replicas{their} must be {row.replicas}")
 
 
 def make_all_reduce(name: str, axis: Axis, clip_norm: float, **settings: Any) -> AllReduce:

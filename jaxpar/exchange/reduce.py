@@ -3,6 +3,7 @@
 Dims: n replicas, L elements of a vector.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -46,6 +47,55 @@ class Axis(NamedTuple):
 
 
 EQUAL_ON_ALL = "invarying"  # the type of gathered arrays: equal on all devices
+
+
+class Groups(NamedTuple):
+    """Groups of neighbours, such as the replicas of a node, that average exactly. Each replica has a shard of the mean.
+
+    The links within a group are faster, so only shards are sent between groups.
+    """
+
+    axis: Axis
+    size: int  # number of replicas in a group; 1: nothing is sent
+
+    def shard_of_mean(self, x: jax.Array) -> jax.Array:
+        """Return this replica's shard of the mean of vectors [L] over its group, [ceil(L / size)], padded with 0."""
+        if self.size == 1:
+            return x
+        groups = self.axis.within(self.size).groups
+        return jax.lax.psum_scatter(self._padded(x) / self.size, self.axis.name, axis_index_groups=groups, tiled=True)
+
+    def shard(self, x: jax.Array) -> jax.Array:
+        """Return this replica's shard of a vector [L] that all replicas of its group have."""
+        if self.size == 1:
+            return x
+        return self._padded(x).reshape(self.size, -1)[self.axis.within(self.size).position()]
+
+    def whole(self, shard: jax.Array, length: int) -> jax.Array:
+        """Return the vector [length] of the shards of a group."""
+        if self.size == 1:
+            return shard
+        groups = self.axis.within(self.size).groups
+        return jax.lax.all_gather(shard, self.axis.name, axis_index_groups=groups, tiled=True)[:length]
+
+    def traffic(self, length: int, dtype: DTypeLike) -> list[Traffic]:
+        """Return the traffic of `shard_of_mean` and `whole` for a vector [length]."""
+        within, dtype = self.axis.within(self.size), jnp.dtype(dtype)
+        nbytes = self.size * math.ceil(length / self.size) * dtype.itemsize
+        kinds = ("reduce-scatter", "all-gather") if self.size > 1 else ()
+        return [within.traffic(kind, 1, nbytes, dtype.name) for kind in kinds]
+
+    def routes(self, of_groups: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the pairs of replicas at the same position of pairs of groups."""
+        return [(a * self.size + place, b * self.size + place) for a, b in of_groups for place in range(self.size)]
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The replicas at the first position of each group, if there are groups, as in `Traffic`."""
+        return tuple(range(0, self.axis.size, self.size)) if self.size > 1 else ()
+
+    def _padded(self, x: jax.Array) -> jax.Array:
+        return jnp.pad(x, (0, -len(x) % self.size))
 
 
 class Reducer(NamedTuple):
@@ -104,20 +154,31 @@ def push_pull(axis: Axis, *, predivide: float = 1.0, dtype: DTypeLike | None = N
     return _mean_of(total, sends, axis, predivide, dtype, multiple=axis.size)
 
 
-def hierarchical(axis: Axis, group: int, *, predivide: float = 1.0, dtype: DTypeLike | None = None) -> Reducer:
+def hierarchical(
+    axis: Axis, group: int, *, has_servers: bool = False, predivide: float = 1.0, dtype: DTypeLike | None = None
+) -> Reducer:
     """Return an all-reduce within groups of `group` neighbours, whose links are faster, and then between groups.
 
-    Each replica of a group sums 1/group of the vector, and only that shard is reduced between groups.
+    Each replica of a group sums 1/group of the vector, and only that shard is reduced between groups. has_servers: by
+    push and pull, as BytePS does, instead of XLA's all-reduce.
     """
     within, between = axis.within(group), axis.between(group)
 
+    def over_groups(shard: jax.Array) -> jax.Array:
+        if not has_servers:
+            return jax.lax.psum(shard, axis.name, axis_index_groups=between.groups)
+        part = jax.lax.psum_scatter(shard, axis.name, axis_index_groups=between.groups, tiled=True)
+        return jax.lax.all_gather(part, axis.name, axis_index_groups=between.groups, tiled=True)
+
     def total(x: jax.Array) -> jax.Array:
-        shard = jax.lax.psum_scatter(x, axis.name, axis_index_groups=within.groups, tiled=True)
-        shard = jax.lax.psum(shard, axis.name, axis_index_groups=between.groups)
+        shard = over_groups(jax.lax.psum_scatter(x, axis.name, axis_index_groups=within.groups, tiled=True))
         return jax.lax.all_gather(shard, axis.name, axis_index_groups=within.groups, tiled=True)
 
-    sends = [("reduce-scatter", 1, within, 1), ("all-reduce", 2, between, group), ("all-gather", 1, within, 1)]
-    return _mean_of(total, sends, axis, predivide, dtype, multiple=group)
+    all_reduce = [("all-reduce", 2, between, group)]
+    push_and_pull = [("reduce-scatter", 1, between, group), ("all-gather", 1, between, group)]
+    between_groups = push_and_pull if has_servers else all_reduce
+    sends = [("reduce-scatter", 1, within, 1), *between_groups, ("all-gather", 1, within, 1)]
+    return _mean_of(total, sends, axis, predivide, dtype, multiple=axis.size if has_servers else group)
 
 
 def _mean_of(

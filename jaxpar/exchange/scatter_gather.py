@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jaxpar.core.plan import Traffic
 from jaxpar.exchange.compress import Compressor, to_bytes
-from jaxpar.exchange.reduce import EQUAL_ON_ALL, Axis, Reducer
+from jaxpar.exchange.reduce import EQUAL_ON_ALL, Axis, Groups, Reducer
 from jaxpar.layout import Tree
 
 
@@ -58,26 +58,21 @@ def scatter_gather(axis: Axis, worker: Compressor, server: Compressor) -> Reduce
 def in_groups(axis: Axis, group: int, reducer: Reducer) -> Reducer:
     """Return a reducer that averages exactly within groups of `group` neighbours, and by `reducer` between the groups.
 
-    The links within a group, such as a node, are faster. Each replica of a group averages 1/group of the vector, and
-    only this shard is sent between groups. BytePS and, with hierarchical=True, Bagua compress only between nodes too.
+    BytePS and, with hierarchical=True, Bagua compress only between nodes too.
 
     reducer: a reducer over `axis.between(group)`.
     """
-    within = axis.within(group)
+    groups = Groups(axis, group)
 
     def init(length: int, key: jax.Array) -> Tree:
-        return reducer.init(length // group, jax.random.fold_in(key, within.position()))
+        return reducer.init(length // group, jax.random.fold_in(key, axis.within(group).position()))
 
     def mean(x: jax.Array, state: Tree) -> tuple[jax.Array, Tree]:
-        shard = jax.lax.psum_scatter(x / group, axis.name, axis_index_groups=within.groups, tiled=True)
-        shard, state = reducer.mean(shard, state)
-        return jax.lax.all_gather(shard, axis.name, axis_index_groups=within.groups, tiled=True), state
+        shard, state = reducer.mean(groups.shard_of_mean(x), state)
+        return groups.whole(shard, len(x)), state
 
     def traffic(length: int, dtype: DTypeLike) -> list[Traffic]:
-        dtype = jnp.dtype(dtype)
-        exact = ("reduce-scatter", "all-gather")
-        sent = [within.traffic(kind, 1, length * dtype.itemsize, dtype.name) for kind in exact]
-        return sent + reducer.traffic(length // group, dtype)
+        return groups.traffic(length, dtype) + reducer.traffic(length // group, dtype)
 
     return Reducer(init, mean, traffic, multiple=group * reducer.multiple)
 

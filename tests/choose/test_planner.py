@@ -262,6 +262,12 @@ def test_replicas_that_send_to_others_than_neighbours() -> None:
         over_network = [one for one in seconds if one > 0.1]
         assert over_network == pytest.approx([1e9 / (0.8 * 6.25e9)], rel=1e-3), name
     assert len(seconds) == 4
+    # In groups of a host, each GPU sends an eighth of the weights to the other host, or a quarter of that, twice.
+    for name, share in (("bagua_decentralized", 1.0), ("bagua_low_precision_decentralized", 2 / 4)):
+        exchange = EXCHANGES[name].call(axis, Rule(optax.sgd(0.1), shapes), group=8)
+        [sent] = [one for one in exchange.traffic(shapes, 1) if one.kind == "collective-permute"]
+        in_groups = GpuMachine(cluster).collective(sent, {DATA: 16, STAGE: 1})
+        assert in_groups == pytest.approx(share * 1e9 / (8 * 0.8 * 6.25e9), rel=1e-2), name
     assert partners(range(8), 2) == [(i, i ^ 2) for i in range(8)]
 
 

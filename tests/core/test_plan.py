@@ -313,10 +313,10 @@ def test_activations_in_flight(strategy: str) -> None:
         assert analysis is not None
         return parts["activations"], analysis.temp_size_in_bytes
 
-    task = Task("bert", "classification", layers=2)
+    task = Task("bert", "classification", layers=4)  # with fewer, what one layer works with is much of the memory
     example = make_problem(make_config(task), task).batch
     saved, temporary = in_flight()
-    assert 0.6 * temporary < saved < temporary
+    assert 0.65 * temporary < saved < temporary
     assert in_flight("--config.optimizer.accumulation_steps=2")[0] == pytest.approx(saved / 2, rel=0.05)
     assert in_flight("--config.model.remat=full")[0] < in_flight("--config.model.remat=dots")[0] < saved
 

@@ -26,11 +26,13 @@ class Case(NamedTuple):
     name: str
     n: int
     clip_norm: float
+    group: int = 1
 
 
 CASES = [
     *(Case("onebit_adam", 4, 0.0), Case("onebit_adam", 8, 1.5)),
     *(Case("bagua_qadam", 2, 1.5), Case("bagua_qadam", 4, 0.0)),
+    *(Case("onebit_adam", 4, 1.5, group=2), Case("bagua_qadam", 8, 0.0, group=4)),
 ]
 
 
@@ -47,7 +49,7 @@ def make(case: Case, num_steps: int = STEPS, warmup: float = WARM / STEPS) -> Ex
     adamw = AdamW(schedule, B1, B2, EPS, DECAY, lambda _params: DECAYED)
     rule = Rule(optimizer(case.clip_norm), None, adamw, clip_norm=case.clip_norm, num_steps=num_steps)
     options = {"block": 2} if case.name == "onebit_adam" else {}
-    return make_exchange(case.name, axis(case.n), rule, warmup=warmup, **options)
+    return make_exchange(case.name, axis(case.n), rule, warmup=warmup, group=case.group, **options)
 
 
 def draw(n: int) -> Tree:
@@ -84,8 +86,16 @@ class Adam:
         self.x, self.m, self.v = flat(START), np.zeros(17), np.zeros(17)
         one_bit = case.name == "onebit_adam"
         lossy = compressors.onebit("l2", 2) if one_bit else compressors.min_max_uint8
-        self.exchange = compressors.Servers(case.n, 17, lossy, lossy, feedback=one_bit)
+        # replica i of each group is a worker for shard i of the mean of its group
+        self.num_groups, self.length = case.n // case.group, -(-17 // case.n) * case.n
+        sizes = self.num_groups, self.length // case.group
+        self.shards = [compressors.Servers(*sizes, lossy, lossy, feedback=one_bit) for _ in range(case.group)]
         self.decayed = flat({k: np.full(x.shape, DECAYED[k]) for k, x in START.items()})
+
+    def exchanged(self, x_NL: np.ndarray) -> np.ndarray:
+        padded = np.pad(x_NL, ((0, 0), (0, self.length - 17)))
+        means = padded.reshape(self.num_groups, self.case.group, self.case.group, -1).mean(1)  # group, shard, element
+        return np.concatenate([servers.mean(means[:, shard]) for shard, servers in enumerate(self.shards)])[:17]
 
     def step(self, g_NL: np.ndarray) -> None:
         clip_norm, rate = self.case.clip_norm, schedule(self.count)
@@ -95,7 +105,7 @@ class Adam:
             self.m, self.v = B1 * self.m + (1 - B1) * g, B2 * self.v + (1 - B2) * g**2
         else:
             local = [B1 * self.m + (1 - B1) * clipped(g, clip_norm) for g in g_NL]
-            self.m = np.where(self.v > 0, self.exchange.mean(np.stack(local)), 0)
+            self.m = np.where(self.v > 0, self.exchanged(np.stack(local)), 0)
         v = self.v / (1 - B2 ** min(self.count, WARM))
         direction = np.where(self.v > 0, self.m / (1 - B1**self.count) / (np.sqrt(v) + EPS), 0)
         self.x = self.x - rate * (direction + DECAY * self.decayed * self.x)

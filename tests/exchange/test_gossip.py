@@ -51,15 +51,17 @@ def distance(x_NL: np.ndarray) -> float:
     return float(np.sum((x_NL - x_NL.mean(0)) ** 2))
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
-def test_decentralized_is_the_mean_with_a_peer_and_a_step(n: int) -> None:
+@pytest.mark.parametrize(("n", "group"), [(2, 1), (4, 1), (8, 1), (4, 2), (8, 2), (8, 4)])
+def test_decentralized_is_the_mean_with_a_peer_and_a_step(n: int, group: int) -> None:
     grads = draw(n, 6)
-    params, _, _, state = train(n, gossip.decentralized(axis(n), optax.sgd(RATE, momentum=0.9)), START, grads)
+    exchange = gossip.decentralized(axis(n), optax.sgd(RATE, momentum=0.9), group=group)
+    params, _, _, state = train(n, exchange, START, grads)
     got, g_NSL = vectors(params, 2), vectors(grads, 2)
     x, momentum = np.stack([vectors(START, 0)] * n), np.zeros((n, 10))
     for step in range(6):
         momentum = 0.9 * momentum + g_NSL[:, step]
-        x = peers(n, step) @ x - RATE * momentum
+        mixing = np.kron(peers(n // group, step), np.full((group, group), 1 / group))
+        x = mixing @ x - RATE * momentum
         np.testing.assert_allclose(got[:, step], x, 1e-5, 1e-5)
     np.testing.assert_array_equal(state.private, 6)
 
@@ -110,6 +112,25 @@ def test_low_precision_as_in_numpy(n: int) -> None:
         moved = np.stack([compressors.min_max_uint8(row) for row in z])
         x, left, right = x + moved, left + np.roll(moved, 1, axis=0), right + np.roll(moved, -1, axis=0)
         np.testing.assert_allclose(got[:, step], x, 1e-5, 1e-5)
+    assert np.abs(z - moved).max() > 1e-4
+
+
+@pytest.mark.parametrize(("n", "group"), [(4, 2), (8, 2), (8, 4), (2, 2)])
+def test_low_precision_between_groups_as_in_numpy(n: int, group: int) -> None:
+    """Groups step on the mean of their gradients, and have a ring for each shard. The tenth element is padded to 12."""
+    grads = draw(n, 8)
+    exchange = gossip.low_precision_decentralized(axis(n), optax.sgd(RATE), min_max_uint8(), group)
+    params, *_ = train(n, exchange, START, grads)
+    got = vectors(params, 2)
+    g_GSL = vectors(grads, 2).reshape(n // group, group, 8, -1).mean(1)
+    length = -(-10 // group) * group
+    x = np.pad(np.stack([vectors(START, 0)] * (n // group)), ((0, 0), (0, length - 10)))
+    left, right = x.copy(), x.copy()
+    for step in range(8):
+        z = (x + left + right) / 3 - RATE * np.pad(g_GSL[:, step], ((0, 0), (0, length - 10))) - x
+        moved = np.stack([np.concatenate([compressors.min_max_uint8(y) for y in np.split(row, group)]) for row in z])
+        x, left, right = x + moved, left + np.roll(moved, 1, axis=0), right + np.roll(moved, -1, axis=0)
+        np.testing.assert_allclose(got[:, step], np.repeat(x, group, axis=0)[:, :10], 1e-5, 1e-5)
     assert np.abs(z - moved).max() > 1e-4
 
 

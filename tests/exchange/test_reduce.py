@@ -22,11 +22,12 @@ PLAIN: dict[str, Callable[..., Reducer]] = {
     "push_pull": reduce.push_pull,
     "groups of 2": partial(reduce.hierarchical, group=2),
     "groups of 4": partial(reduce.hierarchical, group=4),
+    "push_pull between groups of 2": partial(reduce.hierarchical, group=2, has_servers=True),
 }
 
 
 def possible(name: str, n: int) -> bool:
-    return not name.startswith("groups") or n % int(name[-1]) == 0
+    return "groups" not in name or n % int(name[-1]) == 0
 
 
 def means(n: int, reducers: dict[str, Reducer], x: np.ndarray) -> dict[str, np.ndarray]:
@@ -82,7 +83,7 @@ def test_collectives_of_a_cast_are_in_its_dtype(name: str) -> None:
     mapped = jax.shard_map(mean, mesh=mesh, in_specs=same, out_specs=same, check_vma=False)
     program = str(jax.make_jaxpr(mapped)(jnp.zeros(LENGTH)))
     sent = [line for line in program.splitlines() if COLLECTIVE.search(line)]
-    assert len(sent) == {"psum": 1, "ring": 14, "push_pull": 2}.get(name, 3)
+    assert len(sent) == {"psum": 1, "ring": 14, "push_pull": 2, "push_pull between groups of 2": 4}.get(name, 3)
     assert all((":u16[" if name == "ring" else ":f16[") in line for line in sent)  # the ring sends bits
 
 
@@ -127,6 +128,8 @@ def test_traffic_is_what_rings_send(n: int, dtype: Any, width: int) -> None:
         within = (group - 1) / group * payload
         between = 2 * (n / group - 1) / (n / group) * payload / group
         expected[f"groups of {group}"] = [("reduce-scatter", within), ("all-reduce", between), ("all-gather", within)]
+        half = [("reduce-scatter", between / 2), ("all-gather", between / 2)]
+        expected[f"push_pull between groups of {group}"] = [("reduce-scatter", within), *half, ("all-gather", within)]
     for name, make in PLAIN.items():
         if possible(name, n):
             sent_dtype = jnp.uint16 if name == "ring" and width == 2 else dtype  # the ring sends bits

@@ -117,6 +117,14 @@ MISTAKES = {
         ["exchange=bagua_decentralized", "mesh.data=3"],
         ["config.exchange is 'bagua_decentralized' with 3 replicas; their number must be even"],
     ),
+    "an odd number of groups": (
+        ["exchange=bagua_decentralized", "group=4"],
+        ["config.exchange is 'bagua_decentralized' with 4 replicas in groups of 4; the number of groups must be even"],
+    ),
+    "groups with all peers": (
+        ["exchange=bagua_decentralized", "group=2", "peers=all"],
+        ["options.group is 2; it must be 1 with peers='all', which averages with all replicas"],
+    ),
     "other peers": (
         ["exchange=bagua_decentralized", "peers=ring"],
         ["exchange_options.peers is 'ring'; it must be one of shift_one, all"],

@@ -74,11 +74,14 @@ class GpuMachine(NamedTuple):
             link = "host" if self.cluster.num_processes == 1 else "network"
             return sent.nbytes / send_rate(self.cluster, link) + sent.messages * hop_seconds(self.cluster, link)
         within = axis_groups(sent.axis, axes[DATA], axes[STAGE], axes.get(TENSOR, 1), axes.get(CONTEXT, 1))
-        if sent.members:
-            within = tuple(tuple(group[member] for member in sent.members) for group in within)
-        size = len(within[0])
+        size = len(sent.members or within[0])
         if size == 1:
             return 0.0
+        if sent.members:
+            # Those who send to a partner share the cards of a host with the other groups.
+            num_groups = sent.members[1] - sent.members[0] if sent.kind == PERMUTE else 1
+            groups = [[member + shift for member in sent.members] for shift in range(num_groups)]
+            within = tuple(tuple(devices[member] for member in group) for devices in within for group in groups)
         number = num_collectives(sent, size)
         if sent.kind == PERMUTE and sent.distance == 1:
             within = tuple(pair for group in within for pair in pairwise(group))

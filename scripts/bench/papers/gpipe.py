@@ -27,8 +27,8 @@ def values(table: Mapping[str, Any]) -> list[float]:
         return [_parameters(row) for row in rows]
     if kind == "bubble":
         return [_bubble(row["K"], row["M"]) for row in rows]
-    is_torch = rows[0]["name"].startswith("torchgpipe")
-    rates = {row["name"]: 1 / seconds(_stages(row), row["M"], repeats_last=not is_torch) for row in rows}
+    repeats_last = table.get("repeats_last", True)
+    rates = {row["name"]: 1 / seconds(_stages(row), row["M"], repeats_last=repeats_last) for row in rows}
     return [rates[row["name"]] / rates[row["to"]] for row in rows]
 
 

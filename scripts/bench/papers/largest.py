@@ -1,5 +1,6 @@
-"""Finds the largest number of layers whose step fits into the memory of each device, by the planner's memory."""
+"""Finds the most layers that fit into the memory of each device, and the bytes of activations, with the planner."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,32 +13,67 @@ MOMENTUM = 1.0  # bytes of the optimizer state / bytes of the parameters
 
 
 def values(table: Mapping[str, Any]) -> list[float]:
-    """Return the most layers for each row, within `nbytes` of the table on each device."""
-    return [_most_layers(row, table["models"][row["model"]], table["nbytes"]) for row in table["rows"]]
+    """Return for each row the most layers within `nbytes` of the table on each device.
+
+    If the table is of `activations`: their GB on all devices, with the `layers` of the row.
+    """
+    models, kind = table["models"], table["kind"]
+    if kind == "activations":
+        return [_activations(row, models[row["model"]]) / 1e9 for row in table["rows"]]
+    return [_most_layers(row, models[row["model"]], table["nbytes"]) for row in table["rows"]]
 
 
 def _most_layers(row: Mapping[str, Any], model: Mapping[str, Any], nbytes: float) -> int:
-    num_stages = row.get("config", {}).get("mesh.stage", 1)
+    num_stages = _num_stages(row)
     if num_stages == 1:
         return largest(lambda number: predict(row, {**model, "layers": number}).candidate.costs.nbytes <= nbytes)
+    traced, peaks = _traced(row, model)
+
+    def fits(number: int) -> bool:
+        kinds = [(True, False), (False, False), (False, True)]
+        return all(sum(stage_bytes(traced, number, peaks, *kind)) <= nbytes for kind in kinds)
+
+    return num_stages * largest(fits)
+
+
+def _activations(row: Mapping[str, Any], model: Mapping[str, Any]) -> float:
+    """Return the bytes on all devices besides the state, with stages of as many blocks as possible."""
+    number, num_stages = row["layers"], _num_stages(row)
+    if num_stages == 1:
+        costs = predict(row, {**model, "layers": number}).candidate.costs
+        return costs.nbytes - sum(costs.state)
+    traced, peaks = _traced(row, model)
+    ends = [number * stage // num_stages for stage in range(num_stages + 1)]
+    last = num_stages - 1
+    stages = [
+        stage_bytes(traced, end - start, peaks, stage == 0, stage == last)
+        for stage, (start, end) in enumerate(itertools.pairwise(ends))
+    ]
+    return sum(activations for _, activations in stages)
+
+
+def _num_stages(row: Mapping[str, Any]) -> int:
+    return int(row.get("config", {}).get("mesh.stage", 1))
+
+
+def _traced(row: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[LayerWork, list[float]]:
+    """Return the work of the layers of a pipeline's model, and the peaks of its stashes, the same on all devices."""
+    num_stages = _num_stages(row)
     _, cluster, problem = problem_of_row(row, {**model, "layers": 2 * num_stages})
     traced = TracedLayers(problem._replace(accumulation_steps=1), cluster).work(
         row["size"], row["remat"], is_split=False
     )
     table = make_table("gpipe", num_devices=num_stages, num_microbatches=row["microbatches"], num_chunks=1)
-    peaks = [float(peak[0]) for peak in stash_peaks(table)]  # the same on all devices
-
-    def fits(number: int) -> bool:
-        kinds = [(True, False), (False, False), (False, True)]
-        return all(stage_bytes(traced, number, peaks, *kind) <= nbytes for kind in kinds)
-
-    return num_stages * largest(fits)
+    return traced, [float(peak[0]) for peak in stash_peaks(table)]
 
 
-def stage_bytes(traced: LayerWork, num_blocks: int, peaks: list[float], has_embedding: bool, has_head: bool) -> float:
-    """Return the bytes of a stage with a number of equal blocks, and perhaps the first or last layer of the model.
+def stage_bytes(
+    traced: LayerWork, num_blocks: int, peaks: list[float], has_embedding: bool, has_head: bool
+) -> tuple[float, float]:
+    """Return the bytes of the state and of the rest of a stage.
 
-    traced: a model with at least one block; peaks: see `stash_peaks`.
+    It has a number of equal blocks, and perhaps the first or last layer of the model. traced: a model with at least one
+    block; peaks: see `stash_peaks`.
     """
 
     def repeated(values: Any) -> list[Any]:
@@ -47,7 +83,7 @@ def stage_bytes(traced: LayerWork, num_blocks: int, peaks: list[float], has_embe
     end = len(work.layers)
     weights = float(sum(layer.weight_bytes for layer in work.layers))
     state = StateBytes(weights, MOMENTUM * weights, weights)
-    return sum(state) + (activation_bytes(work, [(0, end)], peaks, 0.0, in_lockstep=False) if end else 0.0)
+    return sum(state), activation_bytes(work, [(0, end)], peaks, 0.0, in_lockstep=False) if end else 0.0
 
 
 def largest(fits: Callable[[int], bool]) -> int:

@@ -12,6 +12,7 @@ PROFILES = Path(__file__).parents[2] / "examples" / "profiles"
 CLUSTERS = {
     "A": [Level(4, 15.75e9), Level(4, 1.25e9)],
     "A, three nodes": [Level(4, 15.75e9), Level(3, 1.25e9)],
+    "A, one node": [Level(4, 15.75e9)],
     "A, one level": [Level(16, 1.25e9)],
     "B": [Level(8, 25e9), Level(2, 3.125e9)],
     "B, one level": [Level(16, 3.125e9)],

@@ -12,12 +12,18 @@ from jaxpar.strategies.swarm import reports
 def values(table: Mapping[str, Any]) -> list[float]:
     """Return ours for the rows of a table.
 
-    They are the utilization of a layer, throughput / optimal with rebalancing, or by latency, or the `t4` of a run.
+    They are the utilization of a layer, its milliseconds on a T4, throughput / optimal with rebalancing, or by latency,
+    the time with latency / that without, or the `t4` of a run.
     """
     if table["kind"] == "utilization":
         return [_utilization(row) for row in table["rows"]]
     if table["kind"] == "latency":
         return _by_latency(table)
+    if table["kind"] == "slowdown":
+        without = _by_latency({**table, "rows": [{**row, "milliseconds": 0} for row in table["rows"]]})
+        return [a / b for a, b in zip(without, _by_latency(table), strict=True)]
+    if table["kind"] == "layer":
+        return [_milliseconds(row) for row in table["rows"]]
     if table["kind"] == "t4":
         return [_of_t4(table["model"], row) for row in table["rows"]]
     _, metrics = reports.rebalancing(read_flags(["--peers=400", "--stages=4"]))
@@ -30,6 +36,15 @@ def _utilization(row: Mapping[str, Any]) -> float:
     return reports.device_utilization(
         row["width"], 512, 2.0, flops=reports.V100_FLOPS, bandwidth=bandwidth, latency=seconds
     )
+
+
+def _milliseconds(row: Mapping[str, Any]) -> float:
+    """Return the milliseconds in which a T4 computes both passes of a layer in float16, or sends its two messages."""
+    width, tokens = row["width"], 512
+    if row["value"] == "sending":
+        return 1e3 * 2 * 2.0 * tokens * width / (500 * reports.MEGABIT)
+    flops = 24 * tokens * width**2 + 4 * tokens**2 * width
+    return 1e3 * 3 * product_seconds(named_cluster("t4", 1), "product", "float16", float(flops))
 
 
 def _by_latency(table: Mapping[str, Any]) -> list[float]:
