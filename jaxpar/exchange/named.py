@@ -156,7 +156,7 @@ BYTEPS = {BUCKET_BYTES: 4_096_000, "group": 1, "min_compress_bytes": 65_536}  # 
 ZERO = {BUCKET_BYTES: 0, "offload": False}
 SHARDED_PARAMS = {"offload": False, **dict.fromkeys(QUANTIZED, False), "block": BLOCK}
 LOSSY, PARTIAL = "compresses gradients lossily", "sends only part of the gradients in each step"
-MOMENTUM, WEIGHTS = "compresses momentum lossily after its warm-up", "has different weights on each replica"
+MOMENTUM, WEIGHTS = "compresses momentum lossily after its warm-up", "has different weights on different replicas"
 COMPRESSED = partial(NamedExchange, averages=True, residuals=True)
 
 EXCHANGES: dict[str, NamedExchange] = {
@@ -330,8 +330,11 @@ def exchange_differs(name: str, settings: Mapping[str, Any], num_replicas: int) 
     """Return how training with this exchange differs from a single device; '' if it differs only by rounding."""
     row = EXCHANGES[name]
     is_compressor = row.averages and (row.differs or settings.get("wire_dtype") in FLOAT8)
-    if is_compressor and settings.get("group") == num_replicas > 1:
-        return ""  # it compresses between groups only
+    if settings.get("group") == num_replicas > 1:  # it compresses between groups only
+        if is_compressor:
+            return ""
+        if row.adamw:
+            return f"{name} freezes the second moment after its warm-up"
     if row.differs:
         return f"{name} {row.differs}"
     if settings.get(PASSES, 1) > 1:
@@ -386,6 +389,8 @@ def check_options(name: str, num_replicas: int, settings: Mapping[str, Any]) -> 
             refuse(key, f"be None with wire_dtype={wire_dtype!r}, whose sums are in float32")
     if "block" in settings and QUANTIZED[0] in row.options and not any(settings.get(key) for key in QUANTIZED):
         refuse("block", f"be None with exchange {name!r} without {' or '.join(QUANTIZED)}")
+    if row.diverges and group == num_replicas > 1:
+        refuse("group", f"be less than the number of replicas, {num_replicas}, because groups send to other groups")
     if group > 1 and settings.get("peers") == "all":
         refuse("group", "be 1 with peers='all', which averages with all replicas")
     if not REPLICA_NUMBERS[row.replicas](num_replicas // group) and settings.get("peers") != "all":

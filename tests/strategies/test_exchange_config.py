@@ -118,8 +118,12 @@ MISTAKES = {
         ["config.exchange is 'bagua_decentralized' with 3 replicas; their number must be even"],
     ),
     "an odd number of groups": (
-        ["exchange=bagua_decentralized", "group=4"],
-        ["config.exchange is 'bagua_decentralized' with 4 replicas in groups of 4; the number of groups must be even"],
+        ["exchange=bagua_decentralized", "group=2", "mesh.data=6"],
+        ["config.exchange is 'bagua_decentralized' with 6 replicas in groups of 2; the number of groups must be even"],
+    ),
+    "one group": (
+        ["exchange=bagua_low_precision_decentralized", "group=4"],
+        ["options.group is 4; it must be less than the number of replicas, 4, because groups send to other groups"],
     ),
     "groups with all peers": (
         ["exchange=bagua_decentralized", "group=2", "peers=all"],

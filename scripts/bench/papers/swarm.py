@@ -8,6 +8,8 @@ from jaxpar.cluster import named_cluster
 from jaxpar.commands.swarm_simulate import read_flags
 from jaxpar.strategies.swarm import reports
 
+SHARED = ("forward", "backward", "activation_bytes")  # flags for one microbatch
+
 
 def values(table: Mapping[str, Any]) -> list[float]:
     """Return ours for the rows of a table.
@@ -20,8 +22,7 @@ def values(table: Mapping[str, Any]) -> list[float]:
     if table["kind"] == "latency":
         return _by_latency(table)
     if table["kind"] == "slowdown":
-        without = _by_latency({**table, "rows": [{**row, "milliseconds": 0} for row in table["rows"]]})
-        return [a / b for a, b in zip(without, _by_latency(table), strict=True)]
+        return [_slowdown(table, row) for row in table["rows"]]
     if table["kind"] == "layer":
         return [_milliseconds(row) for row in table["rows"]]
     if table["kind"] == "t4":
@@ -58,6 +59,14 @@ def _by_latency(table: Mapping[str, Any]) -> list[float]:
         else cases[row["milliseconds"]][row["system"]]
         for row in table["rows"]
     ]
+
+
+def _slowdown(table: Mapping[str, Any], row: Mapping[str, Any]) -> float:
+    """Return the time of a step with latency / that without, with a `share` of the times and bytes of the table."""
+    flags = {name: value * row["share"] if name in SHARED else value for name, value in table["flags"].items()}
+    rows = [{**row, "milliseconds": milliseconds} for milliseconds in (0, row["milliseconds"])]
+    without, with_latency = _by_latency({"flags": flags, "rows": rows})
+    return without / with_latency
 
 
 def _offload(model: Mapping[str, Any], milliseconds: float) -> float:
