@@ -41,7 +41,7 @@ def certify(config: ConfigDict, num_steps: int = 10, reference_passes: int = 1) 
             f"--reference_passes is {reference_passes}; it must divide config.batch_size ({config.batch_size})"
         )
     config = config.copy_and_resolve_references()
-    config.num_steps = num_steps
+    config.num_steps, config.pipeline.trace = num_steps, 0  # a certificate times no step
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     # By default GPUs round the factors of matrix products to 10 bits, which would hide small errors.
     with tempfile.TemporaryDirectory() as folder, jax.default_matmul_precision("highest"):

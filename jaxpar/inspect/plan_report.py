@@ -168,7 +168,7 @@ def describe_plans(
         of_million = rent / 3600 * best.costs.seconds / work.examples * 1e6
         lines += [
             "",
-            f"The cluster costs {rent:.4g} an hour, and with the first one {of_million:.3g} a million examples.",
+            f"The cluster costs {rent:.4g} an hour; with the first one, a million examples cost {of_million:.3g}.",
         ]
     if space.config.elastic_seconds:
         lines += ["", _describe_previous(space, best)]

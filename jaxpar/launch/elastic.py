@@ -73,17 +73,22 @@ class Survival:
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
+        [line, *_] = str(error).splitlines() or [type(error).__name__]
+        cause = "a lost process can be the cause of this error"
         if not self.is_on:
+            if len(self._numbers) > 1 and isinstance(error, jax.errors.JaxRuntimeError):
+                again = "repeat the command in all processes to continue from the last checkpoint"
+                print(f"jaxpar: {cause}; {again}: {line}", file=sys.stderr, flush=True)
             return
         if error is None:
             processes.wait("the run has ended")
         elif isinstance(error, Exception) and not _is_own(error):
-            [line, *_] = str(error).splitlines() or [type(error).__name__]
             most = 2 * self._seconds + GRACE_SECONDS
-            waiting = (
-                f"waiting up to {most:g} s, because a lost process can be the cause of this error, and then the run"
+            print(
+                f"jaxpar: waiting up to {most:g} s, because {cause}, and then the run continues: {line}",
+                file=sys.stderr,
+                flush=True,
             )
-            print(f"jaxpar: {waiting} continues: {line}", file=sys.stderr, flush=True)
             with Interrupt():  # the state is not saved yet
                 self._thread.join(most)  # does not return if it is
         self._is_over = True

@@ -292,7 +292,8 @@ def next_steps(config: ConfigDict) -> list[str]:
     """Return what a user can do after a run, in phrases."""
     changes = changes_to_try(config)
     own = ", or train on your own data (docs/howto/data.md)" if config.data.source in ("wordnet", "synthetic") else ""
-    use = f"use the model (docs/howto/predict.md, serve.md){own}"
+    page = "generate.md" if config.task == "causal_lm" else "predict.md"
+    use = f"use the model (docs/howto/{page}, serve.md){own}"
     return [f"to compare, try {' or '.join(changes)} with a new --workdir", use] if changes else [use]
 
 

@@ -907,7 +907,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     of_v100s = capsys.readouterr().out
     [rate] = re.findall(r"^ 1 +\S+ \S+ +([\d,]+) ", of_v100s, re.MULTILINE)  # examples/s
     [price] = re.findall(
-        r"^The cluster costs 20 an hour, and with the first one (\S+) a million", of_v100s, re.MULTILINE
+        r"^The cluster costs 20 an hour; with the first one, a million examples cost (\S+)\.$", of_v100s, re.MULTILINE
     )
     assert float(price) == pytest.approx(20 / 3600 * 1e6 / float(rate.replace(",", "")), rel=0.01)
     assert "\n8 x Tesla V100-SXM2-32GB with 16 GB: " in of_v100s

@@ -150,6 +150,17 @@ def test_an_error_that_a_lost_process_can_cause_is_announced_as_such(capsys: pyt
     )
 
 
+def test_without_survivors_an_error_of_a_collective_names_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    error = jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer")
+    for place, errors in ((Place("127.0.0.1:8477", 2, 1), [ValueError("x"), error]), (None, [error])):
+        for one in errors:
+            elastic.Survival(place, 0).__exit__(type(one), one, None)
+    assert capsys.readouterr().err == (
+        "jaxpar: a lost process can be the cause of this error; repeat the command in all processes to continue from "
+        f"the last checkpoint: {error}\n"
+    )
+
+
 def test_a_survivor_gets_the_signal_of_its_predecessor() -> None:
     """The training of the new program reads it, and nothing before, as the state is not saved yet."""
     program = """

@@ -47,6 +47,7 @@ from jaxpar.strategies.pipeline.schedules import (
 )
 from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS
 from jaxpar.strategies.pipeline.tables.table import Table
+from jaxpar.strategies.pipeline.tables.table_file import is_table_file
 from jaxpar.strategies.strategy import Strategy
 
 EXECUTOR_MODULES: dict[str, Any] = {LOCKSTEP: lockstep, DISPATCH: dispatched}
@@ -80,7 +81,9 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Deci
         check_ring(config, axes[DATA])
     m = table.num_microbatches
     replicas, microbatches = format_count(axes[DATA], "replica"), format_count(m, "microbatch")
-    words = f"{replicas} (the data axis) x {microbatches} (config.pipeline.num_microbatches)"
+    is_file = is_table_file(config.pipeline.schedule)
+    source = f"of {config.pipeline.schedule}" if is_file else "config.pipeline.num_microbatches"
+    words = f"{replicas} (the data axis) x {microbatches} ({source})"
     check_evaluation(config, axes[DATA], m)
     return Decision(axes, axes[DATA] * m, words, axes[DATA], table)
 

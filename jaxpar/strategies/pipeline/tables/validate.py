@@ -48,8 +48,10 @@ def check_table(table: Table) -> None:
     device_of = _check_replicas(table, rows) if table.replicas else _check_stages(rows)
     _check_clocks(table, rows, device_of)
     made = _check_once(rows)
+    if is_training(table):
+        _check_backward(rows, made)
     _check_inputs(table, rows, made)
-    _check_complete(table, rows, made, device_of)
+    _check_forward(table, rows, made, device_of)
     if is_training(table):
         _check_slots(rows)
     _check_versions(rows)
@@ -130,7 +132,7 @@ def _check_clocks(table: Table, rows: list[ActionRow], device_of: DeviceOf) -> N
         other = actions.setdefault(_place(row), row)
         if other is not row:
             both = f"{_name(row)} and {_name(other)}"
-            _fail(row, f"{both} are in one clock; there must be at most one action per phase")
+            _fail(row, f"{both} are in one clock; it must have at most one F, one B or BW, and one W of a device")
         device = row["device"]
         to = device_of(receiver(row["kind"], row["stage"]), row["microbatch"])
         distance = 0 if to is None else (to - device) % table.num_devices
@@ -163,7 +165,7 @@ def _check_inputs(table: Table, rows: list[ActionRow], made: dict[tuple[int, int
         for key in action_inputs(row["kind"], row["microbatch"], row["stage"], table.num_stages):
             if key not in made:
                 source = f"{('F', 'B or BW')[key[0]]} of microbatch {key[1]}, stage {key[2]}"
-                _fail(row, f"{_name(row)} needs the result of {source}, which the table lacks; it must run earlier")
+                _fail(row, f"{_name(row)} needs the result of {source}, which the table lacks; it must have it")
             before = made[key]
             shares = row["kind"] in (W, U) or (key[0] == 0 and row["kind"] != F and row["stage"] == last_stage)
             if before["clock"] >= row["clock"] + shares:
@@ -171,7 +173,16 @@ def _check_inputs(table: Table, rows: list[ActionRow], made: dict[tuple[int, int
                 _fail(row, f"{needs}; it must run {'no later' if shares else 'earlier'}")
 
 
-def _check_complete(
+def _check_backward(rows: list[ActionRow], made: dict[tuple[int, int, int], ActionRow]) -> None:
+    for row in rows:
+        where = row["microbatch"], row["stage"]
+        if row["kind"] == F and (1, *where) not in made:
+            _fail(row, f"{_name(row)} has no backward; it must have BW, or B and W")
+        if row["kind"] == B and (2, *where) not in made:
+            _fail(row, f"{_name(row)} has no W; it must have one")
+
+
+def _check_forward(
     table: Table, rows: list[ActionRow], made: dict[tuple[int, int, int], ActionRow], device_of: DeviceOf
 ) -> None:
     nowhere = {(d, c) for d in range(table.num_devices) for c in range(table.num_chunks)}
@@ -183,14 +194,6 @@ def _check_complete(
                 device = min(nowhere)[0] if device is None else device
                 missing = f"F of microbatch {microbatch}, stage {stage}"
                 _fail(rows[-1] | {"device": device}, f"the table ends without {missing}; it must have it")
-    if not is_training(table):
-        return
-    for row in rows:
-        where = row["microbatch"], row["stage"]
-        if row["kind"] == F and (1, *where) not in made:
-            _fail(row, f"{_name(row)} has no backward; it must have BW, or B and W")
-        if row["kind"] == B and (2, *where) not in made:
-            _fail(row, f"{_name(row)} has no W; it must have one")
 
 
 def _check_slots(rows: list[ActionRow]) -> None:

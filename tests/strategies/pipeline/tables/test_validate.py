@@ -74,11 +74,11 @@ NOWHERE = Table(1, 1, 1, np.zeros(0, ACTION))
             "clock 1, device 0: chunk 1 is stage 0; a chunk must be one stage, and a stage must be one chunk",
         ),
         (changed(V, 1, F, 1, stage=2), "clock 3, device 1: chunk 0 is stage 2; a chunk .*"),
-        # no repetition, and one action per phase in a clock
+        # no repetition, and one F, one B or BW, and one W in a clock
         (
             changed(F1B, 0, F, 1, clock=0),
             "clock 0, device 0: F of microbatch 1, stage 0 and F of microbatch 0, stage 0 are in one clock; "
-            "there must be at most one action per phase",
+            "it must have at most one F, one B or BW, and one W of a device",
         ),
         (
             changed(H1, 2, B, 1, kind=BW, clock=3),
@@ -118,11 +118,11 @@ NOWHERE = Table(1, 1, 1, np.zeros(0, ACTION))
         (
             dropped(F1B, 0, F, 2),
             "clock 5, device 1: F of microbatch 2, stage 1 needs the result of F of microbatch 2, stage 0, "
-            "which the table lacks; it must run earlier",
+            "which the table lacks; it must have it",
         ),
         (
             dropped(H1, 1, B, 3),
-            r"clock 12, device 0: B of microbatch 3, stage 0 needs .* B or BW of .* 3, stage 1, .* must run earlier",
+            r"clock \d+, device 1: F of microbatch 3, stage 1 has no backward; it must have BW, or B and W",
         ),
         (
             dropped(F1B, 0, BW, 1),
@@ -135,7 +135,7 @@ NOWHERE = Table(1, 1, 1, np.zeros(0, ACTION))
         ),
         (
             F1B._replace(num_devices=4),
-            "clock 3, device 2: BW of microbatch 0, stage 2 needs .* B or BW of .* 0, stage 3, .* must run earlier",
+            "clock 3, device 2: BW of microbatch 0, stage 2 needs .* B or BW of .* 0, stage 3, .* must have it",
         ),
         # slots
         (
