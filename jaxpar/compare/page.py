@@ -22,7 +22,10 @@ def html_page(
     advice: Sequence[str],
     notes: Sequence[str],
 ) -> str:
-    """Return the page. The first note is below the title, and the others at the end. panels: of `curve_panels`."""
+    """Return the page. panels: of `curve_panels`.
+
+    The first note is below the title, the last one is of the environment, and the others are of the table.
+    """
 
     def series(curve: PolicyCurve) -> Series:
         points = list(zip(curve.x, curve.values, strict=True))
@@ -39,7 +42,8 @@ def html_page(
             section("Where the time went", *_seconds(outcomes)),
             section("What to try", *map(paragraph, advice)),
             section("Memory of the fullest device", _memory(outcomes)),
-            section("How to read the table", *map(paragraph, notes[1:])),
+            section("How to read the table", *map(paragraph, notes[1:-1])),
+            section("Environment", *map(paragraph, notes[-1:])),
         ],
     )
 

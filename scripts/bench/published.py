@@ -37,21 +37,21 @@ HEAD = """# Published results
 Do the results of the papers hold here? Each page has what a paper or a project published, what
 jaxpar simulates, predicts or trains for the same case, and the ratio ours / published. A result
 that jaxpar does not reproduce is a row like the others, and the reason is below its table. Tables
-with 0 rows have only our values, because no citable value was found. The generated trace of SWARM
-was fitted, to the first row of its table, and the warm-up of QAdam was chosen with its rows in
-view. The pages split tables of 20 rows or more into two halves by a hash of the names, and also
-give the errors of each half.
+with 0 rows have only our values, because no citable value was found. SWARM's generated trace was
+fitted to the first row of its table, and QAdam's warm-up was chosen after its rows had been seen.
+The pages split tables of 20 rows or more into two parts by a hash of the names, and also give the
+errors of each: of those held out, and of the others.
 
-The goals were ratios within 15% for the papers, and for the runs of language models a median error
-of 12% and a rank correlation (Kendall's tau) of 0.8. Neither was reached. {of_papers}. The largest
-errors are those of PipeDream's speed-ups, GPipe's activations and SWARM's utilization. For MPT, the
-planner's median error is 30.5% (31.9% in the half that is held out), with a tau of 0.05 (0.29) over
-numbers of hosts. For nanotron's best configurations, it is 11.9% (5.1% and 18.4% in the halves),
-with a tau of 0.62 (0.07). For a wider tensor axis, the error is 20.4%, with a tau of 1.0. For
-BLOOM, the planner's costs of layers and links price BLOOM's own program: the median error is 18.0%,
-with a tau of 0.32. How to price it was decided with all rows in view. Megatron-Bridge's tables
-(performance-summary.md at 00b7660b) have no rows here: its dense models compute in FP8, and the
-others have experts, neither of which jaxpar supports.
+The goals were ratios within 15% of 1 for the papers, and for the runs of language models a median
+error of 12% and a rank correlation (Kendall's tau) of 0.8. They were reached for some tables, but
+not overall. {of_papers}. The largest errors are those of PipeDream's speed-ups, GPipe's activations
+and SWARM's square-cube law. For MPT, the planner's median error is 30.5% (31.9% for those held
+out), with a tau of 0.05 (0.29). For nanotron's best configurations, it is 11.9% (5.1%; 18.4% for
+the others), with a tau of 0.62 (0.07; 0.83). For a wider tensor axis, the error is 20.4%, with a
+tau of 1.0. For BLOOM, the time of BLOOM's own program is predicted from the planner's costs of
+layers and links: the median error is 18.0%, with a tau of 0.32. This method was chosen after all
+rows had been seen. Megatron-Bridge's tables (performance-summary.md at 00b7660b) have no rows here:
+its dense models compute in FP8, and the others have experts, neither of which jaxpar supports.
 
 `scripts/python scripts/bench/published.py` prints the tables. With `--compute --only=gpipe`, it
 simulates and predicts those of one paper again, and writes these pages.

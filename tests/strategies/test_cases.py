@@ -45,7 +45,9 @@ DIFFERS = {
     "bagua_qadam": "bagua_qadam compresses momentum lossily after its warm-up",
     "onebit_adam": "onebit_adam compresses momentum lossily after its warm-up",
     **{
-        name: f"{name} has different weights on different replicas" for name in LOSSY if KINDS.get(name) == 2 * (PER_REPLICA,)
+        name: f"{name} has different weights on different replicas"
+        for name in LOSSY
+        if KINDS.get(name) == 2 * (PER_REPLICA,)
     },
     "powersgd": "powersgd sends low-rank approximations of gradients after its warm-up",
     "async": "async of 8 workers with adaptive_dc_asgd, staleness_aware computes gradients of stale weights",
