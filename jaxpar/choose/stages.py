@@ -60,7 +60,7 @@ EVALUATIONS = 300  # of the search without lockstep
 LARGEST_SEARCH = 1024  # stages x microbatches, about 4 s; above, only named schedules are compared
 CPU_FLOPS = 1e9  # of a microbatch in a stage, from which dispatched stages were faster on CPU devices
 SEARCHED_TABLE = "schedule.csv"
-SHARED_CORES = "its devices share their cores, so that no schedule saves time"
+SHARED_CORES = "its devices share their cores, so no schedule saves time"
 
 
 def open_keys(config: ConfigDict) -> list[str]:
