@@ -43,7 +43,9 @@ DIFFERS = {
     "dispatched 1f1b, quantized zero3": "zero3 sends weights and gradients with 8 bits per element",
     "horovod, 2 passes": "horovod takes one optimizer step for every 2 training steps",
     "bagua_qadam": "bagua_qadam compresses momentum lossily after its warm-up",
-    "onebit_adam": "onebit_adam compresses momentum lossily after its warm-up",
+    **dict.fromkeys(
+        ("onebit_adam", "onebit_adam in groups"), "onebit_adam compresses momentum lossily after its warm-up"
+    ),
     **{
         name: f"{name} has different weights on different replicas"
         for name in LOSSY
