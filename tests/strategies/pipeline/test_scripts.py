@@ -399,6 +399,6 @@ def test_sizes_are_those_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     path.write_text("clock,device,kind,microbatch,chunk\n0,0,F,0,0\n0,0,BW,0,0\n")
     assert json.loads(run("--num_stages=1", "--json"))["schedule"] == "mine.csv"
     assert run("--num_stages=2") == f"jaxpar: --num_stages is 2; it must be 1, as in {path}\n"
-    path.write_text("clock,device,kind,microbatch,chunk\n0,0,BW,0,0\n0,0,F,1,0\n")
+    path.write_text("clock,device,kind,microbatch,chunk\n0,0,BW,0,0\n1,0,F,1,0\n2,0,BW,1,0\n")
     where = f"--schedule is '{path}': clock 0, device 0"
     assert run().startswith(f"jaxpar: {where}: BW of microbatch 0, stage 0 needs the result of F")
