@@ -152,7 +152,7 @@ def test_bytes_of_devices() -> None:
 
 
 def page_of(outcomes: Mapping[str, StrategyOutcome], made: Sequence[TableColumn]) -> str:
-    panels, notes = curve_panels(outcomes, KINDS, "accuracy"), ["first", "code `--x=<y>` ends"]
+    panels, notes = curve_panels(outcomes, KINDS, "accuracy"), ["first", "code `--x=<y>` ends", "last"]
     return html_page("a <b> & c", made, outcomes, panels, batch_size=128, advice=["try `this`"], notes=notes)
 
 
@@ -201,6 +201,7 @@ def test_the_page_has_no_empty_columns_and_begins_with_the_first_note() -> None:
     assert "staleness" in "".join(column.heading for column in made)
     assert "staleness" not in text
     order = ["<p>first</p>", "<table>", "<svg", "<p>try <code>this</code></p>", "<h2>How to read the table</h2>"]
+    order += ["<h2>Environment</h2>", "<p>last</p>"]
     places = [text.index(element) for element in order]
     assert places == sorted(places)
 
