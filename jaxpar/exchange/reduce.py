@@ -5,6 +5,7 @@ Dims: n replicas, L elements of a vector.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -145,13 +146,16 @@ def push_pull(axis: Axis, *, predivide: float = 1.0, dtype: DTypeLike | None = N
 
     Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training", 2020, section 4.
     """
-
-    def total(x: jax.Array) -> jax.Array:
-        shard = jax.lax.psum_scatter(x, axis.name, tiled=True)
-        return jax.lax.all_gather(shard, axis.name, tiled=True, to=EQUAL_ON_ALL)
-
+    total = partial(_pushed_and_pulled, axis)
     sends = [("reduce-scatter", 1, axis, 1), ("all-gather", 1, axis, 1)]
     return _mean_of(total, sends, axis, predivide, dtype, multiple=axis.size)
+
+
+def _pushed_and_pulled(axis: Axis, x: jax.Array) -> jax.Array:
+    """Return the sum over the replicas of each group of the axis: of a shard on its server, then gathered."""
+    shard = jax.lax.psum_scatter(x, axis.name, axis_index_groups=axis.groups, tiled=True)
+    to = "varying" if axis.groups else EQUAL_ON_ALL  # of groups, JAX has no types
+    return jax.lax.all_gather(shard, axis.name, axis_index_groups=axis.groups, tiled=True, to=to)
 
 
 def hierarchical(
@@ -165,10 +169,9 @@ def hierarchical(
     within, between = axis.within(group), axis.between(group)
 
     def over_groups(shard: jax.Array) -> jax.Array:
-        if not has_servers:
-            return jax.lax.psum(shard, axis.name, axis_index_groups=between.groups)
-        part = jax.lax.psum_scatter(shard, axis.name, axis_index_groups=between.groups, tiled=True)
-        return jax.lax.all_gather(part, axis.name, axis_index_groups=between.groups, tiled=True)
+        if has_servers:
+            return _pushed_and_pulled(between, shard)
+        return jax.lax.psum(shard, axis.name, axis_index_groups=between.groups)
 
     def total(x: jax.Array) -> jax.Array:
         shard = over_groups(jax.lax.psum_scatter(x, axis.name, axis_index_groups=within.groups, tiled=True))

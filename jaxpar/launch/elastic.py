@@ -42,6 +42,7 @@ from jaxpar.launch.signals import SIGNALS, Interrupt
 LOOK_SECONDS = 0.5  # between two calls for the list of processes that are left
 LEAD_SECONDS = 1.0  # by which the others exec before process 0, whose service ends with its program
 GRACE_SECONDS = 10.0  # for a lost process to be noticed, in addition to the timeout
+CAUSE = "a lost process can be the cause of this error"
 
 
 class Survival:
@@ -73,19 +74,17 @@ class Survival:
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        [line, *_] = str(error).splitlines() or [type(error).__name__]
-        cause = "a lost process can be the cause of this error"
         if not self.is_on:
             if len(self._numbers) > 1 and isinstance(error, jax.errors.JaxRuntimeError):
                 again = "repeat the command in all processes to continue from the last checkpoint"
-                print(f"jaxpar: {cause}; {again}: {line}", file=sys.stderr, flush=True)
+                print(f"jaxpar: {CAUSE}; {again}: {_first_line(error)}", file=sys.stderr, flush=True)
             return
         if error is None:
             processes.wait("the run has ended")
         elif isinstance(error, Exception) and not _is_own(error):
             most = 2 * self._seconds + GRACE_SECONDS
             print(
-                f"jaxpar: waiting up to {most:g} s, because {cause}, and then the run continues: {line}",
+                f"jaxpar: waiting up to {most:g} s, because {CAUSE}, and then the run continues: {_first_line(error)}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -154,6 +153,10 @@ class Survival:
 def _next_port(address: str) -> str:
     host, _, port = address.rpartition(":")
     return f"{host}:{int(port) + 1}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _is_own(error: Exception) -> bool:

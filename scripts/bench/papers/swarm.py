@@ -44,8 +44,7 @@ def _milliseconds(row: Mapping[str, Any]) -> float:
     width, tokens = row["width"], 512
     if row["value"] == "sending":
         return 1e3 * 2 * 2.0 * tokens * width / (500 * reports.MEGABIT)
-    flops = 24 * tokens * width**2 + 4 * tokens**2 * width
-    return 1e3 * 3 * product_seconds(named_cluster("t4", 1), "product", "float16", float(flops))
+    return 1e3 * product_seconds(named_cluster("t4", 1), "product", "float16", reports.layer_flops(width, tokens))
 
 
 def _by_latency(table: Mapping[str, Any]) -> list[float]:
