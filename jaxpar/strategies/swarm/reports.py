@@ -190,7 +190,7 @@ def latency(arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
     return lines, {"peers": num_peers, "stages": stages, "cases": metrics}
 
 
-def layer_flops(width: int, tokens: int) -> float:
+def transformer_layer_flops(width: int, tokens: int) -> float:
     """Return the FLOPs of both passes of a transformer's layer with a feed-forward network of 4 times its width."""
     return 3.0 * (24 * tokens * width**2 + 4 * tokens**2 * width)  # the backward pass takes twice the forward pass
 
@@ -207,7 +207,7 @@ def device_utilization(
     pipeline over slow links therefore uses its devices better, the wider the model is (Ryabinin et al., "SWARM
     Parallelism", 2023, section 3.1).
     """
-    compute = layer_flops(width, tokens) / flops
+    compute = transformer_layer_flops(width, tokens) / flops
     return compute / (compute + 2 * (value_bytes * tokens * width / bandwidth + latency))
 
 

@@ -44,7 +44,9 @@ def _milliseconds(row: Mapping[str, Any]) -> float:
     width, tokens = row["width"], 512
     if row["value"] == "sending":
         return 1e3 * 2 * 2.0 * tokens * width / (500 * reports.MEGABIT)
-    return 1e3 * product_seconds(named_cluster("t4", 1), "product", "float16", reports.layer_flops(width, tokens))
+    return 1e3 * product_seconds(
+        named_cluster("t4", 1), "product", "float16", reports.transformer_layer_flops(width, tokens)
+    )
 
 
 def _by_latency(table: Mapping[str, Any]) -> list[float]:
