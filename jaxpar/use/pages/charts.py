@@ -41,9 +41,10 @@ def line_chart(
 ) -> str:
     """Return a chart with a legend that contains the last value of each curve; empty if there are no points.
 
-    Points show their values to the pointer, at most MOST_HOVERED of a curve without markers.
+    Points show their values when the pointer is over them or a finger taps them, at most MOST_HOVERED of a curve
+    without markers.
 
-    events: (x, text) of vertical lines, which show the text to the pointer.
+    events: (x, text) of vertical lines, which show the text in the same way.
 
     The color of a curve depends on its place in `series`, so that it is the same in charts that lack other curves.
     """
@@ -72,8 +73,8 @@ def line_chart(
     parts.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
     for x, label in events:
         at, style = f"{place(x, y_low)[0]:.2f}", 'style="stroke-dasharray:2 2"'
-        line = f'<line class="axis" {style} x1="{at}" x2="{at}" y1="{ABOVE}" y2="{bottom}">'
-        parts.append(f"{line}<title>{escaped_text(label)}</title></line>")
+        line = f'<line class="axis" {style} x1="{at}" x2="{at}" y1="{ABOVE}" y2="{bottom}"/>'
+        parts.append(_with_value(line, label, left))
     for number, one in drawn:
         color, is_dashed = f"var(--c{number % NUM_COLORS})", number // NUM_COLORS % 2
         if one.is_reference:
@@ -85,10 +86,10 @@ def line_chart(
         is_marked = one.is_marked or len(placed) == 1
         each = -(-len(placed) // MOST_HOVERED)
         for point, (x, y) in list(zip(points, placed, strict=True))[:: 1 if is_marked else each]:
-            label = escaped_text(f"{one.name}, {x_label} {format_number(point[0])}: {format_number(point[1])}")
+            label = f"{one.name}, {x_label} {format_number(point[0])}: {format_number(point[1])}"
             look = f'style="fill:{color}"' if is_marked else 'class="hover"'
-            circle = f'<circle {look} cx="{x:.2f}" cy="{y:.2f}" r="{3 if is_marked else 6}">'
-            parts.append(f"{circle}<title>{label}</title></circle>")
+            circle = f'<circle {look} cx="{x:.2f}" cy="{y:.2f}" r="{3 if is_marked else 6}"/>'
+            parts.append(_with_value(circle, label, left))
         last = f'<data value="{one.points[-1][1]!r}">{format_number(one.points[-1][1])}</data>'
         key = f'<span class="key{" dashed" if is_dashed else ""}" style="color:{color}"></span>'
         keys.append(f"<li>{key}{escaped_text(one.name)} {last}</li>")
@@ -166,6 +167,11 @@ def timeline_chart(title: str, timeline: Sequence[Span]) -> str:
     size = f'class="wide" width="{SIDE + (end - begin) * scale + 1:.0f}" height="{ROW * num_devices + 1}"'
     picture = _svg(size, title, [*parts, *labels])
     return _figure(title + rest, f'<div class="scroll">{picture}</div>', keys)
+
+
+def _with_value(element: str, value: str, left: float) -> str:
+    """Return an element that shows its value at the top of the chart when it is pointed at or tapped."""
+    return f'<g class="point" tabindex="-1">{element}{_text(left + GAP, ABOVE + 8, value, "start", "value")}</g>'
 
 
 def _svg(attributes: str, title: str, parts: Sequence[str]) -> str:

@@ -176,7 +176,7 @@ def test_starts_and_the_config(tmp_path: Path) -> None:
     text, page = page_of(workdir)
     start = ["2026-11-02 10:00:00 UTC", "20", "data_parallel", "2", "config.strategy: 'single' -> 'data_parallel'"]
     assert start in page.rows
-    assert text.count("<title>1 -&gt; 2 devices after step 20</title>") == 3  # the chart of each rate
+    assert text.count(">1 -&gt; 2 devices after step 20</text>") == 3  # the chart of each rate
     at = page.rows.index(["key", "value", "default"])
     default = configs.keys(configs.default_config())
     assert page.rows[at + 1 : at + 4] == [
