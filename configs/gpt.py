@@ -4,7 +4,7 @@
 
 TEXTS is a path or a glob, such as 'books/*.txt'. Without both data flags, the texts are WordNet's. The values suit
 GPUs; plan a size first (docs/howto/plan.md). Of this config, only the size tiny was trained, for a few steps on a CPU.
-docs/results/gpu.md has times of steps of gpt2 and llama_1b, with other batches.
+docs/results/gpu/one_gpu.md has times of steps of gpt2 and llama_1b, with other batches.
 """
 
 from ml_collections import ConfigDict

@@ -156,11 +156,12 @@ def optimizers(one: NamedExchange) -> str:
     return ", ".join(f"`{name}`" for name, kind in OPTIMIZERS.items() if kind.elementwise) if one.shards else "all"
 
 
-def sent(exchange: str) -> float:
-    """Return the bytes that a device sends in a step of an MLP with this exchange."""
+def sent(exchange: str, group: int | None = None) -> float:
+    """Return the bytes that a device sends in a step of an MLP with this exchange. group: an option of the exchange."""
     there = cluster.named_cluster("cpu", REPLICAS)
     config = configs.default_config()
     config.exchange, config.batch_size, config.optimizer.schedule = exchange, REPLICAS, "constant"
+    config.exchange_options.group = group
     config.data_parallel.implementation, config.model.name, config.model.hidden_size = "shard_map", "mlp", WIDTH
     info = data.DataInfo("vector", (WIDTH,), WIDTH, ("",) * WIDTH, 0, 0)
     x = jax.ShapeDtypeStruct((REPLICAS, WIDTH), jnp.float32)

@@ -2,15 +2,16 @@
 
     scripts/python scripts/bench/results.py [NAME ...]
 
-The results are in scripts/bench/results, a JSON file for each benchmark: the page and the title under which it is
-shown, what to conclude, its commands, hardware, software and date, its pictures, and a table of `columns` and `rows`.
+The results are in scripts/bench/results, a JSON file for each benchmark: the folder and the title of its page, what to
+conclude, its commands, hardware, software and date, its pictures, and a table of `columns` and `rows`.
 With names, their commands run one after the other, and the rows that they show (tables.py) replace the table, with the
 hardware, the software and the date of this run. All rows of a result have the same columns. Two kinds of commands show
 no rows: if the result names a `table`, a file in Markdown that its commands write, the columns of the result are
 read from it again; otherwise the text that they print is recorded as `output`. What to conclude is for a person to
 write. A benchmark that needs the memory of a GPU must be recorded alone, because this process asks JAX for its devices.
 
-docs/results has the pages; test_reference.py of the tests compares them with what this script would write.
+docs/results has the pages, one for each result, and an index of them; test_reference.py of the tests compares them
+with what this script would write.
 """
 
 import datetime
@@ -39,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "scripts" / "bench" / "results"
 PAGES = ROOT / "docs" / "results"
 WIDTH = 100  # of a line of a document
-NOTE = "This page is written by `scripts/python scripts/bench/results.py` from recorded results."
+NOTE = "`scripts/python scripts/bench/results.py` writes this page from what was recorded."
 
 
 def main() -> None:
@@ -55,7 +56,8 @@ def main() -> None:
         recorded = record(json.loads(path.read_text()))
         path.write_text(format_json(recorded))
     for name, text in pages().items():
-        (PAGES / f"{name}.md").write_text(text)
+        (PAGES / name).parent.mkdir(exist_ok=True)
+        (PAGES / name).write_text(text)
 
 
 def record(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,47 +119,48 @@ def read() -> dict[str, dict[str, Any]]:
 
 
 def pages() -> dict[str, str]:
-    """Return the text of each page."""
-    by_page: dict[str, list[dict[str, Any]]] = {}
-    for result in read().values():
-        by_page.setdefault(result["page"], []).append(result)
-    return {name: page(name, results) for name, results in by_page.items()}
+    """Return the text of each page by its path in PAGES: the index, and a page of each result."""
+    found = read()
+    lines = ["# Results", wrapped(INDEX)]
+    for folder, title in FOLDERS.items():
+        of_folder = [(name, result) for name, result in found.items() if result["folder"] == folder]
+        items = (f"- [{result['title']}]({folder}/{name}.md), {result['date']}" for name, result in of_folder)
+        lines += [f"## {title}", "\n".join(items)]
+    of_results = {f"{result['folder']}/{name}.md": page(result) for name, result in found.items()}
+    return {"index.md": "\n\n".join([*lines, wrapped(NOTE)]) + "\n", **of_results}
 
 
-def page(name: str, results: list[dict[str, Any]]) -> str:
-    """Return a page of results."""
-    parts = [f"# {TITLES[name]}", wrapped(NOTE), *map(section, results)]
-    return "\n\n".join(parts) + "\n"
-
-
-TITLES = {
-    "compiled": "Programs for GPUs that were not there",
-    "cpu": "Training on CPUs",
-    "exchanges": "Exchanges",
-    "faults": "Killed processes",
-    "gpu": "One GPU",
-    "mitigations": "Stale gradients with SGD",
-    "pipelines": "Pipelines",
-    "plans": "Predicted time and memory",
+FOLDERS = {
     "strategies": "Strategies compared",
-    "swarm": "Swarms, and several runs",
+    "cpu": "Training on CPUs",
+    "gpu": "One GPU",
+    "compiled": "Programs for absent GPUs",
+    "pipelines": "Pipelines",
+    "exchanges": "Exchanges",
     "updates": "Asynchronous updates",
+    "swarm": "Swarms, and several runs",
+    "plans": "Predicted time and memory",
+    "faults": "Killed processes",
 }
+INDEX = (
+    "A page for each benchmark of jaxpar itself, with the command that repeats it. [Published results](published.md) "
+    "compares jaxpar with what papers and projects measured."
+)
 
 
-def section(result: Mapping[str, Any]) -> str:
-    """Return what a page shows of a result: the conclusion, the commands, where and when they ran, and the numbers."""
+def page(result: Mapping[str, Any]) -> str:
+    """Return the page of a result: the conclusion, the commands, where and when they ran, and the numbers."""
     commands = "\n".join(f"$ {command}" for command in map(broken, result["commands"]))
     where = f"{result['hardware']}; {result['software']}; {result['date']}."
     if "output" in result:
         shown = "```text\n" + "\n".join(result["output"]) + "\n```"
     else:
         shown = "\n".join(markdown_table(result["columns"], result["rows"]))
-    parts = [f"## {result['title']}", wrapped(result["conclusion"])]
+    parts = [f"# {result['title']}", wrapped(result["conclusion"])]
     parts += [f"```console\n{commands}\n```"] if commands else []
     parts += [wrapped(where), shown]
-    parts += [f"![{result['title']}](../{picture})" for picture in result.get("pictures", [])]
-    return "\n\n".join(parts)
+    parts += [f"![{result['title']}](../../{picture})" for picture in result.get("pictures", [])]
+    return "\n\n".join([*parts, wrapped(NOTE)]) + "\n"
 
 
 def broken(command: str) -> str:

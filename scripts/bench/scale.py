@@ -10,8 +10,8 @@ does not fit otherwise. Memory is that of the fullest of 8 devices.
 
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from jaxpar import config as configs
 from jaxpar.choose.asynchronous import predicted
 from jaxpar.choose.candidates import Candidate, gpu_space, state_ratios
+from jaxpar.choose.costs.step import StepCosts
 from jaxpar.cluster.files import find_named
 from jaxpar.cluster.target import memory_fraction
 from jaxpar.colors import CURVE_COLORS
@@ -26,6 +27,7 @@ from jaxpar.command_line import Parser, output_path
 from jaxpar.compare.pictures import MARKERS, PICTURE_STYLE, draw_memory
 from jaxpar.compare.strategies import strategy_settings
 from jaxpar.errors import exit_code, format_bytes
+from scripts.bench.tables import show
 from scripts.bench.vocabulary import DEFAULTS, make_problem
 
 TEXTS, LENGTH, STAGES, AT_ONCE = 512, 1024, 8, 4
@@ -34,6 +36,7 @@ GPUS = (8, 16, 32, 64, 128, 256)
 REMAT = "gpipe"  # the strategy that computes activations again
 PIPELINES = (REMAT, "1f1b", "zb_h1")
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", *PIPELINES)
+COLUMNS = ("strategy", "H100s", "tokens/s", "memory of a GPU")
 SHOWN = ("ddp", "zero1", "zero3", *PIPELINES)
 
 
@@ -43,9 +46,48 @@ def main() -> None:
     parser.add_argument("--memory", type=output_path, default="docs/memory.png", help="the picture of the memory")
     parser.add_argument("--throughput", type=output_path, default="docs/scale.png", help="that of the throughput")
     arguments = parser.parse()
-    print("| H100s | strategy | tokens/s | memory |\n|---|---|---|---|")
+    found: list[Predicted] = []
+
+    def rows() -> Iterator[list[str]]:
+        for one in predictions():
+            found.append(one)
+            yield row(one)
+
+    show(COLUMNS, rows())
     rates: dict[str, dict[int, float]] = defaultdict(dict)
-    memory: dict[str, dict[str, float]] = {}
+    for one in found:
+        if one.strategy in SHOWN:
+            rates[one.label][one.gpus] = one.rate
+    memory = {
+        one.label: {**one.costs.state._asdict(), "activations": one.costs.nbytes - sum(one.costs.state)}
+        for one in found
+        if one.gpus == GPUS[0]
+    }
+    with matplotlib.rc_context(PICTURE_STYLE):
+        draw_memory(memory).savefig(arguments.memory, dpi=150)
+        draw_rates(rates).savefig(arguments.throughput, dpi=150)
+
+
+class Predicted(NamedTuple):
+    """The predicted costs of a strategy."""
+
+    gpus: int
+    strategy: str
+    costs: StepCosts
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return TEXTS * LENGTH / self.costs.seconds
+
+    @property
+    def label(self) -> str:
+        """Its name in the pictures."""
+        return f"{self.strategy} (remat)" if self.strategy == REMAT else self.strategy
+
+
+def predictions() -> Iterator[Predicted]:
+    """Yield the predictions of each strategy for each number of GPUs."""
     for number in GPUS:
         cluster = find_named(f"h100:{number // 8}x8", "cluster")[1]
         base: Any = configs.default_config()
@@ -58,17 +100,12 @@ def main() -> None:
         for name in STRATEGIES if number == GPUS[0] else SHOWN:
             found = predicted(space, settings_of(base, name, number), ratios)
             assert isinstance(found, Candidate), found
-            costs = found.costs
-            rate = TEXTS * LENGTH / costs.seconds
-            print(f"| {number} | {name} | {rate:,.0f} | {format_bytes(costs.nbytes)} |", flush=True)
-            shown = f"{name} (remat)" if name == REMAT else name
-            if name in SHOWN:
-                rates[shown][number] = rate
-            if number == GPUS[0]:
-                memory[shown] = {**costs.state._asdict(), "activations": costs.nbytes - sum(costs.state)}
-    with matplotlib.rc_context(PICTURE_STYLE):
-        draw_memory(memory).savefig(arguments.memory, dpi=150)
-        draw_rates(rates).savefig(arguments.throughput, dpi=150)
+            yield Predicted(number, name, found.costs)
+
+
+def row(one: Predicted) -> list[str]:
+    """Return the row of a prediction in the table."""
+    return [one.strategy, str(one.gpus), f"{one.rate:,.0f}", format_bytes(one.costs.nbytes)]
 
 
 def settings_of(base: Any, name: str, number: int) -> Any:

@@ -347,7 +347,7 @@ def test_collectives_within_actions(gather: float, exposed: float) -> None:
 
 @pytest.mark.parametrize(("params", "longer"), [(124_439_808, 0.0350), (1_235_814_400, 0.347)])
 def test_an_offloaded_state_is_copied_there_and_back(params: int, longer: float) -> None:
-    """The copies take as long as they did for GPT-2 124M and Llama 1B on an H200 (docs/results/gpu.md)."""
+    """The copies take as long as they did for GPT-2 124M and Llama 1B on an H200 (docs/results/gpu/offload.md)."""
     machine, axes, layers = GpuMachine(clusters.named_cluster("h200", 1)), {DATA: 1, STAGE: 1}, [layer(0.01)]
     update, state = UpdateBytes(0, 1e9), StateBytes(1e9, 8 * params, 1e9)
     kept, offloaded = (

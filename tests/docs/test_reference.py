@@ -1,5 +1,6 @@
 """The reference and the pages of results are current, and results are recorded as rows or as text."""
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from jaxpar.compare.report import markdown_table
 from jaxpar.errors import UserError
 from scripts import reference
-from scripts.bench import results
+from scripts.bench import published, results, scale
 from scripts.bench.tables import show
 
 
@@ -34,9 +35,19 @@ def test_bytes_of_exchanges_are_those_of_the_formulas() -> None:
 
 
 def test_the_pages_of_results_are_current() -> None:
-    """`scripts/python scripts/bench/results.py` writes the pages again."""
+    """`scripts/python scripts/bench/results.py` writes the pages again, and nothing else writes pages of results."""
     pages = results.pages()
-    assert {name: (results.PAGES / f"{name}.md").read_text() for name in pages} == pages
+    assert {name: (results.PAGES / name).read_text() for name in pages} == pages
+    written = {f"{path.relative_to(results.PAGES)}" for path in results.PAGES.rglob("*.md")}
+    assert written == pages.keys() | published.pages().keys()
+    assert all(one["folder"] in results.FOLDERS for one in results.read().values())  # the index has them all
+
+
+def test_the_pictures_of_gpt2_xl_are_current() -> None:
+    """The planner still predicts what scale.png and memory.png show, here for strategies without stages on 8 GPUs."""
+    recorded = results.read()["scale"]["rows"]
+    found = [scale.row(one) for one in itertools.islice(scale.predictions(), 5)]
+    assert found == recorded[:5]
 
 
 SHOWS = """
@@ -54,7 +65,7 @@ def test_rows_of_a_benchmark_are_recorded(
     (tmp_path / "shows.py.other").write_text('from scripts.bench.tables import show; show(["x"], [["1"]])')
     command = f"{sys.executable} {tmp_path / 'shows.py'}"
     monkeypatch.setenv("PYTHONPATH", str(results.ROOT))
-    old: dict[str, Any] = {"page": "cpu", "title": "T", "conclusion": "C", "output": ["old"]}
+    old: dict[str, Any] = {"folder": "cpu", "title": "T", "conclusion": "C", "output": ["old"]}
     found = results.record({**old, "date": "2000-01-01", "commands": [command, "echo text", command]})
     assert found["columns"] == ["case", "time / `ddp`"]
     assert found["rows"] == 2 * [["ddp", "1.00"], ["a longer name", "12.34"]]
@@ -62,7 +73,7 @@ def test_rows_of_a_benchmark_are_recorded(
     assert found["date"] > "2026"
     assert "jaxpar " in found["software"]
     assert "cores of" in found["hardware"]
-    assert results.section(found).endswith("| ddp | 1.00 |\n| a longer name | 12.34 |")
+    assert "| ddp | 1.00 |\n| a longer name | 12.34 |\n" in results.page(found)
     with pytest.raises(UserError, match=r"the columns of a row are \['x'\]; they must be those of the first row"):
         results.record({**old, "commands": [command, f"{command}.other"]})
     show(found["columns"], found["rows"][:2])
@@ -84,13 +95,13 @@ def test_a_table_of_a_file_is_recorded(tmp_path: Path) -> None:
 
 
 def test_text_is_recorded_without_rows() -> None:
-    old: dict[str, Any] = {"page": "cpu", "title": "T", "conclusion": "C", "columns": ["a"], "rows": [["1"]]}
+    old: dict[str, Any] = {"folder": "cpu", "title": "T", "conclusion": "C", "columns": ["a"], "rows": [["1"]]}
     found = results.record({**old, "commands": ["echo one; echo two", "echo three"]})
     assert found["output"] == ["one", "two", "three"]
     assert ("rows" in found, "columns" in found) == (False, False)
-    shown = results.section(found)
+    shown = results.page(found)
     assert "$ echo three" in shown
-    assert shown.endswith("```text\none\ntwo\nthree\n```")
+    assert "```text\none\ntwo\nthree\n```\n" in shown
     with pytest.raises(UserError, match="'exit 3' ended with exit code 3; it must end with 0"):
         results.record({**old, "commands": ["exit 3"]})
     with pytest.raises(UserError, match="has no commands"):

@@ -27,7 +27,7 @@ EFFICIENCY = {
 # attention 50% to 73% (Dao, "FlashAttention-2", 2023, abstract and section 1).
 EFFICIENCY_OF = {"8": {"float32": 0.85, "bfloat16": 0.85, "attention": 0.6}}
 # Attention of Hopper with heads below 128, whose softmax takes longer than its products / that with larger heads. Heads
-# of 64 reach 0.25 (1,024 tokens) to 0.33 (4,096 tokens) of the peak: docs/results/gpu.md.
+# of 64 reach 0.25 (1,024 tokens) to 0.33 (4,096 tokens) of the peak: docs/results/gpu/one_gpu.md.
 HOPPER, WIDE_HEAD, OF_NARROW_HEADS = "9", 128, 0.5
 LAUNCH_SECONDS = 2e-6  # from the end of a kernel to the start of the next one
 # Seconds of each message that follows another one. NCCL assumes 1.9 to 3.4 and 4 to 14 us in a ring, with its protocols
@@ -35,7 +35,7 @@ LAUNCH_SECONDS = 2e-6  # from the end of a kernel to the start of the next one
 HOP_SECONDS = {"host": 3e-6, "network": 1e-5}
 TREE_BANDWIDTH = 0.92  # of a tree between hosts / that of a ring (the same file)
 # Bytes/s of 16 lanes of PCI Express in one direction, by the first digit of the compute capability: generation 3, 4 and
-# 5 (data sheets of the GPUs). A copy reaches 0.9 of it: docs/results/gpu.md, "Optimizer state in host memory".
+# 5 (data sheets of the GPUs). A copy reaches 0.9 of it: docs/results/gpu/offload.md.
 PCIE_RATES, PCIE_EFFICIENCY = {"7": 16e9, "8": 32e9, "9": 64e9, "10": 64e9, "12": 64e9}, 0.9
 HALF_WIDTH = ("bfloat16", "float16", "f8e4m3fn", "f8e5m2")  # dtypes of products with the efficiency of bfloat16
 
