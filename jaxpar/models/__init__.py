@@ -12,11 +12,11 @@ from ml_collections import ConfigDict
 from jaxpar.cluster import Cluster
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError, check_choice, format_count, nearest
-from jaxpar.models.model import Batch, Context, LayerRun, Model, Params, Tie
+from jaxpar.models.model import Batch, Context, Model, Params, Tie
 from jaxpar.models.options import OVERRIDES, check_attention, decide_computation
 from jaxpar.models.remat import REMAT_POLICIES
 
-__all__ = ["MODELS", "Batch", "Context", "LayerRun", "Model", "Params", "Tie", "build", "check_model", "describe_model"]
+__all__ = ["MODELS", "Batch", "Context", "Model", "Params", "Tie", "build", "check_model", "describe_model"]
 
 # The models, each with the smallest data set that it can be built for.
 MODELS = {

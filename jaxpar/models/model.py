@@ -53,13 +53,6 @@ class Tie(NamedTuple):
     source_name: str
 
 
-class LayerRun(NamedTuple):
-    """Consecutive layers[start:stop] with the same definition and shapes, which one scan can compute."""
-
-    start: int
-    stop: int
-
-
 class Layer(NamedTuple):
     """One layer of a model."""
 
@@ -107,7 +100,8 @@ class Model:
         abstract = {key: abstract_layer(make) for key, make in different.items()}
         times = applications or {}
         self.layers = tuple(Layer(name, *abstract[id(make)], times.get(name, 1)) for name, make in self._makers.items())
-        self.runs = tuple(self._find_runs())  # of identical consecutive layers
+        # indices of consecutive layers with the same definition and shapes, which one scan can compute
+        self.runs = tuple(self._find_runs())
         self._read_dtypes: dict[Any, Tree] = {}  # of layers for inputs of these shapes
         self._inputs: dict[Any, list[Activations]] = {}  # of all layers for batches of these shapes
 
@@ -137,7 +131,7 @@ class Model:
 
     def shortened(self, depth: int) -> "Model":
         """Return the model with the first `depth` layers of its longest run."""
-        model, longest = copy.copy(self), max(self.runs, key=lambda run: run.stop - run.start)
+        model, longest = copy.copy(self), max(self.runs, key=len)
         model.layers = self.layers[: longest.start + depth] + self.layers[longest.stop :]
         model._makers = {layer.name: self._makers[layer.name] for layer in model.layers}
         model.runs, model._read_dtypes, model._inputs = tuple(model._find_runs()), {}, {}
@@ -380,13 +374,13 @@ class Model:
         tied = {tie.name: params[tie.source][tie.source_name] for tie in self.ties if tie.layer == name}
         return {**params[name], **(jax.lax.stop_gradient(tied) if self._is_untied else tied)}
 
-    def _find_runs(self) -> Iterator[LayerRun]:
+    def _find_runs(self) -> Iterator[range]:
         tied = {tie.layer for tie in self.ties}
         start = 0
         for index in range(1, len(self.layers) + 1):
             ended = index == len(self.layers) or self.layers[index][1:] != self.layers[start][1:]
             if ended or self.layers[index].name in tied or self.layers[start].name in tied:
-                yield LayerRun(start, index)
+                yield range(start, index)
                 start = index
 
 

@@ -23,7 +23,7 @@ from jaxpar.core import step as steps
 from jaxpar.core.mesh import STAGE
 from jaxpar.core.state import State
 from jaxpar.core.step import Metrics, Problem
-from jaxpar.models.model import Batch, LayerRun, Model, Params
+from jaxpar.models.model import Batch, Model, Params
 from jaxpar.tasks import Sums, mean_loss
 
 
@@ -44,9 +44,9 @@ def build(config: ConfigDict, problem: Problem) -> ScanAndMask:
     """
     p, m = config.mesh.stage, config.pipeline.num_microbatches
     model, mesh = problem.model, meshes.make_mesh({meshes.DATA: 1, STAGE: p}, devices())
-    run = max(model.runs, key=lambda run: run.stop - run.start)
-    if (run.stop - run.start) % p or m % p:
-        raise ValueError(f"{run.stop - run.start} equal layers and {m} microbatches must be multiples of {p} devices")
+    run = max(model.runs, key=len)
+    if len(run) % p or m % p:
+        raise ValueError(f"{len(run)} equal layers and {m} microbatches must be multiples of {p} devices")
     replicated, staged = PartitionSpec(), PartitionSpec(STAGE)
     specs = {"outer": replicated, "blocks": staged}
     mapped = jax.shard_map(
@@ -80,7 +80,7 @@ def build(config: ConfigDict, problem: Problem) -> ScanAndMask:
     )
 
 
-def _stack(model: Model, run: LayerRun, p: int, params: Params) -> dict[str, Any]:
+def _stack(model: Model, run: range, p: int, params: Params) -> dict[str, Any]:
     """Return the parameters with the equal layers stacked as [p, layers of a stage, ...]."""
     names = [layer.name for layer in model.layers[run.start : run.stop]]
     blocks = jax.tree.map(
@@ -90,10 +90,10 @@ def _stack(model: Model, run: LayerRun, p: int, params: Params) -> dict[str, Any
 
 
 def _gradients(
-    problem: Problem, run: LayerRun, p: int, remat: str, params: dict[str, Any], batch_m: Batch, weight: jax.Array
+    problem: Problem, run: range, p: int, remat: str, params: dict[str, Any], batch_m: Batch, weight: jax.Array
 ) -> tuple[dict[str, Any], Sums]:
     """Compute on each device the gradients of its stage and of the outer layers, and the sums over all devices."""
-    model, stage, per_stage = problem.model, jax.lax.axis_index(STAGE), (run.stop - run.start) // p
+    model, stage, per_stage = problem.model, jax.lax.axis_index(STAGE), len(run) // p
     m = batch_m["index"].shape[0]
     blocks = jax.tree.map(lambda leaf: leaf[0], params["blocks"])
     # The device's shard for the layers outside the loop: m / p microbatches as one batch.

@@ -9,10 +9,9 @@ from jaxpar.choose.costs.layers import LayerMemory, Layers
 from jaxpar.choose.costs.memory import StateBytes, replica_bytes
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.measure.operations import Residuals
-from jaxpar.models.model import LayerRun
 
 WEIGHTS, SAVED, NARROWED = (60.0, 8.0, 8.0, 20.0), (1.0, 5.0, 5.0, 2.0), (0.0, 4.0, 4.0, 10.0)
-MODEL: Any = SimpleNamespace(runs=(LayerRun(0, 1), LayerRun(1, 3), LayerRun(3, 4)))
+MODEL: Any = SimpleNamespace(runs=(range(0, 1), range(1, 3), range(3, 4)))
 OUTPUT, LOOPED, STACKED = 3.0, 100.0, 0.5  # STACKED: what a scan saves in addition
 STATE = StateBytes(1000.0, 2000.0, 96.0)
 SCANNED_ZERO3 = {"gathers_layers": True, "is_scanned": True}
@@ -86,7 +85,7 @@ def test_the_gradients_of_scores(remat: str, working: float) -> None:
 
 def test_a_scan_holds_all_its_gradients() -> None:
     """While the last block is computed, the gradients of both exist, unless the layers are unrolled."""
-    blocks: Any = SimpleNamespace(runs=(LayerRun(0, 4),))
+    blocks: Any = SimpleNamespace(runs=(range(0, 4),))
     flags = {"is_accumulated": False, "gathers_layers": False}
     scanned, unrolled = (
         replica_bytes(FixedSizes(), blocks, STATE, 4, "none", is_scanned=is_scanned, **flags)

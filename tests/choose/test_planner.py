@@ -73,7 +73,6 @@ from jaxpar.exchange.named import EXCHANGES
 from jaxpar.exchange.reduce import Axis
 from jaxpar.inspect import plan_report as planning
 from jaxpar.measure.operations import Residuals
-from jaxpar.models.model import LayerRun
 from jaxpar.strategies.pipeline.schedules import DISPATCH, LOCKSTEP
 from jaxpar.strategies.pipeline.tables.periodic import periodic_table
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table
@@ -139,7 +138,7 @@ def costs_of_replicas(
     gathers_layers: bool = False,
 ) -> StepCosts:
     """Return the costs of replicas whose layers have this profile."""
-    model: Any = SimpleNamespace(runs=[LayerRun(0, len(layers))])
+    model: Any = SimpleNamespace(runs=[range(0, len(layers))])
     settings = dict(zip(REPLICA_KEYS, (accumulation, "none", scan_layers), strict=True))
     given, flags = GivenLayers(layers), {"gathers_layers": gathers_layers}
     return replicas_costs(given, model, machine, axes, 1, settings, traffic, state, update, **flags)
@@ -415,7 +414,7 @@ def test_the_loss_is_not_computed_again() -> None:
         def profile(self, _size: int, remat: str) -> list[LayerProfile]:
             return [layer(0.01, 0.02 if remat == "none" else 0.03)] * 4
 
-    model: Any = SimpleNamespace(runs=[LayerRun(0, 4)])
+    model: Any = SimpleNamespace(runs=[range(0, 4)])
     settings = dict(zip(REPLICA_KEYS, (1, "full", False), strict=True))
     layers, axes = Rematerialized([layer(0.01)] * 4), {DATA: 1, STAGE: 1}
     costs = replicas_costs(layers, model, GPUS, axes, 1, settings, [], NO_STATE, NO_UPDATE)

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxpar.core.state import nbytes
 from jaxpar.exchange.fetch import Fetch, fetched
 from jaxpar.measure.operations import operations
-from jaxpar.models import MODELS, Context, LayerRun, Model, Tie
+from jaxpar.models import MODELS, Context, Model, Tie
 from jaxpar.models.model import read_dtypes
 from jaxpar.tasks.token_logits import whole as whole_logits
 from tests.models.small import BATCH, CLASSES, LENGTH, LLAMA, VOCAB, dropout_keys, fast_jit, small
@@ -219,7 +219,7 @@ def test_scan_compiles_a_run_once() -> None:
 def test_runs() -> None:
     model, _, _ = small("bert", "masked_lm")
     assert [layer.name for layer in model.layers] == ["embed", "block_0", "block_1", "block_2", "head"]
-    assert model.runs == (LayerRun(0, 1), LayerRun(1, 4), LayerRun(4, 5))
+    assert model.runs == (range(0, 1), range(1, 4), range(4, 5))
     # Stages have 3, 4, 6 and 3 blocks. The first block of a stage has a projection, so it differs from the others.
     model, _, _ = small("resnet", "classification", size="50")
     assert [run.stop - run.start for run in model.runs] == [1, 1, 2, 1, 3, 1, 5, 1, 2, 1]
@@ -248,9 +248,9 @@ class Scale(nnx.Module):
 
 def test_equal_layers_that_are_tied_are_no_run() -> None:
     makers = dict.fromkeys("abcd", Scale)
-    assert Model(makers).runs == (LayerRun(0, 4),)
+    assert Model(makers).runs == (range(0, 4),)
     model = Model(makers, ties=(Tie("b", "scale", "a", "scale"),), scan=True)
-    assert model.runs == (LayerRun(0, 1), LayerRun(1, 2), LayerRun(2, 4))
+    assert model.runs == (range(0, 1), range(1, 2), range(2, 4))
     params = model.init(jax.random.key(0))
     a, c, d = (np.asarray(params[name]["scale"]) for name in "acd")
     np.testing.assert_allclose(model.apply(params, {"inputs": jnp.ones(3)}), a * a * c * d, rtol=1e-6)

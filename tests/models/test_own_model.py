@@ -10,7 +10,7 @@ import pytest
 
 import jaxpar
 from jaxpar.errors import UserError
-from jaxpar.models import LayerRun, build
+from jaxpar.models import build
 from tests.docs.test_pages import blocks
 from tests.models.small import BATCH, CLASSES, CPU, TEXT, dropout_keys, fast_jit, make_batch, make_params, small_config
 
@@ -38,7 +38,7 @@ def test_example_of_the_docs(own_package: Path) -> None:
         config = small_config("my_package.my_model", "classification", num_layers=3, hidden_size=8, scan_layers=scan)
         model = build(config, TEXT, CPU)
         assert [layer.name for layer in model.layers] == ["embed", "block_0", "block_1", "block_2", "head"]
-        assert model.runs == (LayerRun(0, 1), LayerRun(1, 4), LayerRun(4, 5))
+        assert model.runs == (range(0, 1), range(1, 4), range(4, 5))
         params, batch = make_params(model), make_batch("bert", "classification")
         apply = fast_jit(model.apply)
         outputs += [apply(params, batch), apply(params, batch, dropout_keys())]

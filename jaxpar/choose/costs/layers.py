@@ -157,7 +157,7 @@ class Layers:
     def _residuals_alone(self, size: int, remat: str) -> list[Residuals]:
         """Return the same without the loops of attention to chunks of texts."""
         runs, last = self.problem.model.runs, len(self.problem.model.layers) - 1
-        numbers = [min(max(run.start, 1), run.stop - 1) for run in runs for _ in range(*run)]
+        numbers = [min(max(run.start, 1), run.stop - 1) for run in runs for _ in run]
         return [self._residual(size, remat, number) for number in (0, *numbers[1:last], last)]
 
     def _chunked(self, size: int) -> list[float]:

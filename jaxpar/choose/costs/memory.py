@@ -60,8 +60,7 @@ def replica_bytes(
     narrowed = [of.narrowed for of in layers.memory(size, remat, is_split=False)]
     scans: list[range] = []  # for each layer, the layers that are computed with it in one scan, or only its own
     for run in model.runs:
-        together = range(run.start, run.stop)
-        scans += [together if is_scanned else range(number, number + 1) for number in together]
+        scans += [run if is_scanned else range(number, number + 1) for number in run]
     copied = [
         weight if len(scan) > 1 and (remat != "none" or not narrow) else narrow
         for scan, weight, narrow in zip(scans, weights, narrowed, strict=True)

@@ -112,7 +112,7 @@ def replicas_costs(
     weights = sum(layer.weight_bytes for layer in profile)
     alone = forward + backward
     if is_scanned:
-        stacked = [layer for run in model.runs if len(range(*run)) > 1 for layer in profile[run.start : run.stop]]
+        stacked = [layer for run in model.runs if len(run) > 1 for layer in profile[run.start : run.stop]]
         of_weights = sum(layer.weight_bytes for layer in stacked) / (n if gathers_layers else 1)
         of_stash = sum(layer.stash_bytes for layer in stacked)
         alone += machine.moved(SCAN_OF_STASH * of_stash + SCAN_OF_WEIGHTS * of_weights, 1)
