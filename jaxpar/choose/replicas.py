@@ -97,11 +97,6 @@ def _exchange_settings(name: str, space: Space, together: int) -> Settings:
     return settings | options_of(space, name, replicas)
 
 
-def _gathers_layers(plan: Plan[Any]) -> bool:
-    """Return whether a plan gathers the parameters layer by layer."""
-    return _has_exchange(plan) and plan.details.exchange.fetch is not None
-
-
 def update_of(space: Space, config: ConfigDict, plan: Plan[Any]) -> UpdateBytes:
     """Return the bytes that an update of replicas moves on a device. plan: that of the config."""
     problem = layers_in(space, plan.axes).problem if TENSOR in plan.axes else space.problem
@@ -146,7 +141,7 @@ def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[
         traffic += tuple(one._replace(messages=accumulation * one.messages) for one in sent)
     elif plan.details == "sharding" and space.machine.overlaps:
         traffic = tuple(combined(one, plan.num_replicas) for one in traffic)
-    gathers_layers = _gathers_layers(plan)
+    gathers_layers = exchange is not None and exchange.fetch is not None  # layer by layer
     shards = exchange and (exchange.fetch or exchange.scatter)
     memory = plan.memory[0]
     params, optimizer = memory["parameters"], sum(memory.values()) - memory["parameters"]

@@ -138,8 +138,7 @@ def describe_memory(space: Space) -> str:
 def explain(candidate: Candidate, best: Candidate, workload: StepWork) -> str:
     """Return one sentence: why a candidate is the best, or why it is not."""
     costs = candidate.costs
-    largest = costs.limit()
-    share = costs.overheads()[largest] / costs.seconds
+    largest, longest = max(costs.overheads().items(), key=lambda item: item[1])
     needed, usable = format_bytes(costs.nbytes), format_bytes(workload.usable_bytes)
     if not candidate.fits:
         return f"{candidate.name} does not fit: it needs {needed}, and a run can use {usable} of a device."
@@ -147,7 +146,7 @@ def explain(candidate: Candidate, best: Candidate, workload: StepWork) -> str:
     if candidate is best:
         return (
             f"{candidate.name} computes {costs.compute / costs.seconds:.0%} of the time, and {OVERHEADS[largest]} "
-            f"takes {share:.1%}; {needs}.{SLOW_NETWORK if costs.exposed > costs.compute else ''}"
+            f"takes {longest / costs.seconds:.1%}; {needs}.{SLOW_NETWORK if costs.exposed > costs.compute else ''}"
         )
     here, there = ({"compute": one.compute} | one.overheads() for one in (costs, best.costs))
     worst = max(here, key=lambda name: here[name] - there[name])

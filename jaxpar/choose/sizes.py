@@ -67,11 +67,6 @@ def numbers_of(cluster: Cluster) -> list[int]:
     return [*on_host, *(each * 2**power for power in range(hosts.bit_length()) if 2**power < hosts), hosts * each]
 
 
-def _part(cluster: Cluster, number: int) -> Cluster:
-    each = cluster.num_devices // cluster.num_processes
-    return replace(cluster, num_devices=number, num_processes=max(1, number // each))
-
-
 def best_training(name: str, space: Space, tokens: float, hours: float, *, cheapest: bool = False) -> Training | None:
     """Return the run of this number of tokens on the fewest GPUs that take at most `hours`; else the nearest run.
 
@@ -79,6 +74,7 @@ def best_training(name: str, space: Space, tokens: float, hours: float, *, cheap
     cheapest: use more GPUs as long as their hours together decrease.
     """
     work, cluster = report.work_of(space), space.machine.cluster
+    per_host = cluster.num_devices // cluster.num_processes
     if not work.tokens:
         raise UserError(
             f"config.task is {space.config.task!r}, whose inputs are not tokens; it must be a task of texts with "
@@ -91,7 +87,7 @@ def best_training(name: str, space: Space, tokens: float, hours: float, *, cheap
         is_too_slow = least_gpu_hours > hours * number and number < cluster.num_devices
         if is_too_slow or is_refused(check_kept, space.kept, number):
             continue
-        part = _part(cluster, number)
+        part = replace(cluster, num_devices=number, num_processes=max(1, number // per_host))
         found = planner.candidates(space._replace(machine=GpuMachine(part)))
         if not found or not found[0].fits:
             continue
@@ -146,19 +142,15 @@ def training_rows(found: Sequence[Training], hours: float, budget: float | None)
     width = max(len(name) for name in ("cluster", *(one.name for one in found)))
     lines = [f"{'cluster':{width}} {'GPUs':>6} {'tokens/s':>12} {'hours':>8} {'GPU-hours':>10} {'price':>10}  strategy"]
     for one in found:
-        price = "" if one.price is None else _number(one.price)
+        price = "" if one.price is None else report.format_rate(one.price)
         lines.append(
             f"{one.name:{width}} {one.cluster.num_devices:6,} {report.format_rate(one.tokens_per_second):>12} "
-            f"{one.hours:8.3g} {_number(one.gpu_hours):>10} {price:>10}  {one.plan.name}"
+            f"{one.hours:8.3g} {report.format_rate(one.gpu_hours):>10} {price:>10}  {one.plan.name}"
             f"{report.details(one.plan.settings)}"
             f"{', too slow' if one.hours > hours else ''}"
             f"{', too expensive' if budget is not None and _price(one) > budget else ''}"
         )
     return lines
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def training_json(one: Training) -> dict[str, object]:

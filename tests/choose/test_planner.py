@@ -29,7 +29,6 @@ from jaxpar.choose.costs.layers import (
     LayerWork,
     PhaseSeconds,
     TracedLayers,
-    narrowed_bytes,
     resized,
 )
 from jaxpar.choose.costs.machine import CpuMachine, GpuMachine, partners
@@ -440,10 +439,10 @@ def test_copies_in_the_dtype_of_the_computation() -> None:
     config = configs.default_config()
     settings = ("dtype=bfloat16", "num_layers=1", "hidden_size=32", "num_heads=2", "mlp_size=64")
     configs.override(config, [f"--config.model.{value}" for value in settings])
-    _, block, _ = narrowed_bytes(small_problem(config, H100))
+    _, block, _ = Layers(small_problem(config, H100))._narrowed()
     assert block == 2 * (4 * (32 * 32 + 32) + (32 * 64 + 64) + (64 * 32 + 32))
     config.model.dtype = "float32"
-    assert narrowed_bytes(small_problem(config, H100)) == [0.0] * 3
+    assert Layers(small_problem(config, H100))._narrowed() == [0.0] * 3
 
 
 def test_what_a_stage_works_with() -> None:

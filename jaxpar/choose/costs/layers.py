@@ -71,13 +71,6 @@ def resized(batch: Mapping[str, Any], size: int) -> dict[str, jax.ShapeDtypeStru
     return {name: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for name, x in batch.items()}
 
 
-def narrowed_bytes(problem: Problem) -> list[float]:
-    """Return the bytes of the arrays that each layer reads in a narrower dtype than float32, in that dtype."""
-    read = problem.model.read_shapes(problem.batch)
-    narrow = [[x for x in jax.tree.leaves(read[layer.name]) if x.dtype.itemsize < 4] for layer in problem.model.layers]
-    return [float(nbytes(arrays)) for arrays in narrow]
-
-
 class Layers:
     """The layers of a model on a device, without times.
 
@@ -228,7 +221,11 @@ class Layers:
         return [first, *map(own, inputs)], batch, keys_B
 
     def _narrowed(self) -> list[float]:
-        return narrowed_bytes(self.problem)
+        """Return the bytes of the arrays that each layer reads in a narrower dtype than float32, in that dtype."""
+        model = self.problem.model
+        read = model.read_shapes(self.problem.batch)
+        narrow = [[x for x in jax.tree.leaves(read[layer.name]) if x.dtype.itemsize < 4] for layer in model.layers]
+        return [float(nbytes(arrays)) for arrays in narrow]
 
     def _traced(self, trace: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Return the result of a function that traces layers. The collectives of a group need the names of its axes."""

@@ -66,11 +66,6 @@ class StepCosts(NamedTuple):
             "update": self.update - self.packing,
         }
 
-    def limit(self) -> str:
-        """Return what takes the longest besides computing: waiting, exposed, packing or update."""
-        overheads = self.overheads()
-        return max(overheads, key=lambda name: overheads[name])
-
 
 class UpdateBytes(NamedTuple):
     """Bytes that an update moves on a device: what packs, adds up and compresses gradients, and the optimizer."""

@@ -31,15 +31,12 @@ _SHORT: WeakKeyDictionary[Model, list[Model]] = WeakKeyDictionary()  # for each 
 
 def update_bytes(problem: Problem) -> float:
     """Return the bytes that the update of the whole state moves on one device."""
-    found, key = _MOVED.setdefault(problem.model, {}), problem.optimizer
-    if key not in found:
-        found[key] = _from_short_models(problem, _update_bytes)
-    return found[key]
 
+    def count(problem: Problem) -> float:
+        state = abstract_state(problem.model, problem.optimizer)
+        return moved(lambda state, grads: steps.update(problem, state, grads, _sums())[0], state, state.params)
 
-def _update_bytes(problem: Problem) -> float:
-    state = abstract_state(problem.model, problem.optimizer)
-    return moved(lambda state, grads: steps.update(problem, state, grads, _sums())[0], state, state.params)
+    return _from_short_models(problem, problem.optimizer, count)
 
 
 def exchange_bytes(problem: Problem, plan: Plan[Any], plan_for: Callable[[Problem], Plan[Any]]) -> float:
@@ -50,10 +47,8 @@ def exchange_bytes(problem: Problem, plan: Plan[Any], plan_for: Callable[[Proble
       plan: its plan of data parallelism with an exchange.
       plan_for: returns the same plan for another model.
     """
-    found, key = _MOVED.setdefault(problem.model, {}), (problem.optimizer, plan.exchange, *plan.axes.items())
-    if key not in found:
-        found[key] = _from_short_models(problem, lambda problem: _exchange_bytes(plan_for(problem)))
-    return found[key]
+    key = problem.optimizer, plan.exchange, *plan.axes.items()
+    return _from_short_models(problem, key, lambda problem: _exchange_bytes(plan_for(problem)))
 
 
 def _exchange_bytes(plan: Plan[Any]) -> float:
@@ -77,16 +72,18 @@ def _exchange_bytes(plan: Plan[Any]) -> float:
     return moved(on_mesh, params, optimizer, private, grads)
 
 
-def _from_short_models(problem: Problem, count: Callable[[Problem], float]) -> float:
-    """Return `count(problem)`, which is linear in the number of equal layers."""
+def _from_short_models(problem: Problem, key: Any, count: Callable[[Problem], float]) -> float:
+    """Return `count(problem)`, which is linear in the number of equal layers. It is kept by the model and the key."""
     model = problem.model
-    number = max(run.stop - run.start for run in model.runs)
-    if number <= LONGEST_TRACED:
-        return count(problem)
-    if model not in _SHORT:
-        _SHORT[model] = [model.shortened(depth) for depth in SHORT_DEPTHS]
-    few, many = (count(problem._replace(model=one)) for one in _SHORT[model])
-    return many + (number - SHORT_DEPTHS[1]) * (many - few) / (SHORT_DEPTHS[1] - SHORT_DEPTHS[0])
+    found, number = _MOVED.setdefault(model, {}), max(map(len, model.runs))
+    if key not in found and number <= LONGEST_TRACED:
+        found[key] = count(problem)
+    elif key not in found:
+        if model not in _SHORT:
+            _SHORT[model] = [model.shortened(depth) for depth in SHORT_DEPTHS]
+        few, many = (count(problem._replace(model=one)) for one in _SHORT[model])
+        found[key] = many + (number - SHORT_DEPTHS[1]) * (many - few) / (SHORT_DEPTHS[1] - SHORT_DEPTHS[0])
+    return found[key]
 
 
 def moved(function: Any, *args: Any) -> float:
