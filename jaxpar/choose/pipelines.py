@@ -22,7 +22,7 @@ from jaxpar.choose.candidates import (
 from jaxpar.choose.costs.layers import LayerWork
 from jaxpar.choose.costs.memory import StateBytes, gathered_bytes, scattered_bytes, splits_backward
 from jaxpar.choose.costs.profile import LayerProfile
-from jaxpar.choose.costs.step import action_costs, pipeline_costs
+from jaxpar.choose.costs.step import PipelineStep, action_costs, pipeline_costs
 from jaxpar.choose.groups import group_sizes, layers_in, named_with_groups
 from jaxpar.core.groups import ReplicaGroup
 from jaxpar.core.mesh import DATA, GROUP_AXES, STAGE
@@ -160,7 +160,8 @@ def _pipeline_candidates(
     packing = packing_of(bounds, table)
     params, within, own = float(packing.nbytes), shared(within, 1 / axes[STAGE]), space.config.pipeline.executor
     executors = [own] if own in EXECUTORS else [DISPATCH, LOCKSTEP]
-    actions = [action_costs(work, space.machine, axes, table, bounds, within, executor) for executor in executors]
+    step = PipelineStep(work, space.machine, axes, table, bounds, within)
+    actions = [action_costs(step, executor) for executor in executors]
     fits = [False]
     for exchange, options in exchanges.items():
         of_state = STATE_SHARDED[exchange]
@@ -174,14 +175,11 @@ def _pipeline_candidates(
             held = params / copies + gathered_bytes(work)
         states = [StateBytes(held, ratios.optimizer * params / copies, gradients)] * table.num_devices
         packed = (1 + ratios.optimizer / copies) * packing.vector_bytes
-        traffic = [*_sent(of_state, work, table, replicas, params), *within]
+        exchanging = step._replace(traffic=[*_sent(of_state, work, table, replicas, params), *within])
         moved = update_bytes_of_stage(ratios, params, of_state, copies)
         in_actions = SENT_IN_ACTIONS[of_state]
         possible = [one for one in actions if of_state < 2 or one.executor == DISPATCH]
-        by_executor = [
-            pipeline_costs(one, work, space.machine, axes, table, bounds, traffic, states, packed, moved, in_actions)
-            for one in possible
-        ]
+        by_executor = [pipeline_costs(exchanging, one, states, packed, moved, in_actions) for one in possible]
         fits = [costs.nbytes <= space.usable_bytes for costs in by_executor]
         best = min(range(len(fits)), key=lambda number: (not fits[number], by_executor[number].seconds))
         costs, executor = by_executor[best], possible[best].executor
@@ -245,7 +243,8 @@ def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> 
     ]
     size = config.batch_size // plan.decision.batch_divisor
     work = layers_in(space, plan.axes).work(size, details.remat, is_split=splits_backward(table))
-    machine, bounds, params = space.machine, details.stages.bounds, max(state.parameters for state in states)
+    step = PipelineStep(work, space.machine, plan.axes, table, details.stages.bounds, plan.traffic)
+    params = max(state.parameters for state in states)
     of_state = STATE_SHARDED.get(config.exchange, 3) if EXCHANGES[config.exchange].shards else 0
     if of_state > 1:
         states = [state._replace(gradients=state.gradients + scattered_bytes(work)) for state in states]
@@ -255,13 +254,8 @@ def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> 
         params *= plan.num_replicas
     copies = plan.num_replicas if of_state else 1
     costs = pipeline_costs(
-        action_costs(work, machine, plan.axes, table, bounds, plan.traffic, details.executor),
-        work,
-        machine,
-        plan.axes,
-        table,
-        bounds,
-        plan.traffic,
+        step,
+        action_costs(step, details.executor),
         states,
         staged.params.packing.vector_bytes + staged.optimizer.packing.vector_bytes,
         update_bytes_of_stage(state_ratios(space.problem), params, of_state, copies),

@@ -44,6 +44,7 @@ from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS, collective_seconds
 from jaxpar.choose.costs.step import (
     REPLICA_KEYS,
+    PipelineStep,
     StepCosts,
     UpdateBytes,
     action_costs,
@@ -156,9 +157,8 @@ def costs_of_pipeline(
     state: StateBytes = NO_STATE,
 ) -> StepCosts:
     """Return the costs of a pipeline whose update moves nothing."""
-    actions = action_costs(work, machine, axes, table, bounds, traffic, executor)
-    states = [state] * table.num_devices
-    return pipeline_costs(actions, work, machine, axes, table, bounds, traffic, states, packed, 0.0)
+    step = PipelineStep(work, machine, axes, table, bounds, traffic)
+    return pipeline_costs(step, action_costs(step, executor), [state] * table.num_devices, packed, 0.0)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -334,9 +334,9 @@ def test_collectives_within_actions(gather: float, exposed: float) -> None:
     layers = [layer(0.01)._replace(weight_bytes=weights) for weights in (2.0, 1.0, 1.0, 1.0, 1.0, 1.0)]
     sent = [Traffic("all-gather", "float32", DATA, gather * HOST, 0)]
     sent += [Traffic("reduce-scatter", "float32", DATA, 0.4 * HOST, 0)]
-    work, bounds = work_of(layers), (0, 3, 6)
-    actions = action_costs(work, GPUS, axes, table, bounds, [], DISPATCH)
-    given = (actions, work, GPUS, axes, table, bounds, sent, [NO_STATE] * 2, 0.0, 0.0)
+    step = PipelineStep(work_of(layers), GPUS, axes, table, (0, 3, 6), [])
+    actions = action_costs(step, DISPATCH)
+    given = (step._replace(traffic=sent), actions, [NO_STATE] * 2, 0.0, 0.0)
     within = pipeline_costs(*given, ("reduce-scatter", "all-gather"))
     assert within.exposed - actions.exposed == pytest.approx(exposed, rel=0.01)
     after = pipeline_costs(*given, ("reduce-scatter",))  # the gather follows the actions

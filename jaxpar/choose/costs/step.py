@@ -160,6 +160,17 @@ def exposed_of_layers(
     return max(gather / 2 - forward, 0.0) + of_backward
 
 
+class PipelineStep(NamedTuple):
+    """A step of a pipeline, whose costs are predicted."""
+
+    work: LayerWork  # for a microbatch of a replica
+    machine: Machine
+    axes: Mapping[str, int]  # sizes of the mesh axes
+    table: Table
+    bounds: Sequence[int]  # first layer of each stage, and the number of layers
+    traffic: Sequence[Traffic]  # what a device sends in the step
+
+
 class ActionCosts(NamedTuple):
     """The costs of the actions of a pipeline on its devices, before gradients are exchanged."""
 
@@ -170,20 +181,9 @@ class ActionCosts(NamedTuple):
     executor: str
 
 
-def action_costs(
-    work: LayerWork,
-    machine: Machine,
-    axes: Mapping[str, int],
-    table: Table,
-    bounds: Sequence[int],
-    traffic: Sequence[Traffic],
-    executor: str = LOCKSTEP,
-) -> ActionCosts:
-    """Return the costs of the actions of a step; of a step in the steady state, if it never drains.
-
-    work: for a microbatch of a replica; bounds: first layer of each stage, and the number of layers; traffic: what a
-    device sends in a step.
-    """
+def action_costs(step: PipelineStep, executor: str = LOCKSTEP) -> ActionCosts:
+    """Return the costs of the actions of a step; of a step in the steady state, if it never drains."""
+    work, machine, axes, table, bounds, traffic = step
     devices = math.prod(axes.values())
     transfer = send_seconds(machine, largest_transfer(work.layers, list(pairwise(bounds))), axes)
     times = stage_times(work, bounds, machine, devices, executor)
@@ -200,13 +200,8 @@ def action_costs(
 
 
 def pipeline_costs(
+    step: PipelineStep,
     actions: ActionCosts,
-    work: LayerWork,
-    machine: Machine,
-    axes: Mapping[str, int],
-    table: Table,
-    bounds: Sequence[int],
-    traffic: Sequence[Traffic],
     states: Sequence[StateBytes],
     packed_bytes: float,
     update_bytes: float,
@@ -214,10 +209,11 @@ def pipeline_costs(
 ) -> StepCosts:
     """Return the costs of a pipeline with an exchange of gradients.
 
-    actions: see `action_costs`, whose arguments have the same names; states: by device; packed_bytes: of the parameters
-    and of the optimizer on a device, which lockstep packs in vectors; update_bytes: what an update moves on the fullest
-    device; sent_in_actions: the kinds of collectives that replicas send for each layer in the actions.
+    actions: see `action_costs`; states: by device; packed_bytes: of the parameters and of the optimizer on a device,
+    which lockstep packs in vectors; update_bytes: what an update moves on the fullest device; sent_in_actions: the
+    kinds of collectives that replicas send for each layer in the actions.
     """
+    work, machine, axes, table, bounds, traffic = step
     devices = math.prod(axes.values())
     others = [one for one in traffic if one.axis != STAGE and not sent_by_layers(one)]
     seconds_of: dict[str, float] = defaultdict(float)
