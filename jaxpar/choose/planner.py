@@ -54,12 +54,17 @@ def candidate_of_plan(space: Space, config: ConfigDict, plan: Plan[Any]) -> Cand
     return found
 
 
-def fastest(space: Space, cluster: Cluster) -> Candidate:
-    """Return the fastest candidate that fits and has a plan for the cluster. Raises UserError if there is none."""
+def find_candidates(space: Space) -> list[Candidate]:
+    """Return what `candidates` returns. Raises UserError if there are none."""
     found = candidates(space)
     if not found:
         raise no_candidate(space)
-    reasons = []
+    return found
+
+
+def fastest(space: Space, cluster: Cluster) -> Candidate:
+    """Return the fastest candidate that fits and has a plan for the cluster. Raises UserError if there is none."""
+    found, reasons = find_candidates(space), []
     for one in found:
         if one.fits:
             plan = strategies.possible(with_settings(space.config, one.settings), space.problem, cluster)

@@ -40,7 +40,7 @@ import time
 from collections.abc import Sequence
 
 from jaxpar import models
-from jaxpar.choose import report, sizes
+from jaxpar.choose import planner, report, sizes
 from jaxpar.choose.asynchronous import async_candidates, predicted
 from jaxpar.choose.candidates import ranked, state_ratios
 from jaxpar.choose.costs.rates import dtype_advice
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> None:
         space = plan_report.make_space(config, plan_report.cluster_of(arguments.cluster), target)
     if not arguments.json:
         print(models.describe_model(config, space.problem.model, space.problem.batch), flush=True)
-    found = plan_report.find_candidates(space)
+    found = planner.find_candidates(space)
     compiled = plan_report.verified(found, arguments.verify, space, target) if target else []
     corrected = {id(one.predicted): one.corrected for one in compiled}
     found = ranked(corrected.get(id(one), one) for one in found)

@@ -23,12 +23,11 @@ from jaxpar.choose.candidates import (
     gpu_space,
     load_problem,
     plan_of,
-    ranked,
     with_settings,
 )
 from jaxpar.choose.costs.measured_rates import describe_rates, measured_cluster
 from jaxpar.choose.costs.rates import dtype_advice
-from jaxpar.choose.planner import AUTO_STRATEGY, no_candidate
+from jaxpar.choose.planner import AUTO_STRATEGY
 from jaxpar.cluster import Cluster
 from jaxpar.cluster.files import cluster_toml, find_named
 from jaxpar.cluster.gpus import kind_of_device, name_of_kind
@@ -118,20 +117,12 @@ def plan(config: ConfigDict, cluster: str) -> list[Candidate]:
     config = config.copy_and_resolve_references()
     check_strategy_name(config)
     space = measured_space(config) if cluster == HERE else make_space(config, cluster_of(cluster))
-    return ranked(find_candidates(space))
+    return planner.find_candidates(space)
 
 
 def check_strategy_name(config: ConfigDict) -> None:
     """Raise UserError unless the strategy of a config exists, or the planner chooses it."""
     check_choice("strategy", config.strategy, [*STRATEGIES, AUTO_STRATEGY])
-
-
-def find_candidates(space: Space) -> list[Candidate]:
-    """Return the candidates of a space. Raises UserError if there are none."""
-    found = planner.candidates(space)
-    if not found:
-        raise no_candidate(space)
-    return found
 
 
 def describe_plans(
