@@ -67,7 +67,7 @@ def _count_equation(equation: core.JaxprEqn) -> int:
     name, params = equation.primitive.name, equation.params
     if name in _PRODUCTS:
         return equation_flops(equation)
-    inner = [sum(map(_count_equation, jaxpr.eqns)) for value in params.values() for jaxpr in _jaxprs(value)]
+    inner = [sum(map(_count_equation, jaxpr.eqns)) for value in params.values() for jaxpr in jaxprs_in(value)]
     if name == "scan":
         return params["length"] * sum(inner)
     if name == "cond":
@@ -79,7 +79,7 @@ def _count_equation(equation: core.JaxprEqn) -> int:
     return sum(inner)
 
 
-def _jaxprs(value: object) -> Iterator[core.Jaxpr]:
+def jaxprs_in(value: object) -> Iterator[core.Jaxpr]:
     """Yield the jaxprs in a parameter of an equation: of jit, remat, custom_jvp, custom_vjp, scan, cond or while."""
     if isinstance(value, core.ClosedJaxpr):
         yield value.jaxpr
@@ -87,7 +87,7 @@ def _jaxprs(value: object) -> Iterator[core.Jaxpr]:
         yield value
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _jaxprs(item)
+            yield from jaxprs_in(item)
 
 
 def _shape(variable: Any) -> tuple[int, ...]:  # Any: the type of an aval in JAX has no shape

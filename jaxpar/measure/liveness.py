@@ -88,11 +88,16 @@ class Aliases:
         """Append the instructions of a computation to the order, each after those that it runs."""
         for name, instruction in self.program.computations[computation].items():
             start = len(self.order)
-            for called in _flow(instruction):
+            for called in self._flow(instruction):
                 self._append(called)
             if instruction.operation == "while":
                 self.loops.append((start, len(self.order)))
             self.order.append((computation, name))
+
+    def _flow(self, instruction: Instruction) -> list[str]:
+        """Return the computations that an instruction runs one instruction at a time, in the order of its operands."""
+        called = self.program.called(instruction) if instruction.operation in FLOW else []
+        return called[::-1] if "true_computation" in instruction.line else called
 
     def _parameters(self, computation: str) -> list[list[HloPlace]]:
         """Return the places of the arrays in each parameter of a computation."""
@@ -122,16 +127,16 @@ class Aliases:
                 source = self.instruction(computation, instruction.operands[0])
                 self._same(results, _element(source, together, int(attribute(instruction, "index"))))
             case "while":
-                for called in _flow(instruction):
+                for called in self._flow(instruction):
                     self._same(self._parameters(called)[0], results)
                 self._same(self._root(attribute(instruction, "body")), results)
                 self._same(together, results)
             case "conditional":
-                for called, operand in zip(_flow(instruction), operands[1:], strict=True):
+                for called, operand in zip(self._flow(instruction), operands[1:], strict=True):
                     self._same(self._parameters(called)[0], operand)
                     self._same(self._root(called), results)
             case "call":
-                [called] = _flow(instruction)
+                [called] = self._flow(instruction)
                 self._same([place for parameter in self._parameters(called) for place in parameter], together)
                 self._same(self._root(called), results)
             case operation if operation in UPDATES:
@@ -176,20 +181,6 @@ def parameter_number(parameter: Instruction) -> int:
     found = re.search(r" parameter\((\d+)\)", parameter.line)
     assert found, parameter.line
     return int(found[1])
-
-
-def _flow(instruction: Instruction) -> list[str]:
-    """Return the computations that an instruction runs one instruction at a time, in the order of their operands."""
-    match instruction.operation:
-        case "while":
-            return [attribute(instruction, "condition"), attribute(instruction, "body")]
-        case "call":
-            return [attribute(instruction, "to_apply")]
-        case "conditional":
-            if listed := re.search(r"branch_computations=\{([^}]*)\}", instruction.line):
-                return re.findall(r"%([\w.-]+)", listed[1])
-            return [attribute(instruction, "true_computation"), attribute(instruction, "false_computation")]
-    return []
 
 
 def _element(instruction: Instruction, places: list[HloPlace], index: int) -> list[HloPlace]:

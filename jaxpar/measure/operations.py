@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxpar.measure.flops import attention_flops, equation_flops
+from jaxpar.measure.flops import attention_flops, equation_flops, jaxprs_in
 
 ATTENTION_FORWARD = ("dot_product_attention_fwd_wrapper", "cudnn_attention_forward")
 ATTENTION_BACKWARD = ("dot_product_attention_bwd_wrapper", "cudnn_attention_backward")
@@ -101,8 +101,10 @@ class FlatJaxpr:
 
     def _add(self, jaxpr: core.Jaxpr, numbers: dict[Any, int]) -> None:
         for equation in jaxpr.eqns:
-            inner = _called(equation)
-            if equation.primitive.name in VIEWS and not isinstance(equation.invars[0], core.Literal):
+            name, params = equation.primitive.name, equation.params.values()
+            jaxprs = (jaxpr for value in params if not isinstance(value, tuple | list) for jaxpr in jaxprs_in(value))
+            inner = None if name in LOOPS else next(jaxprs, None)  # what the equation calls with its own operands
+            if name in VIEWS and not isinstance(equation.invars[0], core.Literal):
                 for source, view in zip(equation.invars, equation.outvars, strict=True):
                     numbers[view] = self._number(numbers, source)
             elif inner is not None and len(inner.invars) == len(equation.invars):
@@ -129,18 +131,6 @@ def _nbytes(variable: Any) -> int:
     aval = variable.aval
     shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", np.dtype(bool))
     return math.prod(shape) * int(getattr(dtype, "itemsize", 8))  # keys of random numbers have no fixed size
-
-
-def _called(equation: core.JaxprEqn) -> core.Jaxpr | None:
-    """Return the jaxpr that an equation calls once with its own operands; None if it calls none, or differently."""
-    if equation.primitive.name in LOOPS:
-        return None
-    for value in equation.params.values():
-        if isinstance(value, core.ClosedJaxpr):
-            return value.jaxpr
-        if isinstance(value, core.Jaxpr):
-            return value
-    return None
 
 
 def _count(flat: FlatJaxpr) -> list[Operation]:
@@ -256,7 +246,8 @@ def residuals(function: Callable[[Any, Any, Any], Any], weights: Any, x: Any, ot
     ignored = of_weights | inputs | flat.constants
     fused = _fused(flat, saved - ignored, ignored)
     of_saved, of_fused = (sum(flat.nbytes[number] for number in numbers) for numbers in (saved - ignored, fused))
-    looped = max(map(_looped_bytes, flat.equations), default=0.0)
+    scans = (one for one in flat.equations if one.equation.primitive.name == "scan")
+    looped = max((float(sum(_arrays_of_products(one))) for one in scans), default=0.0)
     scores, narrow = max(map(_bytes_of_scores, flat.equations), default=(0.0, 0.0))
     return Residuals(float(of_saved), float(of_fused), looped, probabilities=narrow, score_gradients=scores + narrow)
 
@@ -331,11 +322,6 @@ def _held_by_loop(one: FlatEquation, flat: FlatJaxpr) -> float:
     inside = _arrays_of_products(one)
     # XLA does not overwrite the largest one, the scores, by what is computed from it.
     return float(outside + sum(inside) + max(inside, default=0))
-
-
-def _looped_bytes(one: FlatEquation) -> float:
-    """Return the bytes of the results of the products in a scan's body, and of operands that are computed there."""
-    return float(sum(_arrays_of_products(one))) if one.equation.primitive.name == "scan" else 0.0
 
 
 def _arrays_of_products(one: FlatEquation) -> list[int]:
