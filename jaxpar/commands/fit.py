@@ -48,11 +48,10 @@ def main(argv: Sequence[str]) -> int:
             config = choose(config, Path(folder), target).config
         fit.check_strategy(config)
         model, sizes, fits = _run(config, Path(folder), target, arguments.vary, arguments.remat)
-    value_of = dict(zip(sizes.sizes, sizes.values, strict=True))
     if arguments.json:
-        print(json.dumps({"model": model, **_as_json(config, target, sizes.key, value_of, fits)}, indent=1))
+        print(json.dumps({"model": model, **_as_json(config, target, sizes, fits)}, indent=1))
     else:
-        print(model, *_as_text(config, target, sizes.key, value_of, fits), sep="\n")
+        print(model, *_as_text(config, target, sizes, fits), sep="\n")
     return 0 if any(one.largest for one in fits) else 1
 
 
@@ -84,14 +83,13 @@ def exact(nbytes: float) -> str:
     return format_bytes(nbytes, digits=4)
 
 
-def _as_json(config: Any, target: Target, key: str, value_of: dict[int, int], fits: list[Fit]) -> dict[str, Any]:
-    """Return the result. value_of: the value of the config key for each size."""
-
+def _as_json(config: Any, target: Target, sizes: Sizes, fits: list[Fit]) -> dict[str, Any]:
     def row(tried: Tried | None) -> dict[str, Any] | None:
         if tried is None:
             return None
         finite = None if tried.reason else tried.needed_bytes
-        return {"size": tried.size, key: value_of[tried.size], "needed": finite, "reason": tried.reason}
+        value = sizes.values[tried.size]
+        return {"size": tried.size, sizes.key: value, "needed": finite, "reason": tried.reason}
 
     remat = fit.remat_key(config)
     return {
@@ -101,9 +99,9 @@ def _as_json(config: Any, target: Target, key: str, value_of: dict[int, int], fi
     }
 
 
-def _as_text(config: Any, target: Target, key: str, value_of: dict[int, int], fits: list[Fit]) -> list[str]:
-    """Return the result as the lines of a table. value_of: the value of the config key for each size."""
-    what = "batch_size" if key == "batch_size" else "microbatch"
+def _as_text(config: Any, target: Target, sizes: Sizes, fits: list[Fit]) -> list[str]:
+    """Return the result as the lines of a table."""
+    what = "batch_size" if sizes.key == "batch_size" else "microbatch"
     lines = [what_jax_takes(target.usable_bytes, digits=4), ""]
     lines.append(f"{fit.remat_key(config):14} {'largest ' + what:>18} {'needs':>9}  next")
     for one in fits:
@@ -113,6 +111,6 @@ def _as_text(config: Any, target: Target, key: str, value_of: dict[int, int], fi
             following = f"{one.following.size:,} {_outcome(one.following)}"
         lines.append(f"{one.remat:14} {size:>18} {needed:>9}  {following}")
     if what == "microbatch":
-        found = [(one.remat, value_of[one.largest.size]) for one in fits if one.largest]
-        lines += ["", *(f"config.{key}={value} with remat {remat}" for remat, value in found)]
+        found = [(one.remat, sizes.values[one.largest.size]) for one in fits if one.largest]
+        lines += ["", *(f"config.{sizes.key}={value} with remat {remat}" for remat, value in found)]
     return lines

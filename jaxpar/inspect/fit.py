@@ -1,14 +1,15 @@
 """Searches for the largest batch or microbatch whose compiled training step fits into the memory of absent GPUs."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 from ml_collections import ConfigDict
 
 from jaxpar import models, strategies
+from jaxpar.choose.candidates import with_values
+from jaxpar.choose.costs.layers import resized
 from jaxpar.choose.stages import until_chosen, with_stages
 from jaxpar.cluster.target import Target
 from jaxpar.core.plan import Decision
@@ -42,8 +43,8 @@ class Sizes(NamedTuple):
     """The sizes to search, and the config key that sets them."""
 
     key: str  # the key of the config
-    sizes: Sequence[int]  # the sizes, in ascending order: of the global batch, or of the microbatch of a replica
-    values: Sequence[int]  # the value of the key for each size
+    # its value for each size of the global batch, or of the microbatch of a replica, in ascending order
+    values: Mapping[int, int]
 
 
 def find_fits(
@@ -58,14 +59,13 @@ def find_fits(
     """Yield the largest of the sizes that fits, for each remat. `report` receives each size that is tried."""
     for remat in remats:
 
-        def attempt(index: int, remat: str = remat) -> Tried:
-            changed = config.copy_and_resolve_references()
-            changed.update_from_flattened_dict({sizes.key: sizes.values[index], remat_key(config): remat})
-            tried = _attempt(changed, problem, info, target, sizes.sizes[index])
+        def attempt(size: int, remat: str = remat) -> Tried:
+            settings = {sizes.key: sizes.values[size], remat_key(config): remat}
+            tried = _attempt(with_values(config, settings), problem, info, target, size)
             report(remat, tried)
             return tried
 
-        yield Fit(remat, *largest_fitting(sizes.sizes, attempt, target.usable_bytes))
+        yield Fit(remat, *largest_fitting([*sizes.values], attempt, target.usable_bytes))
 
 
 def remat_key(config: ConfigDict) -> str:
@@ -77,7 +77,7 @@ def batch_sizes(decision: Decision[object], num_examples: int) -> Sizes:
     """Return the batch sizes that the strategy can train, up to the number of training examples (at least one)."""
     divisor = decision.batch_divisor
     sizes = range(divisor, max(num_examples, divisor) + 1, divisor)
-    return Sizes("batch_size", sizes, sizes)
+    return Sizes("batch_size", {size: size for size in sizes})
 
 
 def microbatch_sizes(config: ConfigDict, decision: Decision[object], target: Target) -> Sizes:
@@ -85,14 +85,12 @@ def microbatch_sizes(config: ConfigDict, decision: Decision[object], target: Tar
     is_pipeline = config.strategy == "pipeline"
     key = "pipeline.num_microbatches" if is_pipeline else "optimizer.accumulation_steps"
     share = config.batch_size // decision.num_replicas
-    sizes, values = [], []
-    for size in (size for size in range(1, share + 1) if share % size == 0):
-        changed = config.copy_and_resolve_references()
-        changed.update_from_flattened_dict({key: share // size})
-        if not is_refused(lambda one: strategies.decide(until_chosen(one, target.cluster), target.cluster), changed):
-            sizes.append(size)
-            values.append(share // size)
-    return Sizes(key, sizes, values)
+
+    def decide(number: int) -> None:
+        strategies.decide(until_chosen(with_values(config, {key: number}), target.cluster), target.cluster)
+
+    values = {size: share // size for size in range(1, share + 1) if share % size == 0}
+    return Sizes(key, {size: number for size, number in values.items() if not is_refused(decide, number)})
 
 
 def check_strategy(config: ConfigDict) -> None:
@@ -102,13 +100,10 @@ def check_strategy(config: ConfigDict) -> None:
 
 def _attempt(config: ConfigDict, problem: Problem, info: DataInfo, target: Target, size: int) -> Tried:
     """Compile the step of a config of this size."""
-    shapes = {
-        name: jax.ShapeDtypeStruct((config.batch_size, *x.shape[1:]), x.dtype) for name, x in problem.batch.items()
-    }
     problem = problem._replace(
         model=models.build(config, info, target.cluster),
         accumulation_steps=config.optimizer.accumulation_steps,
-        batch=shapes,
+        batch=resized(problem.batch, config.batch_size),
     )
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -125,8 +120,8 @@ def largest_fitting(
 ) -> tuple[Tried | None, Tried | None]:
     """Return the largest size that needs at most `limit` bytes and the next one, each None if there is none.
 
-    The sizes ascend, and larger ones need more. Few are tried, by index: the next guess is where a straight line
-    through the last two results reaches the limit. Every third guess halves the interval that remains instead.
+    The sizes ascend, and larger ones need more. Few are tried: the next guess is where a straight line through the last
+    two results reaches the limit. Every third guess halves the interval that remains instead.
     """
     found: dict[int, Tried] = {}  # by index, in the order of the attempts
     low, high = -1, len(sizes)  # the largest index that fits, and the smallest that does not
@@ -141,6 +136,6 @@ def largest_fitting(
             wanted = x + (limit - y) * (x2 - x) / (y2 - y) if y2 > y else sizes[-1]
             nearest = sum(size <= wanted for size in sizes[low + 1 : high]) + low  # the last size below it
             index = min(max(nearest, low + 1), high - 1)
-        found[index] = attempt(index)
+        found[index] = attempt(sizes[index])
         low, high = (index, high) if found[index].needed_bytes <= limit else (low, index)
     return found.get(low), found.get(high)

@@ -22,9 +22,9 @@ def searched(sizes: list[int], needed: Callable[[int], float]) -> tuple[int | No
     """Return the largest size that fits, the next one, and the sizes that were tried."""
     tried: list[int] = []
 
-    def attempt(index: int) -> Tried:
-        tried.append(sizes[index])
-        return Tried(sizes[index], needed(sizes[index]))
+    def attempt(size: int) -> Tried:
+        tried.append(size)
+        return Tried(size, needed(size))
 
     largest, following = fit.largest_fitting(sizes, attempt, LIMIT)
     return largest and largest.size, following and following.size, tried
@@ -87,11 +87,11 @@ def test_sizes(overrides: tuple[str, ...], key: str, sizes: dict[int, int] | Non
     assert found.key == key
     if sizes is None:  # the divisors of 96 with as many microbatches as 1f1b accepts
         sizes = {size: 96 // size for size in range(1, 97) if 96 % size == 0}
-    assert dict(zip(found.sizes, found.values, strict=True)) == sizes
+    assert found.values == sizes
     batches = fit.batch_sizes(decision, 1000)
     divisor = decision.batch_divisor
-    assert list(batches.sizes) == list(batches.values) == list(range(divisor, 1001, divisor))
-    assert list(fit.batch_sizes(decision, 1).sizes) == [divisor]
+    assert batches.values == {size: size for size in range(divisor, 1001, divisor)}
+    assert fit.batch_sizes(decision, 1).values == {divisor: divisor}
 
 
 def test_strategies_of_several_programs_are_refused() -> None:
