@@ -94,7 +94,8 @@ def _described(
     flops = model_flops(problem)
     expected, remedies = findings.expectations(config, cluster), findings.remedies(config)
     found = findings.find(summaries, times, cluster, expected, remedies, dtype=config.model.dtype, model_flops=flops)
-    return {"programs": rows, "model_flops": flops, "findings": [one.as_row() for one in found]}
+    listed = [one._asdict() | {"is_normal": one.is_normal} for one in found]
+    return {"programs": rows, "model_flops": flops, "findings": listed}
 
 
 def describe_program(summary: ProgramSummary, time: StepTime) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from jaxpar.core import mesh
 from jaxpar.errors import UserError, format_count
 from jaxpar.inspect import certificate, delayed, reference
 from jaxpar.inspect.cause import find_cause
-from jaxpar.inspect.certificate import QUANTITIES, Measured
+from jaxpar.inspect.certificate import QUANTITIES
 from jaxpar.inspect.reference import Runs
 from jaxpar.inspect.rounding import FALSE_ALARM, SEEDS
 from jaxpar.measure.phases import Phases
@@ -57,12 +57,18 @@ def issue(runs: Runs) -> dict[str, Any]:
     measured = delayed.measure_recurrence(runs) if delays else certificate.measure(runs)
     differs = delays.differs if delays else run.plan.differs
     updates, cause = " with delayed updates" if delays else "", None if differs else find_cause(runs, measured)
+    derivation = {
+        "false_alarm": FALSE_ALARM,
+        "number": measured.num_tolerances,
+        "samples": len(SEEDS),
+        "smallest_scale_errors": measured.smallest_scale_errors,
+    }
     return {
         "strategy": f"{config.strategy}: {run.plan.summary}",
         "model": f"{config.model.name}, {config.model.dtype}",
         "differs": differs,
         "delays": [stage._asdict() for stage in delays.stages] if delays else [],
-        "tolerance": None if differs else derivation(measured),
+        "tolerance": None if differs else derivation,
         "outside": certificate.outside(measured),
         "cause": cause and cause._asdict(),
         "metrics": {name: files.without_nonfinite(error._asdict()) for name, error in measured.metrics.items()},
@@ -83,16 +89,6 @@ def issue(runs: Runs) -> dict[str, Any]:
         "flags": report.flags(),
         "config": configs.changed_keys(config),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def derivation(measured: Measured) -> dict[str, Any]:
-    """Return how the tolerances were derived, and the errors of the scale of a gradient that are outside of them."""
-    return {
-        "false_alarm": FALSE_ALARM,
-        "number": measured.num_tolerances,
-        "samples": len(SEEDS),
-        "smallest_scale_errors": measured.smallest_scale_errors,
     }
 
 

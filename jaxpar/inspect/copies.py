@@ -52,11 +52,6 @@ def with_copy(state: StrategyState, at: Mapping[str, int]) -> StrategyState:
     return jax.tree.map(change, state)
 
 
-def copies_along(run: Run, reference: Reference, state: StrategyState, axis: str) -> list[Snapshot]:
-    """Return what the devices along an axis of the mesh have, in the order of their indices."""
-    return [reference.snapshot(run.strategy, with_copy(state, {axis: index})) for index in range(run.plan.axes[axis])]
-
-
 def describe_copies(run: Run, reference: Reference, state: StrategyState, earlier: Snapshot | None = None) -> list[str]:
     """Return one line for each place of the mesh whose copies differ from those of most others.
 

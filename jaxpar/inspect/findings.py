@@ -6,7 +6,7 @@ moves data is a defect above it. `remedies` has the keys of a config that help.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -62,10 +62,6 @@ class Finding(NamedTuple):
     def is_normal(self) -> bool:
         """Whether nothing need be done about it."""
         return bool(self.reason) and self.share <= LARGE_SHARE
-
-    def as_row(self) -> dict[str, Any]:
-        """Return the finding as a row of an audit."""
-        return self._asdict() | {"is_normal": self.is_normal}
 
 
 def find(

@@ -16,7 +16,7 @@ from scipy import optimize
 from jaxpar.core.mesh import CONTEXT, TENSOR
 from jaxpar.core.step import Metrics
 from jaxpar.errors import format_count
-from jaxpar.inspect.copies import copies_along, has_equal_copies
+from jaxpar.inspect.copies import has_equal_copies, with_copy
 from jaxpar.inspect.reference import HostBatch, Leaves, Reference, Runs, Snapshot
 from jaxpar.run.build import StrategyState
 
@@ -119,7 +119,8 @@ def _not_summed(
     for axis, size in run.plan.axes.items():
         if size == 1 or has_equal_copies(evidence.state):
             continue
-        copies = [copy.gradient for copy in copies_along(run, reference, evidence.state, axis)]
+        states = (with_copy(evidence.state, {axis: index}) for index in range(size))
+        copies = [reference.snapshot(run.strategy, state).gradient for state in states]
         if all(np.array_equal(joined(copy, names), got) for copy in copies):
             continue
         apart = max(np.linalg.norm(joined(copy, names) - got) for copy in copies) / np.linalg.norm(got)

@@ -55,7 +55,7 @@ def test_every_kind() -> None:
         assert re.fullmatch(pattern, text[kind])
     assert text["synchronization"] == "the host waits for the GPU once"
     assert text["recomputation"] == "the products have 1.20 times the FLOPs of both passes of the model"
-    lines = format_findings([one.as_row() for one in found.values()])
+    lines = format_findings([one._asdict() | {"is_normal": one.is_normal} for one in found.values()])
     assert [line.partition(":")[0] for line in lines] == ["finding"] * 6 + ["normal"]
     assert f"finding: {text['stacks']}; do not scan" in lines
     assert f"finding: {text['exposed']} (a reason); send earlier" in lines  # more than 3% of the step
