@@ -116,19 +116,15 @@ def run_logged(command: list[str], log: Path, signals: list[int]) -> int:
 # ---- outcomes of runs ----------------------------------------------------------------------------------------
 
 
-def run_seconds(workdir: Path) -> float:
-    """Return the time that the last start of a finished run took."""
-    return sum(_read_result(workdir)["seconds"].values())
-
-
-def _read_result(workdir: Path) -> dict[str, Any]:
+def read_result(workdir: Path) -> dict[str, Any]:
+    """Return the contents of the result.json of a finished run."""
     result: dict[str, Any] = files.parse_json((workdir / "result.json").read_text())
     return result
 
 
 def read_outcome(config: ConfigDict, plan: Plan[Any], workdir: Path, loaded: build.Parts) -> StrategyOutcome:
     """Return the outcome of a finished run."""
-    result, task = _read_result(workdir), loaded.problem.task
+    result, task = read_result(workdir), loaded.problem.task
     stashed = max(plan.device_bytes) - plan.state_bytes  # activations that the plan of a pipeline counts
     in_flight = strategies.in_flight_bytes(plan, loaded.problem)
     fullest = plan.memory[plan.device_bytes.index(max(plan.device_bytes))]

@@ -46,8 +46,8 @@ from jaxpar.compare.runs import (
     is_finished,
     prepare_run,
     read_outcome,
+    read_result,
     run_logged,
-    run_seconds,
 )
 from jaxpar.core import mesh
 from jaxpar.core.plan import Plan
@@ -233,7 +233,8 @@ def train_all(
             num_left = sum(other in commands and not is_finished(workdir / other) for other in list(planned)[number:])
             if is_finished(workdir / name) and not was_finished:
                 took.append(time.monotonic() - start)
-            seconds = [run_seconds(workdir / other) for other in planned if is_finished(workdir / other)]
+            finished = (read_result(workdir / other) for other in planned if is_finished(workdir / other))
+            seconds = [sum(result["seconds"].values()) for result in finished]  # of their last starts
             mean = max(float(np.mean(some)) for some in (seconds, took) if some) if seconds else 0.0
             step = f"{format_step_seconds(outcome.step_seconds)} per step" if outcome.step_seconds else "not timed"
             result = f"failed: {outcome.failed}" if outcome.failed else step

@@ -1,6 +1,5 @@
 """Compares update policies of asynchronous training by what stale gradients cost, for `jaxpar compare updates`."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from matplotlib.figure import Figure
 from jaxpar import files, tasks
 from jaxpar.compare.pictures import CurvePanel, PolicyCurve, draw_panels
 from jaxpar.compare.report import markdown_table
-from jaxpar.compare.runs import UNTESTED, configured, finish_run
+from jaxpar.compare.runs import UNTESTED, configured, finish_run, read_result
 from jaxpar.errors import TrainingError
 from jaxpar.run import metrics
 from jaxpar.strategies.asynchronous import table
@@ -92,8 +91,8 @@ def train_updates(config: str, workdir: Path, overrides: list[str]) -> UpdatesOu
         return UpdatesOutcome(steps, losses, np.full(len(steps), np.nan), None, np.nan)
     made = table.read_updates(workdir / "updates.csv")
     ends = made.finish[np.searchsorted(made.step, np.arange(1, made.step[-1] + 2)) - 1]  # end of each step
-    result = json.loads((workdir / "result.json").read_text())
-    return UpdatesOutcome(steps, losses, ends[steps - 1], result, len(made.finish) / float(made.finish[-1]))
+    rate = len(made.finish) / float(made.finish[-1])
+    return UpdatesOutcome(steps, losses, ends[steps - 1], read_result(workdir), rate)
 
 
 def update_rows(outcomes: dict[tuple[str, float], UpdatesOutcome], score: Score) -> list[str]:
