@@ -102,10 +102,7 @@ def _named(arguments: argparse.Namespace) -> SearchResult:
         if (value := getattr(arguments, flag)) is not None:
             shown = f"{value:g}" if isinstance(value, float) else repr(value)
             raise UserError(f"--{flag} is {shown}; it must not be set without --auto")
-    if name not in {*WITH_REPLICAS, *CONTINUOUS}:
-        _check_no_replicas(arguments, f"--schedule={name}")
-    if name not in CONTINUOUS:
-        _check_no_microbatches_per_batch(arguments, f"--schedule={name}")
+    _check_sizes(arguments, f"--schedule={name}")
     table = _table_of_file(arguments) if is_table_file(name) else _table_by_name(arguments)
     return SearchResult(Path(name).name, table)
 
@@ -166,18 +163,16 @@ def _devices_of_stages(arguments: argparse.Namespace) -> tuple[int, ...]:
     return replicas
 
 
-def _check_no_microbatches_per_batch(arguments: argparse.Namespace, without: str) -> None:
-    if number := arguments.microbatches_per_batch:
-        raise UserError(
-            f"--microbatches_per_batch is {number}; it must not be set with {without}, only with one of "
-            f"{', '.join(CONTINUOUS)}"
-        )
-
-
-def _check_no_replicas(arguments: argparse.Namespace, without: str) -> None:
-    if arguments.replicas:
-        listed, allowed = ",".join(map(str, arguments.replicas)), ", ".join((*WITH_REPLICAS, *CONTINUOUS))
-        raise UserError(f"--replicas is {listed}; it must not be set with {without}, only with one of {allowed}")
+def _check_sizes(arguments: argparse.Namespace, given: str) -> None:
+    """Raise UserError for sizes that only some schedules have, and not what is given: --schedule=NAME or --auto."""
+    replicas = arguments.replicas and ",".join(map(str, arguments.replicas))
+    for flag, value, allowed in (
+        ("replicas", replicas, (*WITH_REPLICAS, *CONTINUOUS)),
+        ("microbatches_per_batch", arguments.microbatches_per_batch, tuple(CONTINUOUS)),
+    ):
+        if value and arguments.schedule not in allowed:
+            others = ", ".join(allowed)
+            raise UserError(f"--{flag} is {value}; it must not be set with {given}, only with one of {others}")
 
 
 def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> SearchResult:
@@ -186,8 +181,7 @@ def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> 
         raise UserError(
             f"--schedule is {arguments.schedule!r}; it must not be set with --auto, which searches for a schedule"
         )
-    _check_no_replicas(arguments, "--auto")
-    _check_no_microbatches_per_batch(arguments, "--auto")
+    _check_sizes(arguments, "--auto")
     num_stages, num_microbatches = _required(arguments, "num_stages"), _required(arguments, "num_microbatches")
     _check_devices(times, num_stages)
     limit, weight_memory = _limits(arguments)
