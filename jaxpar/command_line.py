@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxpar.errors import UserError, nearest
+from jaxpar.errors import UserError, nearest, printable
 from jaxpar.files import run_of, unwritable
 
 EXAMPLE = "--config=configs/quickstart.py --workdir=runs/quickstart"  # flags that `jaxpar train` requires
@@ -169,6 +169,11 @@ def check_new_file(flag: str, path: Path, suffixes: Sequence[str] = ("",), confi
         raise UserError(f"{flag} is {str(path)!r}; it must be the path of {kind} in a folder that exists")
     if config and path.resolve() == Path(config.partition(":")[0]).resolve():
         raise UserError(f"{flag} is {str(path)!r}; it must be another file than that of --config, which it loads")
+
+
+def log_line(line: str) -> None:
+    """Print a line to stderr, because stdout contains what the command computes."""
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 # ---- types of flags: their errors are the end of a message, after `--FLAG is` -----------------------------------

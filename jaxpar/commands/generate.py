@@ -18,19 +18,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from absl import logging
-
-from jaxpar.command_line import Parser, integer, number
-from jaxpar.errors import UserError, printable
+from jaxpar.command_line import Parser, integer, log_line, number
+from jaxpar.errors import UserError
 from jaxpar.use.inference.generate import Generator, Sampling
 from jaxpar.use.inference.load import is_pretrained, load_language_model, load_trained, prepare
 
 TOGETHER = 16  # prompts of the standard input that are continued at the same time
-
-
-def _log(line: str) -> None:
-    """Print a line to stderr, because stdout contains the texts."""
-    print(printable(line), file=sys.stderr, flush=True)
 
 
 def print_stream(generator: Generator, prompt: str, max_tokens: int, sampling: Sampling) -> None:
@@ -43,19 +36,19 @@ def print_stream(generator: Generator, prompt: str, max_tokens: int, sampling: S
         is_empty = is_empty and not piece.text
     print(flush=True)
     if is_empty:
-        _log("the model ended the text at once")
+        log_line("the model ended the text at once")
 
 
 def _ask(generator: Generator, max_tokens: int, sampling: Sampling) -> None:
     """Ask for prompts in the terminal until the end of the input."""
-    _log("Enter a text to continue; Ctrl-D ends.")
+    log_line("Enter a text to continue; Ctrl-D ends.")
     with contextlib.suppress(EOFError):
         while True:
             prompt = input("> ")
             try:
                 print_stream(generator, prompt, max_tokens, sampling)
             except UserError as error:
-                _log(f"jaxpar: {error}")
+                log_line(f"jaxpar: {error}")
     print(file=sys.stderr)
 
 
@@ -106,17 +99,16 @@ def main(argv: Sequence[str]) -> None:
     add("--step", type=integer(0), help="step of the checkpoint (default: the best one)")
     add("--json", action="store_true", help="print one JSON object a line")
     arguments = parser.parse(argv)
-    logging.set_verbosity(logging.FATAL)  # orbax also logs the errors that it raises
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     sampling.check("--")
     if sampling.temperature == 0 and (sampling.top_k or sampling.top_p < 1):
-        _log("--top_k and --top_p have no effect without --temperature, because the most likely token is chosen")
+        log_line("--top_k and --top_p have no effect without --temperature, because the most likely token is chosen")
     workdir: Path = arguments.workdir
     if is_pretrained(workdir):
         if arguments.step is not None:
             raise UserError(f"--step is {arguments.step}; it must not be set for {workdir}, which is not a run")
-        trained = load_language_model(workdir, tensor=arguments.tensor, log=_log)
+        trained = load_language_model(workdir, tensor=arguments.tensor, log=log_line)
     else:
         prepare(workdir)
-        trained = load_trained(workdir, arguments.step, tensor=arguments.tensor, log=_log)
+        trained = load_trained(workdir, arguments.step, tensor=arguments.tensor, log=log_line)
     generate(Generator(trained), arguments.prompt, arguments.max_tokens, sampling, as_json=arguments.json)

@@ -17,23 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import logging
-
 from jaxpar import data
-from jaxpar.command_line import Parser, choice, integer, output_path
+from jaxpar.command_line import Parser, choice, integer, log_line, output_path
 from jaxpar.data.corpus import text_columns
 from jaxpar.data.rows import INPUT_READERS
-from jaxpar.errors import UserError, format_count, printable
+from jaxpar.errors import UserError, format_count
 from jaxpar.use.inference import inputs, outputs
 from jaxpar.use.inference.api import InferenceModel
 from jaxpar.use.inference.inputs import STDIN
 from jaxpar.use.inference.load import Trained, load_trained, prepare
 from jaxpar.use.inference.predictor import Predictor
-
-
-def _log(line: str) -> None:
-    """Print a line to stderr, because stdout can contain the predictions."""
-    print(printable(line), file=sys.stderr, flush=True)
 
 
 def _predict(arguments: Namespace) -> None:
@@ -46,11 +39,11 @@ def _predict(arguments: Namespace) -> None:
     if arguments.output:
         outputs.check_table_file(arguments.output)
     prepare(arguments.workdir)
-    trained = load_trained(arguments.workdir, arguments.step, tensor=arguments.tensor, log=_log)
+    trained = load_trained(arguments.workdir, arguments.step, tensor=arguments.tensor, log=log_line)
     predictor = Predictor(trained, arguments.batch_size)
     predictor.check_top_k("--top_k", arguments.top_k)
-    groups = f", each layer on {arguments.tensor}" if arguments.tensor > 1 else ""
-    _log(f"model     step {trained.step} of {trained.workdir}, on {format_count(trained.mesh.size, 'device')}{groups}")
+    groups, devices = f", each layer on {arguments.tensor}" * (arguments.tensor > 1), trained.mesh.size
+    log_line(f"model     step {trained.step} of {trained.workdir}, on {format_count(devices, 'device')}{groups}")
     if arguments.input is None and trained.info.kind == "text" and sys.stdin.isatty():
         _ask(trained, arguments.top_k)
     else:
@@ -71,15 +64,15 @@ def predict_file(predictor: Predictor, path: Path, output: Path | None, top_k: i
             num_truncated += window.num_truncated
     if num_truncated:
         longest = trained.info.input_shape[0]
-        _log(f"truncated {num_truncated:,} of {number:,} texts, which are longer than {longest} tokens")
+        log_line(f"truncated {num_truncated:,} of {number:,} texts, which are longer than {longest} tokens")
     where, rate = f", in {output}" if output else "", number / (time.perf_counter() - begin)
-    _log(f"predicted {format_count(number, 'example')}{where}, at {rate:,.0f} examples/s")
+    log_line(f"predicted {format_count(number, 'example')}{where}, at {rate:,.0f} examples/s")
 
 
 def _ask(trained: Trained, top_k: int) -> None:
     """Ask for a text for each column in the terminal, and print the prediction, until the end of the input."""
     model, columns = InferenceModel(trained), text_columns(trained.config)
-    _log("Ctrl-D ends")
+    log_line("Ctrl-D ends")
     with contextlib.suppress(EOFError):
         while True:
             texts = [input(f"{name}> ") for name in columns]
@@ -90,7 +83,7 @@ def _ask(trained: Trained, top_k: int) -> None:
                 [prediction] = model.predict([example], top_k=top_k)
                 print(outputs.to_json(prediction), flush=True)
             except UserError as error:
-                _log(f"jaxpar: {error}")
+                log_line(f"jaxpar: {error}")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -106,9 +99,8 @@ def main(argv: Sequence[str]) -> None:
     add("--step", type=integer(0), help="step of the checkpoint (default: the best one)")
     add("--batch_size", type=integer(1), help="examples of a batch (default: that of evaluations)")
     arguments = parser.parse(argv)
-    logging.set_verbosity(logging.FATAL)  # orbax also logs the errors that it raises
     try:
         _predict(arguments)
     except KeyboardInterrupt:
-        _log("jaxpar: interrupted; no file was written" if arguments.output else "jaxpar: interrupted")
+        log_line("jaxpar: interrupted; no file was written" if arguments.output else "jaxpar: interrupted")
         raise

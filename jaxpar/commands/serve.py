@@ -18,8 +18,6 @@ from argparse import Namespace
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from absl import logging
-
 from jaxpar.command_line import Parser, integer, number
 from jaxpar.errors import UserError
 from jaxpar.use.inference.api import InferenceModel
@@ -85,7 +83,6 @@ def main(argv: Sequence[str]) -> None:
                 f"the package {name} is not installed; install the extra serve (scripts/setup serve, or pip install "
                 "'jaxpar[serve]')"
             )
-    logging.set_verbosity(logging.FATAL)  # orbax also logs the errors that it raises
     serve(arguments, allowed)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 from flax import serialization
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -80,6 +81,7 @@ def prepare(workdir: Path) -> None:
 
     Raises UserError if there is no run in `workdir`.
     """
+    logging.set_verbosity(logging.FATAL)  # orbax also logs the errors that it raises
     config = configs.read_config(workdir)
     config.mesh.virtual_cpu_devices = 0  # those of the run are not needed
     meshes.prepare_jax(config, data.cache_dir(config) / "xla")
