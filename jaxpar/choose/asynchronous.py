@@ -198,14 +198,7 @@ def _swarm_candidate(space: Space, config: ConfigDict, plan: Plan[Any], ratios: 
         backward=tuple(map(sum, zip(forward, backward, strict=True))),  # which computes the forward pass again
         state_bytes=workload.gradient_bytes * (1 + ratios.optimizer),
     )
-    settings = SwarmSettings(
-        SWARM_STEPS,
-        swarms.swarm_microbatches(config),
-        delayed=s.delayed,
-        rebalance_seconds=s.rebalance_seconds,
-        rule=s.rule,
-        seed=config.seed,
-    )
+    settings = swarms.swarm_settings(config, SWARM_STEPS)
     try:
         run = _run_crowded(space, linked(space, peers), workload, source.trace, settings)
     except UserError as error:

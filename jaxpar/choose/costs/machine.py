@@ -23,7 +23,6 @@ import numpy as np
 from jaxpar import cluster as clusters
 from jaxpar.choose.costs.rates import collective_seconds, hop_seconds, launch_seconds, memory_seconds, send_rate
 from jaxpar.cluster import Cluster
-from jaxpar.cluster.gpus import kind_of_device
 from jaxpar.core.mesh import CONTEXT, DATA, STAGE, TENSOR
 from jaxpar.core.plan import COPY, Traffic
 from jaxpar.core.ring import PERMUTE, RING_PASSES
@@ -189,8 +188,7 @@ def processors_shared(cluster: Cluster) -> int:
 
 def with_assumed_rates(cluster: Cluster) -> Cluster:
     """Return a cluster with the rates of an H100 where its own are unknown, so that times can be compared."""
-    is_present = cluster.memory_bandwidth is None or not cluster.send_rates  # JAX reports neither
-    if is_present and kind_of_device(cluster.device_kind):
+    if cluster.memory_bandwidth is None or not cluster.send_rates:  # JAX reports neither
         cluster = clusters.with_rates_of_kind(cluster)
     assumed = clusters.named_cluster("h100", 1)
     return replace(

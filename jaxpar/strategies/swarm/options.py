@@ -180,6 +180,13 @@ def plan_stages(config: ConfigDict, shapes: Problem) -> tuple[Stages, Workload, 
     return stages, Workload(forward, backward, max(sizes.messages, default=0), max(sizes.gradients)), sizes
 
 
+def swarm_settings(config: ConfigDict, num_steps: int) -> SwarmSettings:
+    """Return the settings of a simulation of this number of steps."""
+    s = config.swarm
+    options = {"delayed": s.delayed, "rebalance_seconds": s.rebalance_seconds, "rule": s.rule, "seed": config.seed}
+    return SwarmSettings(num_steps, swarm_microbatches(config), **options)
+
+
 def simulate_swarm(
     config: ConfigDict, source: SwarmSource, workload: Workload, like: State, num_steps: int
 ) -> tuple[SwarmScenario, SwarmRun]:
@@ -187,15 +194,7 @@ def simulate_swarm(
 
     Raises UserError for failures that prevent training.
     """
-    s = config.swarm
-    settings = SwarmSettings(
-        num_steps,
-        swarm_microbatches(config),
-        delayed=s.delayed,
-        rebalance_seconds=s.rebalance_seconds,
-        rule=s.rule,
-        seed=config.seed,
-    )
+    s, settings = config.swarm, swarm_settings(config, num_steps)
     state_bytes = workload.gradient_bytes * (1 + nbytes(like.optimizer) / nbytes(like.params))
     scenario = SwarmScenario(source.peers, workload._replace(state_bytes=state_bytes), source.trace, settings)
     try:
