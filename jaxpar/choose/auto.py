@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -52,15 +52,11 @@ REPEATS = 10  # measurements of each layer for a profile
 PROFILE = "profile.json"
 
 
-class Chosen(NamedTuple):
-    """A config without `auto`, and the data of the run if it had to be read."""
-
-    config: ConfigDict
-    dataset: data.Dataset | None = None
+Chosen = tuple[ConfigDict, data.Dataset | None]  # a config without `auto`, and the data of the run if it had to be read
 
 
 def choose(config: ConfigDict, workdir: Path, target: Target | None = None) -> Chosen:
-    """Return the config with the settings that are chosen for each `auto`.
+    """Return the config with the settings that are chosen for each `auto`, and the data of the run if it was read.
 
     Prints each choice and the reason. In a run of several processes, process 0 chooses for all of them. A profile or a
     table is written to the workdir. Raises UserError, with nothing written, if a value does not exist or nothing can
@@ -71,11 +67,11 @@ def choose(config: ConfigDict, workdir: Path, target: Target | None = None) -> C
     check_choice("strategy", config.strategy, [*STRATEGIES, AUTO_STRATEGY])
     check_unset(config)
     if config.strategy != AUTO_STRATEGY and not open_keys(config):
-        return Chosen(config)
+        return config, None
     cluster = target.cluster if target else clusters.find_cluster()
     if config.strategy == AUTO_STRATEGY:
         config = _with_strategy(config, workdir, cluster, target)
-    return _with_stages(config, workdir, cluster) if open_keys(config) else Chosen(config)
+    return _with_stages(config, workdir, cluster) if open_keys(config) else (config, None)
 
 
 def _by_first(found: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -204,7 +200,7 @@ def _with_stages(config: ConfigDict, workdir: Path, cluster: Cluster) -> Chosen:
         chosen = _with_choice(config, early.settings, early.reasons)
         build.check_run(chosen, workdir, cluster)  # a mistake ends the run before anything is printed
         print(f"chosen    {early.reasons[0]}", flush=True)
-        return Chosen(chosen)
+        return chosen, None
     stand_in = until_chosen(config, cluster, build.check_inputs(config, cluster))
     build.check_run(stand_in, workdir, cluster)
     with _locked(workdir), build.unless_refused(workdir, "tokenizer.json"), build.unless_refused(workdir, PROFILE):
@@ -216,7 +212,7 @@ def _with_stages(config: ConfigDict, workdir: Path, cluster: Cluster) -> Chosen:
         print(f"chosen    {reason}", flush=True)
     if found["advice"]:
         print(f"advice    {found['advice']}", flush=True)
-    return Chosen(_with_choice(config, found["settings"], found["reasons"]), loaded.dataset)
+    return _with_choice(config, found["settings"], found["reasons"]), loaded.dataset
 
 
 def _with_choice(config: ConfigDict, settings: Settings, reasons: Sequence[str]) -> ConfigDict:

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     target = find_target(arguments.target)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         if config.strategy == AUTO_STRATEGY:
-            config = choose(config, Path(folder), target).config
+            config, _ = choose(config, Path(folder), target)
         fit.check_strategy(config)
         model, sizes, fits = _run(config, Path(folder), target, arguments.vary, arguments.remat)
     if arguments.json:

@@ -12,7 +12,7 @@ from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import strategies, training
 from jaxpar.choose import auto, planner
-from jaxpar.choose.auto import Chosen, choose
+from jaxpar.choose.auto import choose
 from jaxpar.choose.candidates import Candidate, Settings, Space, gpu_space, load_problem, ranked
 from jaxpar.choose.costs.layers import TracedLayers
 from jaxpar.choose.costs.machine import CpuMachine
@@ -64,7 +64,7 @@ def absent(number: int, memory_bytes: float = 80e9) -> Target:
 
 def test_other_strategies_are_unchanged(tmp_path: Path) -> None:
     config = auto_config("--config.strategy=data_parallel", "--config.mesh.data=2")
-    assert choose(config, tmp_path) == Chosen(config)
+    assert choose(config, tmp_path) == (config, None)
 
 
 def test_the_fastest_that_fits_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +74,7 @@ def test_the_fastest_that_fits_is_chosen(tmp_path: Path, capsys: pytest.CaptureF
     found = planner.candidates(gpu_space(config, loaded.problem, clusters.named_cluster("h100", 4), 80e9, {}))
     least, most = (f(one.costs.nbytes for one in found) for f in (min, max))
     target = absent(4, (least + most) / 2)
-    resolved = choose(config, tmp_path, target).config
+    resolved, _ = choose(config, tmp_path, target)
     fitting = [one for one in found if one.costs.nbytes <= target.usable_bytes]
     best = min(fitting, key=lambda one: one.costs.seconds)
     assert len(fitting) < len(found)
@@ -104,7 +104,7 @@ FEW = ("replicas, stages and microbatches", "remat and accumulation")
 @pytest.mark.parametrize("name", slow_except(FEW, KEPT))
 def test_settings_of_the_user_are_kept(name: str, tmp_path: Path) -> None:
     config = auto_config(*(f"--config.{setting}" for setting in KEPT[name]))
-    resolved = choose(config, tmp_path, absent(4)).config
+    resolved, _ = choose(config, tmp_path, absent(4))
     own, flat = configs.keys(config), configs.keys(resolved)
     for setting in KEPT[name]:
         key = setting.partition("=")[0]
@@ -204,7 +204,7 @@ def test_present_gpus_are_planned_with_the_memory_that_jax_takes(
     with pytest.raises(UserError, match=r"but nothing fits: .* it must fit in 5 kB"):
         choose(auto_config(), tmp_path)
     present = replace(present, memory_bytes=60e9)
-    assert choose(auto_config(), tmp_path).config.planned_for.endswith("HBM3, 8 processes")
+    assert choose(auto_config(), tmp_path)[0].planned_for.endswith("HBM3, 8 processes")
 
 
 def test_a_run_keeps_its_choice(
