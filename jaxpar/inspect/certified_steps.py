@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -55,13 +55,6 @@ class NotCertified(TrainingError):
         self.last = last
 
 
-class PlacedBatch(NamedTuple):
-    """A batch of a certified run."""
-
-    on_host: HostBatch
-    placed: Any  # the batch as the strategy places it
-
-
 @contextlib.contextmanager
 def certified(run: Run) -> Iterator[Run]:
     """Yield the run that certifies its steps, and print the cost; without config.certify_every, yield the run as it is.
@@ -81,9 +74,9 @@ def certified(run: Run) -> Iterator[Run]:
     wrapped = strategy._replace(
         init=steps.init,
         from_canonical=steps.from_canonical,
-        place=lambda batch: PlacedBatch(batch, strategy.place(batch)),
+        place=lambda batch: (batch, strategy.place(batch)),
         step=steps.step,
-        evaluate=lambda state, batch: strategy.evaluate(state, batch.placed),
+        evaluate=lambda state, batch: strategy.evaluate(state, batch[1]),
         report=steps.report,
     )
     try:
@@ -174,19 +167,22 @@ class CertifiedSteps:
         text = "".join(f"{number}\n" for number in self._certified)
         files.write_text(self._run.workdir / checkpoint.CERTIFIED, text)
 
-    def step(self, state: StrategyState, batch: PlacedBatch) -> tuple[StrategyState, Metrics]:
-        """Take a step, and certify it if it is due. Raises TrainingError if it is outside its tolerances."""
-        strategy = self._run.strategy
+    def step(self, state: StrategyState, batch: tuple[HostBatch, Any]) -> tuple[StrategyState, Metrics]:
+        """Take a step, and certify it if it is due. Raises TrainingError if it is outside its tolerances.
+
+        batch: on the host, and as the strategy places it.
+        """
+        strategy, (on_host, placed) = self._run.strategy, batch
         self._step += 1
         if not (self._is_due or self._step % self._run.config.certify_every == 0):
-            return strategy.step(state, batch.placed)
+            return strategy.step(state, placed)
         before = jax.tree.map(np.array, strategy.to_canonical(state))  # a copy, because the step donates the state
-        state, metrics = strategy.step(state, batch.placed)
+        state, metrics = strategy.step(state, placed)
         metrics = jax.device_get(metrics)
         self._is_due = not metrics.finite  # parameters and moments have not changed
         if metrics.finite:
             after = jax.tree.map(np.array, strategy.to_canonical(state))
-            self._certify(before, after, batch.on_host, metrics, state)
+            self._certify(before, after, on_host, metrics, state)
         return state, metrics
 
     def _certify(
