@@ -13,7 +13,6 @@ longest of the run: these dims are symbolic.
 import json
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,15 +27,10 @@ from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
 
 PLATFORMS = ("cpu", "cuda")
-Shape = tuple[int | str, ...]  # a str is a symbolic dim
-INPUT_DTYPES = {"text": np.int32, "image": np.uint8, "vector": np.float32}  # dtype of the inputs for each kind of data
-
-
-class Input(NamedTuple):
-    """An array of the batch."""
-
-    dtype: np.dtype[Any]
-    shape: Shape
+Input = tuple[
+    str, tuple[int | str, ...]
+]  # dtype and shape of an array of the batch; a str in a shape is a symbolic dim
+INPUT_DTYPES = {"image": "uint8", "vector": "float32"}  # of the inputs for a kind of data
 
 
 def save_program(saved: Checkpoint, config: ConfigDict, info: DataInfo, tokenizer: Path, directory: Path) -> None:
@@ -58,7 +52,7 @@ def save_program(saved: Checkpoint, config: ConfigDict, info: DataInfo, tokenize
         "calling_convention_version": exported.calling_convention_version,
         "step": saved.step,
         "task": config.task,
-        "inputs": {name: {"dtype": x.dtype.name, "shape": x.shape} for name, x in inputs.items()},
+        "inputs": {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in inputs.items()},
         "outputs": [
             {"dtype": x.dtype.name, "shape": [size if isinstance(size, int) else str(size) for size in x.shape]}
             for x in exported.out_avals
@@ -76,14 +70,13 @@ def save_program(saved: Checkpoint, config: ConfigDict, info: DataInfo, tokenize
 def batch_inputs(config: ConfigDict, info: DataInfo) -> dict[str, Input]:
     """Return the arrays of a batch that the model reads. See jaxpar.data for their meaning."""
     if info.kind != "text":
-        return {"inputs": Input(np.dtype(INPUT_DTYPES[info.kind]), ("batch", *info.input_shape))}
-    shape: Shape = ("batch", "length")
-    inputs = {"inputs": Input(np.dtype(np.int32), shape)}
+        return {"inputs": (INPUT_DTYPES[info.kind], ("batch", *info.input_shape))}
+    dtypes = {"inputs": "int32"}
     if tasks.find_task(config).head != "causal_lm":
-        inputs["mask"] = Input(np.dtype(bool), shape)
+        dtypes["mask"] = "bool"
         if len(config.data.text_columns) == 2:
-            inputs["segments"] = Input(np.dtype(np.int32), shape)
-    return inputs
+            dtypes["segments"] = "int32"
+    return {name: (dtype, ("batch", "length")) for name, dtype in dtypes.items()}
 
 
 def _export(
@@ -103,8 +96,8 @@ def _export(
 
     scope = export.SymbolicScope([f"length <= {info.input_shape[0]}"] if info.kind == "text" else [])
     batch = {
-        name: jax.ShapeDtypeStruct(export.symbolic_shape(",".join(map(str, one.shape)), scope=scope), one.dtype)
-        for name, one in inputs.items()
+        name: jax.ShapeDtypeStruct(export.symbolic_shape(",".join(map(str, shape)), scope=scope), np.dtype(dtype))
+        for name, (dtype, shape) in inputs.items()
     }
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
     try:
