@@ -10,7 +10,7 @@ primitive with the same shapes and the same saved arrays is traced. Compiling it
 
 import functools
 import math
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -287,19 +287,14 @@ def _abstract_backward(is_causal: bool, saved: _Arrays, dy: jax.Array) -> _Array
 _abstract_cudnn.defvjp(_abstract_forward, _abstract_backward)
 
 
-class KeyValues(NamedTuple):
-    """Keys and values [B, S, G, K] of an attention layer. Those of positions that do not exist yet have any value."""
-
-    keys: jax.Array
-    values: jax.Array
-
-
+# Keys and values [B, S, G, K] of an attention layer. Those of positions that do not exist yet have any value.
+KeyValues = tuple[jax.Array, jax.Array]
 Stored = tuple[KeyValues, ...]  # of all attention layers; a layer that is applied several times counts each time
 
 
 def empty(num_layers: int, shape: tuple[int, int, int, int], dtype: DTypeLike) -> Stored:
     """Return the keys and values of empty texts. shape: (B, S, G, K)."""
-    return tuple(KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_layers))
+    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_layers))
 
 
 class KeyValueCache:
@@ -320,11 +315,10 @@ class KeyValueCache:
         """Add the keys and values of the next layer at the new positions, up to S, and return all of them."""
         B, T = k_BTGK.shape[:2]
         where = jnp.arange(B)[:, None], self.positions(T)
-        stored = self._stored[len(self._extended)]
-        self._extended.append(
-            KeyValues(stored.keys.at[where].set(k_BTGK, mode="drop"), stored.values.at[where].set(v_BTGK, mode="drop"))
-        )
-        return self._extended[-1]
+        keys, values = self._stored[len(self._extended)]
+        extended = keys.at[where].set(k_BTGK, mode="drop"), values.at[where].set(v_BTGK, mode="drop")
+        self._extended.append(extended)
+        return extended
 
     def extended(self) -> Stored:
         """Return the keys and values after the last layer."""
