@@ -105,47 +105,44 @@ class Model:
         self._read_dtypes: dict[Any, Tree] = {}  # of layers for inputs of these shapes
         self._inputs: dict[Any, list[Activations]] = {}  # of all layers for batches of these shapes
 
+    def _with(self, **attributes: Any) -> "Model":
+        """Return the same model with other values of these attributes."""
+        model = copy.copy(self)
+        vars(model).update(attributes)
+        return model
+
     def unrolled(self) -> "Model":
         """Return the same model, computed without a scan."""
-        model = copy.copy(self)
-        model._scan = False
-        return model
+        return self._with(_scan=False)
 
     def with_remat(self, remat: str) -> "Model":
         """Return the same model with another kind of rematerialization: none, full or dots."""
-        model = copy.copy(self)
-        model.remat = remat
-        return model
+        return self._with(remat=remat)
 
     def with_changes(self, change: Callable[[Tree, Index], Tree]) -> "Model":
         """Return the same model with change(x, i) as the input of layer i, and as the output of the last one."""
-        model = copy.copy(self)
-        model._change = change
-        return model
+        return self._with(_change=change)
 
     def untied(self) -> "Model":
         """Return the same model, whose gradient lacks that of shared arrays in the layers that do not own them."""
-        model = copy.copy(self)
-        model._is_untied = True
-        return model
+        return self._with(_is_untied=True)
 
     def shortened(self, depth: int) -> "Model":
         """Return the model with the first `depth` layers of its longest run."""
-        model, longest = copy.copy(self), max(self.runs, key=len)
-        model.layers = self.layers[: longest.start + depth] + self.layers[longest.stop :]
-        model._makers = {layer.name: self._makers[layer.name] for layer in model.layers}
-        model.runs, model._read_dtypes, model._inputs = tuple(model._find_runs()), {}, {}
+        longest = max(self.runs, key=len)
+        layers = self.layers[: longest.start + depth] + self.layers[longest.stop :]
+        makers = {layer.name: self._makers[layer.name] for layer in layers}
+        model = self._with(layers=layers, _makers=makers, _read_dtypes={}, _inputs={})
+        model.runs = tuple(model._find_runs())
         return model
 
     def in_group(self, group: DeviceGroup, shapes: Params) -> "Model":
         """Return the same model, computed by a group of devices. shapes: of the arrays that a device has."""
-        model = copy.copy(self)
         shapes = {layer.name: {**layer.shapes, **shapes[layer.name]} for layer in self.layers}
         for tie in self.ties:
             shapes[tie.layer][tie.name] = shapes[tie.source][tie.source_name]
-        model.layers = tuple(layer._replace(shapes=shapes[layer.name]) for layer in self.layers)
-        model._group, model._read_dtypes, model._inputs = group, {}, {}
-        return model
+        layers = tuple(layer._replace(shapes=shapes[layer.name]) for layer in self.layers)
+        return self._with(layers=layers, _group=group, _read_dtypes={}, _inputs={})
 
     @property
     def shapes(self) -> Params:
@@ -259,8 +256,7 @@ class Model:
         """
         key = tuple(sorted((name, x.shape, str(x.dtype)) for name, x in batch.items()))
         if key not in self._inputs:
-            x, before, alone = jax.eval_shape(lambda x: x, batch["inputs"]), None, copy.copy(self)
-            alone._group = None
+            x, before, alone = jax.eval_shape(lambda x: x, batch["inputs"]), None, self._with(_group=None)
             inputs, shapes, starts = [x], self.shapes, {run.start for run in self.runs}
             for index in range(len(self.layers) - 1):
                 if index in starts or x != before:  # otherwise an equal layer with an equal input has an equal output
