@@ -41,7 +41,7 @@ from jaxpar.inspect.reference import (
     compare_change,
     worst,
 )
-from jaxpar.inspect.rounding import FALSE_ALARM, SEEDS, tolerances
+from jaxpar.inspect.rounding import FALSE_ALARM, SEEDS, array_tolerances, tolerances
 from jaxpar.run.build import Run, StrategyState
 from jaxpar.run.metrics import format_clock
 from jaxpar.run.restore import start
@@ -208,12 +208,8 @@ class Comparison:
                 rows = samples if all(samples) else [[0.0] * len(SEEDS)] * number
                 allowed[name, quantity] = tolerances(rows, probability, scalar=True)[-number:]
         for quantity in SAMPLED:
-            layers = [name for name, q in keys if q == quantity]
-            by_step = zip(*(self._samples[layer, quantity] for layer in layers), strict=True)
-            bounds = [tolerances(samples, probability, scalar=False) for samples in by_step]
-            allowed |= {
-                (layer, quantity): list(of) for layer, of in zip(layers, zip(*bounds, strict=True), strict=True)
-            }
+            of_arrays = {key: self._samples[key] for key in keys if key[1] == quantity}
+            allowed |= array_tolerances(of_arrays, probability)
         return allowed
 
     def next_step(self) -> None:

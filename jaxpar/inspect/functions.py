@@ -35,7 +35,15 @@ from jaxpar.inspect.hypotheses import (
     name_of_shares,
 )
 from jaxpar.inspect.reference import Error, compare
-from jaxpar.inspect.rounding import FALSE_ALARM, SEEDS, changed, changed_in_program, permuted, tolerances
+from jaxpar.inspect.rounding import (
+    FALSE_ALARM,
+    SEEDS,
+    array_tolerances,
+    changed,
+    changed_in_program,
+    permuted,
+    tolerances,
+)
 from jaxpar.layout import Tree
 from jaxpar.run import report
 from jaxpar.strategies.pipeline.executor.split_backward import CALLS, REMAT_CALLS, evaluate_jaxpr
@@ -134,7 +142,9 @@ def certify_functions(
                 errors.setdefault(name, []).append(_error(got, expected, name))
                 samples.setdefault(name, []).append([_error(one, expected, name).relative for one in changed_ones])
                 scalars |= {name} if array.size == 1 else set()
-    allowed = _tolerances(samples, scalars, FALSE_ALARM / (len(errors) * len(batches)))
+    probability = FALSE_ALARM / (len(errors) * len(batches))
+    allowed = {name: tolerances(samples[name], probability, scalar=True) for name in scalars}
+    allowed |= array_tolerances({name: of for name, of in samples.items() if name not in scalars}, probability)
     for name, bounds in allowed.items():
         if max(bounds) >= UNBOUNDED:
             raise UserError(
@@ -259,18 +269,3 @@ def _check_results(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
             raise UserError(f"reference returns complex numbers at {name}; all must be real")
         if not np.isfinite(array).all():
             raise UserError(f"reference returns a number that is not finite at {name}; all must be finite")
-
-
-def _tolerances(
-    samples: dict[str, list[list[float]]], scalars: set[str], probability: float
-) -> dict[str, Sequence[float]]:
-    """Return the tolerances of each array with each batch."""
-    allowed: dict[str, Sequence[float]] = {}
-    for name in scalars:
-        allowed[name] = tolerances(samples[name], probability, scalar=True)
-    arrays = [name for name in samples if name not in scalars]
-    if arrays:
-        by_batch = zip(*(samples[name] for name in arrays), strict=True)
-        bounds = [tolerances(of_batch, probability, scalar=False) for of_batch in by_batch]
-        allowed |= dict(zip(arrays, zip(*bounds, strict=True), strict=True))
-    return allowed

@@ -16,7 +16,8 @@ variance of the samples. A scalar factor of a whole array, such as 1 / the weigh
 rounded too. So a tolerance also contains a common error of the array by one unit of float32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from scipy import special
 
 from jaxpar.layout import Tree
 
+Name = TypeVar("Name", bound=Hashable)
 SEEDS = range(1, 5)  # of the samples of a step; seed 0 changes nothing
 FALSE_ALARM = 1e-6  # probability that rounding alone makes a certificate fail
 ROUNDINGS = 2  # how often a strategy can round what one device rounds once: parts of a sum, and their sum
@@ -123,3 +125,9 @@ def tolerances(samples: Sequence[Sequence[float]], probability: float, *, scalar
     factor = others * share / (components * (1 - share))
     common = special.ndtri(probability / 2) * SCALAR_FACTOR
     return [float(value) for value in np.sqrt(ROUNDINGS * means * factor + common**2)]
+
+
+def array_tolerances(samples: Mapping[Name, Sequence[Sequence[float]]], probability: float) -> dict[Name, list[float]]:
+    """Return the `tolerances` of arrays in several steps, by name. samples: of each array, [steps, seeds]."""
+    bounds = [tolerances(of_step, probability, scalar=False) for of_step in zip(*samples.values(), strict=True)]
+    return {name: [of_step[place] for of_step in bounds] for place, name in enumerate(samples)}
