@@ -19,7 +19,7 @@ from jaxpar.core.step import Problem
 from jaxpar.errors import UserError, check_choice, format_bytes, format_count
 from jaxpar.exchange.compress import Compressor, absmax_int8, error_feedback, topk
 from jaxpar.layout import PER_REPLICA
-from jaxpar.strategies.ray_cluster import check_address
+from jaxpar.strategies.ray_cluster import WITHOUT_RAY, check_address
 
 OUTER_POLICIES = {"diloco": "DiLoCo", "local_sgd": "local SGD"}
 COMPRESSIONS = ("none", "int8", "topk")
@@ -91,7 +91,7 @@ def check_outer(config: ConfigDict, cluster: Cluster) -> None:
     check_choice("outer.policy", o.policy, OUTER_POLICIES)
     check_choice("outer.compression", o.compression, COMPRESSIONS)
     last, gap = o.num_workers - 1, o.every_steps // max(o.fragments, 1)
-    rules: list[tuple[str, bool, str]] = [
+    rules: list[configs.KeyRule] = [
         ("outer.worker", 0 <= o.worker <= last, f"between 0 and {last} with {key}"),
         ("outer.min_workers", 0 <= o.min_workers <= o.num_workers, f"between 0 and {o.num_workers} with {key}"),
         ("outer.every_steps", o.every_steps >= 1, "at least 1"),
@@ -128,17 +128,10 @@ def check_outer(config: ConfigDict, cluster: Cluster) -> None:
             f"a synchronous strategy with {key}, such as 'data_parallel'",
         ),
     ]
-    values = configs.keys(config)
-    for name, holds, rule in rules:
-        if not holds:
-            raise UserError(f"config.{name} is {values[name]!r}; it must be {rule}")
+    configs.check_rules(config, rules)
     check_address("outer.address", o.address, required=True)
     meshes.check_processes(key, cluster)
-    if find_spec("ray") is None:
-        raise UserError(
-            f"config.outer.num_workers is {o.num_workers}; it must be 0 without Ray, which `pip install "
-            "'jaxpar[swarm]'` installs, and `scripts/setup swarm` in a clone"
-        )
+    configs.check_rules(config, [("outer.num_workers", find_spec("ray") is not None, f"0 {WITHOUT_RAY}")])
 
 
 def with_outer_step(config: ConfigDict, shapes: Problem, plan: Plan[Any]) -> Plan[Any]:

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxpar import config as configs
 from jaxpar import layout
 from jaxpar.cluster import Cluster
 from jaxpar.core import mesh as meshes
@@ -29,12 +30,13 @@ from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import Decision, DelayedUpdates, Plan, StageDelay, Traffic, state_memory
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Problem
-from jaxpar.errors import UserError, format_bytes, format_count
+from jaxpar.errors import format_bytes, format_count
 from jaxpar.models.model import Model
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.pipeline.executor.partition import AUTO, METHODS
 from jaxpar.strategies.pipeline.executor.stages import Stages
 from jaxpar.strategies.placement import PlacedState, batch_placer, on_all
+from jaxpar.strategies.ray_cluster import WITHOUT_RAY
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.strategies.swarm import options
 from jaxpar.strategies.swarm.availability import LEAVE, events_before
@@ -54,34 +56,20 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Deci
 
     Raises UserError for a config.swarm that is invalid, and files that cannot be read.
     """
-    meshes.check_processes("config.strategy='swarm'", cluster)
-    if config.mesh.stage != 1:
-        raise UserError(
-            f"config.mesh.stage is {config.mesh.stage}; it must be 1 with config.strategy='swarm', whose stages are "
-            "set by config.swarm.stages"
-        )
-    meshes.check_no_groups(config, "config.strategy='swarm'")
-    if config.exchange != "ddp" or exchanges.given(config):
-        raise UserError(
-            f"config.exchange is {exchanges.name(config)!r}; it must be 'ddp' without options with "
-            "config.strategy='swarm', whose peers average their gradients exactly"
-        )
-    if config.optimizer.accumulation_steps != 1:
-        raise UserError(
-            f"config.optimizer.accumulation_steps is {config.optimizer.accumulation_steps}; it must be 1 with "
-            "config.strategy='swarm', which accumulates over config.swarm.num_microbatches"
-        )
-    if config.swarm.mode == "live" and find_spec("ray") is None:
-        raise UserError(
-            "config.swarm.mode is 'live'; it must be 'emulated' without Ray, which `pip install 'jaxpar[swarm]'` "
-            "installs, and `scripts/setup swarm` in a clone"
-        )
+    swarm = "config.strategy='swarm'"
+    meshes.check_processes(swarm, cluster)
+    meshes.check_no_groups(config, swarm)
+    exchanges.check_no_exchange(config, "whose peers average their gradients exactly")
+    accumulates = f"1 with {swarm}, which accumulates over config.swarm.num_microbatches"
+    cuts = f"one of {', '.join(METHODS)}, or layer names, with {swarm}"
+    rules: list[configs.KeyRule] = [
+        ("mesh.stage", config.mesh.stage == 1, f"1 with {swarm}, whose stages are set by config.swarm.stages"),
+        ("optimizer.accumulation_steps", config.optimizer.accumulation_steps == 1, accumulates),
+        ("swarm.mode", config.swarm.mode != "live" or find_spec("ray") is not None, f"'emulated' {WITHOUT_RAY}"),
+        ("pipeline.partition", config.pipeline.partition != AUTO, cuts),
+    ]
+    configs.check_rules(config, rules)
     source = options.decide_swarm(config)
-    if config.pipeline.partition == AUTO:
-        raise UserError(
-            f"config.pipeline.partition is {AUTO!r}; it must be one of {', '.join(METHODS)}, or layer names, with "
-            "config.strategy='swarm'"
-        )
     meshes.check_sizes(config, cluster)
     if model is not None:
         options.check_stage_count(config, [layer.name for layer in model.layers])
