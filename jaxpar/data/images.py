@@ -11,7 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar.data import cache, files
-from jaxpar.data.examples import DataInfo, Dataset, Images
+from jaxpar.data.examples import DataInfo, Dataset, SameSize
 from jaxpar.errors import UserError
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -45,9 +45,9 @@ def load(config: ConfigDict) -> Dataset:
             "both splits"
         )
 
-    def split(images: Labelled, chosen_N: np.ndarray | slice, augment: bool) -> Images:
-        images_NHWC = images.images_NHWC[chosen_N]
-        return Images(images_NHWC, images.labels_N[chosen_N], shift=augment, flip=augment and data.source == "cifar10")
+    def split(images: Labelled, chosen_N: np.ndarray | slice, augment: bool) -> SameSize:
+        flip = augment and data.source == "cifar10"
+        return SameSize(images.images_NHWC[chosen_N], images.labels_N[chosen_N], shift=augment, flip=flip)
 
     digests = [hashlib.sha256(array.tobytes()).hexdigest() for images in (train, test) for array in images]
     facts = {"source": data.source, "digests": digests}
