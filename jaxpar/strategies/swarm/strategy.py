@@ -9,7 +9,7 @@ messages change the results.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -25,7 +25,6 @@ from jaxpar import layout
 from jaxpar.cluster import Cluster
 from jaxpar.core import mesh as meshes
 from jaxpar.core import state as states
-from jaxpar.core import step as steps
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import Decision, DelayedUpdates, Plan, StageDelay, Traffic, state_memory
 from jaxpar.core.state import Canonical, State
@@ -35,7 +34,7 @@ from jaxpar.models.model import Model
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.pipeline.executor.partition import AUTO, METHODS
 from jaxpar.strategies.pipeline.executor.stages import Stages
-from jaxpar.strategies.placement import PlacedState, batch_placer, on_all
+from jaxpar.strategies.placement import PlacedState, evaluator
 from jaxpar.strategies.ray_cluster import WITHOUT_RAY
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.strategies.swarm import options
@@ -48,7 +47,6 @@ from jaxpar.strategies.swarm.record import RECEIVE, RECEIVE_INPUT, SwarmRun
 from jaxpar.strategies.swarm.scenario import RunActions, SwarmScenario, write_scenario
 from jaxpar.strategies.swarm.stage_passes import MESSAGE_FORMATS, MessageFormat, SwarmPrograms
 from jaxpar.strategies.swarm.table import write_routing
-from jaxpar.tasks import Sums
 
 
 def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Decision[SwarmSource]:
@@ -207,16 +205,11 @@ def build(plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device]) -> S
         step, report = trainer.step, trainer.report
     else:
         step, report = executor.step, partial(report_swarm, details)
-    everywhere, place_on_devices = on_all(mesh), batch_placer(mesh)
-    sums = meshes.one_at_a_time(jax.jit(partial(steps.evaluate, problem), out_shardings=everywhere), mesh)
+    evaluate = evaluator(problem, mesh)
 
     def begin(state: State, private: Canonical | None = None) -> SwarmState:
         older = jax.device_put(private["params"], at) if private else state.params
         return SwarmState(int(state.step), state, older if delayed else None)
-
-    def evaluate(state: SwarmState, batch: Mapping[str, np.ndarray]) -> Sums:
-        total: Sums = sums(jax.device_put(state.state.params, everywhere), place_on_devices(batch))
-        return total
 
     def compile_programs() -> list[CompiledProgram]:
         *passes, update = executor.lower(states.abstract_state(problem.model, problem.optimizer), problem.batch)
@@ -229,7 +222,7 @@ def build(plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device]) -> S
         init=lambda key: begin(placed.init(key)),
         place=dict,
         step=step,
-        evaluate=evaluate,
+        evaluate=lambda state, batch: evaluate(state.state.params, batch),
         to_canonical=lambda state: placed.to_canonical(state.state),
         from_canonical=lambda tree, private=None: begin(placed.from_canonical(tree), private),
         compile=compile_programs,
