@@ -3,8 +3,6 @@
 From a table, the emulated strategy trains the real model: the counted backward passes of a step are its gradients.
 """
 
-import csv
-import io
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -128,13 +126,10 @@ def _early(table: RoutingTable, key: np.ndarray, num_keys: int) -> np.ndarray:
 def write_routing(path: Path | str, table: RoutingTable) -> None:
     """Write a valid table as CSV: a line with the sizes, the names of the columns, and one row per pass."""
     check_routing(table)
-    text = io.StringIO()
-    text.write(f"# num_stages={table.num_stages} num_microbatches={table.num_microbatches} delay={table.delay}\n")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(ROUTING_COLUMNS)
+    head = f"# num_stages={table.num_stages} num_microbatches={table.num_microbatches} delay={table.delay}"
     columns = [
         [_NAMES[name][value] for value in column] if name in _NAMES else column
         for name, column in zip(ROUTING_COLUMNS, (column.tolist() for column in table[3:]), strict=True)
     ]
-    writer.writerows(zip(*columns, strict=True))
-    write_text(Path(path), text.getvalue())
+    rows = [",".join(map(str, row)) for row in (ROUTING_COLUMNS, *zip(*columns, strict=True))]
+    write_text(Path(path), "\n".join([head, *rows]) + "\n")

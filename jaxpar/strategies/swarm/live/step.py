@@ -186,7 +186,6 @@ class LiveStep:
             return
         stage = value[1] + {STAGE_INPUT: -1, OUTPUT_GRADIENT: 1}.get(value[0], 0)
         others = [entry for entry in self.engine.queues[stage] if entry.peer != peer]
-        emit(LiveEvent(EventKind.NONFINITE, peer, stage, value[2]))
         if value in self._suspects or not others:
             raise Diverged
         self._suspects[value] = peer
