@@ -68,9 +68,9 @@ class LocalLink:
         self._turns.notify()
         return joined
 
-    def offer(self, fragment: int, difference: Difference) -> None:
+    def offer(self, difference: Difference) -> None:
         """See OuterLink."""
-        self._server.offer(self._worker, fragment, difference, 0.0)
+        self._server.offer(self._worker, difference, 0.0)
         self._turns.notify()
 
     def result(self, fragment: int, step: int) -> OuterAnswer | None:
@@ -126,8 +126,9 @@ class RecordedServer:
         anchors = [anchor for anchor in found if anchor]
         return Joined(start, self._steps[worker, start], anchors) if len(anchors) == len(found) else None
 
-    def offer(self, worker: int, fragment: int, difference: Difference, _now: float) -> None:
+    def offer(self, worker: int, difference: Difference, _now: float) -> None:
         """Take a difference. Raises TrainingError if it is not the one of the table."""
+        fragment = difference.fragment
         row = self._rows.get((OuterEvent.COUNTED, worker, difference.start, fragment, difference.step))
         if row is None:
             return  # another start of this worker has sent the one that counted
