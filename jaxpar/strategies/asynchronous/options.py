@@ -196,10 +196,7 @@ def _simulation_settings(config: ConfigDict, num_steps: int) -> dict[str, int]:
 def _read_recorded(config: ConfigDict) -> UpdateTable:
     """Read the table of a live run."""
     a, named = config.asynchronous, f"config.asynchronous.table is {config.asynchronous.table!r}"
-    try:
-        recorded = table.read_updates(a.table)
-    except UserError as error:
-        raise UserError(f"config.asynchronous.table is {error}") from None
+    recorded = table.read_updates(a.table, "config.asynchronous.table is ")
     if recorded.num_workers != a.num_workers:
         raise UserError(
             f"config.asynchronous.num_workers is {a.num_workers}; it must be {recorded.num_workers}, as in {a.table}"
@@ -225,10 +222,7 @@ def _read_delays(config: ConfigDict) -> Delays:
             f"config.asynchronous.delays.trace is {d.trace!r}; it must be the path of a CSV file with "
             "config.asynchronous.delays.distribution='trace', and empty otherwise"
         )
-    try:
-        trace = delays.read_trace(d.trace) if d.trace else ()
-    except UserError as error:
-        raise UserError(f"config.asynchronous.delays.trace is {error}") from None
+    trace = delays.read_trace(d.trace, "config.asynchronous.delays.trace is ") if d.trace else ()
     times = Delays(**{**d, "trace": trace})
     if reason := delays.delays_obstacle(times):
         raise UserError(f"config.asynchronous.delays.{reason}")
