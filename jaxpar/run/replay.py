@@ -34,6 +34,7 @@ from jaxpar.strategies.outer.table import Contribution, OuterEvent, read_contrib
 from jaxpar.strategies.outer.worker import FragmentVectors
 
 StartPlace = tuple[int, int]  # worker and number of its start
+HostState = tuple[Canonical, Canonical]  # copies of a state and of its private state on the host
 
 
 class SavedRun(NamedTuple):
@@ -42,13 +43,6 @@ class SavedRun(NamedTuple):
     workdir: Path
     saved: checkpoint.Checkpoint
     place: StartPlace  # the start that wrote the checkpoint
-
-
-class HostState(NamedTuple):
-    """Copies of a state on the host."""
-
-    tree: Canonical
-    private: Canonical
 
 
 def read_runs(workdirs: Sequence[Path]) -> tuple[list[SavedRun], list[Contribution]]:
@@ -163,7 +157,7 @@ class Replay:
     def _keep(self, run: Run, state: Any, place: StartPlace, step: int) -> None:
         if step in self.needed[place]:
             trees = run.strategy.to_canonical(state), run.strategy.to_private(state)
-            self.states[place, step] = HostState(*jax.tree.map(np.array, jax.device_get(trees)))
+            self.states[place, step] = jax.tree.map(np.array, jax.device_get(trees))
 
 
 def first_difference(run: SavedRun, repeated: HostState) -> str:
