@@ -109,8 +109,7 @@ class Replay:
         self._server, self._turns = RecordedServer(details.settings, initial, table), Turns(len(self._runs))
 
     def _fresh_params(self, run: Run) -> Canonical:
-        params: Canonical = run.strategy.to_canonical(fresh(run))["params"]
-        return params
+        return run.strategy.to_canonical(fresh(run))["params"]
 
     def run(self) -> None:
         """Repeat all starts. Raises TrainingError if a worker does not contribute what is in the table."""

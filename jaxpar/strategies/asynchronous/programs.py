@@ -204,8 +204,7 @@ class Programs:
         zero: Scalar = np.zeros((), np.float32)
         failed = None if self._scaling is None else np.float32(np.inf)
         totals = Totals(self._problem.task.zeros(), zero, zero, np.ones((), bool), failed)
-        placed: Totals = jax.device_put(totals, device)
-        return placed
+        return jax.device_put(totals, device)
 
 
 def _metrics(totals: Totals, scaling: LossScale | None) -> Metrics:

@@ -97,8 +97,7 @@ class ServerEngine:
         return self._metrics(run)
 
     def _metrics(self, run: ServerRun) -> Metrics:
-        metrics: Metrics = self._programs.metrics(run.server.totals, find_scale(run.server.optimizer))
-        return metrics
+        return self._programs.metrics(run.server.totals, find_scale(run.server.optimizer))
 
     def params(self, run: ServerRun) -> Params:
         """Return the weights to evaluate, on the server's device."""

@@ -64,14 +64,12 @@ class Workers(NamedTuple):
     def compute(self, worker: int, read: Params, chunk: Chunk) -> MadeGradient:
         """Return a shard's gradient, with the sums and the scale. `read` and results are on the worker's device."""
         inputs = (self.key, np.int32(chunk.step), chunk.examples, chunk.weight, chunk.loss_scale)
-        made: MadeGradient = self.programs.gradient(read, *jax.device_put(inputs, self.device_of(worker)))
-        return made
+        return self.programs.gradient(read, *jax.device_put(inputs, self.device_of(worker)))
 
     def send(self, made: MadeGradient, read: Params) -> SentGradient:
         """Return the result of `compute`, and the weights if a mitigation needs them, on the server's device."""
         needs_read = self.programs.mitigations.needs_read
-        sent: SentGradient = jax.device_put((*made, read if needs_read else None), self.server)
-        return sent
+        return jax.device_put((*made, read if needs_read else None), self.server)
 
 
 class Transport(Protocol):

@@ -40,8 +40,7 @@ class VirtualTime:
         self._chunks: dict[int, Chunk] = {}
 
     def _put(self, params: Params, place: int) -> Params:
-        copy: Params = jax.device_put(params, self._workers.devices[place])
-        return copy
+        return jax.device_put(params, self._workers.devices[place])
 
     def deliver(self, chunks: Mapping[int, Chunk], *, drain: bool) -> Iterator[Delivery]:
         """Yield the gradients of the next step, if there are shards. There is nothing to drain."""

@@ -236,8 +236,7 @@ class RayLink:
                     is_answered = self._leave(fragment, step)
                     if not is_answered:
                         return None
-                answer: OuterAnswer = self._ray.get(self._answer, timeout=STOP_SECONDS)
-                return answer
+                return self._ray.get(self._answer, timeout=STOP_SECONDS)
             except exceptions.GetTimeoutError:
                 continue
             except exceptions.RayTaskError as error:
@@ -257,8 +256,7 @@ class RayLink:
     def _leave(self, fragment: int, step: int) -> bool:
         """Leave, and return whether there was an answer to the difference of `step` before."""
         self._has_left.set()
-        is_answered: bool = self._ray.get(self._actor.leave.remote(self._details.worker, self._start, fragment, step))
-        return is_answered
+        return self._ray.get(self._actor.leave.remote(self._details.worker, self._start, fragment, step))
 
     def _beat(self) -> None:
         """Send heartbeats, and print what the others have done since."""

@@ -84,8 +84,7 @@ class FragmentVectors:
         leaves, structure = jax.tree.flatten(self._shapes[fragment])
         parts = np.split(vector, np.cumsum([leaf.size for leaf in leaves])[:-1])
         arrays = [np.array(x, leaf.dtype).reshape(leaf.shape) for x, leaf in zip(parts, leaves, strict=True)]
-        layers: Canonical = jax.tree.unflatten(structure, arrays)
-        return layers
+        return jax.tree.unflatten(structure, arrays)
 
 
 class OuterWorker:
@@ -214,8 +213,7 @@ class OuterWorker:
         return state._replace(anchors=anchors)
 
     def _params(self, inner: Any) -> Canonical:
-        params: Canonical = self._strategy.to_canonical(inner)["params"]
-        return params
+        return self._strategy.to_canonical(inner)["params"]
 
     def _changed(self, inner: Any, vectors: Mapping[int, Vector], step: int | None = None) -> Any:
         """Return the state of the strategy with other parameters of these fragments, and at another step."""

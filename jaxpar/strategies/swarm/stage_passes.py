@@ -96,8 +96,7 @@ class SwarmPrograms:
         """Compute a pass of a stage. scalars: from `begin`; x, dy: the messages that it reads, or None."""
         key, weight, *scale = scalars
         inputs = StageInputs(params, microbatch, key, self._stages.shifts[stage, 0], weight, x, dy, *scale)
-        outputs: StageOutputs = self.passes[phase](self._stages.kinds[stage], inputs)
-        return outputs
+        return self.passes[phase](self._stages.kinds[stage], inputs)
 
     def _pass(self, phase: int, kind: int, inputs: StageInputs) -> StageOutputs:
         """Compute a pass. A backward pass computes the inside of the stage again."""

@@ -274,5 +274,4 @@ def joined_shards(shards: Sequence[Arrays], like: Params) -> Params:
     flat = np.concatenate([shard[0] for shard in shards])
     ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
     parts = [part.reshape(leaf.shape) for part, leaf in zip(np.split(flat, ends), leaves, strict=True)]
-    tree: Params = jax.tree.unflatten(structure, parts)
-    return tree
+    return jax.tree.unflatten(structure, parts)

@@ -94,8 +94,7 @@ class LiveStep:
     @property
     def averaging(self) -> "Averaging | None":
         """The averaging, if there is one that is not void."""
-        averaging: Averaging | None = self.engine.batches[self.number].averaging
-        return averaging
+        return self.engine.batches[self.number].averaging
 
     @property
     def suspects(self) -> set[int]:
