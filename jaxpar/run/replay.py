@@ -104,12 +104,10 @@ class Replay:
                 self._runs[worker] = build.make_run(config, workdir, Phases())
         first = self._runs[min(self._runs)]
         details: Any = first.plan.outer
-        vectors, params = FragmentVectors(first.problem, details.fragments), self._fresh_params(first)
+        vectors = FragmentVectors(first.problem, details.fragments)
+        params = first.strategy.to_canonical(fresh(first))["params"]
         initial = [vectors.vector(params, fragment) for fragment in range(len(details.fragments))]
         self._server, self._turns = RecordedServer(details.settings, initial, table), Turns(len(self._runs))
-
-    def _fresh_params(self, run: Run) -> Canonical:
-        return run.strategy.to_canonical(fresh(run))["params"]
 
     def run(self) -> None:
         """Repeat all starts. Raises TrainingError if a worker does not contribute what is in the table."""
