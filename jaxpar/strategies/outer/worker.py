@@ -277,20 +277,15 @@ class OuterWorker:
 def as_worker(strategy: Strategy[Any], problem: Problem, connect: Callable[[Path], OuterLink]) -> Strategy[OuterState]:
     """Return a strategy with the outer step of its plan. See `OuterWorker`."""
     worker = OuterWorker(strategy, problem, connect)
-    return Strategy(
-        strategy.plan,
-        strategy.devices,
+    return strategy._replace(
         init=worker.init,
-        place=strategy.place,
         step=worker.step,
         evaluate=lambda state, batch: strategy.evaluate(state.inner, batch),
         to_canonical=lambda state: strategy.to_canonical(state.inner),
         from_canonical=worker.from_canonical,
-        compile=strategy.compile,
         to_private=worker.to_private,
         num_in_flight=lambda state: strategy.num_in_flight(state.inner),
         drain=lambda state: strategy.drain(state.inner),
         begin=worker.begin,
         report=worker.report,
-        timelines=strategy.timelines,
     )
