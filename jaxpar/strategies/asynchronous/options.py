@@ -58,7 +58,7 @@ def decide_updates(config: ConfigDict) -> UpdateSource:
     _check_mitigations(config)
     times = _read_delays(config)
     recorded = _read_recorded(config) if a.table else None
-    if recorded is None and (reason := simulation_obstacle(a.policy, **_simulation_settings(config, 1))):
+    if recorded is None and (reason := simulation_obstacle(a.policy, _simulation_settings(config, 1))):
         raise UserError(f"config.asynchronous.{reason}")
     return UpdateSource(times, recorded)
 
