@@ -21,23 +21,11 @@ import numpy as np
 from jaxpar.core.state import Canonical, State
 from jaxpar.models.model import Params
 from jaxpar.strategies.asynchronous.layouts import DeviceNumbers
-from jaxpar.strategies.asynchronous.programs import Chunk, Programs
+from jaxpar.strategies.asynchronous.programs import Chunk, MadeGradient, Programs, SentGradient
 from jaxpar.strategies.asynchronous.table import COLUMNS, TIMES, GradientRow, UpdateTable
-from jaxpar.tasks import Sums
-from jaxpar.tasks.task import Scalar
 
-MadeGradient = tuple[Params, Sums, Scalar | None]  # a gradient, its sums, and what its loss was multiplied by
-SentGradient = tuple[Params, Sums, Scalar | None, Params | None]  # these, and the weights it was computed from
-
-
-class Delivery(NamedTuple):
-    """A gradient that has reached the server's device."""
-
-    row: GradientRow  # its row of the table
-    grads: Params  # the gradient
-    sums: Sums  # sums over its examples
-    loss_scale: Scalar | None  # what its loss was multiplied by, and the gradient has been divided by; None: nothing
-    read: Params | None  # the weights that it was computed from; None if no mitigation needs them
+# A gradient that has reached the server's device, after its row of the table.
+Delivery = tuple[GradientRow, SentGradient]
 
 
 class InFlight(NamedTuple):

@@ -53,7 +53,7 @@ class VirtualTime:
                 self._copies[place] = self._put(self._params, place)
             read = self._copies[place] if row.read == row.update else self.history[row.read, place]
             made = self._workers.compute(row.worker, read, self._chunks.pop(row.chunk))
-            yield Delivery(row, *self._workers.send(made, read))
+            yield row, self._workers.send(made, read)
         self._step += 1
 
     def publish(self, params: Params) -> None:
