@@ -159,10 +159,8 @@ class Replay:
 
 def first_difference(run: SavedRun, repeated: HostState) -> str:
     """Return the first array in which the checkpoint of a run and its replay differ; empty if all bits are equal."""
-    theirs, ours = (
-        checksums.by_path({"state": tree, "private": private})
-        for tree, private in ((run.saved.tree, run.saved.private), repeated)
-    )
+    theirs = checksums.by_path({"state": run.saved.tree, "private": run.saved.private})
+    ours = checksums.by_path(dict(zip(("state", "private"), repeated, strict=True)))
     if odd := sorted(theirs.keys() ^ ours.keys()):
         return f"{odd[0]} is missing in one of them"
     for name, array in theirs.items():

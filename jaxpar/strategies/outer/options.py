@@ -155,20 +155,15 @@ def with_outer_step(config: ConfigDict, shapes: Problem, plan: Plan[Any]) -> Pla
     fragments = tuple(tuple(list(params)[number :: o.fragments]) for number in range(o.fragments))
     sizes = {layer: sum(leaf.size for leaf in jax.tree.leaves(arrays)) for layer, arrays in params.items()}
     is_plain = o.policy == "local_sgd"
+    same = ("num_workers", "every_steps", "compression", "ratio", "overlap_steps", "mix", "silence_seconds")
     settings = OuterSettings(
-        o.num_workers,
-        o.min_workers or o.num_workers,
-        o.every_steps,
-        shapes.num_steps,
-        1.0 if is_plain else o.lr,
-        0.0 if is_plain else o.momentum,
-        o.compression,
-        o.ratio,
-        o.overlap_steps,
-        o.mix,
-        o.silence_seconds,
-        config.seed,
-        tuple(sum(sizes[layer] for layer in layers) for layers in fragments),
+        **{name: o[name] for name in same},
+        min_workers=o.min_workers or o.num_workers,
+        num_steps=shapes.num_steps,
+        lr=1.0 if is_plain else o.lr,
+        momentum=0.0 if is_plain else o.momentum,
+        seed=config.seed,
+        lengths=tuple(sum(sizes[layer] for layer in layers) for layers in fragments),
     )
     total, sent = 4 * sum(sizes.values()), sum(settings.message_bytes)
     held = {"anchors": total, "residuals": 0 if o.compression == "none" else total}
