@@ -38,7 +38,6 @@ from jaxpar.strategies.placement import PlacedState, evaluator
 from jaxpar.strategies.ray_cluster import WITHOUT_RAY
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.strategies.swarm import options
-from jaxpar.strategies.swarm.availability import LEAVE, events_before
 from jaxpar.strategies.swarm.executor import SwarmExecutor, SwarmState
 from jaxpar.strategies.swarm.fluid import run_fluid
 from jaxpar.strategies.swarm.options import LiveDetails, StageSizes, SwarmSource
@@ -124,7 +123,6 @@ def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decis
     optimal = run_fluid(source.peers, works, source.trace, seconds)
     most_microbatches = float((optimal.optimal * np.diff(optimal.time)).sum())
     rate = shapes.num_steps * num_microbatches / most_microbatches
-    num_failures = sum(event.event == LEAVE for event in events_before(source.trace, seconds))
     passes = [one for step in run.actions for one in step if one.kind in (FORWARD_PASS, BACKWARD_PASS)]
     computing = {(one.stage, one.peer % num_devices) for one in passes}
     copies = []
@@ -138,8 +136,8 @@ def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decis
     return Plan(
         "swarm",
         decision,
-        f"{format_count(len(source.peers), 'peer')} {swarm}, {batch}, {format_count(num_failures, 'failure')}, "
-        f"{rate:.3f} of the optimal throughput",
+        f"{format_count(len(source.peers), 'peer')} {swarm}, {batch}, "
+        f"{format_count(len(optimal.failures), 'failure')}, {rate:.3f} of the optimal throughput",
         layouts,
         SwarmDetails(stages, scenario, run, messages, num_microbatches, s.delayed, rate),
         state_memory(layouts),
