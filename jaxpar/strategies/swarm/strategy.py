@@ -38,6 +38,7 @@ from jaxpar.strategies.placement import PlacedState, evaluator
 from jaxpar.strategies.ray_cluster import WITHOUT_RAY
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.strategies.swarm import options
+from jaxpar.strategies.swarm.costs import SwarmSettings
 from jaxpar.strategies.swarm.executor import SwarmExecutor, SwarmState
 from jaxpar.strategies.swarm.fluid import run_fluid
 from jaxpar.strategies.swarm.options import LiveDetails, StageSizes, SwarmSource
@@ -119,8 +120,7 @@ def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decis
     source, num_devices = decision.source, decision.num_replicas
     scenario, run = options.simulate_swarm(config, source, workload, like, shapes.num_steps)
     seconds = run.update_times[-1]
-    works = [sum(both) for both in zip(workload.forward, workload.backward, strict=True)]
-    optimal = run_fluid(source.peers, works, source.trace, seconds)
+    optimal = run_fluid(source.peers, workload, source.trace, seconds, SwarmSettings(0, 0))
     most_microbatches = float((optimal.optimal * np.diff(optimal.time)).sum())
     rate = shapes.num_steps * num_microbatches / most_microbatches
     passes = [one for step in run.actions for one in step if one.kind in (FORWARD_PASS, BACKWARD_PASS)]

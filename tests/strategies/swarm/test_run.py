@@ -267,7 +267,7 @@ def test_agrees_with_the_fluid_model(seed: int) -> None:
     settings = SwarmSettings(30, 100, in_flight=60, delayed=True, rebalance_seconds=100, rule="balance", seed=seed)
     run = run_swarm(peers, work, trace, settings)
     seconds = run.update_times[-1]
-    fluid = run_fluid(peers, [1.5] * 3, trace, seconds, state_bytes=20, rebalance_seconds=100, rule="balance")
+    fluid = run_fluid(peers, work, trace, seconds, settings)
     expected = float((fluid.throughput * np.diff(fluid.time)).sum())
     assert seconds > 1000
     assert pytest.approx(expected, rel=0.05) == 30 * 100
