@@ -4,7 +4,7 @@ From a table, the emulated strategy trains the real model: the counted backward 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,20 +35,12 @@ class RoutingTable(NamedTuple):
     outcome: np.ndarray  # COUNTED; REPEATED for its output; LOST: interrupted, or the peer failed before the update
 
 
-class ServiceTable(NamedTuple):
-    """N intervals in which a peer served a stage: arrays [N] of peer, stage, and begin and end in seconds."""
-
-    peer: np.ndarray
-    stage: np.ndarray
-    begin: np.ndarray
-    end: np.ndarray
-
-
+Service = tuple[int, int, float, float]  # a peer, a stage that it served, and begin and end in seconds
 ROUTING_COLUMNS = RoutingTable._fields[3:]
 _NAMES = {"phase": PHASE_NAMES, "outcome": OUTCOME_NAMES}
 
 
-def check_routing(table: RoutingTable, service: ServiceTable | None = None) -> None:
+def check_routing(table: RoutingTable, service: Sequence[Service] | None = None) -> None:
     """Raise ValueError at the first rule that a table breaks, with the row.
 
     Rules: each backward and each forward pass of every (step, microbatch, stage) is counted exactly once; steps are
@@ -66,7 +58,7 @@ def check_routing(table: RoutingTable, service: ServiceTable | None = None) -> N
     if service is None:
         return
     intervals: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for peer, stage, begin, end in zip(*(column.tolist() for column in service), strict=True):
+    for peer, stage, begin, end in service:
         intervals.setdefault((peer, stage), []).append((begin, end))
     rows = zip(*(column.tolist() for column in (table.peer, table.stage, table.start, table.finish)), strict=True)
     for row, (peer, stage, start, finish) in enumerate(rows):
