@@ -80,7 +80,7 @@ class RunRecord:
         one.row = len(self._rows)
         self._rows.append([one.step, one.microbatch, one.stage, one.phase, one.peer, version, now, math.nan, LOST])
 
-    def end_pass(self, one: AssignedPass, now: float, outcome: int) -> float:
+    def end_pass(self, one: AssignedPass, now: float, outcome: int = LOST) -> float:
         """Set the end of a pass, and return its seconds."""
         row = self._rows[one.row]
         row[_FINISH:] = [now, outcome]
