@@ -80,8 +80,7 @@ def _rules(a: ConfigDict) -> Iterator[configs.KeyRule]:
     if a.table:
         replay = "config.asynchronous.table"
         yield "asynchronous.policy", can_be_live, f"{choices} with {replay}"
-        ordered = f"None with {replay}, which already fixes the order of updates"
-        yield "asynchronous.bound", a.bound is None, ordered
+        yield "asynchronous.bound", a.bound is None, f"None with {replay}, which already fixes the order of updates"
         yield from _rules_of_delays(a, f"{replay}, which already contains times")
 
 

@@ -91,6 +91,9 @@ def check_outer(config: ConfigDict, cluster: Cluster) -> None:
     check_choice("outer.policy", o.policy, OUTER_POLICIES)
     check_choice("outer.compression", o.compression, COMPRESSIONS)
     last, gap = o.num_workers - 1, o.every_steps // max(o.fragments, 1)
+    are_equal = o.fragments >= 1 and o.every_steps % o.fragments == 0  # the steps between fragments
+    is_multiple = config.num_steps > 0 and config.num_steps % max(o.every_steps, 1) == 0
+    is_synchronous = config.strategy not in ("async_data_parallel", "swarm")
     rules: list[configs.KeyRule] = [
         ("outer.worker", 0 <= o.worker <= last, f"between 0 and {last} with {key}"),
         ("outer.min_workers", 0 <= o.min_workers <= o.num_workers, f"between 0 and {o.num_workers} with {key}"),
@@ -98,11 +101,7 @@ def check_outer(config: ConfigDict, cluster: Cluster) -> None:
         ("outer.lr", 0 < o.lr < math.inf, "finite and greater than 0"),
         ("outer.momentum", 0 <= o.momentum < 1, "at least 0 and less than 1"),
         ("outer.ratio", 0 < o.ratio <= 1, "greater than 0 and at most 1"),
-        (
-            "outer.fragments",
-            o.fragments >= 1 and o.every_steps % o.fragments == 0,
-            f"a divisor of {o.every_steps} (config.outer.every_steps)",
-        ),
+        ("outer.fragments", are_equal, f"a divisor of {o.every_steps} (config.outer.every_steps)"),
         (
             "outer.overlap_steps",
             0 <= o.overlap_steps < gap,
@@ -116,17 +115,9 @@ def check_outer(config: ConfigDict, cluster: Cluster) -> None:
             f"0 or more than {o.silence_seconds} (config.outer.silence_seconds), for which the others are waited for",
         ),
         ("outer.name", bool(o.name), "the name of the run on the Ray cluster"),
-        (
-            "num_steps",
-            config.num_steps > 0 and config.num_steps % max(o.every_steps, 1) == 0,
-            f"a positive multiple of {o.every_steps} (config.outer.every_steps) with {key}",
-        ),
+        ("num_steps", is_multiple, f"a positive multiple of {o.every_steps} (config.outer.every_steps) with {key}"),
         ("elastic_seconds", config.elastic_seconds == 0, f"0 with {key}, whose workers are single processes"),
-        (
-            "strategy",
-            config.strategy not in ("async_data_parallel", "swarm"),
-            f"a synchronous strategy with {key}, such as 'data_parallel'",
-        ),
+        ("strategy", is_synchronous, f"a synchronous strategy with {key}, such as 'data_parallel'"),
     ]
     configs.check_rules(config, rules)
     check_address("outer.address", o.address, required=True)
