@@ -164,11 +164,9 @@ def load_parts(config: ConfigDict, workdir: Path, cluster: Cluster, dataset: dat
                 (workdir / "tokenizer.json").unlink(missing_ok=True)  # left over from a start that failed
             dataset = data.load(config, task.labels, workdir)
     check_alike(config, dataset.fingerprint, workdir)
-    if config.early_stop.patience and not dataset.validation:
-        raise UserError(
-            f"config.early_stop.patience is {config.early_stop.patience}; it must be 0, because the validation split, "
-            "whose loss it needs, has no examples"
-        )
+    can_stop = not config.early_stop.patience or bool(dataset.validation)
+    zero = "0, because the validation split, whose loss it needs, has no examples"
+    configs.check_rules(config, [("early_stop.patience", can_stop, zero)])
     size, padded = config.batch_size, strategies.padded_batch_size(config, cluster)
     batches = data.Batches(dataset.train, batch_size=size, seed=config.seed, shuffle=True, padded_size=padded)
     num_steps = config.num_steps or math.ceil(config.num_epochs * batches.steps_per_epoch)

@@ -196,10 +196,8 @@ def _read_recorded(config: ConfigDict) -> UpdateTable:
     """Read the table of a live run."""
     a, named = config.asynchronous, f"config.asynchronous.table is {config.asynchronous.table!r}"
     recorded = table.read_updates(a.table, "config.asynchronous.table is ")
-    if recorded.num_workers != a.num_workers:
-        raise UserError(
-            f"config.asynchronous.num_workers is {a.num_workers}; it must be {recorded.num_workers}, as in {a.table}"
-        )
+    recorded_number = f"{recorded.num_workers}, as in {a.table}"
+    configs.check_rules(config, [("asynchronous.num_workers", a.num_workers == recorded.num_workers, recorded_number)])
     if recorded.step[0]:
         raise UserError(
             f"{named}, which begins at step {recorded.step[0]}, where its run switched to this strategy; it must begin "
@@ -216,11 +214,9 @@ def _read_recorded(config: ConfigDict) -> UpdateTable:
 def _read_delays(config: ConfigDict) -> Delays:
     """Read config.asynchronous.delays, and the trace that it names."""
     d = config.asynchronous.delays
-    if (d.distribution == "trace") != bool(d.trace):
-        raise UserError(
-            f"config.asynchronous.delays.trace is {d.trace!r}; it must be the path of a CSV file with "
-            "config.asynchronous.delays.distribution='trace', and empty otherwise"
-        )
+    path = "the path of a CSV file with config.asynchronous.delays.distribution='trace', and empty otherwise"
+    is_needed = d.distribution == "trace"
+    configs.check_rules(config, [("asynchronous.delays.trace", is_needed == bool(d.trace), path)])
     trace = delays.read_trace(d.trace, "config.asynchronous.delays.trace is ") if d.trace else ()
     times = Delays(**{**d, "trace": trace})
     if reason := delays.delays_obstacle(times):

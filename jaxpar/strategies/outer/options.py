@@ -138,11 +138,8 @@ def with_outer_step(config: ConfigDict, shapes: Problem, plan: Plan[Any]) -> Pla
         reason = "all replicas have the same parameters" if replicas else "no update is delayed"
         raise UserError(f"config.{key} is {value!r}; it must be one with which {reason}, with config.outer.num_workers")
     params = abstract_params(shapes)
-    if o.fragments > len(params):
-        raise UserError(
-            f"config.outer.fragments is {o.fragments}; it must be at most {len(params)}, the number of layers with "
-            f"parameters ({', '.join(params)})"
-        )
+    most = f"at most {len(params)}, the number of layers with parameters ({', '.join(params)})"
+    configs.check_rules(config, [("outer.fragments", o.fragments <= len(params), most)])
     fragments = tuple(tuple(list(params)[number :: o.fragments]) for number in range(o.fragments))
     sizes = {layer: sum(leaf.size for leaf in jax.tree.leaves(arrays)) for layer, arrays in params.items()}
     is_plain = o.policy == "local_sgd"

@@ -154,11 +154,8 @@ def swarm_microbatches(config: ConfigDict) -> int:
 
 def check_stage_count(config: ConfigDict, names: list[str]) -> None:
     """Raise UserError for more stages than layers. names: of the layers."""
-    if config.swarm.stages > len(names):
-        raise UserError(
-            f"config.swarm.stages is {config.swarm.stages}; it must be at most {len(names)}, the number of layers of "
-            f"the model ({names[0]} .. {names[-1]})"
-        )
+    most = f"at most {len(names)}, the number of layers of the model ({names[0]} .. {names[-1]})"
+    configs.check_rules(config, [("swarm.stages", config.swarm.stages <= len(names), most)])
 
 
 def plan_stages(config: ConfigDict, shapes: Problem) -> tuple[Stages, Workload, StageSizes]:
