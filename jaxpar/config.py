@@ -12,7 +12,7 @@ import json
 import math
 import operator
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -49,6 +49,7 @@ BOOL_OR_NAME = bool | str  # type of a key that is true, false or a name, such a
 
 
 Values = Mapping[str, Any]  # dotted key -> value of a config
+KeyRule = tuple[str, bool, str]  # a dotted key, whether its value is valid, and what it must be: `at least 1`
 
 
 def config_folder() -> Path:
@@ -148,6 +149,14 @@ def override(config: ConfigDict, arguments: Sequence[str]) -> set[str]:
             if isinstance(number, int) and abs(number) >= LARGEST:
                 raise UserError(f"config.{key} is {files.shortened(value)}; its magnitude must be less than 2^63")
     return given
+
+
+def check_rules(config: ConfigDict, rules: Iterable[KeyRule]) -> None:
+    """Raise UserError for the first rule that does not hold. The rules after it are not evaluated."""
+    values = keys(config)
+    for key, holds, rule in rules:
+        if not holds:
+            raise UserError(f"config.{key} is {values[key]!r}; it must be {rule}")
 
 
 def check_no_nan(config: ConfigDict) -> None:

@@ -34,7 +34,7 @@ from jaxpar.run.callbacks import Callback, Callbacks, EarlyStopping, Measurement
 from jaxpar.run.evaluate import evaluate_split, load_batches
 from jaxpar.run.meter import build_meter
 from jaxpar.run.metrics import Progress
-from jaxpar.run.restore import Kept, Past, open_ledger, save_info, start, tidy
+from jaxpar.run.restore import Past, open_ledger, save_info, start, tidy
 from jaxpar.run.unused import check_unused_keys
 from jaxpar.use.pages.run_page import write_report
 
@@ -259,10 +259,10 @@ class Loop:
                 self._meter.read()
             self._survival.keep(partial(self._kept, step, state, self._meter.interval()))
 
-    def _kept(self, step: int, state: StrategyState, interval: Mapping[str, Any]) -> Kept:
+    def _kept(self, step: int, state: StrategyState, interval: Mapping[str, Any]) -> checkpoint.Checkpoint:
         run = self._run
         info = save_info(run, step, run.strategy.num_in_flight(state), self._past._replace(interval=interval))
-        return Kept(step, processes.fetch(run.strategy.to_canonical(state)), info)
+        return checkpoint.Checkpoint(step, processes.fetch(run.strategy.to_canonical(state)), {}, info)
 
     def _save(self, step: int, state: StrategyState, validation_loss: float | None) -> None:
         run = self._run

@@ -271,7 +271,7 @@ def _peer_bytes(
     """
     size, number = config.batch_size // swarms.swarm_microbatches(config), swarms.swarm_microbatches(config)
     layers, memory = space.layers.profile(size, "none"), space.layers.memory(size, "none", is_split=False)
-    stage_of = {int(peer): int(stage) for peer, stage in zip(run.service.peer, run.service.stage, strict=True)}
+    stage_of = {peer: stage for peer, stage, *_ in run.service}
     held = [0.0] * num_peers
     for peer, stage in stage_of.items():
         first, end = bounds[stage], bounds[stage + 1]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxpar.data.examples import Arrays, Dataset, Images, Labels, Split, Texts, Vectors
+from jaxpar.data.examples import Arrays, Dataset, Labels, SameSize, Split, Texts
 from jaxpar.errors import UserError, nearest
 from jaxpar.files import parse_json, shortened
 
@@ -37,7 +37,7 @@ def weighted(dataset: Dataset, text: str) -> Dataset:
     """
     if not text:
         return dataset
-    assert isinstance(dataset.train, Texts | Images | Vectors)
+    assert isinstance(dataset.train, Texts | SameSize)
     labels_N = dataset.train.labels_N
     assert labels_N is not None
     names = dataset.info.class_names

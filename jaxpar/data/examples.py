@@ -203,50 +203,34 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Images:
-    """Images of one size, uint8."""
+class SameSize:
+    """Examples of one size: images, uint8, or feature vectors."""
 
     lengths_N: ClassVar[None] = None
-    images_NHWC: np.ndarray
+    inputs_N: np.ndarray  # [N, H, W, C] or [N, D]
     labels_N: np.ndarray
-    # Whether training shifts by up to 4 pixels, and flips left to right (He et al. 2016, section 4.2)
-    shift: bool
-    flip: bool
+    # Whether training shifts images by up to 4 pixels, and flips them left to right (He et al. 2016, section 4.2)
+    shift: bool = False
+    flip: bool = False
 
     def __len__(self) -> int:
         return len(self.labels_N)
 
     def gather(self, examples_B: np.ndarray, shard: slice, random: np.random.Generator, *, training: bool) -> Arrays:
         """See Split."""
-        images_RHWC = self.images_NHWC[examples_B[shard]]
+        inputs_R = self.inputs_N[examples_B[shard]]
         if training:
             draws_R3 = random.integers(0, (9, 9, 2), (len(examples_B), 3))[shard]
             if self.shift:
                 # Pad with 4 black pixels on every side, and crop at an offset of 0 to 8; at 4, an image is unchanged.
-                height, width = images_RHWC.shape[1:3]
-                padded = np.pad(images_RHWC, ((0, 0), (4, 4), (4, 4), (0, 0)))
+                height, width = inputs_R.shape[1:3]
+                padded = np.pad(inputs_R, ((0, 0), (4, 4), (4, 4), (0, 0)))
                 y_RH11 = (draws_R3[:, :1] + np.arange(height))[:, :, None]
                 x_R1W = (draws_R3[:, 1:2] + np.arange(width))[:, None, :]
-                images_RHWC = padded[np.arange(len(images_RHWC))[:, None, None], y_RH11, x_R1W]
+                inputs_R = padded[np.arange(len(inputs_R))[:, None, None], y_RH11, x_R1W]
             if self.flip:
-                images_RHWC = np.where(draws_R3[:, 2, None, None, None] == 1, images_RHWC[:, :, ::-1], images_RHWC)
-        return {"inputs": images_RHWC, **_labels(self.labels_N, examples_B[shard])}
-
-
-@dataclass(frozen=True)
-class Vectors:
-    """Feature vectors of one length."""
-
-    lengths_N: ClassVar[None] = None
-    vectors_ND: np.ndarray
-    labels_N: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.labels_N)
-
-    def gather(self, examples_B: np.ndarray, shard: slice, random: np.random.Generator, *, training: bool) -> Arrays:
-        """See Split."""
-        return {"inputs": self.vectors_ND[examples_B[shard]], **_labels(self.labels_N, examples_B[shard])}
+                inputs_R = np.where(draws_R3[:, 2, None, None, None] == 1, inputs_R[:, :, ::-1], inputs_R)
+        return {"inputs": inputs_R, **_labels(self.labels_N, examples_B[shard])}
 
 
 def buckets_of(config: ConfigDict) -> tuple[int, ...]:

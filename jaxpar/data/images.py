@@ -5,23 +5,19 @@ import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar.data import cache, files
-from jaxpar.data.examples import DataInfo, Dataset, Images
+from jaxpar.data.examples import DataInfo, Dataset, SameSize
 from jaxpar.errors import UserError
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
-class Labelled(NamedTuple):
-    """Images with labels."""
-
-    images_NHWC: np.ndarray  # uint8
-    labels_N: np.ndarray  # int32
+Labelled = tuple[np.ndarray, np.ndarray]  # images [N, H, W, C], uint8, and their labels [N], int32
 
 
 def load(config: ConfigDict) -> Dataset:
@@ -29,13 +25,13 @@ def load(config: ConfigDict) -> Dataset:
     data = config.data
     directory = Path(data.train).expanduser()
     train, test, class_names = IMAGE_READERS[data.source](directory)
-    shape, test_shape = (list(images.images_NHWC.shape[1:]) for images in (train, test))
+    shape, test_shape = (list(images_NHWC.shape[1:]) for images_NHWC, _ in (train, test))
     if shape != test_shape:
         raise UserError(
             f"{directory} has training images of shape {shape} and test images of shape {test_shape}; they must have "
             "the same shape"
         )
-    digests_N = [hashlib.sha256(image.tobytes()).digest() for image in train.images_NHWC]
+    digests_N = [hashlib.sha256(image.tobytes()).digest() for image in train[0]]
     place_N = np.array([int.from_bytes(digest[:8], "big") / 2**64 for digest in digests_N])
     is_validation_N = place_N < data.validation_fraction
     if data.validation_fraction > 0 and not 0 < is_validation_N.sum() < len(place_N):
@@ -45,14 +41,15 @@ def load(config: ConfigDict) -> Dataset:
             "both splits"
         )
 
-    def split(images: Labelled, chosen_N: np.ndarray | slice, augment: bool) -> Images:
-        images_NHWC = images.images_NHWC[chosen_N]
-        return Images(images_NHWC, images.labels_N[chosen_N], shift=augment, flip=augment and data.source == "cifar10")
+    def split(images: Labelled, chosen_N: np.ndarray | slice, augment: bool) -> SameSize:
+        images_NHWC, labels_N = images
+        flip = augment and data.source == "cifar10"
+        return SameSize(images_NHWC[chosen_N], labels_N[chosen_N], shift=augment, flip=flip)
 
     digests = [hashlib.sha256(array.tobytes()).hexdigest() for images in (train, test) for array in images]
     facts = {"source": data.source, "digests": digests}
     facts |= {"validation": float(data.validation_fraction), "augment": data.augment}
-    info = DataInfo("image", train.images_NHWC.shape[1:], len(class_names), class_names, 0, 0)
+    info = DataInfo("image", train[0].shape[1:], len(class_names), class_names, 0, 0)
     validation = split(train, is_validation_N, False) if is_validation_N.any() else None
     trained, tested = split(train, ~is_validation_N, data.augment), split(test, slice(None), False)
     return Dataset(info, trained, validation, tested, cache.fingerprint(facts))
@@ -94,8 +91,8 @@ def _read_cifar10(directory: Path) -> tuple[Labelled, Labelled, tuple[str, ...]]
         for place in (directory, directory / inner):
             if (place / f"data_batch_1{suffix}").exists():
                 batches = [read(_one_of(place, [f"data_batch_{number}{suffix}"])) for number in range(1, 6)]
-                train = Labelled(*map(np.concatenate, zip(*batches, strict=True)))
-                return train, read(_one_of(place, [f"test_batch{suffix}"])), CIFAR10_CLASSES
+                images, labels = map(np.concatenate, zip(*batches, strict=True))
+                return (images, labels), read(_one_of(place, [f"test_batch{suffix}"])), CIFAR10_CLASSES
     names = "data_batch_1 (python version) or data_batch_1.bin (binary version)"
     raise UserError(f"config.data.train is {str(directory)!r}; it must be a directory that contains {names}")
 
@@ -193,7 +190,7 @@ def _labelled(path: Path, images_NHWC: np.ndarray, labels_N: np.ndarray) -> Labe
         raise UserError(f"{path} has {counts}; it must have one label per image")
     if labels_N.min() < 0 or labels_N.max() > 9:
         raise UserError(f"{path} has labels from {labels_N.min()} to {labels_N.max()}; they must be 0 to 9")
-    return Labelled(np.ascontiguousarray(images_NHWC), labels_N.astype(np.int32))
+    return np.ascontiguousarray(images_NHWC), labels_N.astype(np.int32)
 
 
 def _one_of(directory: Path, names: list[str]) -> Path:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxpar.config import check_rules
 from jaxpar.data.examples import Arrays, Dataset, Split
-from jaxpar.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,6 @@ def with_share(dataset: Dataset, config: ConfigDict) -> Dataset:
     o = config.outer
     if o.num_workers < 2:
         return dataset
-    if len(dataset.train) < o.num_workers:
-        raise UserError(
-            f"config.outer.num_workers is {o.num_workers}; it must be at most {len(dataset.train)}, the number of "
-            "training examples"
-        )
+    most = f"at most {len(dataset.train)}, the number of training examples"
+    check_rules(config, [("outer.num_workers", o.num_workers <= len(dataset.train), most)])
     return dataset._replace(train=Share(dataset.train, o.worker, o.num_workers))

@@ -10,7 +10,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar.data import cache
-from jaxpar.data.examples import Blocks, DataInfo, Dataset, Images, Labels, Masking, Split, Texts, Vectors, buckets_of
+from jaxpar.data.examples import Blocks, DataInfo, Dataset, Labels, Masking, SameSize, Split, Texts, buckets_of
 
 NUM_CLASSES = 8
 _PAD, _CLS, _SEP, _MASK, _FIRST = 0, 2, 3, 4, 5  # as in a trained WordPiece vocabulary
@@ -127,7 +127,7 @@ def _images(config: ConfigDict, _labels: Labels, random: np.random.Generator) ->
     images_NHWC = pattern_CHWC[labels_N] + noise_NHWC
     augment = config.data.augment
     info = DataInfo("image", (32, 32, 3), NUM_CLASSES, tuple(map(str, range(NUM_CLASSES))), 0, 0)
-    return info, lambda part: Images(images_NHWC[part], labels_N[part], shift=augment, flip=augment)
+    return info, lambda part: SameSize(images_NHWC[part], labels_N[part], shift=augment, flip=augment)
 
 
 def _vectors(config: ConfigDict, labels: Labels, random: np.random.Generator) -> Make:
@@ -139,4 +139,4 @@ def _vectors(config: ConfigDict, labels: Labels, random: np.random.Generator) ->
     names = () if targets else tuple(map(str, range(NUM_CLASSES)))
     values_N = _as_targets(random, labels_N, targets) if targets else labels_N
     info = DataInfo("vector", (32,), len(names), names, 0, 0, targets)
-    return info, lambda part: Vectors(vectors_ND[part], values_N[part])
+    return info, lambda part: SameSize(vectors_ND[part], values_N[part])

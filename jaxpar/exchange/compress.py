@@ -34,8 +34,7 @@ class Compressor(NamedTuple):
         def encode(x: jax.Array) -> Payload:
             return self.encode(x, self.init(length, jax.random.key(0), 0))[0]
 
-        result: Payload = jax.eval_shape(encode, jax.ShapeDtypeStruct((length,), jnp.float32))
-        return result
+        return jax.eval_shape(encode, jax.ShapeDtypeStruct((length,), jnp.float32))
 
     def nbytes(self, length: int) -> int:
         """Return the size of the payload of a vector of this length, in bytes."""

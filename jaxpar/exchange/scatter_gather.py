@@ -86,8 +86,7 @@ def all_gather_coded(axis: Axis, compressor: Compressor, vectors: Sequence[jax.A
     sent = jnp.concatenate([to_bytes(payload) for payload in payloads])
     received = jax.lax.all_gather(sent, axis.name, axis_index_groups=axis.groups)
     lengths = tuple(len(vector) for vector in vectors)
-    vectors_of_all: list[jax.Array] = DECOMPRESS.bind(received, compressor=compressor, lengths=lengths)
-    return vectors_of_all
+    return DECOMPRESS.bind(received, compressor=compressor, lengths=lengths)
 
 
 def reduce_scatter_coded(axis: Axis, compressor: Compressor, arrays: Sequence[jax.Array]) -> list[jax.Array]:

@@ -105,9 +105,7 @@ def judge(of_processes: Sequence[Mapping[str, Any]]) -> list[Row]:
         rows.append(Row(name, ", ".join(sorted(set(values))), _of_version(name, values, of_processes)))
     numbers = [len(of["gpus"]) for of in of_processes]
     kinds = sorted({kind for of in of_processes for kind in of["gpus"]})
-    rows.append(
-        Row("GPUs that nvidia-smi lists", f"{kinds[0] if kinds else 'none'}", _of_numbers(numbers, hosts, kinds))
-    )
+    rows.append(Row("GPUs that nvidia-smi lists", kinds[0] if kinds else "none", _of_numbers(numbers, hosts, kinds)))
     rows.append(_of_bytes("host memory", "memory", of_processes, lambda host: PROCESS_BYTES * hosts.count(host)))
     if any(of["disk"] is not None for of in of_processes):
         rows.append(_of_bytes("free disk for the workdir", "disk", of_processes, lambda _: LEAST_DISK))

@@ -190,8 +190,7 @@ def _own_addresses(name: str, address: str) -> set[str]:
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a free TCP port on an address of this machine."""
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+        return probe.getsockname()[1]
 
 
 def free_ports(number: int) -> int:
@@ -210,8 +209,7 @@ def own_address(coordinator_address: str) -> str:
     family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(where)  # sends nothing
-        address: str = probe.getsockname()[0]
-        return address
+        return probe.getsockname()[0]
 
 
 def in_address(host: str) -> str:

@@ -99,27 +99,22 @@ def check_run(config: ConfigDict, workdir: Path, cluster: Cluster | None = None)
     strategies.check_other_sections(config, [layer.name for layer in model.layers] if model else [])
     at_least = {"checkpoint.keep": 1, "log.every_steps": 1}
     at_least |= {"eval.every_steps": 0, "checkpoint.every_steps": 0, "certify_every": 0}
-    values = configs.keys(config)
-    for key, least in at_least.items():
-        if values[key] < least:
-            raise UserError(f"config.{key} is {values[key]}; it must be at least {least}")
+    values, profile = configs.keys(config), config.profile
+    configs.check_rules(config, [(key, values[key] >= least, f"at least {least}") for key, least in at_least.items()])
     check_early_stop(config)
-    if not 0 <= config.log.peak_flops < math.inf:
-        raise UserError(
-            f"config.log.peak_flops is {config.log.peak_flops}; it must be finite and at least 0 (0: from the table)"
-        )
     if config.num_steps < 0 or not 0 <= config.num_epochs < math.inf or config.num_steps == config.num_epochs == 0:
         raise UserError(
             f"config.num_steps is {config.num_steps} and config.num_epochs is {config.num_epochs}; both must be finite "
             "and at least 0, and one of them positive"
         )
-    for key in ("num_steps", "num_epochs"):
-        if config[key] > MAX_STEPS:
-            raise UserError(f"config.{key} is {config[key]}; it must be at most {MAX_STEPS:,}")
-    if len(config.profile) != 2 or not min(config.profile[1], 1) <= config.profile[0] <= config.profile[1]:
-        raise UserError(
-            f"config.profile is {config.profile}; it must be (first step, last step), or (0, 0) to profile nothing"
-        )
+    is_range = len(profile) == 2 and min(profile[1], 1) <= profile[0] <= profile[1]
+    rules: list[configs.KeyRule] = [
+        ("log.peak_flops", 0 <= config.log.peak_flops < math.inf, "finite and at least 0 (0: from the table)"),
+        ("num_steps", config.num_steps <= MAX_STEPS, f"at most {MAX_STEPS:,}"),
+        ("num_epochs", config.num_epochs <= MAX_STEPS, f"at most {MAX_STEPS:,}"),
+        ("profile", is_range, "(first step, last step), or (0, 0) to profile nothing"),
+    ]
+    configs.check_rules(config, rules)
     watchdog.check_seconds(config.watchdog_seconds)
     resume.check_resumable(config, workdir)
     return Checked(cluster, decision)
@@ -169,11 +164,9 @@ def load_parts(config: ConfigDict, workdir: Path, cluster: Cluster, dataset: dat
                 (workdir / "tokenizer.json").unlink(missing_ok=True)  # left over from a start that failed
             dataset = data.load(config, task.labels, workdir)
     check_alike(config, dataset.fingerprint, workdir)
-    if config.early_stop.patience and not dataset.validation:
-        raise UserError(
-            f"config.early_stop.patience is {config.early_stop.patience}; it must be 0, because the validation split, "
-            "whose loss it needs, has no examples"
-        )
+    can_stop = not config.early_stop.patience or bool(dataset.validation)
+    zero = "0, because the validation split, whose loss it needs, has no examples"
+    configs.check_rules(config, [("early_stop.patience", can_stop, zero)])
     size, padded = config.batch_size, strategies.padded_batch_size(config, cluster)
     batches = data.Batches(dataset.train, batch_size=size, seed=config.seed, shuffle=True, padded_size=padded)
     num_steps = config.num_steps or math.ceil(config.num_epochs * batches.steps_per_epoch)

@@ -34,16 +34,10 @@ def record_start(run: Run, step: int, lost: str = "") -> None:
     lost: which processes were lost, if the others continue without them.
     """
     before = checkpoint.newest_config(run.workdir / "checkpoints") if step else None
-    start = Start(
-        step,
-        datetime.now(UTC).isoformat(timespec="seconds"),
-        run.config.strategy,
-        len(run.strategy.devices),
-        [
-            *([LOST_PREFIX + lost] if lost else []),
-            *([] if before is None else resume.differences(before, run.config).values()),
-        ],
-    )
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    changed = [LOST_PREFIX + lost] if lost else []
+    changed += [] if before is None else resume.differences(before, run.config).values()
+    start = Start(step, date, run.config.strategy, len(run.strategy.devices), changed)
     rows = [*read_starts(run.workdir), start]
     files.write_text(run.workdir / STARTS, "".join(files.json_text(row._asdict()) + "\n" for row in rows))
 

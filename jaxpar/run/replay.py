@@ -34,6 +34,7 @@ from jaxpar.strategies.outer.table import Contribution, OuterEvent, read_contrib
 from jaxpar.strategies.outer.worker import FragmentVectors
 
 StartPlace = tuple[int, int]  # worker and number of its start
+HostState = tuple[Canonical, Canonical]  # copies of a state and of its private state on the host
 
 
 class SavedRun(NamedTuple):
@@ -42,13 +43,6 @@ class SavedRun(NamedTuple):
     workdir: Path
     saved: checkpoint.Checkpoint
     place: StartPlace  # the start that wrote the checkpoint
-
-
-class HostState(NamedTuple):
-    """Copies of a state on the host."""
-
-    tree: Canonical
-    private: Canonical
 
 
 def read_runs(workdirs: Sequence[Path]) -> tuple[list[SavedRun], list[Contribution]]:
@@ -110,13 +104,10 @@ class Replay:
                 self._runs[worker] = build.make_run(config, workdir, Phases())
         first = self._runs[min(self._runs)]
         details: Any = first.plan.outer
-        vectors, params = FragmentVectors(first.problem, details.fragments), self._fresh_params(first)
+        vectors = FragmentVectors(first.problem, details.fragments)
+        params = first.strategy.to_canonical(fresh(first))["params"]
         initial = [vectors.vector(params, fragment) for fragment in range(len(details.fragments))]
         self._server, self._turns = RecordedServer(details.settings, initial, table), Turns(len(self._runs))
-
-    def _fresh_params(self, run: Run) -> Canonical:
-        params: Canonical = run.strategy.to_canonical(fresh(run))["params"]
-        return params
 
     def run(self) -> None:
         """Repeat all starts. Raises TrainingError if a worker does not contribute what is in the table."""
@@ -163,15 +154,13 @@ class Replay:
     def _keep(self, run: Run, state: Any, place: StartPlace, step: int) -> None:
         if step in self.needed[place]:
             trees = run.strategy.to_canonical(state), run.strategy.to_private(state)
-            self.states[place, step] = HostState(*jax.tree.map(np.array, jax.device_get(trees)))
+            self.states[place, step] = jax.tree.map(np.array, jax.device_get(trees))
 
 
 def first_difference(run: SavedRun, repeated: HostState) -> str:
     """Return the first array in which the checkpoint of a run and its replay differ; empty if all bits are equal."""
-    theirs, ours = (
-        checksums.by_path({"state": tree, "private": private})
-        for tree, private in ((run.saved.tree, run.saved.private), repeated)
-    )
+    theirs = checksums.by_path({"state": run.saved.tree, "private": run.saved.private})
+    ours = checksums.by_path(dict(zip(("state", "private"), repeated, strict=True)))
     if odd := sorted(theirs.keys() ^ ours.keys()):
         return f"{odd[0]} is missing in one of them"
     for name, array in theirs.items():

@@ -41,14 +41,6 @@ class Past(NamedTuple):
     is_new: bool = False  # whether the run has no steps of its own before this one
 
 
-class Kept(NamedTuple):
-    """The state that process 0 keeps in memory, in case another process is lost."""
-
-    step: int
-    tree: Canonical  # the canonical state, with NumPy leaves
-    info: Info  # as in a checkpoint of this step
-
-
 def survived(like: Canonical) -> checkpoint.Checkpoint | None:
     """Return the state that process 0 kept before this process survived others, or None.
 
@@ -57,7 +49,7 @@ def survived(like: Canonical) -> checkpoint.Checkpoint | None:
     survivor = find_survivor()
     if survivor is None:
         return None
-    kept: Kept | None = read_kept(survivor)
+    kept: checkpoint.Checkpoint | None = read_kept(survivor)
     found = json.loads(processes.from_first(json.dumps(kept and [kept.step, kept.info])))
     if found is None:
         return None

@@ -11,14 +11,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxpar import layout
 from jaxpar.core import state as states
+from jaxpar.core import step as steps
 from jaxpar.core.context import arranged, part_shapes, with_positions
-from jaxpar.core.mesh import CONTEXT, DATA
+from jaxpar.core.mesh import CONTEXT, DATA, one_at_a_time
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Problem
 from jaxpar.launch import processes
 from jaxpar.layout import Layout
 from jaxpar.models import num_parameters
-from jaxpar.models.model import Model
+from jaxpar.models.model import Model, Params
+from jaxpar.tasks import Sums
 
 # Lets XLA on CPUs write moments in place. Otherwise it copies them when the step begins, because the new parameters and
 # the new moments are computed from them by different instructions.
@@ -110,6 +112,14 @@ def batch_placer(
         return jax.make_array_from_callback(shape, shardings.get(name, sharding), rows)
 
     return lambda batch: {name: on_devices(name, x) for name, x in batch.items()}
+
+
+def evaluator(problem: Problem, mesh: Mesh) -> Callable[[Params, Mapping[str, np.ndarray]], Sums]:
+    """Return a function that evaluates parameters on a batch on the host, on all devices of a mesh."""
+    everywhere, place = on_all(mesh), batch_placer(mesh)
+    evaluate = jax.jit(functools.partial(steps.evaluate, problem), out_shardings=everywhere)
+    sums: Callable[..., Sums] = one_at_a_time(evaluate, mesh)
+    return lambda params, batch: sums(jax.device_put(params, everywhere), place(batch))
 
 
 class PlacedState:

@@ -29,6 +29,8 @@ SILENT_END = (
     "command resumes it from its last checkpoint"
 )
 ADDRESS = re.compile(r"[^/\s]+:(?P<port>\d{1,5})")
+# What Ray must be installed for, as the end of a rule.
+WITHOUT_RAY = "without Ray, which `pip install 'jaxpar[swarm]'` installs, and `scripts/setup swarm` in a clone"
 AUTH_MODE = re.compile(r"(?:^|\0)RAY_AUTH_MODE=([^\0]*)")
 
 

@@ -121,5 +121,4 @@ def mean_loss(loss: Scalar, weight: Scalar) -> Scalar:
 
 def add_up(parts: Sequence[Sums]) -> Sums:
     """Return the total of several `Sums`, computed on the host in float64."""
-    total: Sums = jax.tree.map(lambda *x: np.sum(np.asarray(x, np.float64), axis=0), *parts)
-    return total
+    return jax.tree.map(lambda *x: np.sum(np.asarray(x, np.float64), axis=0), *parts)

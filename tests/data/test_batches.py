@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpar.data import Batches
-from jaxpar.data.examples import Blocks, Images, Masking, Split, Texts
+from jaxpar.data.examples import Blocks, Masking, SameSize, Split, Texts
 
 NUM = 103
 
@@ -20,7 +20,7 @@ def make(kind: str) -> Split:
         return Blocks(blocks_NK)
     if kind == "images":
         images_NHWC = np.tile((10 + np.arange(NUM, dtype=np.uint8))[:, None, None, None], (1, 6, 6, 3))
-        return Images(images_NHWC, np.arange(NUM) % 7, shift=True, flip=True)
+        return SameSize(images_NHWC, np.arange(NUM) % 7, shift=True, flip=True)
     lengths_N = random.integers(3, 33, NUM)
     offsets = np.concatenate([[0], np.cumsum(lengths_N)])
     tokens_M = random.integers(150, 300, offsets[-1])

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxpar.data.examples import Blocks, Images, Masking, Texts
+from jaxpar.data.examples import Blocks, Masking, SameSize, Texts
 
 PAD, CLS, SEP, MASK, VOCAB = 0, 2, 3, 4, 200
 SPECIAL_V = np.arange(VOCAB) < 5
@@ -80,7 +80,7 @@ def test_at_least_one_position_is_masked_where_there_is_a_token() -> None:
 
 def test_random_parts_do_not_depend_on_the_shard() -> None:
     texts, _ = make_texts([30, 9, 12, 17, 5, 30], fraction=0.3)
-    images = Images(np.arange(6 * 8 * 8 * 3, dtype=np.uint8).reshape(6, 8, 8, 3), np.arange(6), shift=True, flip=True)
+    images = SameSize(np.arange(6 * 8 * 8 * 3, dtype=np.uint8).reshape(6, 8, 8, 3), np.arange(6), shift=True, flip=True)
     for split in (texts, images):
         whole = split.gather(np.arange(6), slice(None), rng(), training=True)
         parts = [split.gather(np.arange(6), slice(i, i + 2), rng(), training=True) for i in (0, 2, 4)]
@@ -100,7 +100,7 @@ def test_blocks_are_shifted_by_one() -> None:
 @pytest.mark.parametrize(("shift", "flip"), [(True, True), (True, False), (False, True)])
 def test_augmented_images_are_shifts_and_flips_of_the_original(shift: bool, flip: bool) -> None:
     images = np.random.default_rng(3).integers(1, 256, (300, 9, 9, 1), np.uint8)
-    split = Images(images, np.zeros(300, np.int32), shift=shift, flip=flip)
+    split = SameSize(images, np.zeros(300, np.int32), shift=shift, flip=flip)
     plain = split.gather(np.arange(300), slice(None), rng(), training=False)["inputs"]
     assert np.array_equal(plain, images)
     seen = set()

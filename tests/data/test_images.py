@@ -9,7 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxpar.data import images
-from jaxpar.data.examples import DataInfo, Images
+from jaxpar.data.examples import DataInfo, SameSize
 from jaxpar.errors import UserError
 
 from .conftest import load
@@ -60,9 +60,9 @@ def config(config: ConfigDict, tmp_path: Path) -> ConfigDict:
     return config
 
 
-def read(config: ConfigDict, workdir: Path) -> list[Images]:
+def read(config: ConfigDict, workdir: Path) -> list[SameSize]:
     dataset = load(config, workdir)
-    splits = [split for split in (dataset.train, dataset.validation, dataset.test) if isinstance(split, Images)]
+    splits = [split for split in (dataset.train, dataset.validation, dataset.test) if isinstance(split, SameSize)]
     assert len(splits) == 3
     return splits
 
@@ -81,10 +81,10 @@ def pairs(images: np.ndarray, labels: np.ndarray) -> set[tuple[bytes, int]]:
 def test_mnist(config: ConfigDict, tmp_path: Path, packed: bool, dot: bool) -> None:
     written = write_mnist(tmp_path / "images", packed=packed, dot=dot)
     train, validation, test = read(config, tmp_path)
-    assert np.array_equal(test.images_NHWC[..., 0], written["t10k"][0])
+    assert np.array_equal(test.inputs_N[..., 0], written["t10k"][0])
     assert np.array_equal(test.labels_N, written["t10k"][1])
     assert abs(len(validation) / 200 - 0.2) < 0.1
-    both = pairs(train.images_NHWC, train.labels_N), pairs(validation.images_NHWC, validation.labels_N)
+    both = pairs(train.inputs_N, train.labels_N), pairs(validation.inputs_N, validation.labels_N)
     assert both[0] | both[1] == pairs(*written["train"])
     assert not both[0] & both[1]
     info = load(config, tmp_path).info
@@ -103,10 +103,10 @@ def test_cifar10(config: ConfigDict, tmp_path: Path, binary: bool, inner: bool) 
     config.data.source = "cifar10"
     config.data.augment = True
     train, validation, test = read(config, tmp_path)
-    assert np.array_equal(test.images_NHWC, written["test_batch"][0])
+    assert np.array_equal(test.inputs_N, written["test_batch"][0])
     assert np.array_equal(test.labels_N, written["test_batch"][1])
     expected = set().union(*(pairs(*written[f"data_batch_{i}"]) for i in range(1, 6)))
-    assert pairs(train.images_NHWC, train.labels_N) | pairs(validation.images_NHWC, validation.labels_N) == expected
+    assert pairs(train.inputs_N, train.labels_N) | pairs(validation.inputs_N, validation.labels_N) == expected
     assert (train.shift, train.flip, validation.shift, test.flip) == (True, True, False, False)
     assert load(config, tmp_path).info.class_names[:3] == ("airplane", "automobile", "bird")
 

@@ -31,7 +31,7 @@ from jaxpar.core.groups import ReplicaGroup
 from jaxpar.core.step import Problem
 from jaxpar.data import Batches
 from jaxpar.data.batches import shuffled
-from jaxpar.data.examples import Vectors
+from jaxpar.data.examples import SameSize
 from jaxpar.errors import exit_code
 from jaxpar.exchange import EXCHANGES
 from jaxpar.exchange.named import exchange_differs
@@ -883,7 +883,7 @@ def test_the_padded_batch_is_compared(seed: int, expected: list[int]) -> None:
     assert [padded_rows(seed, batch) for batch in expected].count(3) == 1
     config = default_config()
     config.batch_size = 24
-    split = Vectors(np.zeros((213, 4), np.float32), np.zeros(213, np.int32))
+    split = SameSize(np.zeros((213, 4), np.float32), np.zeros(213, np.int32))
     made = Batches(split, batch_size=24, seed=seed, shuffle=True)
     run: Any = SimpleNamespace(config=config, batches=made, num_steps=2)
     assert certificate.batches(run) == expected

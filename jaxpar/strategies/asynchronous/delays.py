@@ -115,8 +115,11 @@ def _drawn(draw: Callable[[np.random.Generator], np.ndarray], worker: int, strea
         yield from draw(generator).tolist()
 
 
-def read_trace(path: Path | str) -> MeasuredTimes:
-    """Read measured times from a CSV file with the columns worker and seconds, and one row per gradient."""
+def read_trace(path: Path | str, start: str = "") -> MeasuredTimes:
+    """Read measured times from a CSV file with the columns worker and seconds, and one row per gradient.
+
+    Raises UserError for an invalid file. start: of the message.
+    """
     times: dict[int, list[float]] = {}
     try:
         with open_text(path) as file:
@@ -129,5 +132,5 @@ def read_trace(path: Path | str) -> MeasuredTimes:
             if worker not in times:
                 raise ValueError(f"no times for worker {worker}; workers must be numbered from 0 without gaps")
     except (OSError, ValueError) as error:
-        raise UserError(unreadable(path, error)) from error
+        raise UserError(start + unreadable(path, error)) from error
     return tuple(tuple(times[worker]) for worker in range(len(times)))

@@ -106,9 +106,8 @@ class LocalEngine:
             scaling = find_scale(servers[worker].optimizer)
             made = programs.gradient(params[worker], *inputs, None if scaling is None else scaling.scale)
             at = Arrival(np.float32(0), np.float32(1), np.float32(1), np.int32(state.step))
-            params[worker], servers[worker] = programs.arrive(
-                True, True, params[worker], servers[worker], *made, None, at
-            )
+            sent = (*made, None)
+            params[worker], servers[worker] = programs.arrive(True, True, params[worker], servers[worker], sent, at)
             if row.is_last and self._waits:
                 meeting, outer = self._outer_step(self._mean_of(params), outer)
                 params = list(self._spread(meeting))

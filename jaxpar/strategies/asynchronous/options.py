@@ -5,12 +5,14 @@
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import optax
 from ml_collections import ConfigDict
 
+from jaxpar import config as configs
 from jaxpar.core import optimizer
 from jaxpar.core.step import Problem
 from jaxpar.errors import UserError, check_choice
@@ -52,72 +54,46 @@ def decide_updates(config: ConfigDict) -> UpdateSource:
     a = config.asynchronous
     check_choice("asynchronous.mode", a.mode, MODES)
     check_choice("asynchronous.policy", a.policy, POLICIES)
-    for key in sorted({key for settings in POLICY_SETTINGS.values() for key in settings}):
-        if a[key] is not None and key not in POLICY_SETTINGS.get(a.policy, {}):
-            raise UserError(f"config.asynchronous.{key} is {a[key]}; it must be None with policy {a.policy!r}")
-    if a.outer_lr is not None and not 0 <= a.outer_lr < math.inf:
-        raise UserError(f"config.asynchronous.outer_lr is {a.outer_lr}; it must be finite and at least 0")
-    if a.outer_momentum is not None and not 0 <= a.outer_momentum < 1:
-        momentum = f"config.asynchronous.outer_momentum is {a.outer_momentum}"
-        raise UserError(f"{momentum}; it must be at least 0 and less than 1")
-    if a.mode == "live":
-        _check_live(config)
-    if a.table:
-        _check_replay(config)
+    configs.check_rules(config, _rules(a))
     _check_mitigations(config)
     times = _read_delays(config)
     recorded = _read_recorded(config) if a.table else None
-    if recorded is None and (reason := simulation_obstacle(a.policy, **_simulation_settings(config, 1))):
+    if recorded is None and (reason := simulation_obstacle(a.policy, _simulation_settings(config, 1))):
         raise UserError(f"config.asynchronous.{reason}")
     return UpdateSource(times, recorded)
 
 
-def _check_live(config: ConfigDict) -> None:
-    a, live = config.asynchronous, "config.asynchronous.mode='live'"
-    if a.policy not in LIVE_POLICIES:
-        raise UserError(
-            f"config.asynchronous.policy is {a.policy!r}; it must be one of {', '.join(LIVE_POLICIES)} with {live} "
-            "(ssp with bound 0 is lockstep)"
-        )
+def _rules(a: ConfigDict) -> Iterator[configs.KeyRule]:
+    """Yield the rules of the policy and the mode. a: config.asynchronous."""
+    for key in sorted({key for settings in POLICY_SETTINGS.values() for key in settings}):
+        is_used = key in POLICY_SETTINGS.get(a.policy, {})
+        yield f"asynchronous.{key}", a[key] is None or is_used, f"None with policy {a.policy!r}"
+    yield "asynchronous.outer_lr", a.outer_lr is None or 0 <= a.outer_lr < math.inf, "finite and at least 0"
+    momentum = a.outer_momentum
+    yield "asynchronous.outer_momentum", momentum is None or 0 <= momentum < 1, "at least 0 and less than 1"
+    can_be_live, choices = a.policy in LIVE_POLICIES, f"one of {', '.join(LIVE_POLICIES)}"
+    if a.mode == "live":
+        live = "config.asynchronous.mode='live'"
+        yield "asynchronous.policy", can_be_live, f"{choices} with {live} (ssp with bound 0 is lockstep)"
+        yield "asynchronous.table", not a.table, f"empty with {live}"
+        yield from _rules_of_delays(a, f"{live}, which measures real times", but="slowdown")
     if a.table:
-        raise UserError(f"config.asynchronous.table is {a.table!r}; it must be empty with {live}")
-    if "corrected_momentum" in named_mitigations(config):
-        raise UserError(
-            f"config.asynchronous.mitigations is {a.mitigations!r}; it must not contain corrected_momentum with {live}"
-            ", because the staleness is not known before the run"
-        )
-    _check_delays(config, f"{live}, which measures real times", but="slowdown")
+        replay = "config.asynchronous.table"
+        yield "asynchronous.policy", can_be_live, f"{choices} with {replay}"
+        yield "asynchronous.bound", a.bound is None, f"None with {replay}, which already fixes the order of updates"
+        yield from _rules_of_delays(a, f"{replay}, which already contains times")
 
 
-def _check_replay(config: ConfigDict) -> None:
-    a, replay = config.asynchronous, "config.asynchronous.table"
-    if a.policy not in LIVE_POLICIES:
-        raise UserError(
-            f"config.asynchronous.policy is {a.policy!r}; it must be one of {', '.join(LIVE_POLICIES)} with {replay}"
-        )
-    if a.bound is not None:
-        raise UserError(
-            f"config.asynchronous.bound is {a.bound}; it must be None with {replay}, which already fixes the order of "
-            "updates"
-        )
-    _check_delays(config, f"{replay}, which already contains times")
-
-
-def _check_delays(config: ConfigDict, why: str, but: str = "") -> None:
-    """Raise UserError for settings of delays that would have no effect. but: the one that has."""
+def _rules_of_delays(a: ConfigDict, why: str, but: str = "") -> Iterator[configs.KeyRule]:
+    """Yield the rules of settings of delays that would have no effect. but: the one that has."""
     unset = {**Delays._field_defaults, "trace": ""}
-    for key, value in config.asynchronous.delays.items():
-        if key != but and value != unset[key]:
-            raise UserError(f"config.asynchronous.delays.{key} is {value!r}; it must be {unset[key]!r} with {why}")
+    for key, value in a.delays.items():
+        yield f"asynchronous.delays.{key}", key == but or value == unset[key], f"{unset[key]!r} with {why}"
 
 
 def _check_mitigations(config: ConfigDict) -> None:
     a, o, names = config.asynchronous, config.optimizer, named_mitigations(config)
     key, are = "config.asynchronous.mitigations", f"config.asynchronous.mitigations is {a.mitigations!r}"
-    strength, norm = (
-        f"config.asynchronous.dc_strength is {a.dc_strength}",
-        f"config.asynchronous.max_norm is {a.max_norm}",
-    )
     if a.mitigations and "" in map(str.strip, a.mitigations.split(",")):
         raise UserError(f"{are}; it must be names separated by commas, or empty")
     for name in names:
@@ -129,26 +105,29 @@ def _check_mitigations(config: ConfigDict) -> None:
         )
     if len(set(names)) < len(names):
         raise UserError(f"{are}; it must not repeat a name")
-    if a.dc_strength is not None and not 0 <= a.dc_strength < math.inf:
-        raise UserError(f"{strength}; it must be finite and at least 0")
     if STRENGTHS.keys() <= set(names):
         raise UserError(f"{are}; it must contain at most one of {', '.join(STRENGTHS)}")
-    if a.dc_strength is not None and not STRENGTHS.keys() & set(names):
-        raise UserError(f"{strength}; it must be None without {' or '.join(STRENGTHS)} in {key}")
-    if a.max_norm is None and "clip_by_staleness" in names:
-        raise UserError(f"{norm}; it must be greater than 0 with clip_by_staleness")
-    if a.max_norm is not None and "clip_by_staleness" not in names:
-        raise UserError(f"{norm}; it must be None without clip_by_staleness in {key}")
-    if a.max_norm is not None and not a.max_norm > 0:
-        raise UserError(f"{norm}; it must be greater than 0")
+    if a.mode == "live" and "corrected_momentum" in names:
+        raise UserError(
+            f"{are}; it must not contain corrected_momentum with config.asynchronous.mode='live', because the "
+            "staleness is not known before the run"
+        )
+    clips, compensates = "clip_by_staleness" in names, any(name in STRENGTHS for name in names)
+    either = " or ".join(STRENGTHS)
+    strength, norm = a.dc_strength, a.max_norm
+    rules: list[configs.KeyRule] = [
+        ("asynchronous.dc_strength", strength is None or 0 <= strength < math.inf, "finite and at least 0"),
+        ("asynchronous.dc_strength", strength is None or compensates, f"None without {either} in {key}"),
+        ("asynchronous.max_norm", norm is not None or not clips, "greater than 0 with clip_by_staleness"),
+        ("asynchronous.max_norm", norm is None or clips, f"None without clip_by_staleness in {key}"),
+        ("asynchronous.max_norm", norm is None or norm > 0, "greater than 0"),
+    ]
     if "corrected_momentum" in names:
         where, momenta = f"with corrected_momentum in {key}", optimizer.OPTIMIZERS[o.name].momentum
-        if not momenta:
-            others = ", ".join(name for name, one in optimizer.OPTIMIZERS.items() if one.momentum)
-            raise UserError(f"config.optimizer.name is {o.name!r}; it must be one of {others} {where}")
-        for momentum in momenta:
-            if not o[momentum]:
-                raise UserError(f"config.optimizer.{momentum} is {o[momentum]}; it must be greater than 0 {where}")
+        others = ", ".join(name for name, one in optimizer.OPTIMIZERS.items() if one.momentum)
+        rules.append(("optimizer.name", bool(momenta), f"one of {others} {where}"))
+        rules += [(f"optimizer.{name}", bool(o[name]), f"greater than 0 {where}") for name in momenta]
+    configs.check_rules(config, rules)
 
 
 def named_mitigations(config: ConfigDict) -> list[str]:
@@ -216,14 +195,9 @@ def _simulation_settings(config: ConfigDict, num_steps: int) -> dict[str, int]:
 def _read_recorded(config: ConfigDict) -> UpdateTable:
     """Read the table of a live run."""
     a, named = config.asynchronous, f"config.asynchronous.table is {config.asynchronous.table!r}"
-    try:
-        recorded = table.read_updates(a.table)
-    except UserError as error:
-        raise UserError(f"config.asynchronous.table is {error}") from None
-    if recorded.num_workers != a.num_workers:
-        raise UserError(
-            f"config.asynchronous.num_workers is {a.num_workers}; it must be {recorded.num_workers}, as in {a.table}"
-        )
+    recorded = table.read_updates(a.table, "config.asynchronous.table is ")
+    recorded_number = f"{recorded.num_workers}, as in {a.table}"
+    configs.check_rules(config, [("asynchronous.num_workers", a.num_workers == recorded.num_workers, recorded_number)])
     if recorded.step[0]:
         raise UserError(
             f"{named}, which begins at step {recorded.step[0]}, where its run switched to this strategy; it must begin "
@@ -240,15 +214,10 @@ def _read_recorded(config: ConfigDict) -> UpdateTable:
 def _read_delays(config: ConfigDict) -> Delays:
     """Read config.asynchronous.delays, and the trace that it names."""
     d = config.asynchronous.delays
-    if (d.distribution == "trace") != bool(d.trace):
-        raise UserError(
-            f"config.asynchronous.delays.trace is {d.trace!r}; it must be the path of a CSV file with "
-            "config.asynchronous.delays.distribution='trace', and empty otherwise"
-        )
-    try:
-        trace = delays.read_trace(d.trace) if d.trace else ()
-    except UserError as error:
-        raise UserError(f"config.asynchronous.delays.trace is {error}") from None
+    path = "the path of a CSV file with config.asynchronous.delays.distribution='trace', and empty otherwise"
+    is_needed = d.distribution == "trace"
+    configs.check_rules(config, [("asynchronous.delays.trace", is_needed == bool(d.trace), path)])
+    trace = delays.read_trace(d.trace, "config.asynchronous.delays.trace is ") if d.trace else ()
     times = Delays(**{**d, "trace": trace})
     if reason := delays.delays_obstacle(times):
         raise UserError(f"config.asynchronous.delays.{reason}")

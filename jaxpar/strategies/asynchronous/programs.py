@@ -6,7 +6,6 @@ run with threads can be replayed.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +26,11 @@ from jaxpar.tasks import Sums
 from jaxpar.tasks.task import Scalar
 
 FIRST_STEP = "begun"  # in the private state: the step at which the run switched to this strategy
+
+# A gradient, sums over its examples, and what its loss was multiplied by, and the gradient has been divided by; None:
+# nothing. If it is sent to the server, also the weights that it was computed from; None if no mitigation needs them.
+MadeGradient = tuple[Params, Sums, Scalar | None]
+SentGradient = tuple[Params, Sums, Scalar | None, Params | None]
 
 
 class Totals(NamedTuple):
@@ -67,74 +71,6 @@ class Chunk(NamedTuple):
     loss_scale: Scalar | None = None  # what their loss is multiplied by: the server's scale in this step; None: nothing
 
 
-def arrive(
-    problem: Problem,
-    mitigations: Mitigations,
-    is_first: bool,
-    is_last: bool,
-    params: Params,
-    server: Server,
-    grads: Params,
-    sums: Sums,
-    loss_scale: Scalar | None,
-    read: Params | None,
-    at: Arrival,
-) -> tuple[Params, Server]:
-    """Take a gradient of the weights `read`, and update the newest weights if it is the last one of its update.
-
-    loss_scale: what the loss was multiplied by. The gradient has been divided by it.
-    """
-    before, after = server.mitigations
-    arrived = steps.is_finite(optax.tree.norm(grads), sums)
-    details = {"staleness": at.staleness, "read": read, "mean_share": at.mean_share}
-    grads, remembered = mitigations.gradients.update(grads, before, params, **details)
-    before = jax.tree.map(lambda new, old: jnp.where(arrived, new, old), remembered, before)
-    total = jax.tree.map(jnp.add, server.totals.sums, sums)
-    if not (is_first and is_last):  # a nonfinite gradient or loss invalidates the whole update
-        grads = jax.tree.map(lambda g: jnp.where(arrived, g, jnp.nan), grads)
-    grads = grads if is_first else jax.tree.map(jnp.add, server.waiting, grads)
-    server = server._replace(mitigations=(before, after), totals=server.totals._replace(sums=total))
-    if not is_last:
-        finite = server.totals.finite & arrived
-        return params, server._replace(waiting=grads, totals=server.totals._replace(finite=finite))
-    if not is_first:  # dividing by 1 would change no value, but could change how XLA rounds later operations
-        grads = jax.tree.map(lambda x: x / at.size, grads)
-    return _update(problem, mitigations, params, server, grads, sums, loss_scale, at)
-
-
-def _update(
-    problem: Problem,
-    mitigations: Mitigations,
-    params: Params,
-    server: Server,
-    grads: Params,
-    sums: Sums,
-    loss_scale: Any,
-    at: Arrival,
-) -> tuple[Params, Server]:
-    """Update the weights by the gradient of a whole update. sums, loss_scale, at: those of its last gradient."""
-    before, after = server.mitigations
-    totals, grad_norm = server.totals, optax.tree.norm(grads)
-    optimizer = at_step(server.optimizer, at.step)
-    updates, optimizer = problem.optimizer.update(grads, optimizer, params, grad_norm=grad_norm)
-    finite = steps.is_finite(grad_norm, sums)
-    updates, remembered = mitigations.updates.update(updates, after, params, mean_share=at.mean_share)
-    after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), remembered, after)
-    state = State(at.step, jnp.zeros(()), params, server.optimizer)
-    state, metrics = steps.apply(state, updates, optimizer, Metrics(totals.sums, grad_norm, finite, loss_scale))
-    if (failed := totals.failed_scale) is not None:
-        failed = jnp.where(finite, failed, jnp.minimum(failed, loss_scale))
-    totals = Totals(
-        totals.sums,
-        totals.square + jnp.where(metrics.finite, grad_norm, 0) ** 2,
-        totals.num_updates + 1,
-        totals.finite & metrics.finite,
-        failed,
-    )
-    waiting = jax.tree.map(jnp.zeros_like, server.waiting)
-    return state.params, Server(state.optimizer, waiting, (before, after), totals)
-
-
 class Programs:
     """The programs of a run, compiled when they are first called on a device."""
 
@@ -154,9 +90,7 @@ class Programs:
         # Unused arguments are kept, because the audit counts the bytes of each argument.
         self.gradient = jax.jit(gradient, keep_unused=True)
         # The server's program. The old server is donated.
-        self.arrive = jax.jit(
-            partial(arrive, problem, mitigations), static_argnums=(0, 1), donate_argnums=3, keep_unused=True
-        )
+        self.arrive = jax.jit(self._arrive, static_argnums=(0, 1), donate_argnums=3, keep_unused=True)
         # (batch) -> the divisor of a worker's gradient: the sum of the batch's weights / num_workers
         self.weight = jax.jit(lambda batch: steps.batch_weight(batch) / num_workers)
         # (totals, scale of the loss) -> a step's metrics. The norm is the root mean square over its updates; nan if one
@@ -184,9 +118,58 @@ class Programs:
             lambda state: self.server(state.params, state.optimizer, None, is_grouped=is_grouped), like
         )
         read = like.params if self.mitigations.needs_read else None
-        arguments = (like.params, server, *workers[0].out_info, read, Arrival(number, number, number, step))
+        arguments = (like.params, server, (*workers[0].out_info, read), Arrival(number, number, number, step))
         updates = [self.arrive.lower(not is_grouped, True, *on(arguments, device)) for device in update_devices]
         return [*workers, *updates]
+
+    def _arrive(
+        self, is_first: bool, is_last: bool, params: Params, server: Server, sent: SentGradient, at: Arrival
+    ) -> tuple[Params, Server]:
+        """Take a gradient, and update the newest weights if it is the last one of its update."""
+        grads, sums, _, read = sent
+        before, after = server.mitigations
+        arrived = steps.is_finite(optax.tree.norm(grads), sums)
+        details = {"staleness": at.staleness, "read": read, "mean_share": at.mean_share}
+        grads, remembered = self.mitigations.gradients.update(grads, before, params, **details)
+        before = jax.tree.map(lambda new, old: jnp.where(arrived, new, old), remembered, before)
+        total = jax.tree.map(jnp.add, server.totals.sums, sums)
+        if not (is_first and is_last):  # a nonfinite gradient or loss invalidates the whole update
+            grads = jax.tree.map(lambda g: jnp.where(arrived, g, jnp.nan), grads)
+        grads = grads if is_first else jax.tree.map(jnp.add, server.waiting, grads)
+        server = server._replace(mitigations=(before, after), totals=server.totals._replace(sums=total))
+        if not is_last:
+            finite = server.totals.finite & arrived
+            return params, server._replace(waiting=grads, totals=server.totals._replace(finite=finite))
+        if not is_first:  # dividing by 1 would change no value, but could change how XLA rounds later operations
+            grads = jax.tree.map(lambda x: x / at.size, grads)
+        return self._update(params, server, grads, sent, at)
+
+    def _update(
+        self, params: Params, server: Server, grads: Params, last: SentGradient, at: Arrival
+    ) -> tuple[Params, Server]:
+        """Update the weights by the gradient of a whole update. last, at: its last gradient."""
+        loss_scale: Any
+        _, sums, loss_scale, _ = last
+        before, after = server.mitigations
+        totals, grad_norm = server.totals, optax.tree.norm(grads)
+        optimizer = at_step(server.optimizer, at.step)
+        updates, optimizer = self._problem.optimizer.update(grads, optimizer, params, grad_norm=grad_norm)
+        finite = steps.is_finite(grad_norm, sums)
+        updates, remembered = self.mitigations.updates.update(updates, after, params, mean_share=at.mean_share)
+        after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), remembered, after)
+        state = State(at.step, jnp.zeros(()), params, server.optimizer)
+        state, metrics = steps.apply(state, updates, optimizer, Metrics(totals.sums, grad_norm, finite, loss_scale))
+        if (failed := totals.failed_scale) is not None:
+            failed = jnp.where(finite, failed, jnp.minimum(failed, loss_scale))
+        totals = Totals(
+            totals.sums,
+            totals.square + jnp.where(metrics.finite, grad_norm, 0) ** 2,
+            totals.num_updates + 1,
+            totals.finite & metrics.finite,
+            failed,
+        )
+        waiting = jax.tree.map(jnp.zeros_like, server.waiting)
+        return state.params, Server(state.optimizer, waiting, (before, after), totals)
 
     def chunks(
         self, step: int, batch: Mapping[str, np.ndarray], device: jax.Device, scaling: LossScale | None = None
@@ -204,8 +187,7 @@ class Programs:
         zero: Scalar = np.zeros((), np.float32)
         failed = None if self._scaling is None else np.float32(np.inf)
         totals = Totals(self._problem.task.zeros(), zero, zero, np.ones((), bool), failed)
-        placed: Totals = jax.device_put(totals, device)
-        return placed
+        return jax.device_put(totals, device)
 
 
 def _metrics(totals: Totals, scaling: LossScale | None) -> Metrics:

@@ -82,12 +82,10 @@ class ServerEngine:
         return run, self._metrics(run)
 
     def _apply(self, run: ServerRun, deliveries: Iterator[Delivery]) -> None:
-        for row, grads, sums, loss_scale, read in deliveries:
+        for row, sent in deliveries:
             staleness, mean_share, size = map(np.float32, (row.staleness, row.mean_share, row.size))
             at = Arrival(staleness, mean_share, size, np.int32(run.step - 1))
-            run.params, run.server = self._programs.arrive(
-                row.is_first, row.is_last, run.params, run.server, grads, sums, loss_scale, read, at
-            )
+            run.params, run.server = self._programs.arrive(row.is_first, row.is_last, run.params, run.server, sent, at)
             if row.is_last:
                 run.transport.publish(run.params)
 
@@ -97,8 +95,7 @@ class ServerEngine:
         return self._metrics(run)
 
     def _metrics(self, run: ServerRun) -> Metrics:
-        metrics: Metrics = self._programs.metrics(run.server.totals, find_scale(run.server.optimizer))
-        return metrics
+        return self._programs.metrics(run.server.totals, find_scale(run.server.optimizer))
 
     def params(self, run: ServerRun) -> Params:
         """Return the weights to evaluate, on the server's device."""

@@ -18,7 +18,7 @@ weights that its last gradient has just updated.
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -61,7 +61,7 @@ def simulate(
     delays = Delays() if delays is None else delays
     settings = {"seed": seed, "bound": bound, "groups": groups, "interval": interval}
     sizes = {"num_workers": num_workers, "num_gradients": num_gradients}
-    if reason := durations.delays_obstacle(delays) or simulation_obstacle(policy, **sizes, **settings):
+    if reason := durations.delays_obstacle(delays) or simulation_obstacle(policy, sizes | settings):
         raise ValueError(reason)
     compute = durations.compute_times(delays, num_workers, seed)
     communication = durations.communication_times(delays, num_workers, seed)
@@ -83,28 +83,19 @@ def make_update_table(num_workers: int, num_gradients: int, made: TableColumns) 
     return UpdateTable(num_workers, worker, read, update, chunk, chunk // np.int32(num_workers), start, finish)
 
 
-def simulation_obstacle(
-    policy: str,
-    *,
-    num_workers: int,
-    num_gradients: int,
-    seed: int = 0,
-    bound: int = 0,
-    groups: int = 1,
-    interval: int = 1,
-) -> str | None:
-    """Return in one line why these settings of `simulate` are invalid; None if they are valid."""
+def simulation_obstacle(policy: str, settings: Mapping[str, int]) -> str | None:
+    """Return in one line why these arguments of `simulate` are invalid; None if they are valid."""
     if policy not in POLICIES:
         return f"policy is {policy!r}; it must be one of {', '.join(POLICIES)}"
-    for name, value, least in (("num_workers", num_workers, 1), ("num_gradients", num_gradients, 1), ("seed", seed, 0)):
-        if value < least:
-            return f"{name} is {value}; it must be at least {least}"
-    if policy == "ssp" and bound < 0:
-        return f"bound is {bound}; it must be at least 0"
+    least = {"num_workers": 1, "num_gradients": 1, "seed": 0}
+    least |= {"bound": 0} if policy == "ssp" else {}
+    least |= {"interval": 1} if policy in ("local_sgd", "diloco", "model_average") else {}
+    for name, value in settings.items():
+        if name in least and value < least[name]:
+            return f"{name} is {value}; it must be at least {least[name]}"
+    num_workers, groups = settings["num_workers"], settings.get("groups", 1)
     if policy == "softsync" and not 1 <= groups <= num_workers:
         return f"groups is {groups}; it must be between 1 and {num_workers}, the number of workers"
-    if policy in ("local_sgd", "diloco", "model_average") and interval < 1:
-        return f"interval is {interval}; it must be at least 1"
     return None
 
 

@@ -11,21 +11,19 @@ One step of a run processes one gradient per worker, each of the worker's shard 
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from ml_collections import ConfigDict
 
 from jaxpar.cluster import Cluster
 from jaxpar.core import mesh as meshes
 from jaxpar.core import state as states
-from jaxpar.core import step as steps
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import Decision, Plan, Traffic, state_memory
 from jaxpar.core.state import Canonical, nbytes
@@ -49,9 +47,8 @@ from jaxpar.strategies.asynchronous.table import UpdateTable
 from jaxpar.strategies.asynchronous.threads import Threads
 from jaxpar.strategies.asynchronous.transport import BeginTransport
 from jaxpar.strategies.asynchronous.virtual_time import VirtualTime
-from jaxpar.strategies.placement import PlacedState, batch_placer, on_all
+from jaxpar.strategies.placement import PlacedState, evaluator
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
-from jaxpar.tasks import Sums
 
 
 def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Decision[UpdateSource]:
@@ -153,9 +150,7 @@ def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Devi
     [at] = placed.shardings.key.device_set
     mesh = meshes.make_mesh(plan.axes, devices)
     engine = _build_engine(details, problem, list(mesh.devices.flat), at)
-    everywhere = on_all(mesh)
-    sums = meshes.one_at_a_time(jax.jit(partial(steps.evaluate, problem), out_shardings=everywhere), mesh)
-    place_on_devices = batch_placer(mesh)
+    evaluate = evaluator(problem, mesh)
 
     def from_canonical(tree: Canonical, private: Canonical | None = None) -> Any:
         step, path = int(tree["step"]), config.asynchronous.table
@@ -165,10 +160,6 @@ def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Devi
                 "after that step; a run can resume there only if it began with this table"
             )
         return engine.start(placed.from_canonical(tree), private or None)
-
-    def evaluate(state: Any, batch: Mapping[str, np.ndarray]) -> Sums:
-        total: Sums = sums(jax.device_put(engine.params(state), everywhere), place_on_devices(batch))
-        return total
 
     def num_in_flight(state: Any) -> int:
         return 0 if updates is None or has_local_weights(config) else table.batches_in_flight(updates, state.step)
@@ -188,7 +179,7 @@ def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Devi
         init=lambda key: engine.start(placed.init(key)),
         place=dict,
         step=engine.step,
-        evaluate=evaluate,
+        evaluate=lambda state, batch: evaluate(engine.params(state), batch),
         to_canonical=lambda state: states.to_canonical(engine.canonical(state)),
         from_canonical=from_canonical,
         compile=lambda: [CompiledProgram(one.compile(), arguments=("parameters",)) for one in engine.lower(like)],

@@ -200,10 +200,10 @@ def write_updates(path: Path | str, table: UpdateTable) -> None:
     write_text(Path(path), "\n".join(lines) + "\n")
 
 
-def read_updates(path: Path | str) -> UpdateTable:
+def read_updates(path: Path | str, start: str = "") -> UpdateTable:
     """Read and validate a table that `write_updates` wrote. The result is the same to the last bit.
 
-    Raises UserError for an invalid file: one line, with the file and, if there is one, the line.
+    Raises UserError for an invalid file: `start`, with the file and, if there is one, the line.
     """
     try:
         with open_text(path) as file:
@@ -217,7 +217,7 @@ def read_updates(path: Path | str) -> UpdateTable:
         if rule := _broken_rule(table, lambda row: f"line {lines[row]}"):
             raise ValueError(rule)
     except (OSError, ValueError) as error:
-        raise UserError(unreadable(path, error)) from error
+        raise UserError(start + unreadable(path, error)) from error
     return table
 
 

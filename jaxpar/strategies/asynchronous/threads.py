@@ -14,8 +14,8 @@ import jax
 
 from jaxpar.core.state import State
 from jaxpar.models.model import Params
-from jaxpar.strategies.asynchronous.programs import Chunk
-from jaxpar.strategies.asynchronous.transport import Assignment, Delivery, LiveTransport, SentGradient, Workers
+from jaxpar.strategies.asynchronous.programs import Chunk, SentGradient
+from jaxpar.strategies.asynchronous.transport import Assignment, Delivery, LiveTransport, Workers
 
 
 class Threads(LiveTransport):
@@ -55,7 +55,7 @@ class Threads(LiveTransport):
             if isinstance(sent, BaseException):
                 self._error = sent
                 raise sent
-            yield Delivery(self.arrived(assignment), *sent)
+            yield self.arrived(assignment), sent
             self.applied(assignment)
 
     def close(self) -> None:

@@ -21,23 +21,11 @@ import numpy as np
 from jaxpar.core.state import Canonical, State
 from jaxpar.models.model import Params
 from jaxpar.strategies.asynchronous.layouts import DeviceNumbers
-from jaxpar.strategies.asynchronous.programs import Chunk, Programs
+from jaxpar.strategies.asynchronous.programs import Chunk, MadeGradient, Programs, SentGradient
 from jaxpar.strategies.asynchronous.table import COLUMNS, TIMES, GradientRow, UpdateTable
-from jaxpar.tasks import Sums
-from jaxpar.tasks.task import Scalar
 
-MadeGradient = tuple[Params, Sums, Scalar | None]  # a gradient, its sums, and what its loss was multiplied by
-SentGradient = tuple[Params, Sums, Scalar | None, Params | None]  # these, and the weights it was computed from
-
-
-class Delivery(NamedTuple):
-    """A gradient that has reached the server's device."""
-
-    row: GradientRow  # its row of the table
-    grads: Params  # the gradient
-    sums: Sums  # sums over its examples
-    loss_scale: Scalar | None  # what its loss was multiplied by, and the gradient has been divided by; None: nothing
-    read: Params | None  # the weights that it was computed from; None if no mitigation needs them
+# A gradient that has reached the server's device, after its row of the table.
+Delivery = tuple[GradientRow, SentGradient]
 
 
 class InFlight(NamedTuple):
@@ -64,14 +52,12 @@ class Workers(NamedTuple):
     def compute(self, worker: int, read: Params, chunk: Chunk) -> MadeGradient:
         """Return a shard's gradient, with the sums and the scale. `read` and results are on the worker's device."""
         inputs = (self.key, np.int32(chunk.step), chunk.examples, chunk.weight, chunk.loss_scale)
-        made: MadeGradient = self.programs.gradient(read, *jax.device_put(inputs, self.device_of(worker)))
-        return made
+        return self.programs.gradient(read, *jax.device_put(inputs, self.device_of(worker)))
 
     def send(self, made: MadeGradient, read: Params) -> SentGradient:
         """Return the result of `compute`, and the weights if a mitigation needs them, on the server's device."""
         needs_read = self.programs.mitigations.needs_read
-        sent: SentGradient = jax.device_put((*made, read if needs_read else None), self.server)
-        return sent
+        return jax.device_put((*made, read if needs_read else None), self.server)
 
 
 class Transport(Protocol):

@@ -40,8 +40,7 @@ class VirtualTime:
         self._chunks: dict[int, Chunk] = {}
 
     def _put(self, params: Params, place: int) -> Params:
-        copy: Params = jax.device_put(params, self._workers.devices[place])
-        return copy
+        return jax.device_put(params, self._workers.devices[place])
 
     def deliver(self, chunks: Mapping[int, Chunk], *, drain: bool) -> Iterator[Delivery]:
         """Yield the gradients of the next step, if there are shards. There is nothing to drain."""
@@ -54,7 +53,7 @@ class VirtualTime:
                 self._copies[place] = self._put(self._params, place)
             read = self._copies[place] if row.read == row.update else self.history[row.read, place]
             made = self._workers.compute(row.worker, read, self._chunks.pop(row.chunk))
-            yield Delivery(row, *self._workers.send(made, read))
+            yield row, self._workers.send(made, read)
         self._step += 1
 
     def publish(self, params: Params) -> None:

@@ -71,8 +71,7 @@ def build(plan: Plan[str], problem: Problem, given: Sequence[jax.Device]) -> Str
             return next(shard.data for shard in x.addressable_shards if shard.device == device)
 
         parts = [jax.tree.map(partial(part, device=device), tree) for device in devices]
-        moved: list[Any] = jax.device_put(parts, master)
-        return moved
+        return jax.device_put(parts, master)
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         sent = jax.device_put(state._replace(optimizer=find_scale(state.optimizer)), everywhere)

@@ -274,8 +274,7 @@ class ReplicaState:
 
     def to_private(self, state: State) -> Canonical:
         """Return the private state: the parts of a global state that its canonical form lacks."""
-        private: Canonical = serialization.to_state_dict(self._private(state))
-        return private
+        return serialization.to_state_dict(self._private(state))
 
     def _private(self, state: State) -> dict[str, Any]:
         parts = {"params": state.params, "optimizer": state.optimizer.optimizer, "private": state.optimizer.private}

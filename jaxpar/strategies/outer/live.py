@@ -105,11 +105,11 @@ class OuterActor:
         self._watch = self._watch or asyncio.create_task(self._look_for_silence())
         return joined
 
-    async def exchange(self, worker: int, fragment: int, difference: Difference) -> OuterAnswer:
+    async def exchange(self, worker: int, sent: Difference) -> OuterAnswer:
         """Take a difference, and return the anchor when its round is closed."""
-        self._server.offer(worker, fragment, difference, time.monotonic())
+        self._server.offer(worker, sent, time.monotonic())
         self._write()
-        while (found := self._server.answer(worker, difference.start, fragment, difference.step)) is None:
+        while (found := self._server.answer(worker, sent.start, sent.fragment, sent.step)) is None:
             await asyncio.sleep(ROUND_POLL_SECONDS)
         return found
 
@@ -223,9 +223,9 @@ class RayLink:
                 what = WHAT.get(key, f"config.outer.{key}")
                 raise UserError(f"{name}, a run of another config: {what} is {value} here and must be {other}")
 
-    def offer(self, fragment: int, difference: Difference) -> None:
+    def offer(self, difference: Difference) -> None:
         """See OuterLink."""
-        self._answer = self._actor.exchange.remote(self._details.worker, fragment, difference)
+        self._answer = self._actor.exchange.remote(self._details.worker, difference)
 
     def result(self, fragment: int, step: int) -> OuterAnswer | None:
         """See OuterLink. Raises TrainingError if the server has ended, or another process has taken the place."""
@@ -236,8 +236,7 @@ class RayLink:
                     is_answered = self._leave(fragment, step)
                     if not is_answered:
                         return None
-                answer: OuterAnswer = self._ray.get(self._answer, timeout=STOP_SECONDS)
-                return answer
+                return self._ray.get(self._answer, timeout=STOP_SECONDS)
             except exceptions.GetTimeoutError:
                 continue
             except exceptions.RayTaskError as error:
@@ -257,8 +256,7 @@ class RayLink:
     def _leave(self, fragment: int, step: int) -> bool:
         """Leave, and return whether there was an answer to the difference of `step` before."""
         self._has_left.set()
-        is_answered: bool = self._ray.get(self._actor.leave.remote(self._details.worker, self._start, fragment, step))
-        return is_answered
+        return self._ray.get(self._actor.leave.remote(self._details.worker, self._start, fragment, step))
 
     def _beat(self) -> None:
         """Send heartbeats, and print what the others have done since."""

@@ -19,7 +19,7 @@ from jaxpar.core.step import Problem
 from jaxpar.errors import UserError, check_choice, format_bytes, format_count
 from jaxpar.exchange.compress import Compressor, absmax_int8, error_feedback, topk
 from jaxpar.layout import PER_REPLICA
-from jaxpar.strategies.ray_cluster import check_address
+from jaxpar.strategies.ray_cluster import WITHOUT_RAY, check_address
 
 OUTER_POLICIES = {"diloco": "DiLoCo", "local_sgd": "local SGD"}
 COMPRESSIONS = ("none", "int8", "topk")
@@ -91,18 +91,17 @@ def check_outer(config: ConfigDict, cluster: Cluster) -> None:
     check_choice("outer.policy", o.policy, OUTER_POLICIES)
     check_choice("outer.compression", o.compression, COMPRESSIONS)
     last, gap = o.num_workers - 1, o.every_steps // max(o.fragments, 1)
-    rules: list[tuple[str, bool, str]] = [
+    are_equal = o.fragments >= 1 and o.every_steps % o.fragments == 0  # the steps between fragments
+    is_multiple = config.num_steps > 0 and config.num_steps % max(o.every_steps, 1) == 0
+    is_synchronous = config.strategy not in ("async_data_parallel", "swarm")
+    rules: list[configs.KeyRule] = [
         ("outer.worker", 0 <= o.worker <= last, f"between 0 and {last} with {key}"),
         ("outer.min_workers", 0 <= o.min_workers <= o.num_workers, f"between 0 and {o.num_workers} with {key}"),
         ("outer.every_steps", o.every_steps >= 1, "at least 1"),
         ("outer.lr", 0 < o.lr < math.inf, "finite and greater than 0"),
         ("outer.momentum", 0 <= o.momentum < 1, "at least 0 and less than 1"),
         ("outer.ratio", 0 < o.ratio <= 1, "greater than 0 and at most 1"),
-        (
-            "outer.fragments",
-            o.fragments >= 1 and o.every_steps % o.fragments == 0,
-            f"a divisor of {o.every_steps} (config.outer.every_steps)",
-        ),
+        ("outer.fragments", are_equal, f"a divisor of {o.every_steps} (config.outer.every_steps)"),
         (
             "outer.overlap_steps",
             0 <= o.overlap_steps < gap,
@@ -116,29 +115,14 @@ def check_outer(config: ConfigDict, cluster: Cluster) -> None:
             f"0 or more than {o.silence_seconds} (config.outer.silence_seconds), for which the others are waited for",
         ),
         ("outer.name", bool(o.name), "the name of the run on the Ray cluster"),
-        (
-            "num_steps",
-            config.num_steps > 0 and config.num_steps % max(o.every_steps, 1) == 0,
-            f"a positive multiple of {o.every_steps} (config.outer.every_steps) with {key}",
-        ),
+        ("num_steps", is_multiple, f"a positive multiple of {o.every_steps} (config.outer.every_steps) with {key}"),
         ("elastic_seconds", config.elastic_seconds == 0, f"0 with {key}, whose workers are single processes"),
-        (
-            "strategy",
-            config.strategy not in ("async_data_parallel", "swarm"),
-            f"a synchronous strategy with {key}, such as 'data_parallel'",
-        ),
+        ("strategy", is_synchronous, f"a synchronous strategy with {key}, such as 'data_parallel'"),
     ]
-    values = configs.keys(config)
-    for name, holds, rule in rules:
-        if not holds:
-            raise UserError(f"config.{name} is {values[name]!r}; it must be {rule}")
+    configs.check_rules(config, rules)
     check_address("outer.address", o.address, required=True)
     meshes.check_processes(key, cluster)
-    if find_spec("ray") is None:
-        raise UserError(
-            f"config.outer.num_workers is {o.num_workers}; it must be 0 without Ray, which `pip install "
-            "'jaxpar[swarm]'` installs, and `scripts/setup swarm` in a clone"
-        )
+    configs.check_rules(config, [("outer.num_workers", find_spec("ray") is not None, f"0 {WITHOUT_RAY}")])
 
 
 def with_outer_step(config: ConfigDict, shapes: Problem, plan: Plan[Any]) -> Plan[Any]:
@@ -154,28 +138,20 @@ def with_outer_step(config: ConfigDict, shapes: Problem, plan: Plan[Any]) -> Pla
         reason = "all replicas have the same parameters" if replicas else "no update is delayed"
         raise UserError(f"config.{key} is {value!r}; it must be one with which {reason}, with config.outer.num_workers")
     params = abstract_params(shapes)
-    if o.fragments > len(params):
-        raise UserError(
-            f"config.outer.fragments is {o.fragments}; it must be at most {len(params)}, the number of layers with "
-            f"parameters ({', '.join(params)})"
-        )
+    most = f"at most {len(params)}, the number of layers with parameters ({', '.join(params)})"
+    configs.check_rules(config, [("outer.fragments", o.fragments <= len(params), most)])
     fragments = tuple(tuple(list(params)[number :: o.fragments]) for number in range(o.fragments))
     sizes = {layer: sum(leaf.size for leaf in jax.tree.leaves(arrays)) for layer, arrays in params.items()}
     is_plain = o.policy == "local_sgd"
+    same = ("num_workers", "every_steps", "compression", "ratio", "overlap_steps", "mix", "silence_seconds")
     settings = OuterSettings(
-        o.num_workers,
-        o.min_workers or o.num_workers,
-        o.every_steps,
-        shapes.num_steps,
-        1.0 if is_plain else o.lr,
-        0.0 if is_plain else o.momentum,
-        o.compression,
-        o.ratio,
-        o.overlap_steps,
-        o.mix,
-        o.silence_seconds,
-        config.seed,
-        tuple(sum(sizes[layer] for layer in layers) for layers in fragments),
+        **{name: o[name] for name in same},
+        min_workers=o.min_workers or o.num_workers,
+        num_steps=shapes.num_steps,
+        lr=1.0 if is_plain else o.lr,
+        momentum=0.0 if is_plain else o.momentum,
+        seed=config.seed,
+        lengths=tuple(sum(sizes[layer] for layer in layers) for layers in fragments),
     )
     total, sent = 4 * sum(sizes.values()), sum(settings.message_bytes)
     held = {"anchors": total, "residuals": 0 if o.compression == "none" else total}

@@ -6,33 +6,17 @@
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from jaxpar.errors import TrainingError
 from jaxpar.strategies.outer.options import OuterSettings
-from jaxpar.strategies.outer.server import Anchor, Difference, Joined, OuterAnswer, Vector
+from jaxpar.strategies.outer.server import Anchor, Difference, Joined, OuterAnswer, OuterServer, Vector
 from jaxpar.strategies.outer.table import Contribution, OuterEvent
 
 Found = TypeVar("Found")
 NO_ANSWER = OuterAnswer(-1, np.zeros(0, np.float32))  # to a worker that has left instead of waiting
-
-
-class LocalServer(Protocol):
-    """The functions of an `OuterServer` or a `RecordedServer` that workers call."""
-
-    def join(self, worker: int, step: int | None, read: int, now: float) -> Joined | None:
-        """Return the place of a run; None: not known yet."""
-
-    def offer(self, worker: int, fragment: int, difference: Difference, now: float) -> None:
-        """Take a difference."""
-
-    def answer(self, worker: int, start: int, fragment: int, step: int) -> OuterAnswer | None:
-        """Return the anchor for a difference, or NO_ANSWER; None if its round is open."""
-
-    def leave(self, worker: int, start: int, now: float) -> bool:
-        """End the membership of a run."""
 
 
 class Turns:
@@ -73,7 +57,7 @@ class Turns:
 class LocalLink:
     """The connection of a worker to a server in this process. See `OuterLink`."""
 
-    def __init__(self, server: LocalServer, turns: Turns, worker: int):
+    def __init__(self, server: "OuterServer | RecordedServer", turns: Turns, worker: int):
         self._server, self._turns, self._worker = server, turns, worker
         self._start = 0
 
@@ -84,9 +68,9 @@ class LocalLink:
         self._turns.notify()
         return joined
 
-    def offer(self, fragment: int, difference: Difference) -> None:
+    def offer(self, difference: Difference) -> None:
         """See OuterLink."""
-        self._server.offer(self._worker, fragment, difference, 0.0)
+        self._server.offer(self._worker, difference, 0.0)
         self._turns.notify()
 
     def result(self, fragment: int, step: int) -> OuterAnswer | None:
@@ -142,8 +126,9 @@ class RecordedServer:
         anchors = [anchor for anchor in found if anchor]
         return Joined(start, self._steps[worker, start], anchors) if len(anchors) == len(found) else None
 
-    def offer(self, worker: int, fragment: int, difference: Difference, _now: float) -> None:
+    def offer(self, worker: int, difference: Difference, _now: float) -> None:
         """Take a difference. Raises TrainingError if it is not the one of the table."""
+        fragment = difference.fragment
         row = self._rows.get((OuterEvent.COUNTED, worker, difference.start, fragment, difference.step))
         if row is None:
             return  # another start of this worker has sent the one that counted

@@ -49,6 +49,7 @@ class Difference(NamedTuple):
     step: int  # completed steps
     read: int  # version of the anchor from which it was measured
     payload: np.ndarray  # uint8, the bytes of the compressed vector
+    fragment: int = 0
 
 
 class Anchor:
@@ -134,8 +135,9 @@ class OuterServer:
         self._close_rounds(now)
         return Joined(start, furthest if step is None else step, [anchor.answer for anchor in self.anchors])
 
-    def offer(self, worker: int, fragment: int, difference: Difference, now: float) -> None:
+    def offer(self, worker: int, difference: Difference, now: float) -> None:
         """Take a difference. Raises TrainingError if another process has taken its place, or it is of another run."""
+        fragment = difference.fragment
         self._check_start(worker, difference.start)
         if difference.read > (version := self.anchors[fragment].version):
             raise TrainingError(f"{self._stranger(worker)} version {difference.read}, and the server has {version}")
@@ -145,7 +147,7 @@ class OuterServer:
         self._members[worker] = Member(difference.start, now)
         waiting = self._open[fragment].get(worker)
         if difference.step <= self._counted.get((worker, fragment), -1):
-            self._repeat(worker, fragment, difference, now)
+            self._repeat(worker, difference, now)
         elif waiting is not None:
             assert waiting.step == difference.step, "a worker waits for its round before the next one"
             self._repeats[worker, fragment] = difference
@@ -213,20 +215,19 @@ class OuterServer:
             for worker, one in sorted(waiting.items()):
                 self._counted[worker, fragment] = one.step
                 self._answers[worker, fragment] = one.step, anchor.answer
-                places = {"step": one.step, "fragment": fragment, "read": one.read}
-                sent = {"counted": counted, "got": anchor.version, "nbytes": len(one.payload)}
-                self._add(OuterEvent.COUNTED, worker, one.start, now, **places, **sent)
+                self._add_difference(OuterEvent.COUNTED, worker, one, now, counted=counted, got=anchor.version)
                 if again := self._repeats.pop((worker, fragment), None):
-                    self._repeat(worker, fragment, again, now)
+                    self._repeat(worker, again, now)
 
-    def _repeat(self, worker: int, fragment: int, again: Difference, now: float) -> None:
+    def _repeat(self, worker: int, again: Difference, now: float) -> None:
         """Answer a difference that has been counted with the newest anchor."""
-        anchor, nbytes = self.anchors[fragment], len(again.payload)
-        self._answers[worker, fragment] = again.step, anchor.answer
-        got = {"got": anchor.version, "nbytes": nbytes}
-        self._add(
-            OuterEvent.REPEATED, worker, again.start, now, step=again.step, fragment=fragment, read=again.read, **got
-        )
+        anchor = self.anchors[again.fragment]
+        self._answers[worker, again.fragment] = again.step, anchor.answer
+        self._add_difference(OuterEvent.REPEATED, worker, again, now, got=anchor.version)
+
+    def _add_difference(self, event: OuterEvent, worker: int, one: Difference, now: float, **columns: int) -> None:
+        sent = {"step": one.step, "fragment": one.fragment, "read": one.read, "nbytes": len(one.payload)}
+        self._add(event, worker, one.start, now, **sent, **columns)
 
     def _add(self, event: OuterEvent, worker: int, start: int, now: float, **columns: int) -> None:
         self.table.append(Contribution(now - self._began, event, worker, start, **columns))

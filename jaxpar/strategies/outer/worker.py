@@ -35,7 +35,7 @@ class OuterLink(Protocol):
     def join(self, step: int | None, read: int, initial: Sequence[Vector]) -> Joined:
         """Become a member, as `OuterServer.join` describes. initial: the first anchors, if there is no server yet."""
 
-    def offer(self, fragment: int, difference: Difference) -> None:
+    def offer(self, difference: Difference) -> None:
         """Send a difference, without waiting for its round."""
 
     def result(self, fragment: int, step: int) -> OuterAnswer | None:
@@ -56,13 +56,6 @@ class HeldAnchor(NamedTuple):
     residual: Vector  # what compression has lost so far; empty without compression
 
 
-class SentDifference(NamedTuple):
-    """A difference that was sent, and for which no anchor has arrived."""
-
-    fragment: int
-    difference: Difference
-
-
 class OuterState(NamedTuple):
     """State of a worker."""
 
@@ -70,7 +63,7 @@ class OuterState(NamedTuple):
     step: int
     start: int = 0  # number of the start that made it
     anchors: tuple[HeldAnchor, ...] = ()  # of each fragment; none before the run begins
-    sent: SentDifference | None = None
+    sent: Difference | None = None  # the one that was sent, and for which no anchor has arrived
 
 
 class FragmentVectors:
@@ -91,8 +84,7 @@ class FragmentVectors:
         leaves, structure = jax.tree.flatten(self._shapes[fragment])
         parts = np.split(vector, np.cumsum([leaf.size for leaf in leaves])[:-1])
         arrays = [np.array(x, leaf.dtype).reshape(leaf.shape) for x, leaf in zip(parts, leaves, strict=True)]
-        layers: Canonical = jax.tree.unflatten(structure, arrays)
-        return layers
+        return jax.tree.unflatten(structure, arrays)
 
 
 class OuterWorker:
@@ -136,8 +128,7 @@ class OuterWorker:
             state = state._replace(inner=inner, anchors=tuple(anchors))
         state = state._replace(step=joined.step, start=joined.start)
         if state.sent:  # again, as the message can be lost with the server or this process
-            fragment, difference = state.sent
-            sent = SentDifference(fragment, difference._replace(start=joined.start))
+            sent = state.sent._replace(start=joined.start)
             self._offer(sent)
             state = self._receive_due(state._replace(sent=sent))
             if self._is_due(state):
@@ -157,7 +148,7 @@ class OuterWorker:
 
     def _is_due(self, state: OuterState) -> bool:
         """Whether the run waits for an anchor after this step."""
-        return state.sent is not None and state.step >= self._settings.received_at(state.sent.difference.step)
+        return state.sent is not None and state.step >= self._settings.received_at(state.sent.step)
 
     def _receive_due(self, state: OuterState) -> OuterState:
         return self._receive(state) if self._is_due(state) else state
@@ -172,15 +163,15 @@ class OuterWorker:
                 "not sent to the others"
             )
         payload, residual = self._encode(held.vector, own, held.residual)
-        sent = SentDifference(fragment, Difference(state.start, state.step, held.version, np.asarray(payload)))
+        sent = Difference(state.start, state.step, held.version, np.asarray(payload), fragment)
         self._offer(sent)
         return self._with_anchor(state, fragment, held._replace(residual=np.asarray(residual)))._replace(sent=sent)
 
-    def _offer(self, sent: SentDifference) -> None:
+    def _offer(self, sent: Difference) -> None:
         assert self._link
-        self._link.offer(*sent)
+        self._link.offer(sent)
         self._num_sent += 1
-        self._sent_bytes += len(sent.difference.payload)
+        self._sent_bytes += len(sent.payload)
 
     def _receive(self, state: OuterState) -> OuterState:
         """Wait for the anchor. If the run stops before it arrives, the state stays as it is.
@@ -189,12 +180,12 @@ class OuterWorker:
         """
         assert self._link
         assert state.sent
-        fragment, difference = state.sent
-        overlaps = self._settings.received_at(difference.step) > difference.step
+        fragment, step = state.sent.fragment, state.sent.step
+        overlaps = self._settings.received_at(step) > step
         mix = self._settings.mix if overlaps else 0.0  # share of the local parameters in the new ones
         own = self._vectors.vector(self._params(state.inner), fragment)  # waits for the step
         begin = time.perf_counter()
-        answer = self._link.result(fragment, difference.step)
+        answer = self._link.result(fragment, step)
         self._waited += time.perf_counter() - begin
         if answer is None and state.step == self._settings.num_steps:
             raise Stopped(
@@ -222,8 +213,7 @@ class OuterWorker:
         return state._replace(anchors=anchors)
 
     def _params(self, inner: Any) -> Canonical:
-        params: Canonical = self._strategy.to_canonical(inner)["params"]
-        return params
+        return self._strategy.to_canonical(inner)["params"]
 
     def _changed(self, inner: Any, vectors: Mapping[int, Vector], step: int | None = None) -> Any:
         """Return the state of the strategy with other parameters of these fragments, and at another step."""
@@ -246,10 +236,8 @@ class OuterWorker:
         ]
         sent = None
         if one := outer.get("sent"):
-            read = held[int(one["fragment"])].version
-            sent = SentDifference(
-                int(one["fragment"]), Difference(int(outer["start"]), int(one["step"]), read, one["payload"])
-            )
+            fragment = int(one["fragment"])
+            sent = Difference(int(outer["start"]), int(one["step"]), held[fragment].version, one["payload"], fragment)
         return state._replace(start=int(outer["start"]), anchors=tuple(held), sent=sent)
 
     def to_private(self, state: OuterState) -> Canonical:
@@ -265,10 +253,9 @@ class OuterWorker:
                 anchors[str(number)]["residual"] = one.residual
         outer: Canonical = {"start": np.asarray(state.start, np.int32), "anchors": anchors}
         if state.sent:
-            fragment, difference = state.sent
-            numbers = {"fragment": fragment, "step": difference.step}
+            numbers = {"fragment": state.sent.fragment, "step": state.sent.step}
             outer["sent"] = {name: np.asarray(one, np.int32) for name, one in numbers.items()}
-            outer["sent"]["payload"] = difference.payload
+            outer["sent"]["payload"] = state.sent.payload
         return {**private, "outer": outer}
 
     def report(self, state: OuterState, workdir: Path) -> dict[str, Any]:
@@ -290,20 +277,15 @@ class OuterWorker:
 def as_worker(strategy: Strategy[Any], problem: Problem, connect: Callable[[Path], OuterLink]) -> Strategy[OuterState]:
     """Return a strategy with the outer step of its plan. See `OuterWorker`."""
     worker = OuterWorker(strategy, problem, connect)
-    return Strategy(
-        strategy.plan,
-        strategy.devices,
+    return strategy._replace(
         init=worker.init,
-        place=strategy.place,
         step=worker.step,
         evaluate=lambda state, batch: strategy.evaluate(state.inner, batch),
         to_canonical=lambda state: strategy.to_canonical(state.inner),
         from_canonical=worker.from_canonical,
-        compile=strategy.compile,
         to_private=worker.to_private,
         num_in_flight=lambda state: strategy.num_in_flight(state.inner),
         drain=lambda state: strategy.drain(state.inner),
         begin=worker.begin,
         report=worker.report,
-        timelines=strategy.timelines,
     )

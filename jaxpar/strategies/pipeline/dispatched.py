@@ -134,8 +134,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     def evaluate(state: DispatchedState, batch: Batch) -> Sums:
         split, forward = evaluation(len(batch["index"]) // num_data)
         inputs = columns.split(DEVICES.call(split, batch))
-        sums: Sums = at_end(each_step.sums(forward.run(state.params, inputs)))
-        return sums
+        return at_end(each_step.sums(forward.run(state.params, inputs)))
 
     def init(key: jax.Array) -> DispatchedState:
         return each_step.begin(state_of.init(key))

@@ -149,8 +149,7 @@ def lower_step(plan: Plan[PipelineDetails], problem: Problem, mesh: Mesh) -> jax
     state, tables = plan.details.state.packed.abstract(mesh), table_layout(plan.axes, arrays).abstract(mesh)
     of_batch = BatchPlacement(mesh, problem.batch)
     step = jit_train_step(plan.details, mesh, of_batch)
-    lowered: jax.stages.Lowered = step.lower(shape, state, of_batch.abstract, tables)
-    return lowered
+    return step.lower(shape, state, of_batch.abstract, tables)
 
 
 def jit_train_step(

@@ -153,8 +153,7 @@ def abstract_microbatches(problem: Problem, num_data: int, num_microbatches: int
     context: number of devices that have different positions of each text.
     """
     shard = part_shapes(steps.abstract_share(problem.batch, num_data), context)
-    microbatches: Batch = jax.eval_shape(partial(steps.microbatches, num=num_microbatches), shard)
-    return microbatches
+    return jax.eval_shape(partial(steps.microbatches, num=num_microbatches), shard)
 
 
 def check_ties(config: ConfigDict, ties: Sequence[Tie]) -> None:
@@ -192,5 +191,4 @@ def summarize_stages(schedule: str, table: Table, stages: Stages) -> str:
 
 def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[Any]:
     """Build a planned pipeline on the first of these devices."""
-    strategy: Strategy[Any] = EXECUTOR_MODULES[plan.details.executor].build(plan, problem, devices)
-    return strategy
+    return EXECUTOR_MODULES[plan.details.executor].build(plan, problem, devices)

@@ -25,7 +25,6 @@ from jaxpar.core.state import State
 from jaxpar.core.step import Metrics
 from jaxpar.layout import Tree
 from jaxpar.models.model import Params
-from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs
 from jaxpar.strategies.pipeline.executor.stages import Stages
 from jaxpar.strategies.swarm.progress import BACKWARD_PASS, FORWARD_PASS, OUTPUT_GRADIENT, STAGE_INPUT
 from jaxpar.strategies.swarm.record import FAILURE, RECEIVE, SwarmAction
@@ -86,18 +85,12 @@ class EmulatedStep:
         phase, microbatch, stage, peer, *_ = action
         held, device = self.peers[peer], self._device(peer)
         is_last, is_backward = stage == self.stages.num_stages - 1, phase == BACKWARD_PASS
-        key, weight, *scale = self._place("scalars", 0, device, lambda: self.scalars)
-        inputs = StageInputs(
-            self._place("params", stage, device, lambda: stage_params(self.stages, self.params, stage)),
-            self._place("microbatch", microbatch, device, lambda: self.microbatches[microbatch]),
-            key,
-            self.stages.shifts[stage, 0],
-            weight,
-            held.messages[STAGE_INPUT, stage, microbatch] if stage else None,
-            held.messages[OUTPUT_GRADIENT, stage, microbatch] if is_backward and not is_last else None,
-            *scale,
-        )
-        outputs = self.programs.passes[phase](self.stages.kinds[stage], inputs)
+        scalars = self._place("scalars", 0, device, lambda: self.scalars)
+        params = self._place("params", stage, device, lambda: stage_params(self.stages, self.params, stage))
+        examples = self._place("microbatch", microbatch, device, lambda: self.microbatches[microbatch])
+        x = held.messages[STAGE_INPUT, stage, microbatch] if stage else None
+        dy = held.messages[OUTPUT_GRADIENT, stage, microbatch] if is_backward and not is_last else None
+        outputs: Any = self.programs.compute(phase, stage, params, examples, scalars, x, dy)
         if is_backward and stage > 0:
             held.messages[OUTPUT_GRADIENT, stage - 1, microbatch] = outputs.dx
         elif not is_backward and is_last:

@@ -39,18 +39,10 @@ class FluidRun(NamedTuple):
 
 
 def run_fluid(
-    peers: Sequence[SwarmPeer],
-    work: Sequence[float],
-    trace: Trace,
-    seconds: float,
-    *,
-    state_bytes: float = 0.0,
-    rebalance_seconds: float = 0.0,
-    rule: str = "paper",
+    peers: Sequence[SwarmPeer], workload: Workload, trace: Trace, seconds: float, settings: SwarmSettings
 ) -> FluidRun:
-    """Return the run of a swarm. work: [S], units of work of a microbatch in each stage; the others: as in costs.py."""
-    workload = Workload(tuple(work), (0.0,) * len(work), state_bytes=state_bytes)
-    fluid = _FluidPeers(peers, workload, trace, SwarmSettings(0, 0, rebalance_seconds=rebalance_seconds, rule=rule))
+    """Return the run of a swarm. settings: those of rebalancing; the others have no effect."""
+    fluid = _FluidPeers(peers, workload, trace, settings)
     engine = fluid.engine
     times, optima, rows, counts = [0.0], [], [], []
     while times[-1] < seconds or fluid.upcoming <= seconds:

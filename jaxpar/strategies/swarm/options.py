@@ -1,6 +1,7 @@
 """Checks config.swarm, reads its files, and simulates the run that it describes."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,58 +69,59 @@ def decide_swarm(config: ConfigDict) -> SwarmSource:
     check_choice("swarm.mode", s.mode, SWARM_MODES)
     check_choice("swarm.rule", s.rule, REBALANCING_RULES)
     check_choice("swarm.compress", s.compress, MESSAGE_FORMATS)
-    default, of_other_mode = configs.keys(configs.default_config()), ONLY_EMULATED if s.mode == "live" else ONLY_LIVE
+    is_live = s.mode == "live"
+    default, of_other_mode = configs.keys(configs.default_config()), ONLY_EMULATED if is_live else ONLY_LIVE
     for key, value in configs.changed_keys(config).items():
         section, *names = key.split(".")
         if section == "swarm" and names[0] in of_other_mode:
             raise UserError(f"config.{key} is {value!r}; it must be {default[key]!r} with config.swarm.mode={s.mode!r}")
-    if s.stages < 1:
-        raise UserError(f"config.swarm.stages is {s.stages}; it must be at least 1")
-    if s.num_microbatches < 0:
-        raise UserError(f"config.swarm.num_microbatches is {s.num_microbatches}; it must be at least 0")
-    _check_range("forward_seconds", s.forward_seconds, 1e-9, 1e9)
-    if s.rebalance_seconds != 0:
-        _check_range("rebalance_seconds", s.rebalance_seconds, s.forward_seconds, 1e12, " or 0")
-    if s.mode == "live":
-        _check_live(s)
+    rules: list[configs.KeyRule] = [
+        ("swarm.stages", s.stages >= 1, "at least 1"),
+        ("swarm.num_microbatches", s.num_microbatches >= 0, "at least 0"),
+        _in_range("forward_seconds", s.forward_seconds, 1e-9, 1e9),
+        _in_range("rebalance_seconds", s.rebalance_seconds, s.forward_seconds, 1e12, or_zero=True),
+    ]
+    configs.check_rules(config, rules)
+    if is_live:
+        _check_live(config)
         return SwarmSource([], [])
     peers = find_peers(s.peers, "config.swarm.peers")
     trace = read_swarm_trace(s.trace, peers, "config.swarm.trace") if s.trace else []
     rates = _decide_rates(config, len(peers))
-    if len(peers) < s.stages:
-        raise UserError(
-            f"config.swarm.stages is {s.stages}; it must be at most {len(peers)}, the number of peers "
-            f"(config.swarm.peers={s.peers!r})"
-        )
-    if rates and s.trace:
-        raise UserError(
-            f"config.swarm.trace is {s.trace!r}; it must be empty with config.swarm.failures, which generate a trace"
-        )
+    few = f"at most {len(peers)}, the number of peers (config.swarm.peers={s.peers!r})"
+    rules = [
+        ("swarm.stages", s.stages <= len(peers), few),
+        ("swarm.trace", not (rates and s.trace), "empty with config.swarm.failures, which generate a trace"),
+    ]
+    configs.check_rules(config, rules)
     return SwarmSource(peers, rates or trace)
 
 
 def _decide_rates(config: ConfigDict, num_peers: int) -> RandomTrace | None:
     """Return the random trace of config.swarm.failures; None if peers do not fail. Raises UserError if invalid."""
     f = config.swarm.failures
-    for name in ("lifetime", "group_lifetime"):
-        if f[name] != 0:
-            _check_range(f"failures.{name}", f[name], 1e-9, 1e12, " or 0")
-    _check_range("failures.rejoin", f.rejoin, 0, 1e12)
-    _check_range("failures.groups", f.groups, 1, num_peers)
-    _check_range("failures.group_share", f.group_share, 0, 1)
+    rules = [
+        _in_range("failures.lifetime", f.lifetime, 1e-9, 1e12, or_zero=True),
+        _in_range("failures.group_lifetime", f.group_lifetime, 1e-9, 1e12, or_zero=True),
+        _in_range("failures.rejoin", f.rejoin, 0, 1e12),
+        _in_range("failures.groups", f.groups, 1, num_peers),
+        _in_range("failures.group_share", f.group_share, 0, 1),
+    ]
+    configs.check_rules(config, rules)
     if not f.lifetime and not f.group_lifetime:
         return None
     lifetime, of_groups = f.lifetime or math.inf, f.group_lifetime or math.inf
     return RandomTrace(num_peers, lifetime, f.rejoin, f.groups, of_groups, f.group_share, config.seed)
 
 
-def _check_range(key: str, value: float, least: float, greatest: float, other: str = "") -> None:
-    if not least <= value <= greatest:
-        raise UserError(f"config.swarm.{key} is {value}; it must be between {least:g} and {greatest:g}{other}")
+def _in_range(key: str, value: float, least: float, greatest: float, *, or_zero: bool = False) -> configs.KeyRule:
+    holds = least <= value <= greatest or (or_zero and value == 0)
+    return f"swarm.{key}", holds, f"between {least:g} and {greatest:g}{' or 0' if or_zero else ''}"
 
 
-def _check_live(s: ConfigDict) -> None:
+def _check_live(config: ConfigDict) -> None:
     """Raise UserError for invalid settings of live mode."""
+    s = config.swarm
     is_number = s.peers.isascii() and s.peers.isdecimal() and len(s.peers) <= len(str(MOST_PEERS))
     if not is_number or not s.stages <= int(s.peers) <= MOST_PEERS:
         raise UserError(
@@ -127,21 +129,20 @@ def _check_live(s: ConfigDict) -> None:
             f"and at most {MOST_PEERS}, with config.swarm.mode='live'"
         )
     check_address("swarm.address", s.address, required=False)
-    if not 0 <= s.join_seconds < math.inf:
-        raise UserError(f"config.swarm.join_seconds is {s.join_seconds}; it must be finite and at least 0")
+    configs.check_rules(config, _live_rules(s))
+
+
+def _live_rules(s: ConfigDict) -> Iterator[configs.KeyRule]:
+    yield "swarm.join_seconds", 0 <= s.join_seconds < math.inf, "finite and at least 0"
     resources = ("peer_cpus", "peer_gpus")
     for key in resources:
-        if not 0 <= s[key] <= MOST_RESOURCES:
-            raise UserError(f"config.swarm.{key} is {s[key]}; it must be between 0 and {MOST_RESOURCES:,}")
+        yield f"swarm.{key}", 0 <= s[key] <= MOST_RESOURCES, f"between 0 and {MOST_RESOURCES:,}"
     for key in resources:
-        if not math.isclose(s[key] * RESOURCE_UNITS, round(s[key] * RESOURCE_UNITS)):
-            raise UserError(f"config.swarm.{key} is {s[key]}; it must be a multiple of {1 / RESOURCE_UNITS}")
-    if s.peer_gpus > 1 and s.peer_gpus % 1:
-        raise UserError(f"config.swarm.peer_gpus is {s.peer_gpus}; it must be a whole number or less than 1")
-    if s.peer_cpus == 0 and s.peer_gpus == 0:
-        raise UserError("config.swarm.peer_cpus is 0.0; it must be greater than 0 if config.swarm.peer_gpus is 0")
-    if not 1 < s.patience < math.inf:
-        raise UserError(f"config.swarm.patience is {s.patience}; it must be finite and greater than 1")
+        units = s[key] * RESOURCE_UNITS
+        yield f"swarm.{key}", math.isclose(units, round(units)), f"a multiple of {1 / RESOURCE_UNITS}"
+    yield "swarm.peer_gpus", s.peer_gpus <= 1 or s.peer_gpus % 1 == 0, "a whole number or less than 1"
+    yield "swarm.peer_cpus", s.peer_cpus + s.peer_gpus > 0, "greater than 0 if config.swarm.peer_gpus is 0"
+    yield "swarm.patience", 1 < s.patience < math.inf, "finite and greater than 1"
 
 
 def swarm_microbatches(config: ConfigDict) -> int:
@@ -153,11 +154,8 @@ def swarm_microbatches(config: ConfigDict) -> int:
 
 def check_stage_count(config: ConfigDict, names: list[str]) -> None:
     """Raise UserError for more stages than layers. names: of the layers."""
-    if config.swarm.stages > len(names):
-        raise UserError(
-            f"config.swarm.stages is {config.swarm.stages}; it must be at most {len(names)}, the number of layers of "
-            f"the model ({names[0]} .. {names[-1]})"
-        )
+    most = f"at most {len(names)}, the number of layers of the model ({names[0]} .. {names[-1]})"
+    configs.check_rules(config, [("swarm.stages", config.swarm.stages <= len(names), most)])
 
 
 def plan_stages(config: ConfigDict, shapes: Problem) -> tuple[Stages, Workload, StageSizes]:

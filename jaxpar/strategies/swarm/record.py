@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxpar.strategies.swarm.membership import Move
 from jaxpar.strategies.swarm.progress import LOST
-from jaxpar.strategies.swarm.table import ROUTING_COLUMNS, RoutingTable, ServiceTable
+from jaxpar.strategies.swarm.table import ROUTING_COLUMNS, RoutingTable, Service
 
 RECEIVE_INPUT, RECEIVE_GRADIENT, FAILURE = 2, 3, 4  # kinds of actions, besides FORWARD_PASS and BACKWARD_PASS
 RECEIVE = (RECEIVE_INPUT, RECEIVE_GRADIENT)  # by value: STAGE_INPUT, OUTPUT_GRADIENT
@@ -57,7 +57,7 @@ class SwarmRun(NamedTuple):
     """Result of a run."""
 
     table: RoutingTable  # its passes
-    service: ServiceTable  # which peer served which stage when
+    service: list[Service]  # which peer served which stage when
     update_times: list[float]  # time of the update of each step
     moves: list[tuple[float, Move]]  # moves of peers between stages, with their times
     actions: list[list[SwarmAction]]  # what the peers did in each step
@@ -72,7 +72,7 @@ class RunRecord:
         self.moves: list[tuple[float, Move]] = []
         self.actions: list[list[SwarmAction]] = []
         self.groups: list[list[list[int]]] = []
-        self.service: list[tuple[int, int, float, float]] = []
+        self.service: list[Service] = []
         self._rows: list[list[float]] = []
 
     def begin_pass(self, one: AssignedPass, version: int, now: float) -> None:
@@ -80,7 +80,7 @@ class RunRecord:
         one.row = len(self._rows)
         self._rows.append([one.step, one.microbatch, one.stage, one.phase, one.peer, version, now, math.nan, LOST])
 
-    def end_pass(self, one: AssignedPass, now: float, outcome: int) -> float:
+    def end_pass(self, one: AssignedPass, now: float, outcome: int = LOST) -> float:
         """Set the end of a pass, and return its seconds."""
         row = self._rows[one.row]
         row[_FINISH:] = [now, outcome]
@@ -104,7 +104,5 @@ class RunRecord:
 
     def run(self, table: RoutingTable) -> SwarmRun:
         """Return the run whose passes are in a table."""
-        peer, stage, begin, end = np.array(self.service).T
-        service = ServiceTable(peer.astype(np.int32), stage.astype(np.int32), begin, end)
         actions = self.actions[: int(table.step.max()) + 1]
-        return SwarmRun(table, service, self.update_times, self.moves, actions, self.groups)
+        return SwarmRun(table, self.service, self.update_times, self.moves, actions, self.groups)

@@ -88,12 +88,13 @@ def rebalancing(arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any
         )
     peers = peers_of(arguments)
     trace = find_trace(arguments, peers)
-    work, seconds = [arguments.forward + arguments.backward] * arguments.stages, arguments.hours * HOUR
-    simulate = partial(run_fluid, peers, work, trace, seconds, state_bytes=arguments.state_bytes)
-    runs = {("none", 0.0): simulate()}
+    forward, backward = (arguments.forward,) * arguments.stages, (arguments.backward,) * arguments.stages
+    workload = Workload(forward, backward, state_bytes=arguments.state_bytes)
+    simulate = partial(run_fluid, peers, workload, trace, arguments.hours * HOUR)
+    runs = {("none", 0.0): simulate(SwarmSettings(0, 0))}
     for rule in [arguments.rule] if arguments.rule else REBALANCING_RULES:
         for period in periods:
-            runs[rule, period] = simulate(rebalance_seconds=period, rule=rule)
+            runs[rule, period] = simulate(SwarmSettings(0, 0, rebalance_seconds=period, rule=rule))
     if arguments.out:
         _draw(runs, arguments.out)
     first, is_comparable = runs["none", 0.0], arguments.is_published

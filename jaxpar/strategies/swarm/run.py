@@ -27,7 +27,7 @@ from jaxpar.strategies.swarm.availability import JOIN, PeerEvent, RandomTrace, S
 from jaxpar.strategies.swarm.costs import SwarmSettings, Workload, averaging_seconds, download_seconds, message_seconds
 from jaxpar.strategies.swarm.engine import SwarmEngine
 from jaxpar.strategies.swarm.membership import ABSENT, Move, make_swarm
-from jaxpar.strategies.swarm.progress import COUNTED, LOST
+from jaxpar.strategies.swarm.progress import COUNTED
 from jaxpar.strategies.swarm.record import FAILURE, RECEIVE, AssignedPass, SwarmAction, SwarmRun
 
 MOST_EVENTS = 300_000  # of a step, and 10 more per event of a list; more mean that failures prevent the step
@@ -238,7 +238,7 @@ class VirtualPeers:
         self.moving.pop(peer, None)
         running, self.running[peer] = self.running[peer], None
         if running:
-            self.record.end_pass(running, self.now, LOST)
+            self.record.end_pass(running, self.now)
         for step in self.engine.batches:
             self.record.actions[step].append(SwarmAction(FAILURE, peer=peer))
         self.engine.leave(peer)

@@ -90,6 +90,14 @@ class SwarmPrograms:
         scale: Any = None if self._scaling is None else self._scaling.scale
         return StagePrograms(self._stages, steps.abstract(microbatch), key, scale, num_phases=2, remat="none")
 
+    def compute(
+        self, phase: int, stage: int, params: Params, microbatch: Batch, scalars: Sequence[Any], x: Any, dy: Any
+    ) -> StageOutputs:
+        """Compute a pass of a stage. scalars: from `begin`; x, dy: the messages that it reads, or None."""
+        key, weight, *scale = scalars
+        inputs = StageInputs(params, microbatch, key, self._stages.shifts[stage, 0], weight, x, dy, *scale)
+        return self.passes[phase](self._stages.kinds[stage], inputs)
+
     def _pass(self, phase: int, kind: int, inputs: StageInputs) -> StageOutputs:
         """Compute a pass. A backward pass computes the inside of the stage again."""
         programs, pack, unpack = self.of_stages(inputs.microbatch), self.messages.pack, self.messages.unpack

@@ -9,7 +9,7 @@ messages change the results.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -20,24 +20,25 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxpar import config as configs
 from jaxpar import layout
 from jaxpar.cluster import Cluster
 from jaxpar.core import mesh as meshes
 from jaxpar.core import state as states
-from jaxpar.core import step as steps
 from jaxpar.core.mesh import DATA, STAGE
 from jaxpar.core.plan import Decision, DelayedUpdates, Plan, StageDelay, Traffic, state_memory
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Problem
-from jaxpar.errors import UserError, format_bytes, format_count
+from jaxpar.errors import format_bytes, format_count
 from jaxpar.models.model import Model
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.pipeline.executor.partition import AUTO, METHODS
 from jaxpar.strategies.pipeline.executor.stages import Stages
-from jaxpar.strategies.placement import PlacedState, batch_placer, on_all
+from jaxpar.strategies.placement import PlacedState, evaluator
+from jaxpar.strategies.ray_cluster import WITHOUT_RAY
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.strategies.swarm import options
-from jaxpar.strategies.swarm.availability import LEAVE, events_before
+from jaxpar.strategies.swarm.costs import SwarmSettings
 from jaxpar.strategies.swarm.executor import SwarmExecutor, SwarmState
 from jaxpar.strategies.swarm.fluid import run_fluid
 from jaxpar.strategies.swarm.options import LiveDetails, StageSizes, SwarmSource
@@ -46,7 +47,6 @@ from jaxpar.strategies.swarm.record import RECEIVE, RECEIVE_INPUT, SwarmRun
 from jaxpar.strategies.swarm.scenario import RunActions, SwarmScenario, write_scenario
 from jaxpar.strategies.swarm.stage_passes import MESSAGE_FORMATS, MessageFormat, SwarmPrograms
 from jaxpar.strategies.swarm.table import write_routing
-from jaxpar.tasks import Sums
 
 
 def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Decision[SwarmSource]:
@@ -54,34 +54,20 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Deci
 
     Raises UserError for a config.swarm that is invalid, and files that cannot be read.
     """
-    meshes.check_processes("config.strategy='swarm'", cluster)
-    if config.mesh.stage != 1:
-        raise UserError(
-            f"config.mesh.stage is {config.mesh.stage}; it must be 1 with config.strategy='swarm', whose stages are "
-            "set by config.swarm.stages"
-        )
-    meshes.check_no_groups(config, "config.strategy='swarm'")
-    if config.exchange != "ddp" or exchanges.given(config):
-        raise UserError(
-            f"config.exchange is {exchanges.name(config)!r}; it must be 'ddp' without options with "
-            "config.strategy='swarm', whose peers average their gradients exactly"
-        )
-    if config.optimizer.accumulation_steps != 1:
-        raise UserError(
-            f"config.optimizer.accumulation_steps is {config.optimizer.accumulation_steps}; it must be 1 with "
-            "config.strategy='swarm', which accumulates over config.swarm.num_microbatches"
-        )
-    if config.swarm.mode == "live" and find_spec("ray") is None:
-        raise UserError(
-            "config.swarm.mode is 'live'; it must be 'emulated' without Ray, which `pip install 'jaxpar[swarm]'` "
-            "installs, and `scripts/setup swarm` in a clone"
-        )
+    swarm = "config.strategy='swarm'"
+    meshes.check_processes(swarm, cluster)
+    meshes.check_no_groups(config, swarm)
+    exchanges.check_no_exchange(config, "whose peers average their gradients exactly")
+    accumulates = f"1 with {swarm}, which accumulates over config.swarm.num_microbatches"
+    cuts = f"one of {', '.join(METHODS)}, or layer names, with {swarm}"
+    rules: list[configs.KeyRule] = [
+        ("mesh.stage", config.mesh.stage == 1, f"1 with {swarm}, whose stages are set by config.swarm.stages"),
+        ("optimizer.accumulation_steps", config.optimizer.accumulation_steps == 1, accumulates),
+        ("swarm.mode", config.swarm.mode != "live" or find_spec("ray") is not None, f"'emulated' {WITHOUT_RAY}"),
+        ("pipeline.partition", config.pipeline.partition != AUTO, cuts),
+    ]
+    configs.check_rules(config, rules)
     source = options.decide_swarm(config)
-    if config.pipeline.partition == AUTO:
-        raise UserError(
-            f"config.pipeline.partition is {AUTO!r}; it must be one of {', '.join(METHODS)}, or layer names, with "
-            "config.strategy='swarm'"
-        )
     meshes.check_sizes(config, cluster)
     if model is not None:
         options.check_stage_count(config, [layer.name for layer in model.layers])
@@ -134,11 +120,9 @@ def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decis
     source, num_devices = decision.source, decision.num_replicas
     scenario, run = options.simulate_swarm(config, source, workload, like, shapes.num_steps)
     seconds = run.update_times[-1]
-    works = [sum(both) for both in zip(workload.forward, workload.backward, strict=True)]
-    optimal = run_fluid(source.peers, works, source.trace, seconds)
+    optimal = run_fluid(source.peers, workload, source.trace, seconds, SwarmSettings(0, 0))
     most_microbatches = float((optimal.optimal * np.diff(optimal.time)).sum())
     rate = shapes.num_steps * num_microbatches / most_microbatches
-    num_failures = sum(event.event == LEAVE for event in events_before(source.trace, seconds))
     passes = [one for step in run.actions for one in step if one.kind in (FORWARD_PASS, BACKWARD_PASS)]
     computing = {(one.stage, one.peer % num_devices) for one in passes}
     copies = []
@@ -152,8 +136,8 @@ def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decis
     return Plan(
         "swarm",
         decision,
-        f"{format_count(len(source.peers), 'peer')} {swarm}, {batch}, {format_count(num_failures, 'failure')}, "
-        f"{rate:.3f} of the optimal throughput",
+        f"{format_count(len(source.peers), 'peer')} {swarm}, {batch}, "
+        f"{format_count(len(optimal.failures), 'failure')}, {rate:.3f} of the optimal throughput",
         layouts,
         SwarmDetails(stages, scenario, run, messages, num_microbatches, s.delayed, rate),
         state_memory(layouts),
@@ -219,16 +203,11 @@ def build(plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device]) -> S
         step, report = trainer.step, trainer.report
     else:
         step, report = executor.step, partial(report_swarm, details)
-    everywhere, place_on_devices = on_all(mesh), batch_placer(mesh)
-    sums = meshes.one_at_a_time(jax.jit(partial(steps.evaluate, problem), out_shardings=everywhere), mesh)
+    evaluate = evaluator(problem, mesh)
 
     def begin(state: State, private: Canonical | None = None) -> SwarmState:
         older = jax.device_put(private["params"], at) if private else state.params
         return SwarmState(int(state.step), state, older if delayed else None)
-
-    def evaluate(state: SwarmState, batch: Mapping[str, np.ndarray]) -> Sums:
-        total: Sums = sums(jax.device_put(state.state.params, everywhere), place_on_devices(batch))
-        return total
 
     def compile_programs() -> list[CompiledProgram]:
         *passes, update = executor.lower(states.abstract_state(problem.model, problem.optimizer), problem.batch)
@@ -241,7 +220,7 @@ def build(plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device]) -> S
         init=lambda key: begin(placed.init(key)),
         place=dict,
         step=step,
-        evaluate=evaluate,
+        evaluate=lambda state, batch: evaluate(state.state.params, batch),
         to_canonical=lambda state: placed.to_canonical(state.state),
         from_canonical=lambda tree, private=None: begin(placed.from_canonical(tree), private),
         compile=compile_programs,

@@ -3,10 +3,8 @@
 From a table, the emulated strategy trains the real model: the counted backward passes of a step are its gradients.
 """
 
-import csv
-import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,20 +35,12 @@ class RoutingTable(NamedTuple):
     outcome: np.ndarray  # COUNTED; REPEATED for its output; LOST: interrupted, or the peer failed before the update
 
 
-class ServiceTable(NamedTuple):
-    """N intervals in which a peer served a stage: arrays [N] of peer, stage, and begin and end in seconds."""
-
-    peer: np.ndarray
-    stage: np.ndarray
-    begin: np.ndarray
-    end: np.ndarray
-
-
+Service = tuple[int, int, float, float]  # a peer, a stage that it served, and begin and end in seconds
 ROUTING_COLUMNS = RoutingTable._fields[3:]
 _NAMES = {"phase": PHASE_NAMES, "outcome": OUTCOME_NAMES}
 
 
-def check_routing(table: RoutingTable, service: ServiceTable | None = None) -> None:
+def check_routing(table: RoutingTable, service: Sequence[Service] | None = None) -> None:
     """Raise ValueError at the first rule that a table breaks, with the row.
 
     Rules: each backward and each forward pass of every (step, microbatch, stage) is counted exactly once; steps are
@@ -68,7 +58,7 @@ def check_routing(table: RoutingTable, service: ServiceTable | None = None) -> N
     if service is None:
         return
     intervals: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for peer, stage, begin, end in zip(*(column.tolist() for column in service), strict=True):
+    for peer, stage, begin, end in service:
         intervals.setdefault((peer, stage), []).append((begin, end))
     rows = zip(*(column.tolist() for column in (table.peer, table.stage, table.start, table.finish)), strict=True)
     for row, (peer, stage, start, finish) in enumerate(rows):
@@ -128,13 +118,10 @@ def _early(table: RoutingTable, key: np.ndarray, num_keys: int) -> np.ndarray:
 def write_routing(path: Path | str, table: RoutingTable) -> None:
     """Write a valid table as CSV: a line with the sizes, the names of the columns, and one row per pass."""
     check_routing(table)
-    text = io.StringIO()
-    text.write(f"# num_stages={table.num_stages} num_microbatches={table.num_microbatches} delay={table.delay}\n")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(ROUTING_COLUMNS)
+    head = f"# num_stages={table.num_stages} num_microbatches={table.num_microbatches} delay={table.delay}"
     columns = [
         [_NAMES[name][value] for value in column] if name in _NAMES else column
         for name, column in zip(ROUTING_COLUMNS, (column.tolist() for column in table[3:]), strict=True)
     ]
-    writer.writerows(zip(*columns, strict=True))
-    write_text(Path(path), text.getvalue())
+    rows = [",".join(map(str, row)) for row in (ROUTING_COLUMNS, *zip(*columns, strict=True))]
+    write_text(Path(path), "\n".join([head, *rows]) + "\n")

@@ -69,7 +69,7 @@ class InferenceModel:
         most = WINDOW * self.predictor.batch_size
         if self.trained.info.kind != "text":
             array = inputs.check_array(np.asarray(examples), self.trained.info, "examples is an array")
-            windows = inputs.arrays_of(self.trained.info, array, most)
+            windows = inputs.arrays_of(array, most)
         else:
             assert not isinstance(examples, np.ndarray)
             rows = _rows(examples)

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxpar.data import Labels, Split
 from jaxpar.data.batches import WINDOW
-from jaxpar.data.examples import DataInfo, Images, Vectors
+from jaxpar.data.examples import DataInfo, SameSize
 from jaxpar.data.files import DECOMPRESSORS
 from jaxpar.data.rows import INPUT_READERS, Columns, TextRow, read_files
 from jaxpar.data.tokens import Encoder
@@ -95,7 +95,7 @@ def check_file(path: Path, option: str) -> None:
 def read_windows(trained: Trained, path: Path, kind: str, batch_size: int) -> Iterator[tuple[Window, Split]]:
     """Yield the windows of a file and their examples as arrays, which another thread reads and tokenizes in advance."""
     if kind == "npy":
-        return arrays_of(trained.info, read_array(path, trained), WINDOW * batch_size)
+        return arrays_of(read_array(path, trained), WINDOW * batch_size)
     encoder = make_encoder(trained)
     columns = Columns(encoder.columns, None, (), trained.task.labels is Labels.TAGS, keeps_record=True)
 
@@ -158,7 +158,7 @@ def check_array(array: np.ndarray, info: DataInfo, what: str) -> np.ndarray:
     return array
 
 
-def arrays_of(info: DataInfo, array: np.ndarray, most: int) -> Iterator[tuple[Window, Split]]:
+def arrays_of(array: np.ndarray, most: int) -> Iterator[tuple[Window, Split]]:
     """Yield windows of at most `most` images or vectors. The record of an example is its index."""
     for start in range(0, len(array), most):
         part = array[start : start + most]
@@ -166,9 +166,7 @@ def arrays_of(info: DataInfo, array: np.ndarray, most: int) -> Iterator[tuple[Wi
             place = start + wrong[0]
             raise UserError(f"example {place} of the array has values that are not finite; they must be finite")
         labels_N = np.zeros(len(part), np.int32)
-        is_image = info.kind == "image"
-        split: Split = Images(part, labels_N, shift=False, flip=False) if is_image else Vectors(part, labels_N)
-        yield Window([{"index": number} for number in range(start, start + len(part))], 0), split
+        yield Window([{"index": number} for number in range(start, start + len(part))], 0), SameSize(part, labels_N)
 
 
 def in_background(items: Iterable[Item], ahead: int = 2) -> Iterator[Item]:

@@ -30,7 +30,7 @@ def test_an_update_is_applied_where_all_of_its_gradients_are_finite(wrong: tuple
         grads = jax.tree.map(lambda x, value=value: jnp.full(x.shape, value, x.dtype), params)
         sums = problem.task.zeros()._replace(loss=jnp.float32(loss))
         at = Arrival(np.float32(0), np.float32(0), np.float32(SIZE), np.int32(5))
-        params, server = programs.arrive(number == 0, number == SIZE - 1, params, server, grads, sums, None, None, at)
+        params, server = programs.arrive(number == 0, number == SIZE - 1, params, server, (grads, sums, None, None), at)
         if wrong is None or number >= wrong[0]:  # on arrival, because the step may end before the update is complete
             assert bool(server.totals.finite) == (wrong is None)
     same = [

@@ -15,7 +15,7 @@ from jaxpar import cluster
 from jaxpar.core.state import State
 from jaxpar.strategies.asynchronous import options
 from jaxpar.strategies.asynchronous.layouts import DeviceNumbers
-from jaxpar.strategies.asynchronous.programs import Chunk
+from jaxpar.strategies.asynchronous.programs import Chunk, SentGradient
 from jaxpar.strategies.asynchronous.server import ServerEngine
 from jaxpar.strategies.asynchronous.table import validate
 from jaxpar.strategies.asynchronous.transport import (
@@ -23,7 +23,6 @@ from jaxpar.strategies.asynchronous.transport import (
     BeginTransport,
     Delivery,
     LiveTransport,
-    SentGradient,
     Workers,
 )
 from jaxpar.strategies.asynchronous.virtual_time import VirtualTime
@@ -61,7 +60,7 @@ class Queue(LiveTransport):
             if self.is_over(drain=drain):
                 return
             assignment, sent = self._queue.popleft()
-            yield Delivery(self.arrived(assignment), *sent)
+            yield self.arrived(assignment), sent
             self.applied(assignment)
 
     def close(self) -> None:

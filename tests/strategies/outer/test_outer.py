@@ -182,23 +182,23 @@ def test_a_late_contribution_counts_once() -> None:
     server = server_of()
     for worker in (0, 1):
         server.join(worker, None, 0, 0.0)
-    server.offer(0, 0, difference(2.0, 4), 1.0)
+    server.offer(0, difference(2.0, 4), 1.0)
     server.tick(9.0)
     assert server.answer(0, 0, 0, 4) is None
     server.alive(0, 0, 9.5)
     server.tick(11.0)  # worker 1 is silent
     # m = 2, 10 - 0.5 (2 + 0.5 * 2)
     assert server.answer(0, 0, 0, 4) == anchor(1, 8.5)
-    server.offer(0, 0, difference(1.0, 8, read=1), 12.0)
+    server.offer(0, difference(1.0, 8, read=1), 12.0)
     # m = 0.5 * 2 + 1 = 2, 8.5 - 0.5 (1 + 0.5 * 2)
     assert server.answer(0, 0, 0, 8) == anchor(2, 7.5)
-    server.offer(1, 0, difference(4.0, 4), 13.0)  # of round 0, in round 2, which waits for both again
+    server.offer(1, difference(4.0, 4), 13.0)  # of round 0, in round 2, which waits for both again
     assert server.answer(1, 0, 0, 4) is None
-    server.offer(0, 0, difference(2.0, 12, read=2), 14.0)
+    server.offer(0, difference(2.0, 12, read=2), 14.0)
     # mean 3, m = 0.5 * 2 + 3 = 4, 7.5 - 0.5 (3 + 0.5 * 4)
     assert server.answer(1, 0, 0, 4) == server.answer(0, 0, 0, 12) == anchor(3, 5.0)
     assert server.join(1, 0, 0, 15.0).start == 1  # from its checkpoint of step 0
-    server.offer(1, 0, difference(4.0, 4, start=1), 16.0)
+    server.offer(1, difference(4.0, 4, start=1), 16.0)
     assert server.answer(1, 1, 0, 4) == anchor(3, 5.0)
     assert server.answer(1, 1, 0, 4) is None  # it is no longer in memory
     with pytest.raises(TrainingError, match="another process has taken the place of worker 1"):
@@ -215,7 +215,7 @@ def test_a_late_contribution_counts_once() -> None:
     ]
     assert [row.event for row in server.table if row.worker == 1][1:3] == [OuterEvent.SILENT, OuterEvent.RETURN]
     with pytest.raises(TrainingError, match="another process has taken the place of worker 1"):
-        server.offer(1, 0, difference(1.0, 8), 17.0)
+        server.offer(1, difference(1.0, 8), 17.0)
     server.tick(30.0)
     assert not server.leave(1, 1, 31.0, 0, 8)  # of a silent one
     assert [row.event for row in server.table if row.worker == 1][-2:] == [OuterEvent.SILENT, OuterEvent.LEAVE]
@@ -229,7 +229,7 @@ def test_a_worker_of_another_training_is_refused() -> None:
         server.join(1, 2100, 0, 1.0)
     server.join(1, None, 0, 2.0)
     with pytest.raises(TrainingError, match="is from version 20, and the server has 0"):
-        server.offer(1, 0, difference(1.0, 4, read=20), 3.0)
+        server.offer(1, difference(1.0, 4, read=20), 3.0)
     assert server.answer(1, 0, 0, 4) is None
 
 
@@ -237,17 +237,17 @@ def test_a_worker_joins_at_the_step_of_the_others() -> None:
     """The first round waits for min_workers. Rounds wait for a worker that joins, and for none that leaves."""
     server = server_of()
     server.join(0, None, 0, 0.0)
-    server.offer(0, 0, difference(2.0, 4), 1.0)
+    server.offer(0, difference(2.0, 4), 1.0)
     assert server.answer(0, 0, 0, 4) is None
     server.join(1, None, 0, 2.0)
-    server.offer(1, 0, difference(4.0, 4), 3.0)
+    server.offer(1, difference(4.0, 4), 3.0)
     assert server.answer(1, 0, 0, 4) == anchor(1, 7.75)
-    server.offer(0, 0, difference(1.0, 8, read=1), 4.0)
+    server.offer(0, difference(1.0, 8, read=1), 4.0)
     joined = server.join(2, None, 0, 5.0)
     assert (joined.start, joined.step, joined.anchors) == (0, 4, [anchor(1, 7.75)])
     assert server.leave(1, 0, 6.0, 0, 4)
     assert server.answer(0, 0, 0, 8) is None
-    server.offer(2, 0, difference(1.0, 8, read=1), 7.0)
+    server.offer(2, difference(1.0, 8, read=1), 7.0)
     assert server.answer(0, 0, 0, 8) == server.answer(2, 0, 0, 8)
     assert server.join(1, None, 0, 8.0)[:2] == (1, 8)
 
@@ -260,7 +260,7 @@ def test_the_order_of_arrival_does_not_matter() -> None:
         for worker in order:
             server.join(worker, None, 0, 0.0)
         for worker in order:
-            server.offer(worker, 0, difference(values[worker], 4), 1.0)
+            server.offer(worker, difference(values[worker], 4), 1.0)
         results.add(float(server.anchors[0].vector[0]))
     assert results == {10.0}
 
@@ -273,13 +273,13 @@ def test_a_replay_notices_what_is_not_in_the_table() -> None:
     with pytest.raises(
         TrainingError, match=r"worker 0 contributes 4 bytes, from version 1, after step 4; the table has"
     ):
-        server.offer(0, 0, difference(1.0, 4, read=1), 0.0)
+        server.offer(0, difference(1.0, 4, read=1), 0.0)
     with pytest.raises(TrainingError, match=r"^the table has no contribution of worker 0 after step 8$"):
         server.answer(0, 0, 0, 8)
     turns = Turns(1)
     link = LocalLink(server, turns, 0)
     with turns:
-        link.offer(0, difference(1.0, 4))
+        link.offer(difference(1.0, 4))
         with pytest.raises(TrainingError, match="all workers wait for a contribution that nobody makes"):
             link.result(0, 4)
 

@@ -31,7 +31,7 @@ def test_the_actor_continues_from_its_files(tmp_path: Path) -> None:
     folder = tmp_path / "outer"
     actor = joined_actor(folder)
     asyncio.run(actor.join(0, None, 0))
-    assert asyncio.run(actor.exchange(0, 0, difference(2.0, 4))) == anchor(1, 8.5)
+    assert asyncio.run(actor.exchange(0, difference(2.0, 4))) == anchor(1, 8.5)
     path = folder / "contributions.csv"
     rows = read_contributions(path)
     with path.open("a") as file:  # of a round whose anchor was not written, and a line that a crash cut short
@@ -39,8 +39,8 @@ def test_the_actor_continues_from_its_files(tmp_path: Path) -> None:
     again = joined_actor(folder)
     assert read_contributions(path) == rows
     assert asyncio.run(again.join(0, 4, 0)).start == 1
-    assert asyncio.run(again.exchange(0, 0, difference(9.0, 4, start=1))) == anchor(1, 8.5)  # it has counted
-    assert asyncio.run(again.exchange(0, 0, difference(1.0, 8, read=1, start=1))) == anchor(2, 7.5)
+    assert asyncio.run(again.exchange(0, difference(9.0, 4, start=1))) == anchor(1, 8.5)  # it has counted
+    assert asyncio.run(again.exchange(0, difference(1.0, 8, read=1, start=1))) == anchor(2, 7.5)
     counted = [(row.step, row.counted) for row in read_contributions(path) if row.event == OuterEvent.COUNTED]
     assert counted == [(4, 0), (8, 1)]
     path.write_text("seconds,event\n")

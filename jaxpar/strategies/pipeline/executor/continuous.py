@@ -169,8 +169,7 @@ class ContinuousState:
 
     def private_state(self, state: PackedState) -> Canonical:
         """Return the private state: the canonical state lacks earlier versions, and what is in flight."""
-        parts: Canonical = serialization.to_state_dict(self._private_parts(state))
-        return parts
+        return serialization.to_state_dict(self._private_parts(state))
 
     def _private_parts(self, state: PackedState) -> dict[str, Any]:
         # The whole optimizer state too, because the optimizer's counters differ between stages.
@@ -204,8 +203,7 @@ class ContinuousState:
             device = jax.lax.axis_index(STAGE)
             kept, age = jnp.asarray(self._shape.num_versions)[device], jnp.asarray(self._age_of_update)[device]
             newest = read_version(self.versions.local(versions), version_slot(num_entered - age, kept))
-            out: Packed = self.staged.params.packed.out(newest)
-            return out
+            return self.staged.params.packed.out(newest)
 
         specs = {"in_specs": (self.versions.specs, PartitionSpec()), "out_specs": self.staged.params.packed.specs}
         return jax.jit(jax.shard_map(take, mesh=mesh, check_vma=False, **specs))

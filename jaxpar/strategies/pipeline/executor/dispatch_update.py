@@ -165,8 +165,7 @@ class FlushedSteps:
 
     def sums(self, work: Work) -> Sums:
         """Return the metric sums over all microbatches and replicas."""
-        sums: Sums = self._here(self._alone(DEVICES, self._total, self._local_sums(work, DEVICES)), DEVICES)
-        return sums
+        return self._here(self._alone(DEVICES, self._total, self._local_sums(work, DEVICES)), DEVICES)
 
     def _agree_on(self, work: Work, scalars: Any, host: Host) -> Any:
         """Call `_agreed` of the last group on the metric sums of a step, and on scalars of some groups."""
@@ -217,8 +216,7 @@ class FlushedSteps:
 
     def _over_replicas(self, sums: Sums) -> Sums:
         """Return the sum of metric sums of all columns of a group. For `shard_map`."""
-        total: Sums = jax.lax.psum(without_leading(sums), (*self._staged.group.batch_axes, STAGE))
-        return total
+        return jax.lax.psum(without_leading(sums), (*self._staged.group.batch_axes, STAGE))
 
     def _state_specs(self, group: int) -> tuple[Any, Any]:
         """Return the partition specs of the parameters and the optimizer state of a group."""

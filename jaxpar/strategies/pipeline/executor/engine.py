@@ -196,8 +196,7 @@ class PipelineEngine:
 
     def start(self) -> Carry:
         """Step 2: empty buffers, and gradients and sums of zero. In `shard_map`, with the types of what follows."""
-        varying: Carry = jax.lax.pcast(self.zeros(), (DATA, STAGE), to="varying")
-        return varying
+        return jax.lax.pcast(self.zeros(), (DATA, STAGE), to="varying")
 
     def zeros(self) -> Carry:
         """Return the values of `start`, which are equal on all devices."""

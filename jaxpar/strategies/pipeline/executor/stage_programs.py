@@ -199,8 +199,7 @@ def trace_stage(stages: Stages, stage: int, inputs: StageInputs, *, num_phases: 
 
     def trace(function: Callable[[StageInputs], Any]) -> tuple[Any, Any]:
         """Return the jaxpr of a function of the inputs, and the shapes of its results."""
-        made: tuple[Any, Any] = jax.make_jaxpr(function, axis_env=group, return_shape=True)(inputs)
-        return made
+        return jax.make_jaxpr(function, axis_env=group, return_shape=True)(inputs)
 
     with jax.sharding.use_abstract_mesh(NO_MESH):
         if key not in found:
@@ -218,8 +217,7 @@ def trace_stage(stages: Stages, stage: int, inputs: StageInputs, *, num_phases: 
             flat = flatten(closed, remat=num_phases == 3, axes=group)
             pieces = cut_phases(flat, num_outputs, input_origins(inputs))
             found[*key, num_phases] = StageProgram(stage, inputs, tuple(outputs), pieces)
-    program: StageProgram = found[*key, num_phases]
-    return program
+    return found[*key, num_phases]
 
 
 def input_origins(inputs: StageInputs) -> list[Origin]:

@@ -130,8 +130,7 @@ class StagedState:
 
     def private_state(self, state: PackedState) -> Canonical:
         """Return the private state of the exchange."""
-        private: Canonical = serialization.to_state_dict(state.private) if jax.tree.leaves(state.private) else {}
-        return private
+        return serialization.to_state_dict(state.private) if jax.tree.leaves(state.private) else {}
 
     def gather(self, state: PackedState) -> State:
         """Return the canonical state, as NumPy arrays."""
@@ -154,8 +153,7 @@ class StagedState:
     def mean_of(self, layer: str, name: str) -> jax.ShapeDtypeStruct:
         """Return the shape of what a device has of the gradient of an array after the exchange."""
         trees = (part.local_shapes for part in self.means)
-        shape: jax.ShapeDtypeStruct = next(tree[layer][name] for tree in trees if name in tree.get(layer, ()))
-        return shape
+        return next(tree[layer][name] for tree in trees if name in tree.get(layer, ()))
 
     def exchanged(self, grads: Any, residuals: Any, norm: jax.Array | None) -> tuple[Any, Any]:
         """Return the mean gradient of the replicas, and the residuals after it. For `shard_map`.
@@ -262,8 +260,7 @@ class StageUpdate:
     def norm(self, grads: Packed) -> jax.Array:
         """Return the norm of the gradient of this device's stage, with copies of arrays of other stages."""
         if not self._group.split_axes:
-            norm: jax.Array = optax.tree.norm(grads)
-            return norm
+            return optax.tree.norm(grads)
 
         def of_kind(kind: int, grads: Packed) -> jax.Array:
             return optax.tree.norm(self._group.counted(self._params.unpack(kind, grads))) ** 2

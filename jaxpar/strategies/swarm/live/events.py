@@ -19,13 +19,11 @@ class EventKind(StrEnum):
     BANNED = "banned"
     MOVED = "moved"
     QUEUED = "queued"
-    ASSIGNED = "assigned"
     SENT = "sent"
     COMPUTED = "computed"
     LOST = "lost"
     AVERAGING = "averaging"
     UPDATED = "updated"
-    NONFINITE = "nonfinite"
 
 
 class PeerStatus(StrEnum):

@@ -275,7 +275,6 @@ class Members:
 
     def send(self, one: AssignedPass) -> None:
         """Put a pass into the inbox of its peer at once: what it reads is in the object stores."""
-        emit(LiveEvent(EventKind.ASSIGNED, one.peer, one.stage, one.microbatch, phase=one.phase))
         self.engine.receive(one)
 
     def is_free(self, peer: int) -> bool:

@@ -26,9 +26,8 @@ from jaxpar.core import step as steps
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Problem
 from jaxpar.models.model import Params
-from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs, StageOutputs
 from jaxpar.strategies.pipeline.executor.stages import Stages
-from jaxpar.strategies.swarm.progress import BACKWARD_PASS, OUTPUT_GRADIENT, STAGE_INPUT
+from jaxpar.strategies.swarm.progress import BACKWARD_PASS, FORWARD_PASS, OUTPUT_GRADIENT, STAGE_INPUT
 from jaxpar.strategies.swarm.stage_passes import MessageFormat, SwarmPrograms, by_layer, stage_params
 
 SUPERSEDED, STALE = "superseded", "stale"  # faults: the trainer has been replaced; the call is of an earlier generation
@@ -143,9 +142,10 @@ class StagePeer:
         self._stage, self._params = stage, stage_params(self._spec.stages, self._state.params, stage)
         # Compute both passes, a sum and an update, so that they are compiled.
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._inputs_like(microbatch))
-        inputs = self._inputs(microbatch, scalars)._replace(x=zeros[STAGE_INPUT])
-        forward, backward = self._programs.passes
-        outputs = [forward(self._kind, inputs), backward(self._kind, inputs._replace(dy=zeros[OUTPUT_GRADIENT]))]
+        outputs: list[Any] = [
+            self._programs.compute(phase, stage, self._params, microbatch, scalars, zeros[STAGE_INPUT], dy)
+            for phase, dy in ((FORWARD_PASS, None), (BACKWARD_PASS, zeros[OUTPUT_GRADIENT]))
+        ]
         copy, gradient = jax.tree.map(partial(jnp.array, copy=True), (self._state, self._state.params))
         outputs.append(self._update(copy, self._programs.add(gradient, self._state.params), np.float32(0)))
         jax.block_until_ready(outputs)
@@ -179,8 +179,8 @@ class StagePeer:
                 if kind := find_fault(messages[value], leaves):
                     return PeerAnswer(kind, value), []
                 received[value] = jax.tree.unflatten(structure, messages[value])
-        inputs = self._inputs(microbatch, scalars)._replace(x=received[STAGE_INPUT], dy=received[OUTPUT_GRADIENT])
-        outputs: StageOutputs = self._programs.passes[phase](self._kind, inputs)
+        x, dy = received[STAGE_INPUT], received[OUTPUT_GRADIENT]
+        outputs = self._programs.compute(phase, stage, self._params, microbatch, scalars, x, dy)
         if is_counted:
             gradients, gradient = self._gradients, by_layer(self._spec.stages, outputs.dparams, stage)
             gradients[stage] = self._programs.add(gradients[stage], gradient) if stage in gradients else gradient
@@ -240,10 +240,6 @@ class StagePeer:
 
     # ---- inside ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _kind(self) -> int:
-        return self._spec.stages.kinds[self._stage]
-
     def _update_stage(self, state: State, gradient: Params, norm: jax.Array) -> State:
         return steps.update(self._spec.problem, state, gradient, self._spec.problem.task.zeros(), norm)[0]
 
@@ -259,17 +255,12 @@ class StagePeer:
 
     def _inputs_like(self, microbatch: Examples) -> tuple[Any, Any]:
         """Return the expected messages with the input of the stage and the gradient of its output."""
-        key = (self._kind, *((name, x.shape, x.dtype) for name, x in sorted(microbatch.items())))
+        kind = self._spec.stages.kinds[self._stage]
+        key = (kind, *((name, x.shape, x.dtype) for name, x in sorted(microbatch.items())))
         if key not in self._likes:
-            inputs, pack = self._programs.of_stages(microbatch).programs[self._kind].inputs, self._spec.messages.pack
+            inputs, pack = self._programs.of_stages(microbatch).programs[kind].inputs, self._spec.messages.pack
             self._likes[key] = jax.eval_shape(pack, inputs.x), jax.eval_shape(pack, inputs.dy)
         return self._likes[key]
-
-    def _inputs(self, microbatch: Examples, scalars: Arrays) -> StageInputs:
-        """Return the inputs of a pass, without messages."""
-        key, weight, *scale = scalars
-        shift = self._spec.stages.shifts[self._stage, 0]
-        return StageInputs(self._params, microbatch, key, shift, weight, None, None, *scale)
 
 
 def shard_sizes(size: int, number: int) -> list[int]:
@@ -283,5 +274,4 @@ def joined_shards(shards: Sequence[Arrays], like: Params) -> Params:
     flat = np.concatenate([shard[0] for shard in shards])
     ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
     parts = [part.reshape(leaf.shape) for part, leaf in zip(np.split(flat, ends), leaves, strict=True)]
-    tree: Params = jax.tree.unflatten(structure, parts)
-    return tree
+    return jax.tree.unflatten(structure, parts)

@@ -19,14 +19,7 @@ from jaxpar.strategies.swarm.live.calls import LOAD, Call
 from jaxpar.strategies.swarm.live.events import EventKind, LiveEvent, emit
 from jaxpar.strategies.swarm.live.members import HOSTILE, SUSPECTED, Members
 from jaxpar.strategies.swarm.live.peer import MALFORMED, STALE, Arrays, PeerAnswer, StepShapes, find_fault, shard_sizes
-from jaxpar.strategies.swarm.progress import (
-    BACKWARD_PASS,
-    FORWARD_PASS,
-    LOST,
-    OUTPUT_GRADIENT,
-    STAGE_INPUT,
-    BatchProgress,
-)
+from jaxpar.strategies.swarm.progress import BACKWARD_PASS, FORWARD_PASS, OUTPUT_GRADIENT, STAGE_INPUT, BatchProgress
 from jaxpar.strategies.swarm.record import AssignedPass
 
 STORE = -1  # holder of messages: the object stores, which hold them even if the peer that sent them fails
@@ -94,8 +87,7 @@ class LiveStep:
     @property
     def averaging(self) -> "Averaging | None":
         """The averaging, if there is one that is not void."""
-        averaging: Averaging | None = self.engine.batches[self.number].averaging
-        return averaging
+        return self.engine.batches[self.number].averaging
 
     @property
     def suspects(self) -> set[int]:
@@ -186,7 +178,6 @@ class LiveStep:
             return
         stage = value[1] + {STAGE_INPUT: -1, OUTPUT_GRADIENT: 1}.get(value[0], 0)
         others = [entry for entry in self.engine.queues[stage] if entry.peer != peer]
-        emit(LiveEvent(EventKind.NONFINITE, peer, stage, value[2]))
         if value in self._suspects or not others:
             raise Diverged
         self._suspects[value] = peer
@@ -208,7 +199,7 @@ class LiveStep:
         for one in self.engine.passes_of(peer):
             if one in self._sent and self._sent[one].call.start < math.inf:
                 self.engine.record.begin_pass(one, one.step, self.members.since(self._sent[one].call.start))
-                self.engine.record.end_pass(one, self.members.now, LOST)
+                self.engine.record.end_pass(one, self.members.now)
 
     def value_lost(self, call: Call) -> bool:
         """Compute again what a call should have received: the messages of a pass, or the averaging.
