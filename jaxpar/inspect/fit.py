@@ -20,6 +20,7 @@ from jaxpar.inspect import audit
 from jaxpar.inspect.step_time import ONE_PROGRAM
 
 BATCH, MICROBATCH = "batch", "microbatch"
+MOST_GROWTH = 8  # largest size of a guess / the largest size that fits, until one does not fit
 
 
 class Tried(NamedTuple):
@@ -121,21 +122,26 @@ def largest_fitting(
     """Return the largest size that needs at most `limit` bytes and the next one, each None if there is none.
 
     The sizes ascend, and larger ones need more. Few are tried: the next guess is where a straight line through the last
-    two results reaches the limit. Every third guess halves the interval that remains instead.
+    two results reaches the limit. Every third guess halves the interval that remains instead. Until a size does not
+    fit, a guess without a line is at most MOST_GROWTH times the largest size that fits, because compiling a step that
+    is far too large takes long.
     """
     found: dict[int, Tried] = {}  # by index, in the order of the attempts
     low, high = -1, len(sizes)  # the largest index that fits, and the smallest that does not
     while high - low > 1:
-        finite = [one for one in found.values() if one.needed_bytes < float("inf")][-2:]
+        finite = sorted([one for one in found.values() if one.needed_bytes < float("inf")][-2:])
+        index = high - 1
+        if high == len(sizes) and low >= 0:
+            index = sum(size <= MOST_GROWTH * sizes[low] for size in sizes) - 1
         if len(found) < 2:
             index = low + 1  # the smallest two
         elif len(found) % 3 == 0 or len(finite) < 2:
-            index = (low + high) // 2
-        else:
-            (x, y, _), (x2, y2, _) = sorted(finite)
-            wanted = x + (limit - y) * (x2 - x) / (y2 - y) if y2 > y else sizes[-1]
-            nearest = sum(size <= wanted for size in sizes[low + 1 : high]) + low  # the last size below it
-            index = min(max(nearest, low + 1), high - 1)
+            index = min(index, (low + high) // 2)
+        elif finite[0].needed_bytes < finite[1].needed_bytes:
+            (x, y, _), (x2, y2, _) = finite
+            wanted = x + (limit - y) * (x2 - x) / (y2 - y)
+            index = sum(size <= wanted for size in sizes[:high]) - 1  # the last size below it
+        index = max(index, low + 1)
         found[index] = attempt(sizes[index])
         low, high = (index, high) if found[index].needed_bytes <= limit else (low, index)
     return found.get(low), found.get(high)

@@ -34,12 +34,13 @@ def searched(sizes: list[int], needed: Callable[[int], float]) -> tuple[int | No
     ("needed", "largest", "attempts"),
     [
         (lambda size: 100 + 2.5 * size, 360, 5),
-        (lambda _: 100.0, 4000, 4),
+        (lambda _: 100.0, 4000, 6),
         (lambda _: 2000.0, None, 1),
         (lambda _: math.inf, None, 1),
         (lambda size: 10.0 * size if size <= 64 else math.inf, 64, 14),
         (lambda size: 100 + 2.5 * size - 0.5 * max(0, size - 200), 400, 8),
         (lambda size: 2.0 * 1.01**size, 624, 16),
+        (lambda size: max(100.0, size), 1000, 7),
     ],
 )
 def test_largest_size(needed: Callable[[int], float], largest: int | None, attempts: int) -> None:
