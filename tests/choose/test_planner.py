@@ -34,10 +34,9 @@ from jaxpar.choose.costs.layers import (
 from jaxpar.choose.costs.machine import CpuMachine, GpuMachine, partners
 from jaxpar.choose.costs.memory import (
     StateBytes,
-    largest_transfer,
+    pipeline_bytes,
     splits_backward,
     stash_bytes,
-    stash_peaks,
     working_bytes,
 )
 from jaxpar.choose.costs.profile import LayerProfile
@@ -77,7 +76,8 @@ from jaxpar.strategies.pipeline.schedules import DISPATCH, LOCKSTEP
 from jaxpar.strategies.pipeline.tables.periodic import periodic_table
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table
 from jaxpar.strategies.pipeline.tables.simulate import Times, lockstep, simulate_table, steady_bubble_rate
-from jaxpar.strategies.pipeline.tables.table import Table
+from jaxpar.strategies.pipeline.tables.table import F, Table, W
+from jaxpar.strategies.pipeline.tables.validate import peak_in_flight
 from scripts.bench import planned_memory as cases
 from tests.runs import run_script, script_error
 from tests.strategies.pipelines import Task, make_batch, make_config, make_problem
@@ -401,9 +401,30 @@ def test_stashes_have_a_vector_for_each_dtype() -> None:
     """Each is as long as the stage needs that saves most in its dtype. With remat full, a stage saves its input."""
     saved = {"bfloat16": 8.0}, {"bfloat16": 2.0}, {"float32": 5.0}
     memory = [LayerMemory(0, 0, (of_layer,)) for of_layer in saved]
-    spans = [(0, 2), (2, 3)]
-    assert stash_bytes(work_of([layer(0.01)] * 3, memory), spans, [4.0]) == 4 * (10 + 5)
-    assert stash_bytes(work_of([layer(0.01)] * 3, memory, "full"), spans, [4.0]) == 4 * (8 + 5)
+    spans, table = [(0, 2), (2, 3)], make_table("gpipe", num_devices=2, num_microbatches=4, num_chunks=1)
+    assert stash_bytes(work_of([layer(0.01)] * 3, memory), table, spans) == 4 * (10 + 5)
+    assert stash_bytes(work_of([layer(0.01)] * 3, memory, "full"), table, spans) == 4 * (8 + 5)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v"])
+def test_dispatched_stashes_are_as_large_as_their_stages(schedule: str) -> None:
+    """A device with two stages needs at most what its microbatches have saved at the same time, each for its stage."""
+    table, sizes = make_table(schedule, num_devices=2, num_microbatches=4, num_chunks=2), [1.0, 2.0, 4.0, 8.0]
+    layers, axes = [layer(0.01)] * 4, (0, 1, 2, 3, 4)
+    stashes = [(({"float32": size},) + ({},) * 2) if splits_backward(table) else ({"float32": size},) for size in sizes]
+    work = work_of(layers, [LayerMemory(0, 0, of_layer) for of_layer in stashes])
+    found, _ = pipeline_bytes(work, table, axes, [NO_STATE] * 2, 0.0, in_lockstep=False)
+    most = 0.0
+    for device in range(2):
+        held = dict[tuple[int, int], float]()
+        for action in table.actions[table.actions["device"] == device]:
+            key = int(action["stage"]), int(action["microbatch"])
+            if action["kind"] == F:
+                held[key] = sizes[key[0]]
+                most = max(most, sum(held.values()))
+            elif action["kind"] != W:
+                del held[key]
+    assert found == most < 8 * peak_in_flight(table).max()
 
 
 def test_the_loss_is_not_computed_again() -> None:
@@ -429,9 +450,9 @@ def test_stashes_are_those_of_the_engine(schedule: str, remat: str, bert: Space)
     assert not isinstance(plan, str), plan
     table, bounds = plan.details.table, plan.details.stages.bounds
     work = space.layers.work(16, remat, is_split=splits_backward(table))
-    peaks, spans = [float(peak.max()) for peak in stash_peaks(table)], list(itertools.pairwise(bounds))
-    stashes = stash_bytes(work, spans, peaks) - 4 * largest_transfer(work.layers, spans)
-    assert stashes == pytest.approx(plan.memory[0]["stashes"], rel=0.01)
+    assert stash_bytes(work, table, list(itertools.pairwise(bounds))) == pytest.approx(
+        plan.memory[0]["stashes"], rel=0.01
+    )
 
 
 def test_copies_in_the_dtype_of_the_computation() -> None:

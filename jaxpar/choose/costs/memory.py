@@ -6,8 +6,8 @@ their weights: in the dtype in which they are read, or whole with rematerializat
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
 from itertools import pairwise
 from operator import or_
 from typing import NamedTuple
@@ -115,28 +115,31 @@ def pipeline_bytes(
     In lockstep, all devices run one program, so each allocates as much as the one that needs most of a kind of array.
     Otherwise, each device allocates what its stages need.
     """
+    spans = list(pairwise(bounds))
     if in_lockstep:
-        peaks = [float(peak.max()) for peak in stash_peaks(table)]
-        of_all = list(pairwise(bounds))
-        state = max(states, key=sum)
-        return sum(state) + activation_bytes(work, of_all, peaks, packed_bytes, in_lockstep=True), state
-    spans, by_device = list(pairwise(bounds)), zip(*(peak.tolist() for peak in stash_peaks(table)), strict=True)
+        state, stashed = max(states, key=sum), stash_bytes(work, table, spans)
+        return sum(state) + activation_bytes(work, spans, stashed, packed_bytes, in_lockstep=True), state
+    saved = zip(*(map(Counter.total, stashes_of(work, *span)) for span in spans), strict=True)  # by stash and stage
+    stashed_by_device = np.sum([peak(sizes) for peak, sizes in zip(stash_peaks(table), saved, strict=True)], axis=0)
     totals = []
-    for device, (stages, of_stashes) in enumerate(zip(table.stages.tolist(), by_device, strict=True)):
-        state, of_device = states[device], [spans[stage] for stage in stages]
-        activations = activation_bytes(work, of_device, of_stashes, packed_bytes, in_lockstep=False)
-        totals.append((sum(state) + activations, state))
+    for device, stages in enumerate(table.stages.tolist()):
+        of_device = [spans[stage] for stage in stages]
+        stashed = float(stashed_by_device[device])
+        activations = activation_bytes(work, of_device, stashed, packed_bytes, in_lockstep=False)
+        totals.append((sum(states[device]) + activations, states[device]))
     return max(totals)
 
 
 Spans = Sequence[tuple[int, int]]  # the first layer of each stage, and the one after its last
 
 
-def activation_bytes(
-    work: LayerWork, spans: Spans, peaks: Sequence[float], packed_bytes: float, *, in_lockstep: bool
-) -> float:
-    """Return the bytes besides the state of a device that can run each of these stages. peaks: see `stash_peaks`."""
-    computing = stash_bytes(work, spans, peaks) + working_bytes(work, spans, in_lockstep=in_lockstep)
+def activation_bytes(work: LayerWork, spans: Spans, stashed: float, packed_bytes: float, *, in_lockstep: bool) -> float:
+    """Return the bytes besides the state of a device that can run each of these stages. stashed: bytes of its stashes.
+
+    A device has two inboxes and two outputs for transfers.
+    """
+    transfers = 4 * largest_transfer(work.layers, spans)
+    computing = stashed + transfers + working_bytes(work, spans, in_lockstep=in_lockstep)
     return max(computing, packed_bytes + max(layer.weight_bytes for layer in work.layers))
 
 
@@ -177,15 +180,15 @@ def working_bytes(work: LayerWork, spans: Spans, *, in_lockstep: bool) -> float:
     return worked + narrowed + max(layer.output_bytes for layer in layers)
 
 
-def stash_bytes(work: LayerWork, spans: Spans, peaks: Sequence[float]) -> float:
-    """Return the bytes of stashes and transfers. A device has two inboxes and two outputs.
+def stash_bytes(work: LayerWork, table: Table, spans: Spans) -> float:
+    """Return the bytes of the stashes of a device in lockstep, which are equal on all devices.
 
     In a stash, there is a vector of each dtype, for the stage that saves most in this dtype.
     """
     saved = [stashes_of(work, *span) for span in spans]
     largest = (reduce(or_, of_stages) for of_stages in zip(*saved, strict=True))
-    stashes = sum(peak * sum(of_stash.values()) for peak, of_stash in zip(peaks, largest, strict=True))
-    return stashes + 4 * largest_transfer(work.layers, spans)
+    peaks = (float(peak(None).max()) for peak in stash_peaks(table))
+    return sum(peak * sum(of_stash.values()) for peak, of_stash in zip(peaks, largest, strict=True))
 
 
 def stashes_of(work: LayerWork, first: int, end: int) -> list[Counter[str]]:
@@ -194,11 +197,18 @@ def stashes_of(work: LayerWork, first: int, end: int) -> list[Counter[str]]:
     return [sum(map(Counter, of_layers), Counter()) for of_layers in zip(*(of.stashes for of in layers), strict=True)]
 
 
-def stash_peaks(table: Table) -> list[np.ndarray]:
-    """Return the largest number of microbatches in each stash, by device (`stash_spans`)."""
+def stash_peaks(table: Table) -> list[Callable[[Sequence[float] | None], np.ndarray]]:
+    """Return for each stash the function from the size of each stage in it to the largest sum, by device.
+
+    Without sizes (None), the sums are numbers of microbatches.
+    """
     if splits_backward(table):
-        return [peak_in_flight(table), peak_stashed(table), peak_handed(table)]
-    return [peak_stashed(table)]
+        return [partial(peak_in_flight, table), partial(_peak_until_w, table), partial(peak_handed, table)]
+    return [partial(_peak_until_w, table)]
+
+
+def _peak_until_w(table: Table, sizes: Sequence[float] | None) -> np.ndarray:
+    return peak_stashed(table, sizes=sizes)
 
 
 def splits_backward(table: Table) -> bool:

@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxpar.choose.costs.layers import LayerWork, TracedLayers
-from jaxpar.choose.costs.memory import StateBytes, activation_bytes, stash_peaks
+from jaxpar.choose.costs.memory import StateBytes, activation_bytes, stashes_of
 from jaxpar.strategies.pipeline.tables.schedule import make_table
+from jaxpar.strategies.pipeline.tables.validate import peak_stashed
 from scripts.bench.papers.planned import predict, problem_of_row
 
 MOMENTUM = 1.0  # bytes of the optimizer state / bytes of the parameters
@@ -27,11 +28,11 @@ def _most_layers(row: Mapping[str, Any], model: Mapping[str, Any], nbytes: float
     num_stages = _num_stages(row)
     if num_stages == 1:
         return largest(lambda number: predict(row, {**model, "layers": number}).candidate.costs.nbytes <= nbytes)
-    traced, peaks = _traced(row, model)
+    traced, num_stashed = _traced(row, model)
 
     def fits(number: int) -> bool:
         kinds = [(True, False), (False, False), (False, True)]
-        return all(sum(stage_bytes(traced, number, peaks, *kind)) <= nbytes for kind in kinds)
+        return all(sum(stage_bytes(traced, number, num_stashed, *kind)) <= nbytes for kind in kinds)
 
     return num_stages * largest(fits)
 
@@ -42,11 +43,11 @@ def _activations(row: Mapping[str, Any], model: Mapping[str, Any]) -> float:
     if num_stages == 1:
         costs = predict(row, {**model, "layers": number}).candidate.costs
         return costs.nbytes - sum(costs.state)
-    traced, peaks = _traced(row, model)
+    traced, num_stashed = _traced(row, model)
     ends = [number * stage // num_stages for stage in range(num_stages + 1)]
     last = num_stages - 1
     stages = [
-        stage_bytes(traced, end - start, peaks, stage == 0, stage == last)
+        stage_bytes(traced, end - start, num_stashed, stage == 0, stage == last)
         for stage, (start, end) in enumerate(itertools.pairwise(ends))
     ]
     return sum(activations for _, activations in stages)
@@ -56,24 +57,24 @@ def _num_stages(row: Mapping[str, Any]) -> int:
     return int(row.get("config", {}).get("mesh.stage", 1))
 
 
-def _traced(row: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[LayerWork, list[float]]:
-    """Return the work of the layers of a pipeline's model, and the peaks of its stashes, the same on all devices."""
+def _traced(row: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[LayerWork, float]:
+    """Return the work of the layers of a pipeline's model, and the microbatches that every device stashes."""
     num_stages = _num_stages(row)
     _, cluster, problem = problem_of_row(row, {**model, "layers": 2 * num_stages})
     traced = TracedLayers(problem._replace(accumulation_steps=1), cluster).work(
         row["size"], row["remat"], is_split=False
     )
     table = make_table("gpipe", num_devices=num_stages, num_microbatches=row["microbatches"], num_chunks=1)
-    return traced, [float(peak[0]) for peak in stash_peaks(table)]
+    return traced, float(peak_stashed(table)[0])
 
 
 def stage_bytes(
-    traced: LayerWork, num_blocks: int, peaks: list[float], has_embedding: bool, has_head: bool
+    traced: LayerWork, num_blocks: int, num_stashed: float, has_embedding: bool, has_head: bool
 ) -> tuple[float, float]:
     """Return the bytes of the state and of the rest of a stage.
 
     It has a number of equal blocks, and perhaps the first or last layer of the model. traced: a model with at least one
-    block; peaks: see `stash_peaks`.
+    block; num_stashed: microbatches that it stashes.
     """
 
     def repeated(values: Any) -> list[Any]:
@@ -83,7 +84,10 @@ def stage_bytes(
     end = len(work.layers)
     weights = float(sum(layer.weight_bytes for layer in work.layers))
     state = StateBytes(weights, MOMENTUM * weights, weights)
-    return sum(state), activation_bytes(work, [(0, end)], peaks, 0.0, in_lockstep=False) if end else 0.0
+    if not end:
+        return sum(state), 0.0
+    stashed = num_stashed * sum(saved.total() for saved in stashes_of(work, 0, end))
+    return sum(state), activation_bytes(work, [(0, end)], stashed, 0.0, in_lockstep=False)
 
 
 def largest(fits: Callable[[int], bool]) -> int:

@@ -228,28 +228,37 @@ def _check_versions(rows: list[ActionRow]) -> None:
             _fail(row, f"{_name(row)} reads version {version}; it must be a version that a U wrote in an earlier clock")
 
 
-def peak_in_flight(table: Table) -> np.ndarray:
-    """Return, by device, the peak number of microbatches, counted per chunk, between their F and their B or BW."""
-    return _peak(table, [kind.stashes(weight_memory=0) for kind in ACTION_KINDS]).astype(int)
+def peak_in_flight(table: Table, sizes: Sequence[float] | None = None) -> np.ndarray:
+    """Return, by device, the peak number of microbatches, counted per chunk, between their F and their B or BW.
+
+    sizes: what a microbatch counts in each stage; None: 1.
+    """
+    return _peak(table, [kind.stashes(weight_memory=0) for kind in ACTION_KINDS], sizes).astype(int)
 
 
-def peak_handed(table: Table) -> np.ndarray:
-    """Return, by device, the peak number of microbatches, counted per chunk, between their B and their W."""
-    return _peak(table, [("backward" in kind.passes) - ("weight" in kind.passes) for kind in ACTION_KINDS]).astype(int)
+def peak_handed(table: Table, sizes: Sequence[float] | None = None) -> np.ndarray:
+    """Return, by device, the peak number of microbatches, counted per chunk, between their B and their W.
+
+    sizes: as in `peak_in_flight`.
+    """
+    changes = [("backward" in kind.passes) - ("weight" in kind.passes) for kind in ACTION_KINDS]
+    return _peak(table, changes, sizes).astype(int)
 
 
-def peak_stashed(table: Table, weight_memory: float = 1.0) -> np.ndarray:
+def peak_stashed(table: Table, weight_memory: float = 1.0, sizes: Sequence[float] | None = None) -> np.ndarray:
     """Return, by device, the peak number of microbatches, counted per chunk, between their F and their W or BW.
 
-    weight_memory: as in `Kind.stashes`.
+    weight_memory: as in `Kind.stashes`; sizes: as in `peak_in_flight`.
     """
-    return _peak(table, [kind.stashes(weight_memory) for kind in ACTION_KINDS])
+    return _peak(table, [kind.stashes(weight_memory) for kind in ACTION_KINDS], sizes)
 
 
-def _peak(table: Table, change_by_kind: Sequence[float]) -> np.ndarray:
+def _peak(table: Table, change_by_kind: Sequence[float], sizes: Sequence[float] | None) -> np.ndarray:
     if not is_training(table):  # a forward-only table stashes nothing
         return np.zeros(table.num_devices)
     change, devices = np.array(change_by_kind, float)[table.actions["kind"]], table.actions["device"]
+    if sizes is not None:
+        change *= np.array(sizes)[table.actions["stage"]]
     ends = np.bincount(devices, minlength=table.num_devices).cumsum()
     by_device = np.split(change[np.argsort(devices, kind="stable")], ends[:-1])
     return np.array([np.cumsum(of_device).max(initial=0) for of_device in by_device])
