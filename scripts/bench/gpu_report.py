@@ -62,12 +62,13 @@ def sections(cluster: Cluster, torch_python: str | None, runs: Path) -> dict[str
         dispatch,
         ["--config.strategy=swarm"],
     ]
-    in_float16 = [["--config.strategy=single"], ["--config.strategy=async_data_parallel"]]
+    in_16_bits = [["--config.strategy=single"], ["--config.strategy=async_data_parallel"]]
     if has_several:
-        in_float16 += [[f"--config.exchange={name}"] for name in ("ddp", "zero2")]
-        in_float16.append([*dispatch, "--config.pipeline.schedule=1f1b"])
-    strategies += [[*one, "--config.model.dtype=float16"] for one in in_float16]
-    certify = ["scripts/jaxpar", "certify", QUICKSTART, "--num_steps=3", f"--output={runs / 'certificate.json'}"]
+        in_16_bits += [[f"--config.exchange={name}"] for name in ("ddp", "zero2")]
+        in_16_bits.append([*dispatch, "--config.pipeline.schedule=1f1b"])
+    for dtype in ("float16", "bfloat16") if has_bfloat16 else ("float16",):
+        strategies += [[*one, f"--config.model.dtype={dtype}"] for one in in_16_bits]
+    certify = ["scripts/jaxpar", "certify", QUICKSTART, "--num_steps=3"]
     cases = [name for name in cases_of(cluster) if has_bfloat16 or name not in ALIKE]
     less = [] if has_bfloat16 else ["--config.batch_size=2"]  # without a fused kernel, attention needs more memory
 
@@ -78,7 +79,9 @@ def sections(cluster: Cluster, torch_python: str | None, runs: Path) -> dict[str
         return ["scripts/train", QUICKSTART, f"--workdir={runs / dtype}", f"--config.model.dtype={dtype}"]
 
     found = {
-        "equality": [[*certify, *one] for one in strategies],
+        "equality": [
+            [*certify, f"--output={runs / f'certificate_{i}.json'}", *one] for i, one in enumerate(strategies)
+        ],
         "attention": [bench("attention"), bench("attention_chunks")],
         "steps": [bench("gpu_steps", f"--only={name}", f"--json={runs / STEPS}") for name in cases],
         "float16": [trained("float32"), trained("float16")],

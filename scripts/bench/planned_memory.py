@@ -127,6 +127,16 @@ PROGRAMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("GPT, 8 layers", f"1f1b dispatched, 2 stages x 4, {name}", GPT_8 | DISPATCHED | {"mesh.stage": 2} | sharded)
         for name, sharded in (("zero1", {"exchange": "zero1"}), ("zero2", {"exchange": "zero2"}))
     ),
+    *(
+        ("GPT, 8 layers", f"{name} dispatched, 4 stages x 2", GPT_8 | DISPATCHED | {"mesh.stage": 4} | schedule)
+        for name, schedule in (
+            ("gpipe", {"pipeline.schedule": "gpipe"}),
+            ("interleaved_1f1b", {"pipeline.schedule": "interleaved_1f1b", "pipeline.num_chunks": 2}),
+            ("zb_h1", {"pipeline.schedule": "zb_h1"}),
+        )
+    ),
+    ("GPT, 8 layers", "ddp, context 2 x 4 replicas", GPT_8 | {"strategy": "data_parallel", "mesh.context": 2}),
+    ("GPT-2 124M", "zero2, offload", GPT2 | {"exchange": "zero2", "exchange_options.offload": True}),
 )
 
 
