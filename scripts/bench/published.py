@@ -9,6 +9,7 @@ table. Nothing is fitted to the rows. If a table has at least 20, half of them a
 All rows are printed; the page of a table with a key `page_groups` has a row for each value of that key instead.
 """
 
+import datetime
 import hashlib
 import importlib
 import itertools
@@ -21,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxpar.command_line import Parser
 from jaxpar.errors import UserError, exit_code
 
@@ -31,7 +34,7 @@ PAPERS = ("gpipe", "pipedream", "swarm", "data_parallel", "mpt", "rates", "nanot
 GOAL_15 = ("gpipe", "pipedream", "swarm", "data_parallel")  # the papers whose ratios should be within 15%
 FEWEST_HELD_OUT = 20
 WIDTH = 100  # of a line of a document
-NOTE = "This page is written from recorded facts. Tables that name no command are computed by"
+NOTE = "Facts are recorded. Tables without a command are computed ({computed}) by"
 HEAD = """# Published results
 
 Do the results of the papers hold here? Each page has what a paper or a project published, what
@@ -85,7 +88,8 @@ def read(name: str) -> dict[str, Any]:
 
 
 def compute(paper: dict[str, Any]) -> None:
-    """Replace ours in the tables that have a module."""
+    """Replace ours in the tables that have a module, and the version of JAX and the date."""
+    paper["computed"] = f"jax {jax.__version__}, {datetime.date.today()}"
     for table in paper["tables"]:
         if "module" in table:
             module = importlib.import_module(f"scripts.bench.papers.{table['module']}")
@@ -136,7 +140,7 @@ def format_json(value: Any, depth: int = 0) -> str:
 def format_paper(paper: Mapping[str, Any], *, with_all_rows: bool = False) -> str:
     """Return the page of a paper in Markdown. with_all_rows: also those that the page groups."""
     usual = statistics.mode(table["command"] for table in paper["tables"])
-    lines = [f"# {paper['title']}", "", f"{NOTE}\n`{usual}`.", "", _wrapped(paper["text"]), ""]
+    lines = [f"# {paper['title']}", "", f"{NOTE.format(**paper)}\n`{usual}`.", "", _wrapped(paper["text"]), ""]
     for table in paper["tables"]:
         command = "" if table["command"] == usual else f", by\n`{table['command']}`"
         lines += [f"## {table['title']}", "", f"{table['how']}{command or '.'}", ""]

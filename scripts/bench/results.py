@@ -144,7 +144,8 @@ FOLDERS = {
 }
 INDEX = (
     "A page for each benchmark of jaxpar itself, with the command that repeats it. [Published results](published.md) "
-    "compares jaxpar with what papers and projects measured."
+    "compares jaxpar with what papers and projects measured. Hardware and software without a version of jaxlib were "
+    "written by hand, before the script recorded them."
 )
 
 

@@ -160,7 +160,7 @@ def test_groups_of_rows() -> None:
         f"| one | 3 | 1 to 4 | 2 to 4.5 | 1.50 | 50.0% | {tau:.2f} | 25.0% |",
         "| alone | 1 | 2 | 1 | 0.50 | 50.0% | - | - |",
     ]
-    paper = {"title": "", "text": "", "tables": [table]}
+    paper = {"title": "", "computed": "", "text": "", "tables": [table]}
     page, printed = published.format_paper(paper), published.format_paper(paper, with_all_rows=True)
     assert ("| one | 3 |" in page, "| one 2 |" in page) == (True, False)
     assert ("| one | 3 |" in printed, "| one 2 |" in printed) == (False, True)

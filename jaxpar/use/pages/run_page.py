@@ -247,8 +247,8 @@ def _advice(run: RecordedRun, plan: Plan[object], num_steps: int) -> list[str]:
         )
     if spent.get("compile", 0) > MUCH * total:
         found.append(
-            "Compiling took much of the time. Texts compile once for each of `config.data.length_buckets`; a program "
-            "in the cache is only loaded. In a longer run, it is a smaller part."
+            "Compiling took much of the time. A program in the cache is only loaded, and in a longer run, compiling is "
+            "a smaller part. With texts, a step compiles once for each of `config.data.length_buckets`."
         )
     if spent.get("input", 0) > MUCH * total:
         found.append("The devices waited for data: raise `config.data.num_threads` and `config.data.prefetch`.")
