@@ -13,19 +13,36 @@ Checksums detect later damage. Reading changes no files. Training resumes from t
 later, damaged ones to STEP.damaged.
 """
 
-from jaxpar.checkpoint.reader import Checkpoint as Checkpoint
-from jaxpar.checkpoint.reader import Damaged as Damaged
-from jaxpar.checkpoint.reader import best_step as best_step
-from jaxpar.checkpoint.reader import config_of as config_of
-from jaxpar.checkpoint.reader import newest_config as newest_config
-from jaxpar.checkpoint.reader import of_run as of_run
-from jaxpar.checkpoint.reader import read as read
-from jaxpar.checkpoint.reader import restore as restore
-from jaxpar.checkpoint.reader import restore_params as restore_params
-from jaxpar.checkpoint.reader import steps as steps
-from jaxpar.checkpoint.reader import unfinished_bytes as unfinished_bytes
-from jaxpar.checkpoint.writer import CERTIFIED as CERTIFIED
-from jaxpar.checkpoint.writer import Saver as Saver
-from jaxpar.checkpoint.writer import certified_steps as certified_steps
-from jaxpar.checkpoint.writer import repair_metrics as repair_metrics
-from jaxpar.checkpoint.writer import set_aside as set_aside
+from jaxpar.checkpoint.reader import (
+    Checkpoint,
+    Damaged,
+    best_step,
+    config_of,
+    newest_config,
+    of_run,
+    read,
+    restore,
+    restore_params,
+    steps,
+    unfinished_bytes,
+)
+from jaxpar.checkpoint.writer import CERTIFIED, Saver, certified_steps, repair_metrics, set_aside
+
+__all__ = [
+    "CERTIFIED",
+    "Checkpoint",
+    "Damaged",
+    "Saver",
+    "best_step",
+    "certified_steps",
+    "config_of",
+    "newest_config",
+    "of_run",
+    "read",
+    "repair_metrics",
+    "restore",
+    "restore_params",
+    "set_aside",
+    "steps",
+    "unfinished_bytes",
+]

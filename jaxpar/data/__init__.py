@@ -19,17 +19,25 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from jaxpar.data import images, synthetic, text
-from jaxpar.data.batches import Batches as Batches
-from jaxpar.data.cache import cache_dir as cache_dir
-from jaxpar.data.check import check_data as check_data
+from jaxpar.data.batches import Batches
+from jaxpar.data.cache import cache_dir
+from jaxpar.data.check import check_data
 from jaxpar.data.class_weights import weighted
-from jaxpar.data.examples import DataInfo as DataInfo
-from jaxpar.data.examples import Dataset as Dataset
-from jaxpar.data.examples import Labels as Labels
-from jaxpar.data.examples import Split as Split
-from jaxpar.data.examples import read_info as read_info
-from jaxpar.data.examples import write_info as write_info
+from jaxpar.data.examples import DataInfo, Dataset, Labels, Split, read_info, write_info
 from jaxpar.data.share import with_share
+
+__all__ = [
+    "Batches",
+    "DataInfo",
+    "Dataset",
+    "Labels",
+    "Split",
+    "cache_dir",
+    "check_data",
+    "load",
+    "read_info",
+    "write_info",
+]
 
 
 def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:

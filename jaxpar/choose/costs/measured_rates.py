@@ -148,7 +148,7 @@ def with_measured_rates(cluster: Cluster, seconds: Mapping[Any, float], sizes: M
     few, many = (FLOAT_BYTES * length for length in lengths)
     sent = sum(sent_of_operand(kind, n) for kind in KINDS)  # for each byte of a vector
     rate = sent * (many - few) / _longer(long, short, "a collective of a long vector")
-    hop = max(short - sent * few / rate, 0.0) / sum(ring_hops(kind, n)[0] for kind in KINDS)
+    hop = max(short - sent * few / rate, 0.0) / sum(ring_hops(kind, n).host for kind in KINDS)
     return replace(
         measured,
         efficiencies={**efficiencies, "host": 1.0},

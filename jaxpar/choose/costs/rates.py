@@ -8,6 +8,7 @@ docs/results/published.md compares predicted rates of training with published on
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxpar.cluster import Cluster
 from jaxpar.cluster.gpus import PEAK_DTYPES
@@ -92,7 +93,11 @@ def host_copy_seconds(cluster: Cluster, nbytes: float) -> float:
     return nbytes / (PCIE_EFFICIENCY * rate)
 
 
-Hops = tuple[int, int]  # the messages of a collective that follow each other, inside hosts and between them
+class Hops(NamedTuple):
+    """The messages of a collective that follow each other, by the link that they cross."""
+
+    host: int
+    network: int
 
 
 def ring_hops(kind: str, size: int, num_hosts: int = 1) -> Hops:
@@ -101,9 +106,9 @@ def ring_hops(kind: str, size: int, num_hosts: int = 1) -> Hops:
     Source: NVIDIA/nccl at b647562, src/graph/tuning.cc, nsteps and nInterSteps.
     """
     if kind == PERMUTE:
-        return (0, 1) if num_hosts > 1 else (1, 0)
+        return Hops(0, 1) if num_hosts > 1 else Hops(1, 0)
     passes = RING_PASSES[kind]
-    return passes * (size - num_hosts), passes * (num_hosts - 1)
+    return Hops(passes * (size - num_hosts), passes * (num_hosts - 1))
 
 
 def tree_hops(size: int, num_hosts: int) -> Hops:
@@ -111,7 +116,7 @@ def tree_hops(size: int, num_hosts: int) -> Hops:
 
     Source: the same file, and Jeaugey, "Massively Scale Your Deep Learning Training with NCCL 2.4", 2019.
     """
-    return 2 * (math.ceil(size / num_hosts) - 1), 2 * math.ceil(math.log2(num_hosts))
+    return Hops(2 * (math.ceil(size / num_hosts) - 1), 2 * math.ceil(math.log2(num_hosts)))
 
 
 def collective_seconds(
@@ -160,7 +165,7 @@ def _network_rate(
 
 
 def _latency(cluster: Cluster, hops: Hops) -> float:
-    return hops[0] * hop_seconds(cluster, "host") + hops[1] * hop_seconds(cluster, "network")
+    return hops.host * hop_seconds(cluster, "host") + hops.network * hop_seconds(cluster, "network")
 
 
 def send_rate(cluster: Cluster, link: str) -> float:
