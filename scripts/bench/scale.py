@@ -23,7 +23,7 @@ from jaxpar.choose.costs.step import StepCosts
 from jaxpar.cluster.files import find_named
 from jaxpar.cluster.target import memory_fraction
 from jaxpar.colors import CURVE_COLORS
-from jaxpar.command_line import Parser, output_path
+from jaxpar.command_line import Parser, check_new_file, output_path
 from jaxpar.compare.pictures import MARKERS, PICTURE_STYLE, draw_memory
 from jaxpar.compare.strategies import strategy_settings
 from jaxpar.errors import exit_code, format_bytes
@@ -46,6 +46,8 @@ def main() -> None:
     parser.add_argument("--memory", type=output_path, default="docs/memory.png", help="the picture of the memory")
     parser.add_argument("--throughput", type=output_path, default="docs/scale.png", help="that of the throughput")
     arguments = parser.parse()
+    check_new_file("--memory", arguments.memory, [".png", ".svg"])
+    check_new_file("--throughput", arguments.throughput, [".png", ".svg"])
     found: list[Predicted] = []
 
     def rows() -> Iterator[list[str]]:

@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from jaxpar.colors import CURVE_COLORS
-from jaxpar.command_line import Parser, output_path
+from jaxpar.command_line import Parser, check_new_file, output_path
 from jaxpar.compare.pictures import MARKERS
 from jaxpar.errors import exit_code
 from scripts.bench.results import FOLDER
@@ -23,6 +23,7 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--out", type=output_path, default="docs/staleness.png", help="the picture")
     arguments = parser.parse()
+    check_new_file("--out", arguments.out, [".png", ".svg"])
     result = json.loads((FOLDER / "updates_bert.json").read_text())
     rows = [dict(zip(result["columns"], row, strict=True)) for row in result["rows"]]
     figure = Figure(figsize=(7, 4), layout="constrained")

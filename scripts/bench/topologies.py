@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from jaxpar.colors import CURVE_COLORS
-from jaxpar.command_line import Parser, output_path
+from jaxpar.command_line import Parser, check_new_file, output_path
 from jaxpar.errors import exit_code
 from scripts import reference
 
@@ -59,6 +59,7 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--out", type=output_path, default="docs/exchanges.png", help="the picture")
     arguments = parser.parse()
+    check_new_file("--out", arguments.out, [".png", ".svg"])
     unit = reference.sent("ddp") / (2 * (N - 1) / N)  # the bytes of the parameters, which a ring sends 2 (n - 1) / n of
     figure = Figure(figsize=(10, 7), layout="constrained")
     for axes, family in zip(figure.subplots(2, 3).flat, FAMILIES, strict=True):
