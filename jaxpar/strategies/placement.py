@@ -34,7 +34,7 @@ OVERLAP: dict[str, Any] = {
 
 # On CPUs, leave to the library YNNPACK only reductions. XLA's own kernels are faster for large matrix products.
 OWN_PRODUCTS: dict[str, Any] = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
-LARGE_MODEL = 5_000_000  # parameters from which this was faster (docs/results/cpu/ynnpack.md)
+LARGE_MODEL = 50_000_000  # parameters from which this was faster (docs/results/cpu/ynnpack.md)
 
 
 def product_options(model: Model) -> dict[str, Any]:

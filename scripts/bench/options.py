@@ -29,9 +29,12 @@ CASES = {
     "quickstart, 256 x 48 tokens": Case(256, 48, 8192, ("model.pooling=mean",)),
     "BERT small, 64 x 64 tokens": Case(64, 64, 30522, ("model.size=small",)),
     "BERT base, 32 x 128 tokens": Case(32, 128, 30522, ("model.size=base",)),
-    "GPT, 8 layers of width 256, 32 x 64 tokens": Case(
-        32, 64, 8192, (*GPT, "model.num_layers=8", "model.hidden_size=256", "model.num_heads=4")
-    ),
+    **{
+        f"GPT, 8 layers of width {width}, 32 x 128 tokens": Case(
+            32, 128, 8192, (*GPT, "model.num_layers=8", f"model.hidden_size={width}", f"model.num_heads={width // 64}")
+        )
+        for width in (128, 256, 768)
+    },
 }
 PLACES = {
     "one device": ("strategy=single", "mesh.data=1"),

@@ -22,6 +22,7 @@ from jaxpar.core.step import Metrics, Problem
 from jaxpar.layout import Tree
 from jaxpar.models.model import Batch, Params
 from jaxpar.strategies.asynchronous.mitigations import Mitigations
+from jaxpar.strategies.placement import product_options
 from jaxpar.tasks import Sums
 from jaxpar.tasks.task import Scalar
 
@@ -88,7 +89,7 @@ class Programs:
 
         # The worker's program: -> (gradient, sums over the examples, what the loss was multiplied by).
         # Unused arguments are kept, because the audit counts the bytes of each argument.
-        self.gradient = jax.jit(gradient, keep_unused=True)
+        self.gradient = jax.jit(gradient, keep_unused=True, compiler_options=product_options(problem.model))
         # The server's program. The old server is donated.
         self.arrive = jax.jit(self._arrive, static_argnums=(0, 1), donate_argnums=3, keep_unused=True)
         # (batch) -> the divisor of a worker's gradient: the sum of the batch's weights / num_workers

@@ -20,6 +20,7 @@ from jaxpar.exchange.compress import Compressor, absmax_int8
 from jaxpar.models.model import Activations, Batch, Params
 from jaxpar.strategies.pipeline.executor.stage_programs import StageInputs, StageOutputs, StagePrograms
 from jaxpar.strategies.pipeline.executor.stages import Stages, sum_over_stages
+from jaxpar.strategies.placement import product_options
 from jaxpar.strategies.swarm.progress import BACKWARD_PASS, FORWARD_PASS
 from jaxpar.tasks import Sums
 
@@ -69,7 +70,10 @@ class SwarmPrograms:
         """keeps_params: whether the old parameters are still needed after an update."""
         self._problem, self._stages, self.messages = problem, stages, messages
         # by FORWARD_PASS and BACKWARD_PASS, (kind, inputs) -> outputs; x, y, dy and dx are messages
-        self.passes = [jax.jit(partial(self._pass, phase), static_argnums=0) for phase in (FORWARD_PASS, BACKWARD_PASS)]
+        self.passes = [
+            jax.jit(partial(self._pass, phase), static_argnums=0, compiler_options=product_options(problem.model))
+            for phase in (FORWARD_PASS, BACKWARD_PASS)
+        ]
         self.add = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
         self._scaling = find_scale(jax.eval_shape(problem.optimizer.init, problem.model.shapes))
         self._begin = jax.jit(_begin)
