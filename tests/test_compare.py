@@ -182,6 +182,7 @@ def test_the_page_shows_rates_memory_times_and_curves_with_values() -> None:
     ]
     widths = [80.0, 100.0, 6.4, 100.0, 90.0, 30.0]  # of 800 examples/s, and of 10 MB
     assert [float(width) for width in re.findall(r"width:([\d.]+)%", text)] == widths
+    assert re.findall(r'class="hatched" style="width:([\d.]+)%', text) == ["6.4"]  # the emulation
     at = rows.index(["strategy", "train", "compile", "total"])
     assert rows[at + 1 : at + 3] == [["ddp", "3.25", "1.5", "4.75"], ["async", "5.5", "0", "5.5"]]
     assert ">ddp, time of the steps (s) 1.6: 0.25</text>" in text  # 10 steps of 0.16 s

@@ -64,8 +64,10 @@ def _rates(outcomes: Mapping[str, StrategyOutcome], batch_size: int) -> str:
     rates = {name: batch_size / row.step_seconds for name, row in outcomes.items() if row.step_seconds}
     rows: list[Row] = []
     for name, rate in rates.items():
-        note = f" ({EMULATED})" if outcomes[name].is_emulated else ""
-        rows.append([name, Cell(f"{rate:,.0f}{note}", rate), Cell("", bar=rate / max(rates.values()))])
+        is_emulated = outcomes[name].is_emulated
+        note = f" ({EMULATED})" if is_emulated else ""
+        bar = Cell("", bar=rate / max(rates.values()), is_hatched=is_emulated)
+        rows.append([name, Cell(f"{rate:,.0f}{note}", rate), bar])
     return table(rows, ["strategy", "examples/s", ""]) if rows else ""
 
 

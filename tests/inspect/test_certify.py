@@ -48,6 +48,7 @@ from jaxpar.strategies.pipeline.executor.lowering import LoweredTable
 from jaxpar.strategies.pipeline.executor.state import PackedState, StageUpdate
 from jaxpar.strategies.pipeline.tables.table import Table, U
 from jaxpar.use.pages.certificate_page import certificate_page, error_cell
+from jaxpar.use.pages.html import Cell
 from tests.html_pages import check_alone
 from tests.runs import small_arguments, without_texts
 from tests.selection import slow_except
@@ -971,9 +972,9 @@ def test_the_page_of_a_strategy_that_differs() -> None:
 def test_an_infinite_error_is_marked() -> None:
     """An error above its tolerance is marked, too; one within it is shaded by its share of it."""
     error = {"bitwise": False, "ulps": 2.0, "relative": None, "tolerance": 1e-6}
-    assert error_cell(error) == ("outside: inf / 1.0e-06", None, None, 0.5)
-    assert error_cell(error | {"relative": 2e-6}) == ("outside: 2.0e-06 / 1.0e-06", 2e-6, None, 0.5)
-    assert error_cell(error | {"relative": 5e-7}) == ("5.0e-07 / 1.0e-06", 5e-7, None, 0.25)
+    assert error_cell(error) == Cell("outside: inf / 1.0e-06", shade=0.5)
+    assert error_cell(error | {"relative": 2e-6}) == Cell("outside: 2.0e-06 / 1.0e-06", 2e-6, shade=0.5)
+    assert error_cell(error | {"relative": 5e-7}) == Cell("5.0e-07 / 1.0e-06", 5e-7, shade=0.25)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ class Cell(NamedTuple):
     value: float | None = None  # its exact number, which programs can read in the element `data`; None: a text
     bar: float | None = None  # length of a bar that the cell shows instead of the text, from 0 to 1; None: no bar
     shade: float | None = None  # opacity of the background, from 0 (also faint) to 1; None: the cells are not shaded
+    is_hatched: bool = False  # whether the bar is hatched
 
 
 Row = Sequence[str | Cell]  # of a table; a text is a cell without a number
@@ -81,7 +82,8 @@ def _body_cell(cell: str | Cell, *, is_right: bool) -> str:
     """Return an element. is_right: whether a text is in a column with numbers, below a heading."""
     cell = cell if isinstance(cell, Cell) else Cell(cell)
     if cell.bar is not None:
-        return f'<td class="bar"><span style="width:{100 * cell.bar:.1f}%"></span></td>'
+        kind = ' class="hatched"' if cell.is_hatched else ""
+        return f'<td class="bar"><span{kind} style="width:{100 * cell.bar:.1f}%"></span></td>'
     if cell.value is None:
         kind = "right" if is_right else "text" if len(cell.text) > LONG_TEXT else ""
         return f'<td class="{kind}">{escaped_text(cell.text)}</td>'
