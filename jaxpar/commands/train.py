@@ -102,7 +102,8 @@ def main(argv: Sequence[str]) -> int:
         reason = memory_error(error)
         if reason is None:
             raise
-        smaller = "lower config.batch_size or config.data.max_length, or choose a smaller config.model"
+        smaller = "lower config.batch_size or config.data.max_length, raise config.optimizer.accumulation_steps, "
+        smaller += "or choose a smaller config.model"
         return fail(f"out of memory ({reason}); {smaller}; {INTACT}")
 
 
