@@ -101,7 +101,15 @@ def update_rows(outcomes: dict[tuple[str, float], UpdatesOutcome], score: Score)
     assert reference.result is not None
     target = float(np.interp(0.25 * reference.steps[-1], reference.steps, reference.losses))
     score = score if score.key in reference.result else UNTESTED
-    heads = ["updates", "straggler", "throughput", "staleness", score.key, "recovered", f"time to loss {target:.2f}"]
+    heads = [
+        "updates",
+        "straggler",
+        "gradients / virtual s",
+        "staleness, mean and maximum",
+        score.key,
+        "recovered",
+        f"time to loss {target:.2f}",
+    ]
     table = []
     for (name, slowdown), outcome in outcomes.items():
         result, reached = outcome.result, outcome.seconds[outcome.losses <= target]

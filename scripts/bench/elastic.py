@@ -136,7 +136,15 @@ def main() -> None:
             print(
                 f"{kind:9} {number} processes, {where}: {describe(one)}{'' if one.is_right else '  WRONG'}", flush=True
             )
-    columns = ["what happens", "right", "signals", "from memory", "restarts", "largest error", "longest"]
+    columns = [
+        "what happens",
+        "correct runs",
+        "signals",
+        "recoveries from memory",
+        "restarts",
+        "largest error",
+        "longest run",
+    ]
     show(columns, [summary(kind, list(itertools.compress(ended, map(kind.__eq__, kinds)))) for kind in HAPPENS])
 
 

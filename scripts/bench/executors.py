@@ -1,4 +1,4 @@
-"""Compares the executors of pipelines: time of a step in lock step, divided by that of dispatched stages.
+"""Compares the executors of pipelines: time of a step in lockstep, divided by that of dispatched stages.
 
     scripts/python scripts/bench/executors.py [--widths=128,256,768] [--stages=2,4,8] [--schedules=1f1b,zb_h1]
         [--rounds=7] [--config.KEY=VALUE ...]

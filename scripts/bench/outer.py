@@ -113,7 +113,7 @@ def run_killed(folder: Path, address: str, rng: random.Random) -> list[list[str]
     equal = shown.stdout.count("equal bitwise")
     if not as_planned or equal != 4:
         raise TrainingError(shown.stderr or "the bytes are not those of the plan")
-    of_event = [[f"events {event}", f"{count}", ""] for event, count in counts.items()]
+    of_event = [[f"number of events `{event}`", f"{count}", ""] for event, count in counts.items()]
     same = ["workers whose replay is equal bitwise", f"{equal} of 4", "4"]
     return [
         *of_event,

@@ -32,6 +32,7 @@ NUM_EXAMPLES, NUM_MICROBATCHES = 8, 16
 SIZE = ("--config.model.num_layers=6", "--config.optimizer.name=sgd")
 REPEATS = 15
 FREE = 1e15  # bytes a second
+CUTS = {-1: "one layer before the choice", 0: "as chosen", 1: "one layer after the choice"}
 
 
 def maker(overrides: Sequence[str]) -> Maker:
@@ -81,7 +82,7 @@ def main() -> None:
     for cut in cases:
         predicted = max(sum(seconds[:cut]), sum(seconds[cut:]))
         measured = timings[layers[cut].name].seconds / NUM_MICROBATCHES
-        what = f"predicted / measured, cut at {layers[cut].name}{', as chosen' if cut == chosen else ''}"
+        what = f"predicted / measured time, cut {CUTS[cut - chosen]}"
         of = f"{1e3 * predicted:.2f} / {1e3 * measured:.2f} ms"
         rows.append([what, f"{of} = {predicted / measured:.3f}", "0.85 to 1.15"])
     show(COLUMNS, rows)

@@ -56,7 +56,7 @@ def main() -> None:
 
     heads = [f"{kind}, torch/jaxpar" for kind in [*KINDS, REST]]
     cases = product(parsed.strategies, parsed.norms, parsed.widths)
-    show(["strategy", "norm", "width", *heads, "all"], (profiled(*case) for case in cases))
+    show(["strategy", "norm", "width", *heads, "total, torch/jaxpar"], (profiled(*case) for case in cases))
 
 
 def cpu_seconds(contender: Contender, steps: int) -> Counter[str]:

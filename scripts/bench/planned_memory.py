@@ -112,15 +112,15 @@ PROGRAMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     *(("Llama 1B", name, LLAMA_1B | {"exchange": name}) for name in ("ddp", "zero2", "zero3")),
     ("Llama 8B", "zero3", LLAMA_8B | {"exchange": "zero3"}),
     ("GPT-2 medium, 64 x 512, XLA's attention", "ddp, tensor 2 x 4 replicas", GPT2_MEDIUM | {"mesh.tensor": 2}),
-    *zip(["GPT-2 124M"] * 3, ("1f1b in lock step", "zb_h1 in lock step", "1f1b dispatched"), PIPELINES, strict=True),
-    ("GPT, 8 layers", "1f1b in lock step, 4 stages x 2", GPT_8 | IN_LOCKSTEP | {"mesh.stage": 4}),
+    *zip(["GPT-2 124M"] * 3, ("1f1b in lockstep", "zb_h1 in lockstep", "1f1b dispatched"), PIPELINES, strict=True),
+    ("GPT, 8 layers", "1f1b in lockstep, 4 stages x 2", GPT_8 | IN_LOCKSTEP | {"mesh.stage": 4}),
     ("GPT, 8 layers", "1f1b dispatched, 4 stages x 2", GPT_8 | DISPATCHED | {"mesh.stage": 4}),
     (
-        *("GPT, 8 layers", "1f1b in lock step, 2 stages, tensor 4"),
+        *("GPT, 8 layers", "1f1b in lockstep, 2 stages, tensor 4"),
         GPT_8 | IN_LOCKSTEP | {"mesh.stage": 2, "mesh.tensor": 4},
     ),
     (
-        *("GPT, 8 layers", "1f1b in lock step, 2 stages x 4, zero1"),
+        *("GPT, 8 layers", "1f1b in lockstep, 2 stages x 4, zero1"),
         GPT_8 | IN_LOCKSTEP | {"mesh.stage": 2, "exchange": "zero1"},
     ),
     *(

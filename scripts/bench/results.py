@@ -3,7 +3,8 @@
     scripts/python scripts/bench/results.py [NAME ...]
 
 The results are in scripts/bench/results, a JSON file for each benchmark: the folder and the title of its page, what to
-conclude, its commands, hardware, software and date, its pictures, and a table of `columns` and `rows`.
+conclude, its commands, hardware, software and date, its pictures with what they show, and a table of `columns` and
+`rows`.
 With names, their commands run one after the other, and the rows that they show (tables.py) replace the table, with the
 hardware, the software and the date of this run. All rows of a result have the same columns. Two kinds of commands show
 no rows: if the result names a `table`, a file in Markdown that its commands write, the columns of the result are
@@ -144,8 +145,8 @@ FOLDERS = {
 }
 INDEX = (
     "A page for each benchmark of jaxpar itself, with the command that repeats it. [Published results](published.md) "
-    "compares jaxpar with what papers and projects measured. Hardware and software without a version of jaxlib were "
-    "written by hand, before the script recorded them."
+    "compares jaxpar with what papers and projects measured. Lines of hardware and software without a version of "
+    "jaxlib were written by hand, before the script recorded them."
 )
 
 
@@ -160,7 +161,7 @@ def page(result: Mapping[str, Any]) -> str:
     parts = [f"# {result['title']}", wrapped(result["conclusion"])]
     parts += [f"```console\n{commands}\n```"] if commands else []
     parts += [wrapped(where), shown]
-    parts += [f"![{result['title']}](../../{picture})" for picture in result.get("pictures", [])]
+    parts += [f"![{what}](../../{picture})" for picture, what in result.get("pictures", {}).items()]
     return "\n\n".join([*parts, wrapped(NOTE)]) + "\n"
 
 

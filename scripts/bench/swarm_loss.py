@@ -8,7 +8,7 @@ the numbers of layers of the stages; --seconds is the mean time of a forward pas
 long. After some steps, a peer of the first stage is killed, and no other is started in its place. Prints the rates, in
 microbatches per second, and:
 
-  what whole peers allow  the rate of the best assignment of peers to stages, as a peer serves one stage at a time
+  of the best assignment  the rate of the best assignment of peers to stages, as a peer serves one stage at a time
   recovery                time from the kill until the first step at the rate after recovery, in periods of rebalancing
 """
 
@@ -181,13 +181,13 @@ def report(timeline: Timeline, work: np.ndarray, num_peers: int, period: float, 
     for name, seconds_of_step, limit in zip(("before", "after"), (before, after), most, strict=True):
         rate = num_microbatches / seconds_of_step
         rates.append(
-            [f"microbatches/s {name} / what whole peers allow", f"{rate:.2f} / {limit:.2f} = {rate / limit:.3f}"]
+            [f"microbatches/s {name} / of the best assignment", f"{rate:.2f} / {limit:.2f} = {rate / limit:.3f}"]
         )
     rows = [
         *rates,
         ["rate after / before", f"{before / after:.3f}"],
-        ["the same / share of the peers that are left", f"{before / after / left:.3f}"],
-        ["what whole peers allow of that", f"{most[1] / most[0] / left:.3f}"],
+        ["rate after / before, relative to the peers that are left", f"{before / after / left:.3f}"],
+        ["the same of the best assignments", f"{most[1] / most[0] / left:.3f}"],
         ["recovery, in periods of rebalancing", f"{(recovered - timeline.kill) / period:.2f} of {period:g} s"],
     ]
     show(COLUMNS[:2], rows)

@@ -132,7 +132,7 @@ def test_statistics() -> None:
     )
     tau = stats.kendalltau(published_rates, ours).statistic
     assert f"Kendall's tau {tau:.2f} over 10 pairs" in order
-    assert "in 1 of 1 groups,\n  the first choice is within 5% of the best (worst 0.0%)" in order
+    assert "in 1 of 1 groups, the first choice is within 5% of the best (worst 0.0%)" in order
     wrong = published.summary([*rows[:4], rows[4] | {"ours": 0.1}])[1]
     assert "in 0 of 1 groups" in wrong
     assert "(worst 60.0%)" in wrong  # 4.0 is chosen, and 10.0 is best
@@ -172,7 +172,7 @@ def test_references_and_missing_rows_do_not_count() -> None:
         {"name": "b", "to": "a", "published": 1.0, "ours": 1.5},
         {"name": "c", "published": 1.0, "ours": None},
     ]
-    assert published.summary(rows)[0].startswith("- All, 1 rows: median error 50.0%")
+    assert published.summary(rows)[0].startswith("- All, 1 row: median error 50.0%")
 
 
 def test_half_of_many_rows_are_held_out() -> None:
