@@ -84,7 +84,8 @@ class Survival:
         elif isinstance(error, Exception) and not _is_own(error):
             most = 2 * self._seconds + GRACE_SECONDS
             print(
-                f"jaxpar: waiting up to {most:g} s, because {CAUSE}, and then the run continues: {_first_line(error)}",
+                f"jaxpar: waiting up to {most:g} s, because {CAUSE}; then the run continues, unless process 0 "
+                f"is lost: {_first_line(error)}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -145,8 +145,8 @@ def test_an_error_that_a_lost_process_can_cause_is_announced_as_such(capsys: pyt
     survival._thread = SimpleNamespace(join=lambda _: None)
     survival.__exit__(RuntimeError, RuntimeError("a barrier failed"), None)
     assert capsys.readouterr().err == (
-        "jaxpar: waiting up to 30 s, because a lost process can be the cause of this error, and then the run"
-        " continues: a barrier failed\n"
+        "jaxpar: waiting up to 30 s, because a lost process can be the cause of this error; then the run"
+        " continues, unless process 0 is lost: a barrier failed\n"
     )
 
 

@@ -197,7 +197,7 @@ def place_actions(
         if nexts[device] < len(order):
             kind, microbatch, chunk = order[nexts[device]]
             raise ValueError(
-                f"the orders deadlock: device {device} never reaches {ACTION_KINDS[kind].name} of "
+                f"the orders deadlock: device {device} waits for ever at {ACTION_KINDS[kind].name} of "
                 f"microbatch {microbatch}, stage {stages[device, chunk]}"
             )
     replicas = tuple(len(devices.of(stage)) for stage in range(last_stage + 1)) if stages.size > last_stage + 1 else ()

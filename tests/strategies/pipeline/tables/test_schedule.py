@@ -166,7 +166,7 @@ def test_work_grows_with_the_actions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_orders_that_wait_for_each_other_are_refused() -> None:
     orders = [[Action(F, 0, 0), Action(BW, 0, 0)], [Action(BW, 0, 0), Action(F, 0, 0)]]
-    with pytest.raises(ValueError, match="the orders deadlock: device 0 never reaches BW of microbatch 0, stage 0"):
+    with pytest.raises(ValueError, match="the orders deadlock: device 0 waits for ever at BW of microbatch 0, stage 0"):
         place_actions(orders, loop_stages(2, 1), 1)
 
 
