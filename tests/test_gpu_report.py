@@ -100,12 +100,14 @@ def test_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "steps": [["sh", "-c", f"printf '%s' '{lines}' >{out}/runs/{gpu_report.STEPS}"]],
         "loop": [["sh", "-c", r"printf '\303'; sleep 60 & wait"], ["sh", "-c", "echo bad; exit 3"]],
     }
-    monkeypatch.setattr(gpu_report, "sections", lambda *_: commands)
+    of_torch: dict[str, list[list[str]]] = {"torch": []}
+    monkeypatch.setattr(gpu_report, "sections", lambda _, torch, __: commands | (of_torch if torch else {}))
     monkeypatch.setattr(gpu_report, "LONGEST", 2)
     with pytest.raises(TrainingError, match=r"2 commands failed, the first of which is sh -c 'printf"):
         report(monkeypatch, f"--out={out}")
     text, found = (out / "report.md").read_text(), json.loads((out / "report.json").read_text())
     assert text.startswith(PAGE)
+    assert "\n- torch was not run: it needs --torch_python\n" in text
     # The output ends when `sleep` does.
     assert re.search("\N{REPLACEMENT CHARACTER}\nThe command took too long.\n```\nnot finished, [2-9] s\n", text)
     assert re.search("bad\n```\nexit code 3, [0-9] s\n", text)

@@ -48,6 +48,7 @@ versions = f"Python {{sys.version.split()[0]}}, jax {{jax.__version__}}, jaxlib 
 there = find_cluster()
 print(json.dumps([versions, {{key: getattr(there, key) for key in {KEYS}}}]))
 """
+NEEDS = {"torch": "--torch_python", "attention": "GPUs with bfloat16"}  # of sections that may be left out
 
 
 def sections(cluster: Cluster, torch_python: str | None, runs: Path) -> dict[str, list[list[str]]]:
@@ -139,6 +140,7 @@ def page(report: dict[str, Any]) -> str:
     lines = [f"# jaxpar on {there['num_devices']} x {there['device_kind']}", ""]
     lines += [*markdown_table(COLUMNS, map(row, report["steps"])), "", *(f"- {one}" for one in verdicts(report))]
     lines += [f"- {key}: {report[key]}" for key in ("gpus", "versions", "commit")]
+    lines += [f"- {name} was not run: it needs {need}" for name, need in report["left_out"].items()]
     lines += [f"- seconds: {report['seconds']:.0f}", ""]
     for name, done in report["sections"].items():
         lines += [f"## {name}", ""]
@@ -173,6 +175,7 @@ def find_gpus() -> tuple[Cluster, dict[str, Any]]:
         "gpus": gpus,
         "versions": versions,
         "commit": commit,
+        "left_out": {},
         "steps": [],
         "sections": {},
     }
@@ -200,6 +203,7 @@ def main() -> None:
     if is_dry:
         print("\n".join(shlex.join(command) for _, command in commands))
         return
+    report["left_out"] = {name: NEEDS[name] for name in arguments.only if name in NEEDS and name not in todo}
     shutil.rmtree(rows.parent, ignore_errors=True)
     rows.parent.mkdir(parents=True)
     for name, command in commands:

@@ -160,9 +160,8 @@ def page(result: Mapping[str, Any]) -> str:
         shown = "\n".join(markdown_table(result["columns"], result["rows"]))
     parts = [f"# {result['title']}", wrapped(result["conclusion"])]
     parts += [f"```console\n{commands}\n```"] if commands else []
-    parts += [wrapped(where), shown]
-    parts += [f"![{what}](../../{picture})" for picture, what in result.get("pictures", {}).items()]
-    return "\n\n".join([*parts, wrapped(NOTE)]) + "\n"
+    drawn = [f"![{what}](../../{picture})" for picture, what in result.get("pictures", {}).items()]
+    return "\n\n".join([*parts, wrapped(where), *drawn, shown, wrapped(NOTE)]) + "\n"
 
 
 def broken(command: str) -> str:
