@@ -13,7 +13,7 @@ forward and backward. It then holds what other kernels write or read anyway. A p
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -158,14 +158,28 @@ def _add_in_place(body: FlatJaxpr, carried: set[int]) -> None:
             body.equations.remove(one)
 
 
+def _carried(scan: core.JaxprEqn) -> range:
+    """Return the places of the operands that a scan carries: after its constants, and before the arrays that it slices.
+
+    JAX 0.10 and 0.11 write these numbers in different parameters, so they are counted by the dims: the body has slices.
+    """
+    body = scan.params["jaxpr"].jaxpr
+
+    def num_whole(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+        return sum(one.aval.ndim == other.aval.ndim for one, other in zip(outside, inside, strict=True))
+
+    first_slice = num_whole(scan.invars, body.invars)
+    return range(first_slice - num_whole(scan.outvars, body.outvars), first_slice)
+
+
 def _kernel(one: FlatEquation, flat: FlatJaxpr) -> Iterator[Operation]:
     """Yield the operations of an equation that is not fused."""
     equation, name = one.equation, one.equation.primitive.name
     read, written = (sum(flat.nbytes[number] for number in numbers) for numbers in (one.read, one.written))
     if name == "scan":
         length = equation.params["length"]
-        body, first = FlatJaxpr(equation.params["jaxpr"].jaxpr), equation.params["num_consts"]
-        _add_in_place(body, set(range(first, first + equation.params["num_carry"])))
+        body = FlatJaxpr(equation.params["jaxpr"].jaxpr)
+        _add_in_place(body, set(_carried(equation)))
         yield from (op._replace(calls=op.calls * length) for op in _count(body))
     elif name == "while":
         yield from _count(FlatJaxpr(equation.params["body_jaxpr"].jaxpr))
@@ -314,8 +328,7 @@ def _held_by_loop(one: FlatEquation, flat: FlatJaxpr) -> float:
     """Return the bytes that a scan holds besides the arguments of the function."""
     if one.equation.primitive.name != "scan":
         return 0.0
-    first, num_carried = (one.equation.params[name] for name in ("num_consts", "num_carry"))
-    carried = {id(x) for x in one.equation.invars[first : first + num_carried]}  # they become results in place
+    carried = {id(one.equation.invars[place]) for place in _carried(one.equation)}  # they become results in place
     operands = [x for x in one.equation.invars if not isinstance(x, core.Literal)]
     arrays = {number for number, x in zip(one.read, operands, strict=True) if id(x) not in carried}
     outside = sum(flat.nbytes[number] for number in (arrays - flat.inputs) | set(one.written))
