@@ -34,6 +34,7 @@ UPDATE_CASES: dict[str, tuple[str, ...]] = {
     "async+clip_by_staleness": ("policy=async", "mitigations=clip_by_staleness", "max_norm=1.0"),
     "async+corrected_momentum": ("policy=async", "mitigations=corrected_momentum"),
 }
+STALENESS = "staleness, mean and maximum"  # a column
 
 
 class UpdatesOutcome(NamedTuple):
@@ -105,7 +106,7 @@ def update_rows(outcomes: dict[tuple[str, float], UpdatesOutcome], score: Score)
         "updates",
         "straggler",
         "gradients / virtual s",
-        "staleness, mean and maximum",
+        STALENESS,
         score.key,
         "recovered",
         f"time to loss {target:.2f}",

@@ -48,8 +48,8 @@ errors of each: of those held out, and of the others.
 The goals were ratios within 15% of 1 for papers and, for language models, a median error of 12% and
 a rank correlation (Kendall's tau) of 0.8; where computing waits for gathers, 25%. They were
 reached for some tables, but not overall. {of_papers}. The largest errors are those of PipeDream's
-speed-ups, SWARM's latency and GPipe's activations. For MPT, the planner's median error is 30.5% (31.9% for those held
-out), with a tau of 0.05 (0.29). For nanotron's best configurations, it is 11.9% (5.1%; 18.4% for
+speed-ups, SWARM's latency and GPipe's activations. For MPT, the planner's median error is 30.5%
+(31.9% for those held out), with a tau of 0.05 (0.29). For nanotron's best configurations, it is 11.9% (5.1%; 18.4% for
 the others), with a tau of 0.62 (0.07; 0.83). For a wider tensor axis, the error is 20.4%, with a
 tau of 1.0. For BLOOM, the time of BLOOM's own program is predicted from the planner's costs of
 layers and links: the median error is 18.0%, with a tau of 0.32. This method was chosen after all

@@ -5,6 +5,7 @@
 The results are in scripts/bench/results, a JSON file for each benchmark: the folder and the title of its page, what to
 conclude, its commands, hardware, software and date, its pictures with what they show, and a table of `columns` and
 `rows`.
+
 With names, their commands run one after the other, and the rows that they show (tables.py) replace the table, with the
 hardware, the software and the date of this run. All rows of a result have the same columns. Two kinds of commands show
 no rows: if the result names a `table`, a file in Markdown that its commands write, the columns of the result are

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from jaxpar.colors import CURVE_COLORS
 from jaxpar.command_line import Parser, check_new_file, output_path
 from jaxpar.compare.pictures import MARKERS
+from jaxpar.compare.updates import STALENESS
 from jaxpar.errors import exit_code
 from scripts.bench.results import FOLDER
 
@@ -31,7 +32,7 @@ def main() -> None:
     for place, (name, color) in enumerate(zip(SHOWN, CURVE_COLORS, strict=False)):
         for straggler in ("none", "4 times slower"):
             points = [
-                (float(row["staleness"].partition(",")[0]), float(row["test_accuracy"].rstrip("%")))
+                (float(row[STALENESS].partition(",")[0]), float(row["test_accuracy"].rstrip("%")))
                 for row in rows
                 if (row["updates"], row["straggler"]) == (name, straggler)
             ]
