@@ -10,7 +10,7 @@ import pytest
 from jaxpar.compare.report import markdown_table
 from jaxpar.errors import UserError
 from scripts import reference
-from scripts.bench import published, results, scale
+from scripts.bench import published, results, scale, staleness, topologies
 from scripts.bench.tables import show
 
 
@@ -48,6 +48,14 @@ def test_the_pictures_of_gpt2_xl_are_current() -> None:
     recorded = results.read()["scale"]["rows"]
     found = [scale.row(one) for one in itertools.islice(scale.predictions(), 5)]
     assert found == recorded[:5]
+
+
+@pytest.mark.parametrize("module", [staleness, topologies])
+def test_pictures_are_drawn_from_what_is_recorded(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column that is renamed in the record is found here, and not by the next one who draws."""
+    monkeypatch.setattr(sys, "argv", ["draw", f"--out={tmp_path / 'picture.png'}"])
+    module.main()
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 SHOWS = """

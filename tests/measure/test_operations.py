@@ -95,6 +95,18 @@ def test_slices_move_what_they_take() -> None:
     assert 32_000 <= moved < 2.1 * 32_000
 
 
+def test_a_loop_carries_neither_constants_nor_slices() -> None:
+    """Its sums become results in place: the loop holds the other arrays that are no argument."""
+    n, length = 64, 4
+
+    def total(carry: jax.Array, constant: jax.Array, slices: jax.Array) -> jax.Array:
+        made = jax.lax.optimization_barrier((2 * carry, 2 * constant, 2 * slices))
+        return jax.lax.scan(lambda c, x: (c + made[1] * x, None), made[0], made[2])[0]
+
+    held = loop_bytes(total, array(n), array(n), array(length, n))
+    assert held == 4 * n * (1 + length + 1)  # the constant, the slices, and the result, which the carry becomes
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_attention(is_causal: bool) -> None:
     """The backward pass repeats the scores: five products instead of two. A causal kernel skips half of them."""

@@ -3,10 +3,13 @@
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imread
+from matplotlib.text import Text
 
 from jaxpar.strategies.pipeline.tables import draw
 from jaxpar.strategies.pipeline.tables.simulate import Span, Times, simulate_table
@@ -53,6 +56,16 @@ def test_picture_has_the_number_of_every_microbatch(tmp_path: Path) -> None:
     sizes = re.findall(r"font-size: ([\d.]+)px[^>]*>31</text>", (tmp_path / "chart.svg").read_text())
     assert len(sizes) == 8 * 2 * 3
     assert min(map(float, sizes)) >= 6
+
+
+@pytest.mark.parametrize("times", [1, 3, 8])
+def test_titles_end_in_the_picture(times: int) -> None:
+    title = times * "mine.csv, planned: bubble 33.5% "
+    figure = draw.draw_charts([(title, simulate_table(make("1f1b", 2, 3), Times(1, 1, 1)).timeline)])
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    [drawn] = [one for one in figure.axes[0].get_children() if isinstance(one, Text) and one.get_text() == title]
+    assert drawn.get_window_extent(canvas.get_renderer()).x1 <= figure.bbox.x1
 
 
 def test_planned_and_measured_on_one_page(tmp_path: Path) -> None:
