@@ -13,6 +13,7 @@ from jaxpar.choose.candidates import (
     GROUP,
     IMPLEMENTATION,
     OF_STAGES,
+    OPTIONS,
     Candidate,
     Settings,
     Space,
@@ -36,6 +37,9 @@ from jaxpar.strategies.exchanges import sums_along_a_ring
 
 LARGEST_RING = 64  # replicas of a ring whose steps are written out in the program
 COMBINED_BYTES = 30 * 2**20  # XLA combines all-reduces on GPUs up to this size
+# Exchanges to compare with the optimizer state in host memory. zero1 saves less than zero2, and sends the same.
+OFFLOADED = ("zero2", "zero3")
+OFFLOAD = f"{OPTIONS}offload"
 HSDP = "hsdp"  # with a group for each host; on one host, it is zero3
 
 
@@ -53,16 +57,19 @@ def _of_groups(space: Space, sizes: Mapping[str, int]) -> Iterator[Candidate]:
     together = math.prod(sizes.values())
     n, batch = space.num_devices // together, space.config.batch_size
     of_axes = {f"mesh.{axis}": size for axis, size in sizes.items()}
+    cluster = space.machine.cluster
     if n == 1:
         of_single = {"strategy": "single", "mesh.data": 1, **of_axes, **options_of(space, "ddp", 1)}
         exchanges: list[tuple[str, Settings]] = [("single", of_single)]
     else:
-        cluster = space.machine.cluster
         per_host = cluster.num_devices // cluster.num_processes
         # one group of hsdp is zero3, and groups of one replica are ddp
         no_hsdp = GROUP not in space.kept and (cluster.num_processes == 1 or per_host <= together > 1)
         equal = (name for name in EXCHANGES if not exchange_differs(name, {}, n) and not (no_hsdp and name == HSDP))
         exchanges = [(name, {**_exchange_settings(name, space, together), **of_axes}) for name in equal]
+    if cluster.platform == "gpu" and cluster.has_pinned_host_memory:
+        offloaded = ((name, _exchange_settings(name, space, together)) for name in OFFLOADED)
+        exchanges += [(f"{name}, offload", {**of_axes, **of_name, OFFLOAD: True}) for name, of_name in offloaded]
     one_stage = {key: value for key, value in DEFAULTS_OF_CHOICES.items() if key.startswith(OF_STAGES)}
     for name, settings in exchanges:
         if not space.allows({**one_stage, **settings}):
@@ -112,7 +119,7 @@ def update_of(space: Space, config: ConfigDict, plan: Plan[Any]) -> UpdateBytes:
     exchange = plan.details.exchange
     if plan.layouts["optimizer"].kind == exchange.optimizer == SHARDED:  # not only over the tensor axis
         whole *= exchange.copies / plan.num_replicas
-    return UpdateBytes(max(both - whole, 0.0), min(whole, both), plan.offloaded_bytes)
+    return UpdateBytes(max(both - whole, 0.0), min(whole, both), plan.offloaded_bytes, plan.update_bytes)
 
 
 def combined(sent: Traffic, num_replicas: int) -> Traffic:
@@ -143,8 +150,8 @@ def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[
         traffic = tuple(combined(one, plan.num_replicas) for one in traffic)
     gathers_layers = exchange is not None and exchange.fetch is not None  # layer by layer
     shards = exchange and (exchange.fetch or exchange.scatter)
-    memory = plan.memory[0]
-    params, optimizer = memory["parameters"], sum(memory.values()) - memory["parameters"]
+    params = plan.memory[0]["parameters"]
+    optimizer = plan.device_bytes[0] - params
     gradients = params if gathers_layers or not shards else params / plan.num_replicas
     costs = replicas_costs(
         layers,

@@ -113,6 +113,9 @@ class Plan(Generic[Details]):
     differs: str = ""  # the reason why the results differ from those of `single`; empty if they are the same
     advice: str = ""  # which setting is known to train badly, and what to use instead; empty if there is none
     delays: DelayedUpdates | None = None  # the delays of a pipeline that never drains; None for all other strategies
+    # bytes that a device holds, besides its part of the state, while it updates an optimizer state that is in host
+    # memory between steps: a copy of that state, and the gradients. 0 if none is there
+    update_bytes: int = 0
     keeps_previous: bool = False  # whether a step leaves its input state intact, instead of reusing its memory
     outer: object | None = None  # details of the outer step between runs (config.outer); None if there is none
 

@@ -204,8 +204,8 @@ def needed_bytes(programs: Sequence[CompiledProgram], strategy: Strategy[Strateg
 
     These are the bytes of XLA's buffer assignment, and the state that the plan has on the device and the program does
     not read. Results that reuse the memory of an argument do not count, nor do arguments that the plan keeps on the
-    host. XLA has no host memory for devices that are absent, and assigns these arguments to the device. In a run, the
-    step copies them to the device for the update, so the temporary arrays have at least their size.
+    host. JAX has no host memory for devices that are absent, and assigns these arguments to the device. In a run, the
+    step copies them to the device for the update, when there are temporary arrays of at least `Plan.update_bytes`.
     """
     found, plan = [], strategy.plan
     for program in programs:
@@ -228,7 +228,7 @@ def needed_bytes(programs: Sequence[CompiledProgram], strategy: Strategy[Strateg
             {
                 "arguments": analysis.argument_size_in_bytes - assigned,
                 "results": results,
-                "temporary arrays": max(analysis.temp_size_in_bytes, assigned),
+                "temporary arrays": max(analysis.temp_size_in_bytes, plan.update_bytes if assigned else 0),
                 "machine code": analysis.generated_code_size_in_bytes,
                 "other state": max(not_read),
             }

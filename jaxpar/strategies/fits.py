@@ -36,6 +36,8 @@ def check_memory(plan: Plan[object], cluster: Cluster) -> None:
             totals[-1].update(
                 {part: n for part, n in plan.memory[device].items() if shared or not part.endswith(ON_HOST)}
             )
+            if not shared:
+                totals[-1]["gradients and optimizer state during the update"] += plan.update_bytes
     parts = max(totals, key=Counter.total)
     needed, devices = parts.total(), groups[totals.index(parts)]
     if needed <= cluster.memory_bytes:

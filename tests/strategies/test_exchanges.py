@@ -216,6 +216,22 @@ def test_a_bucket_waits_for_its_own_layers_alone() -> None:
     assert len(set(buckets)) >= 4
 
 
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+def test_an_offloaded_state_is_copied_after_the_backward_pass(name: str) -> None:
+    """Each array of the state is copied from a barrier that waits for all gradients. Scalars are copied before."""
+    problem = make_problem(make_config(MLP), MLP)
+    exchange = make_exchange(name, Axis("data", N), Rule(problem.optimizer, None), offload=True)
+    [inner] = [eqn.params["jaxpr"] for eqn in traced_step(problem, exchange).eqns]
+    copied = {x for eqn in inner.eqns if eqn.primitive.name == "device_put" for x in eqn.invars}
+    arrays = {x for x in copied if x.aval.ndim}
+    number = len(jax.tree.leaves(problem.model.shapes))
+    assert len(arrays) == 2 * number  # Adam's moments
+    barriers = [eqn for eqn in inner.eqns if eqn.primitive.name == "optimization_barrier"]
+    [barrier] = [eqn for eqn in barriers if arrays & set(eqn.outvars)]
+    assert arrays <= set(barrier.outvars)
+    assert len(barrier.invars) >= 3 * number
+
+
 def test_zero_adds_up_shards_from_its_second_stage_on() -> None:
     """From zero2 on, the compiled loops over microbatches carry 1/n of the gradients instead of all of them."""
     carried = {}

@@ -73,6 +73,7 @@ class UpdateBytes(NamedTuple):
     exchange: float
     update: float
     from_host: float = 0.0  # those of the optimizer state that a step copies from the host, and back
+    held: float = 0.0  # those that the device holds meanwhile, besides its part of the state: `Plan.update_bytes`
 
 
 def replicas_costs(
@@ -100,6 +101,7 @@ def replicas_costs(
     # Without a scan, XLA on GPUs computes again long before the backward pass needs it, and so saves nothing.
     saved = remat if is_scanned or not machine.overlaps else "none"
     nbytes = replica_bytes(layers, model, state, size, saved, **flags)
+    nbytes = max(nbytes, state.parameters + state.optimizer + moved.held)
     # The backward pass does not compute the loss again.
     profile = [*layers.profile(size, remat)[:-1], layers.profile(size, "none")[-1]]
     n, devices = axes[DATA], math.prod(axes.values())

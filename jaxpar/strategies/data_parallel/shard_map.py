@@ -91,6 +91,7 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
         private_key if private_parts(layouts) else {},
         exchanges.differs(config, decision.num_replicas),
         exchanges.exchange_advice(config),
+        update_bytes=_update_bytes(layouts["optimizer"], _gradients(group, exchange), exchange),
     )
 
 
@@ -103,14 +104,11 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
     if plan.details.unrolled:
         problem = problem._replace(model=problem.model.unrolled())
     in_shard_map, of_batch = partial(jax.shard_map, mesh=mesh, check_vma=False), BatchPlacement(mesh, problem.batch)
-    replica_step = in_shard_map(
+    step = in_shard_map(
         train_step(problem, exchange, placed.layout, plan.num_replicas, group),
         in_specs=(placed.layout.specs, of_batch.specs),
         out_specs=(placed.layout.specs, PartitionSpec()),
     )
-
-    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        return replica_step(jax.device_put(state, placed.shardings) if exchange.offload else state, batch)
 
     @jax.jit
     @partial(in_shard_map, in_specs=(placed.params.specs, of_batch.specs), out_specs=PartitionSpec())
@@ -168,6 +166,8 @@ def train_step(
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         state = layout.local(state)
+        if exchange.offload:
+            state = state._replace(optimizer=_scalars_on_device(state.optimizer))
         # The mean, so that the gradient is the mean over replicas.
         weight = jax.lax.pmean(group.divisor(steps.batch_weight(batch)), DATA)
         # If JAX checks types (check_vma), it sums the gradient over replicas itself, unless the parameters vary.
@@ -177,6 +177,9 @@ def train_step(
             problem, state._replace(params=params), batch, weight, scatter=exchange.scatter
         )
         grads_unreduced = group.reduced(grads_unreduced)
+        if exchange.offload:
+            grads_unreduced, optimizer = _on_device_after(grads_unreduced, state.optimizer)
+            state = state._replace(optimizer=optimizer)
         squares_unreduced = group.norm(grads_unreduced) ** 2 / group.times_counted
         sums, squares = psum_small((sums_unreduced, squares_unreduced), group.batch_axes)
         grad_norm = jnp.sqrt(squares / num_replicas)
@@ -200,11 +203,38 @@ def train_step(
     return step
 
 
+def _scalars_on_device(optimizer: Any) -> Any:
+    """Return an optimizer state on the host with its scalars on the device, such as the scale of the loss."""
+    return jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, jax.memory.Space.Device), optimizer)
+
+
+def _on_device_after(grads: Any, optimizer: Any) -> tuple[Any, Any]:
+    """Return the gradients, and a copy of the optimizer state from the host that begins once they exist.
+
+    Without this order, XLA copies the state first, and the device holds it during the backward pass.
+    """
+    grads, optimizer = jax.lax.optimization_barrier((grads, optimizer))
+    return grads, jax.device_put(optimizer, jax.memory.Space.Device)
+
+
 def group_traffic(group: ReplicaGroup, exchange: Exchange, num_replicas: int, *, on_cpu: bool) -> list[Traffic]:
     """Return what a device sends to the others of its replica in a step. on_cpu: whether XLA widens what is sent."""
+    return group.traffic(num_replicas, _gradients(group, exchange).local_shapes, on_cpu=on_cpu)
+
+
+def _gradients(group: ReplicaGroup, exchange: Exchange) -> Layout:
+    """Return the layout of what the backward pass leaves on each device."""
     is_shard = exchange.fetch or exchange.scatter
-    grads = group.params.sharded(DATA, exchange.copies) if is_shard else group.params
-    return group.traffic(num_replicas, grads.local_shapes, on_cpu=on_cpu)
+    return group.params.sharded(DATA, exchange.copies) if is_shard else group.params
+
+
+def _update_bytes(optimizer: Layout, gradients: Layout, exchange: Exchange) -> int:
+    """Return the bytes of a copied optimizer state and of gradients, whole and those that the exchange scatters."""
+    if not exchange.offload:
+        return 0
+    is_shard = exchange.fetch or exchange.scatter
+    held = [optimizer, gradients, *([] if is_shard else [gradients.sharded(DATA, exchange.copies)])]
+    return max(map(sum, zip(*(part.nbytes_by_device for part in held), strict=True)))
 
 
 def make_layouts(exchange: Exchange, base: Mapping[str, Layout]) -> dict[str, Layout]:
@@ -240,8 +270,6 @@ class ReplicaState:
         self.params, private = layouts["params"], layouts["private"]
         distributed = DistributedState(layouts["optimizer"], private)
         self.layout = layout.join(State(layouts["step"], layouts["key"], self.params, distributed))  # type: ignore[arg-type]
-        # shardings of the global state during a step. Between steps, the optimizer state may be on the host
-        self.shardings: Any = self.layout.shardings(mesh, in_step=True)
         self._at_rest: Any = self.layout.shardings(mesh)
         self.abstract: Any = self.layout.abstract(
             mesh
