@@ -19,7 +19,6 @@ LANGUAGES = {"bash", "console", "json", "python", "text", "toml", "yaml"}
 PARTS = {
     "README.md": "a part of docs/tutorials/train.md",
     "docs/tutorials/train.md": "reads the checkpoint of a run, and a model in another file; it was run",
-    "CONTRIBUTING.md": "parts of new files; its guides were followed by hand",
     "docs/howto/certify_functions.md": "part of scripts/examples/certify_functions.py, which was run",
     "docs/howto/predict.md": "reads the checkpoint of a run, as tests/use/inference does",
     "docs/howto/generate.md": "reads the checkpoint of a run, as tests/use/serve does",
@@ -27,8 +26,8 @@ PARTS = {
     "docs/howto/export.md": "reads the export of a run, as tests/test_export.py does",
 }
 WIDTH = 100
-# The generated reference, and pages for people who change the code.
-LONG = ("docs/reference/commands.md", "docs/reference/config.md", "CONTRIBUTING.md", "CHANGELOG.md")
+# The generated reference, and the history.
+LONG = ("docs/reference/commands.md", "docs/reference/config.md", "CHANGELOG.md")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
