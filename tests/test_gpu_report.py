@@ -22,7 +22,7 @@ ROWS: list[dict[str, Any]] = [
 ]
 PAGE = """# jaxpar on 2 x Tesla V100-SXM2-32GB
 
-| case | batch | step | MFU | predicted / step | peak | predicted / peak |
+| case | batch | step time | MFU | predicted / measured time | peak memory | predicted / measured memory |
 | --- | --- | --- | --- | --- | --- | --- |
 | gpt2 | 32 x 1,024 | 100.00 ms | 0.400 | 1.140, 1.160 | 10 GB | 0.950, 1.000 |
 | gpt2, ddp | 32 x 1,024 | 100.00 ms | 0.400 | 0.800, 0.900 | 10 GB | 1.000, 0.800 |

@@ -76,8 +76,8 @@ def compare(
     """
     config = configs.load_config(config_path)
     configs.override(config, overrides)
-    columns = [head, tasks.find_task(config).score.key, f"minus {next(iter(rows))}", "MB per step"]
-    columns += ["lowest to highest"] if seeds > 1 else []
+    columns = [head, tasks.find_task(config).score.key, f"difference from {next(iter(rows))}", "MB sent per step"]
+    columns += ["range over seeds"] if seeds > 1 else []
     show(columns, compared(rows, config_path, config, overrides, workdir, seeds))
 
 

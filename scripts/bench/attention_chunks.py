@@ -62,7 +62,7 @@ def main() -> None:
         for name, values in found.items()
     }
     rows = [[name, *(f"{one:.2e}" for one in each)] for name, each in errors.items()]
-    show([f"{length} tokens", "result", "dq", "dk", "dv"], rows)
+    show([f"attention, {length} tokens", "output", "dq", "dk", "dv"], rows)
     if not all(own <= 2 * one for one, own in zip(*errors.values(), strict=True)):
         raise TrainingError("the differences on the axis are more than twice those of whole texts")
 

@@ -29,7 +29,7 @@ from scripts.bench.tables import show
 
 REFERENCE = "1f1b"
 EXAMPLES = 4  # of a microbatch
-COLUMNS = ["stages x microbatches", "schedule", "step", "time / `1f1b`", "CPU time / `1f1b`"]
+COLUMNS = ["stages x microbatches", "schedule", "step", "step time / that of `1f1b`", "CPU time / that of `1f1b`"]
 
 
 def compared(maker: Maker, p: int, m: int, schedules: list[str], rounds: int) -> Iterator[list[str]]:

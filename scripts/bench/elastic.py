@@ -137,12 +137,12 @@ def main() -> None:
                 f"{kind:9} {number} processes, {where}: {describe(one)}{'' if one.is_right else '  WRONG'}", flush=True
             )
     columns = [
-        "what happens",
+        "fault",
         "correct runs",
-        "signals",
+        "signals sent",
         "recoveries from memory",
         "restarts",
-        "largest error",
+        "largest relative error",
         "longest run",
     ]
     show(columns, [summary(kind, list(itertools.compress(ended, map(kind.__eq__, kinds)))) for kind in HAPPENS])

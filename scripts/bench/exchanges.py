@@ -80,13 +80,13 @@ def main() -> None:
         if {"bytes", "memory"} & set(results):
             task = tasks.find_task(config)
             rows = bytes_and_memory(build, task, arguments.replicas, "bytes" in results, "memory" in results)
-            show(["exchange", "sent / formula", "formula / `ddp`", "state / formula"], rows)
+            show(["exchange", "bytes sent / formula", "formula / that of `ddp`", "bytes of state / formula"], rows)
         if "steps" in results:
             steps(build, batch, arguments.rounds)
     blocks = ring(arguments.replicas, arguments.rounds) if "ring" in results else []
     blocks += round_trips(arguments.rounds) if "compress" in results else []
     if blocks:
-        show(["25 MiB", "time / reference", "reference"], blocks)
+        show(["operation on 25 MiB", "time / reference", "reference"], blocks)
 
 
 def bytes_and_memory(
@@ -119,7 +119,7 @@ def steps(build: Callable[..., strategies.Strategy[Any]], batch: Any, rounds: in
     contenders |= {f"ddp by {way}": build("ddp", f"--config.data_parallel.implementation={way}") for way in WAYS[1:]}
     timings = race(contenders, batch, rounds=rounds)
     rows = [[name, f"{timing.seconds / timings['ddp'].seconds:.3f}"] for name, timing in timings.items()]
-    show(["exchange", "step / `ddp`"], rows)
+    show(["exchange", "step time / that of `ddp`"], rows)
 
 
 def ring(n: int, rounds: int) -> list[list[str]]:

@@ -35,7 +35,7 @@ from scripts.bench.steps import race
 from scripts.bench.tables import show
 
 TOLERANCE = 1e-5
-COLUMNS = ["width, stages", "schedule", "lockstep / dispatch", "host, us per action", "simulated / measured"]
+COLUMNS = ["width, stages", "schedule", "step time, lockstep / dispatch", "host, us per action", "simulated / measured"]
 TRACED = 3  # number of the step whose actions are measured
 
 

@@ -87,7 +87,10 @@ PARALLEL = {  # with the batch of one GPU
     "llama_8b, zero3": (LLAMA_1B._replace(size=1, length=8192), (*LLAMA_8B, *REMAT, *REPLICAS, "exchange=zero3")),
 }
 ALIKE = ("gpt2, float16", "bert_base, xla")  # equal to another case on GPUs without bfloat16
-COLUMNS = ("case", "batch", "step", "MFU", "predicted / step", "peak", "predicted / peak")
+COLUMNS = (
+    *("case", "batch", "step time", "MFU", "predicted / measured time"),
+    *("peak memory", "predicted / measured memory"),
+)
 PROFILED = 3  # steps of a profile
 STEPS = 8  # in flight
 

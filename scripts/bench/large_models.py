@@ -84,7 +84,8 @@ def main() -> None:
     parser.add_argument("--only", choices=list(CASES), help="the case to compile; without it, all")
     arguments = parser.parse()
     cases = {name: case for name, case in CASES.items() if arguments.only in (None, name)}
-    show(["model", "GPUs", "memory", "step", "MFU"], (compiled(name, case) for name, case in cases.items()))
+    columns = ["model", "GPUs", "memory of a GPU", "predicted step time", "MFU"]
+    show(columns, (compiled(name, case) for name, case in cases.items()))
 
 
 def compiled(name: str, case: Case) -> list[str]:

@@ -59,7 +59,7 @@ def main() -> None:
     arguments = parser.parse()
     check_choice("OPTION", arguments.option, OPTIONS)
     show(
-        ["time, CPU time", *PLACES],
+        ["model", *PLACES],
         (
             [name, *(ratios(case, place, arguments.option, arguments.rounds) for place in PLACES.values())]
             for name, case in CASES.items()

@@ -226,7 +226,7 @@ def main() -> None:
 
     version = "import torch; print('torch', torch.__version__)"
     torch = subprocess.run([parsed.torch_python, "-c", version], stdout=subprocess.PIPE, text=True, check=True).stdout
-    columns = [f"{torch.strip()} / jaxpar, s", "norm", *(f"width {width}" for width in parsed.widths)]
+    columns = [f"strategy ({torch.strip()} / jaxpar, s)", "norm", *(f"width {width}" for width in parsed.widths)]
     cases = product(parsed.strategies, parsed.norms)
     show(columns, ([*case, *(compared(*case, width) for width in parsed.widths)] for case in cases))
 

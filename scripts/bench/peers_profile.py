@@ -6,9 +6,9 @@
 Linux `perf` samples all threads 997 times a second of CPU time. A cell is torch's CPU seconds of a step / those of
 jaxpar, of all cores together:
 
-  products  matrix products, and packing their operands
-  passes    all other arithmetic: norms, softmax, GELU, additions, the update, and copies in the program
-  rest      the kernel, allocation, sending between replicas and stages, Python, and threads, which in torch spin
+  matmuls    matrix products, and packing their operands
+  other ops  all other arithmetic: norms, softmax, GELU, additions, the update, and copies in the program
+  rest       the kernel, allocation, sending between replicas and stages, Python, and threads, which in torch spin
 
 XLA's products come from code that oneDNN generates, whose names perf gets by ONEDNN_JIT_PROFILE, from Eigen, which
 packs for it, and from YNNPACK, which fuses them with passes in small models.
@@ -33,8 +33,8 @@ from scripts.bench.tables import show
 SAMPLES = 997  # of each thread in a second of its CPU time
 # What a sample belongs to, by its symbol and file: the first pattern that is found.
 KINDS = {
-    "products": r"gemm|Eigen::internal|TensorContraction|ynn::(dot|packer|interleave|transpose)|pack[LR]hs",
-    "passes": r"at::native|c10::function_ref|Sleef|ynn::|perf-\d+\.map|memmove|memcpy|memset",
+    "matmuls": r"gemm|Eigen::internal|TensorContraction|ynn::(dot|packer|interleave|transpose)|pack[LR]hs",
+    "other ops": r"at::native|c10::function_ref|Sleef|ynn::|perf-\d+\.map|memmove|memcpy|memset",
 }
 REST = "rest"
 

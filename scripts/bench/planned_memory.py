@@ -168,11 +168,11 @@ def main() -> None:
             listed.append([model, name, of_time, memory])
             print(f"{model:20} {name:24} {of_time}  {memory}", flush=True)
     if arguments.large:
-        show(["model", "plan", "step", "memory"], listed)
+        show(["model", "plan", "step time, planned / compiled", "memory, planned / compiled"], listed)
     else:
         names = dict.fromkeys(name for name, _ in ratios)
         grid = [[name, *(ratios.get((name, model), "") for model in models_of)] for name in names]
-        show(["memory, planned / compiled", *models_of], grid)
+        show(["config", *models_of], grid)
     within = sum(error <= 0.1 for error in errors)
     print(f"median error {statistics.median(errors):.1%}; {within} of {len(errors)} within 10%")
 

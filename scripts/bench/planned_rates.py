@@ -95,7 +95,7 @@ def compare(model: str, rounds: int, only: str) -> list[float]:
             f"{one.mean_staleness:.2f} / {of_run:.2f}" if of_run is not None and isinstance(one, AsyncCandidate) else ""
         )
         rows.append([name, format_ratio(predicted_s[name], measured_s[name]), staleness])
-    show(["config", "step, predicted / measured", "mean staleness, predicted / measured"], rows)
+    show(["config", "step time, predicted / measured", "mean staleness, predicted / measured"], rows)
     return [abs(predicted_s[name] / measured_s[name] - 1) for name in running]
 
 

@@ -82,7 +82,7 @@ def main() -> None:
         rows += measured(model, arguments.rounds, arguments.only)
     ratios = {(row.name, row.model): f"{row.predicted / row.measured:.3f}" for row in rows}
     names = dict.fromkeys(row.name for row in rows)
-    show(["predicted / measured", *MODELS], [[name, *(ratios[name, model] for model in MODELS)] for name in names])
+    show(["config", *MODELS], [[name, *(ratios[name, model] for model in MODELS)] for name in names])
     errors = [row.error for row in rows]
     print(
         f"median error {statistics.median(errors):.1%}; {sum(error <= 0.2 for error in errors)} of {len(rows)} within "

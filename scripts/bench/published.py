@@ -34,27 +34,31 @@ PAPERS = ("gpipe", "pipedream", "swarm", "data_parallel", "mpt", "rates", "nanot
 GOAL_15 = ("gpipe", "pipedream", "swarm", "data_parallel")  # the papers whose ratios should be within 15%
 FEWEST_HELD_OUT = 20
 WIDTH = 100  # of a line of a document
-NOTE = "Tables without a command are computed ({computed}) by"
+NOTE = "Unless a table names another command, ours is computed ({computed}) by"
 HEAD = """# Published results
 
-Do the results of the papers hold here? Each page has what a paper or a project published, what
-jaxpar simulates, predicts or trains for the same case, and the ratio ours / published. A result
-that jaxpar does not reproduce is a row like the others, and the reason is below its table. Tables
-with 0 rows have only our values, because no citable value was found. SWARM's generated trace was
-fitted to the first row of its table, and QAdam's warm-up was chosen after its rows had been seen.
-The pages split tables of 20 rows or more into two parts by a hash of the names, and also give the
-errors of each: of those held out, and of the others.
+Of the {rows} rows of GPipe, PipeDream, SWARM and data parallelism, {within} are within 15%, the goal. The
+largest errors are those of PipeDream's speed-ups, SWARM's latency and GPipe's activations. For
+language models, the goals were a median error of 12% (25% where computation waits for all-gathers)
+and a rank correlation (Kendall's tau) of 0.8. Only Megatron-LM with a tensor axis and nanotron's
+best configurations reach the error.
 
-The goals were ratios within 15% of 1 for papers and, for language models, a median error of 12% and
-a rank correlation (Kendall's tau) of 0.8; where computing waits for gathers, 25%. They were
-reached for some tables, but not overall. {of_papers}. The largest errors are those of PipeDream's
-speed-ups, SWARM's latency and GPipe's activations. For MPT, the planner's median error is 30.5%
-(31.9% for those held out), with a tau of 0.05 (0.29). For nanotron's best configurations, it is 11.9% (5.1%; 18.4% for
-the others), with a tau of 0.62 (0.07; 0.83). For a wider tensor axis, the error is 20.4%, with a
-tau of 1.0. For BLOOM, the time of BLOOM's own program is predicted from the planner's costs of
-layers and links: the median error is 18.0%, with a tau of 0.32. This method was chosen after all
-rows had been seen. Megatron-Bridge's tables (performance-summary.md at 00b7660b) have no rows here:
-its dense models compute in FP8, and the others have experts, neither of which jaxpar supports.
+Of the language models, MPT has a median error of 30.5% and a tau of 0.05 (held out: 31.9% and
+0.29). nanotron's best configurations have 11.9% and 0.62 (held out: 5.1% and 0.07; others: 18.4%
+and 0.83). A wider tensor axis has 20.4% and 1.0. BLOOM has 18.0% and 0.32; here, BLOOM's own
+program is predicted from the planner's costs of layers and links.
+
+Each page has what a paper or a project published, *ours*, and the ratio ours / published. Ours is
+what jaxpar simulates, predicts or trains for the same case. The text below a table explains the
+differences that could be explained. Tables with 0 rows have only our values, because no citable
+value was found. Tables of 20 rows or more are split into two halves by a hash of the names, *held
+out* and *others*, with the errors of each.
+
+Three choices depend on published values. SWARM's generated trace was fitted to the first row of its
+table. QAdam's warm-up and the method for BLOOM were chosen after their rows had been seen.
+
+Megatron-Bridge's tables (performance-summary.md at 00b7660b) have no rows here. Its dense models
+compute in FP8, and the others have experts, neither of which jaxpar supports.
 
 `scripts/python scripts/bench/published.py` prints the tables. With `--compute --only=gpipe`, it
 simulates and predicts those of one paper again, and writes these pages.
@@ -107,7 +111,7 @@ def pages() -> dict[str, str]:
     tables = [table for name in GOAL_15 for table in papers[name]["tables"]]
     errors = [error for table in tables for error in errors_of(compared_rows(table["rows"]))]
     within = sum(error <= 0.15 for error in errors)
-    head = HEAD.format(of_papers=f"Of the papers' {len(errors)} rows, {within} are within 15%")
+    head = HEAD.format(rows=len(errors), within=within)
     lines = [rewrapped(head), "| Paper and table | Rows | Median error | Within 15% |", "|---|---:|---:|---:|"]
     for name, paper in papers.items():
         for table in paper["tables"]:
@@ -140,7 +144,7 @@ def format_json(value: Any, depth: int = 0) -> str:
 def format_paper(paper: Mapping[str, Any], *, with_all_rows: bool = False) -> str:
     """Return the page of a paper in Markdown. with_all_rows: also those that the page groups."""
     usual = statistics.mode(table["command"] for table in paper["tables"])
-    lines = [f"# {paper['title']}", "", f"{NOTE.format(**paper)}\n`{usual}`.", "", _wrapped(paper["text"]), ""]
+    lines = [f"# {paper['title']}", "", rewrapped(paper["text"]), f"{NOTE.format(**paper)}\n`{usual}`.", ""]
     for table in paper["tables"]:
         command = "" if table["command"] == usual else f", by\n`{table['command']}`"
         lines += [f"## {table['title']}", "", f"{table['how']}{command or '.'}", ""]
@@ -148,9 +152,10 @@ def format_paper(paper: Mapping[str, Any], *, with_all_rows: bool = False) -> st
             lines += format_groups(table)
         else:
             lines += [f"| Case | Published{_unit(table)} | Ours | Ours / published |", "|---|---|---|---|"]
-            lines += [f"| {row['name']} | {' | '.join(_cells(row))} |" for row in table["rows"]]
+            names = (row["name"].removeprefix(f"{paper['title']}: ") for row in table["rows"])
+            lines += [f"| {name} | {' | '.join(_cells(row))} |" for name, row in zip(names, table["rows"], strict=True)]
         found = summary(table["rows"])
-        lines += ["", *found, *([""] if found else []), _wrapped(table["text"]), ""]
+        lines += ["", *found, *([""] if found else []), rewrapped(table["text"])]
     return "\n".join(lines).rstrip()
 
 

@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "scripts" / "bench" / "results"
 PAGES = ROOT / "docs" / "results"
 WIDTH = 100  # of a line of a document
-NOTE = "`scripts/python scripts/bench/results.py` writes this page from what was recorded."
+NOTE = "`scripts/python scripts/bench/results.py` generates this page from the recorded results."
 
 
 def main() -> None:
@@ -145,9 +145,11 @@ FOLDERS = {
     "faults": "Killed processes",
 }
 INDEX = (
-    "A page for each benchmark of jaxpar itself, with the command that repeats it. [Published results](published.md) "
-    "compares jaxpar with what papers and projects measured. Lines of hardware and software without a version of "
-    "jaxlib were written by hand, before the script recorded them."
+    "Each page has one benchmark of jaxpar: what to conclude, the command that repeats it, the hardware, and the "
+    "numbers. [Published results](published.md) compares jaxpar with what papers and projects measured. The "
+    "[glossary](../reference/glossary.md) explains terms such as *exchange*, *remat* and *lockstep*. *The quickstart* "
+    "is a small BERT that learns from scratch to classify words by their definitions (`configs/quickstart.py`). Lines "
+    "of hardware without a version of jaxlib were written by hand."
 )
 
 
