@@ -20,7 +20,7 @@ COMMAND = re.compile(r"^\$ (.*<<END\n(?:.*\n)*?END$|.*(?:(?<=\\)\n.*)*)", re.MUL
 CONSOLE = re.compile(r'<div class="language-console highlight">(.*?)</div>', re.DOTALL)
 WIDE = re.compile(r"^\|(?:[^|\n]*\|){7,}$", re.MULTILINE)  # a row of a table that needs the width of the window
 # How much less than guides the pages of a folder count in the search.
-BOOST = {"explanation": 0.02, "reference": 0.01, "results": 0.001, "source": 0.001}
+BOOST = {"explanation": 0.02, "reference": 0.01, "results": 0.0001, "source": 0.0001}
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", "": "bash"}
 
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from html import unescape
 from pathlib import Path
 
@@ -17,7 +19,9 @@ from tests.docs.prose import ROOT
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the site without the Python API, which takes most of the time."""
     folder = tmp_path_factory.mktemp("site")
-    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), plugins=["search"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("API", "false")
+        build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder)))
     return folder
 
 
@@ -28,6 +32,32 @@ def test_search_finds_guides_and_no_source(site: Path) -> None:
     assert not [page for page in boosts if page.endswith(".py.html")]
     first, last = boosts["howto/machines.html"], max(boosts["reference/api.html"], boosts["source/CHANGELOG.html"])
     assert first == boosts["tutorials/train.html"] > boosts["explanation/lessons.html"] > last
+
+
+# The first page for what a new user might enter.
+FIRST = {
+    "torchrun": "howto/machines.html",
+    "two machines": "howto/machines.html",
+    "horovod": "howto/exchange.html",
+    "deepspeed": "howto/exchange.html",
+    "fsdp": "howto/exchange.html",
+    "csv": "howto/data.html",
+    "oom": "howto/memory.html",
+    "out of memory": "howto/memory.html",
+    "offload": "howto/memory.html",
+    "bfloat16": "howto/gpus.html",
+    "resume": "howto/resume.html",
+    "slow": "howto/slow.html",
+    "serve": "howto/serve.html",
+    "pipeline": "tutorials/pipeline.html",
+}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_search_finds_guides_first(site: Path) -> None:
+    command = ["node", str(ROOT / "tests" / "docs" / "search.js"), str(site), *FIRST]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert {query: pages[:1] for query, pages in found.items()} == {query: [page] for query, page in FIRST.items()}
 
 
 def test_copy_buttons_copy_commands_only(site: Path) -> None:
