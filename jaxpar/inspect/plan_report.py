@@ -141,11 +141,12 @@ def describe_plans(
     each = report.best_of_each([one for one in found if one.fits])
     hosts = f" on {cluster.num_processes} hosts" if cluster.num_processes > 1 else ""
     kind = kind_of_device(cluster.device_kind)
-    other_memory = kind is not None and cluster.memory_bytes not in (None, kind.memory_bytes)
-    memory = f" with {format_bytes(cluster.memory_bytes or 0)}" if other_memory else ""
+    name = cluster.device_kind
+    if kind is not None and cluster.memory_bytes not in (None, kind.memory_bytes):
+        name = f"{name_of_kind(name)} with {format_bytes(cluster.memory_bytes or 0)}"  # the full name states the memory
     advice = dtype_advice(cluster, space.config.model.dtype) if cluster.platform == "gpu" else None
     lines = [
-        f"{cluster.num_devices} x {cluster.device_kind}{memory}{hosts}: {len(found):,} candidates in {seconds:.1f} s, "
+        f"{cluster.num_devices} x {name}{hosts}: {len(found):,} candidates in {seconds:.1f} s, "
         f"of which {sum(one.fits for one in found):,} fit; {work.examples:,} examples in a step",
         report.describe_memory(space),
         *([advice] if advice else []),

@@ -947,7 +947,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         r"^The cluster costs 20 an hour; with the first one, a million examples cost (\S+)\.$", of_v100s, re.MULTILINE
     )
     assert float(price) == pytest.approx(20 / 3600 * 1e6 / float(rate.replace(",", "")), rel=0.01)
-    assert "\n8 x Tesla V100-SXM2-32GB with 16 GB: " in of_v100s
+    assert "\n8 x v100 with 16 GB: " in of_v100s
     advice = "no tensor cores; products are up to 8 times as fast with config.model.dtype='float16'.\n"  # 125 / 15.7
     assert advice in of_v100s
     no_replicas = "No strategy without stages is possible: config.batch_size is 6, which is not a multiple of 8."
