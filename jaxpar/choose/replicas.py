@@ -68,8 +68,8 @@ def _of_groups(space: Space, sizes: Mapping[str, int]) -> Iterator[Candidate]:
         equal = (name for name in EXCHANGES if not exchange_differs(name, {}, n) and not (no_hsdp and name == HSDP))
         exchanges = [(name, {**_exchange_settings(name, space, together), **of_axes}) for name in equal]
     if cluster.platform == "gpu" and cluster.has_pinned_host_memory:
-        offloaded = ((name, _exchange_settings(name, space, together)) for name in OFFLOADED)
-        exchanges += [(f"{name}, offload", {**of_axes, **of_name, OFFLOAD: True}) for name, of_name in offloaded]
+        of_names = {name: _exchange_settings(name, space, together) for name in OFFLOADED}
+        exchanges += [(name, {**settings, **of_axes, OFFLOAD: True}) for name, settings in of_names.items()]
     one_stage = {key: value for key, value in DEFAULTS_OF_CHOICES.items() if key.startswith(OF_STAGES)}
     for name, settings in exchanges:
         if not space.allows({**one_stage, **settings}):
@@ -165,6 +165,8 @@ def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[
         update,
         gathers_layers=gathers_layers,
     )
+    if plan.offloaded_bytes:
+        name += ", offload"
     if any(axis in plan.axes for axis in GROUP_AXES):
         name = named_with_groups(name, plan.axes)
     return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes)

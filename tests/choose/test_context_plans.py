@@ -151,7 +151,8 @@ def test_names_and_settings(space: Space, found: list[Candidate]) -> None:
     assert report.changes(found[0].settings)["mesh.context"] == 2
     both = {"mesh.tensor": 2, "mesh.context": 2, "model.remat": "none", "model.scan_layers": False}
     one_host = space._replace(machine=GpuMachine(replace(space.machine.cluster, num_processes=1)))
-    assert [one.name for one in of_replicas(one_host._replace(kept=both))] == ["single, tensor 2, context 2"]
+    of_both = [one.name for one in of_replicas(one_host._replace(kept=both))]
+    assert of_both == [f"{name}, tensor 2, context 2" for name in ("single", "zero2, offload", "zero3, offload")]
 
 
 def test_candidates_need_what_their_plans_need(space: Space, found: list[Candidate]) -> None:

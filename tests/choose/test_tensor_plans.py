@@ -153,7 +153,8 @@ def test_names_and_settings(found: list[Candidate]) -> None:
     assert not any("mesh.tensor" in one.settings for one in found if "tensor" not in one.name)
     assert report.changes(of_groups[0].settings)["mesh.tensor"] == 2
     one_host = space_of(clusters.named_cluster("h100", 2), model_remat="none", model_scan_layers=False, mesh_tensor=2)
-    assert [one.name for one in of_replicas(one_host)] == ["single, tensor 2"]
+    of_two = [one.name for one in of_replicas(one_host)]
+    assert of_two == [f"{name}, tensor 2" for name in ("single", "zero2, offload", "zero3, offload")]
     assert list(of_pipelines(one_host)) == []
 
 
@@ -235,7 +236,9 @@ def test_a_model_whose_activations_fit_in_groups_only() -> None:
     space = space_of(clusters.named_cluster("h100", 2), case=case, model_remat="none")
     alone = min(one.costs.nbytes for one in of_replicas(space) if "tensor" not in one.name)
     fitting = [one for one in of_replicas(space._replace(usable_bytes=0.7 * alone)) if one.fits]
-    assert {(one.name, one.settings["optimizer.accumulation_steps"]) for one in fitting} == {("single, tensor 2", 2)}
+    assert {one.settings["mesh.tensor"] for one in fitting} == {2}
+    accumulated = {(one.name, one.settings["optimizer.accumulation_steps"]) for one in fitting}
+    assert accumulated == {(f"{name}, tensor 2", 2) for name in ("single", "zero2, offload", "zero3, offload")}
 
 
 def test_what_the_user_set_is_kept(space: Space) -> None:
