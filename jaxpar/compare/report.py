@@ -59,6 +59,7 @@ def comparison_columns(
     emulated = frozenset(name for name, row in outcomes.items() if row.is_emulated)
     return [
         _text("strategy", "strategy", list(outcomes)),
+        _numbers(metric.replace("_", " "), metric, [row.metric for row in rows], lambda x: format(x, metric_format)),
         *time_columns(measured, "measured", batch_size=batch_size, emulated=emulated),
         _numbers("sent by a device", "sent_bytes", [row.wire_bytes for row in rows], format_bytes),
         TableColumn(
@@ -68,7 +69,6 @@ def comparison_columns(
             [format_range(row.device_bytes) for row in rows],
         ),
         _numbers("in flight, about", "in_flight_bytes", [row.in_flight_bytes for row in rows], format_bytes),
-        _numbers(metric.replace("_", " "), metric, [row.metric for row in rows], lambda x: format(x, metric_format)),
         _numbers("mean staleness", "staleness_mean", [row.staleness and row.staleness[0] for row in rows], two_digits),
         _numbers("maximum staleness", "staleness_max", [row.staleness and row.staleness[1] for row in rows], str),
         _text("by its plan", "guarantee", [row.guarantee for row in rows]),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from jaxpar.errors import printable
 
-LONG_TEXT = 40  # characters of a cell that is not narrowed to one word a line
+LONG_TEXT = 36  # characters of a cell that is not narrowed to one word a line, and may break words, such as a hash
 DARKEST = 0.6  # opacity of a shaded cell on which text of both themes is legible
 SI_PREFIXES = "kMGTPE"
 
