@@ -38,6 +38,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxpar import models
 from jaxpar.choose import planner, report, sizes
@@ -83,6 +84,9 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(f"{flag} is {value:g}; it must be unset without --train_tokens")
     if not arguments.cluster:
         raise missing("--cluster", "--cluster=h100:8")
+    if "," in arguments.cluster and not Path(arguments.cluster).is_file():
+        rule = "one cluster, unless --train_tokens and --hours are set"
+        raise UserError(f"--cluster is {arguments.cluster!r}; it must be {rule}")
     if arguments.cluster == HERE and arguments.verify:
         raise UserError(f"--verify is {arguments.verify}; it must be unset with --cluster={HERE}")
     target = find_target(arguments.cluster, "--cluster") if arguments.verify else None

@@ -1095,6 +1095,7 @@ MISTAKES = {
     "--out=configs.py/x.py": "--out is 'configs.py/x.py'; it must be the path of a .py file in a folder that exists",
     "--cluster=h10:8": "--cluster is 'h10'; it must be one of",
     "--cluster=h100:0": "--cluster is 'h100:0'; it must have between 1 and",
+    "--cluster=v100:8,l4:4": "--cluster is 'v100:8,l4:4'; it must be one cluster, unless --train_tokens and --hours",
     "--cluster=no.toml": "--cluster is 'no.toml', which does not exist",
     "--out=x.txt": "--out is 'x.txt'; it must be the path of a .py file in a folder that exists",
     "--config.model.size=gigantic": "config.model.size is 'gigantic'; it must be tiny",
