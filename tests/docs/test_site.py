@@ -36,6 +36,9 @@ def test_search_finds_guides_and_no_source(site: Path) -> None:
 
 # The first page for what a new user might enter.
 FIRST = {
+    "pip": "howto/install.html",
+    "two hosts": "howto/machines.html",
+    "inference": "howto/predict.html",
     "torchrun": "howto/machines.html",
     "two machines": "howto/machines.html",
     "horovod": "howto/exchange.html",
