@@ -30,6 +30,7 @@ Settings = Mapping[str, Any]  # dotted key of the config -> value
 MOST_DIVISORS = 12  # numbers of microbatches that are compared
 LAYER_REPEATS = 5  # measurements of a layer
 OPTIONS = "exchange_options."
+OFFLOAD = f"{OPTIONS}offload"
 GROUP, IMPLEMENTATION = f"{OPTIONS}group", "data_parallel.implementation"
 # Keys that a candidate sets, and their values without the strategy that needs another one.
 DEFAULTS_OF_CHOICES: Settings = {
@@ -38,6 +39,7 @@ DEFAULTS_OF_CHOICES: Settings = {
     "mesh.stage": 1,
     "exchange": "ddp",
     GROUP: None,
+    OFFLOAD: None,
     "optimizer.accumulation_steps": 1,
     "model.remat": "none",
     "model.scan_layers": "auto",

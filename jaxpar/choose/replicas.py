@@ -13,7 +13,7 @@ from jaxpar.choose.candidates import (
     GROUP,
     IMPLEMENTATION,
     OF_STAGES,
-    OPTIONS,
+    OFFLOAD,
     Candidate,
     Settings,
     Space,
@@ -39,7 +39,6 @@ LARGEST_RING = 64  # replicas of a ring whose steps are written out in the progr
 COMBINED_BYTES = 30 * 2**20  # XLA combines all-reduces on GPUs up to this size
 # Exchanges to compare with the optimizer state in host memory. zero1 saves less than zero2, and sends the same.
 OFFLOADED = ("zero2", "zero3")
-OFFLOAD = f"{OPTIONS}offload"
 HSDP = "hsdp"  # with a group for each host; on one host, it is zero3
 
 
@@ -101,7 +100,9 @@ def _exchange_settings(name: str, space: Space, together: int) -> Settings:
         settings[GROUP] = cluster.num_devices // cluster.num_processes // together
     if IMPLEMENTATION in space.kept:
         settings[IMPLEMENTATION] = space.kept[IMPLEMENTATION]
-    return settings | options_of(space, name, replicas)
+    options = options_of(space, name, replicas)
+    options.pop(OFFLOAD, None)  # compared with and without
+    return settings | options
 
 
 def update_of(space: Space, config: ConfigDict, plan: Plan[Any]) -> UpdateBytes:

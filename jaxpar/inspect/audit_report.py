@@ -24,6 +24,7 @@ from jaxpar.measure.hlo import present_lines
 from jaxpar.measure.kernels import ATTENTION
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
+from jaxpar.strategies import Strategy
 from jaxpar.strategies.strategy import CompiledProgram
 
 LONGEST = 5  # parts of a step whose predicted time is printed
@@ -64,7 +65,7 @@ def audit_run(
         audited["memory_bytes"], audited["usable_bytes"] = target.memory_bytes, target.usable_bytes
     if with_program or with_time:
         assert target is not None
-        described = _described(programs, strategy.devices, problem, config, target.cluster)
+        described = _described(programs, strategy, problem, config, target.cluster)
         audited |= described if with_program else {"findings": described["findings"]}
     if with_time:
         assert target is not None
@@ -78,7 +79,7 @@ def model_flops(problem: Problem) -> float:
 
 
 def _described(
-    programs: Sequence[CompiledProgram], devices: Sequence[Any], problem: Problem, config: Any, cluster: Cluster
+    programs: Sequence[CompiledProgram], strategy: Strategy[Any], problem: Problem, config: Any, cluster: Cluster
 ) -> dict[str, Any]:
     """Return the summaries of the programs, and the findings. Without the rates of the GPUs, no time is known."""
     summaries = [summarize(program) for program in programs]
@@ -86,11 +87,13 @@ def _described(
     times = [predict_program(program, cluster) if can_predict else NOTHING for program in programs]
     rows = [
         describe_program(summary, time)
-        | {"devices": sorted(devices.index(device) for device in audit.devices_of(program))}
+        | {"devices": sorted(strategy.devices.index(device) for device in audit.devices_of(program))}
         for program, summary, time in zip(programs, summaries, times, strict=True)
     ]
     if len(programs) > 1:  # it is unknown how often, and at what times, each of them runs
         return {"programs": rows, "findings": None}
+    if can_predict:  # with the copies of an offloaded state
+        times = [predict(programs, cluster, strategy.plan.offloaded_bytes)]
     flops = model_flops(problem)
     expected, remedies = findings.expectations(config, cluster), findings.remedies(config)
     found = findings.find(summaries, times, cluster, expected, remedies, dtype=config.model.dtype, model_flops=flops)

@@ -28,6 +28,7 @@ RECOMPUTED_SHARE = 0.1  # of the FLOPs of both passes: cuDNN attention computes 
 
 NEGLIGIBLE = f"at most {LARGE_SHARE:.0%} of the step"
 AT_THE_END = "too little is left to compute when the last gradients are sent, one message after the other"
+AT_THE_END_OF_ZERO = "nothing is left to compute when the last gradients and the updated parameters are sent"
 AFTER_WARMUP = "compression begins after the warm-up"
 TOO_LONG = "they overlap, but take longer than what is computed meanwhile"
 BETWEEN_PRODUCTS = "layers wait for the positions of the other devices of a group"
@@ -39,6 +40,8 @@ EXPECTED: Mapping[str, Mapping[Kind, str]] = {
         "exposed": AT_THE_END,
         "synchronization": "in each clock, a device chooses the action of its row of the table",
     },
+    "zero1": {"exposed": AT_THE_END_OF_ZERO},
+    "zero2": {"exposed": AT_THE_END_OF_ZERO},
     "zero3": {"exposed": AT_BOTH_ENDS},
     "hsdp": {"exposed": AT_BOTH_ENDS},
     "bagua_decentralized": {"synchronization": "a step chooses the replica to average weights with"},

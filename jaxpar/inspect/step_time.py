@@ -115,7 +115,7 @@ def predict(programs: Sequence[CompiledProgram], cluster: Cluster, offloaded_byt
         return _time_of_calls(programs, times, cluster)
     copied = 2 * host_copy_seconds(cluster, offloaded_bytes)
     part = {Part("copy", "optimizer state from the host and back"): copied} if copied else {}
-    return reduce(StepTime.plus, times, StepTime(copied, copied, 0.0, part))
+    return reduce(StepTime.plus, times, StepTime(copied, 0.0, 0.0, part))
 
 
 def predict_program(program: CompiledProgram, cluster: Cluster) -> StepTime:

@@ -59,6 +59,7 @@ def sections(cluster: Cluster, torch_python: str | None, runs: Path) -> dict[str
     strategies = [
         ["--config.strategy=single"],
         *([f"--config.exchange={name}"] for name in ("ddp", "zero1", "zero2", "zero3", "horovod", "bagua_bytegrad")),
+        ["--config.exchange=zero2", "--config.exchange_options.offload=True"],
         [*stages, "--config.pipeline.executor=lockstep"],
         dispatch,
         ["--config.strategy=swarm"],

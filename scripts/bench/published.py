@@ -38,10 +38,10 @@ NOTE = "Unless a table names another command, ours is computed ({computed}) by"
 HEAD = """# Published results
 
 The goal is an error of at most 15%: {within} of the {rows} rows of GPipe, PipeDream, SWARM and data
-parallelism reach it. The largest errors are those of PipeDream's speed-ups, SWARM's latency and GPipe's activations. For
-language models, the goals were a median error of 12% (25% where computation waits for all-gathers)
-and a rank correlation (Kendall's tau) of 0.8. Only Megatron-LM with a tensor axis and nanotron's
-best configurations meet the goal for the error.
+parallelism reach it. The largest errors are those of PipeDream's speed-ups, SWARM's latency and
+GPipe's activations. For language models, the goals were a median error of 12% (25% where
+computation waits for all-gathers) and a rank correlation (Kendall's tau) of 0.8. Only Megatron-LM
+with a tensor axis and nanotron's best configurations meet the goal for the error.
 
 Of the language models, MPT has a median error of 30.5% and a tau of 0.05 (held out: 31.9% and
 0.29). nanotron's best configurations have 11.9% and 0.62 (held out: 5.1% and 0.07; others: 18.4%

@@ -375,6 +375,22 @@ def test_offload_is_compared_on_gpus(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "single" in {one["name"].partition(",")[0] for one in ranked}
 
 
+def test_an_offloaded_config_is_compared_with_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only `strategy=auto` keeps offload."""
+    offloaded = ("--config.exchange=zero2", "--config.exchange_options.offload=True", "--cluster=h100:2")
+
+    def planned(*flags: str) -> dict[str, float]:
+        assert run_script(monkeypatch, command, *PERCEPTRON, *offloaded, *flags, "--json") == 0
+        return {one["name"]: one["seconds"] for one in json.loads(capsys.readouterr().out) if one["ranked"]}
+
+    every = planned("--config.strategy=data_parallel")
+    assert every["zero2"] < every["zero2, offload"]
+    assert every["zero3"] < every["zero3, offload"]
+    assert set(planned("--config.strategy=auto")) == {"zero2, offload"}
+
+
 def test_xla_combines_all_reduces() -> None:
     """Eight replicas send 7/4 of the bytes: those of 50 arrays of 3 MiB in five messages, and a larger array alone."""
     sent = Traffic("all-reduce", "float32", DATA, 50 * 3 * 2**20 * 7 / 4, 50 * 14)
