@@ -441,7 +441,7 @@ def test_failed_and_finished_runs(
     assert out[3].startswith("row 4 of 4  gpipe: failed: config.batch_size is 24; it must be a multiple of 5: ")
     rows = {row[0]: row for row in cells_of([line for line in out if line])}
     assert list(rows)[2:] == ["single", "dp", "zero1", "gpipe"]
-    assert rows["dp"][1:4] == ["375 ms", "64", "1.00"]
+    assert rows["dp"][2:5] == ["375 ms", "64", "1.00"]
     assert rows["zero1"][-1] == "failed: step 2 has loss nan"
     written = tmp_path / "runs"
     assert (written / "compare.md").read_text().splitlines() == out[out.index("") + 1 : -2]

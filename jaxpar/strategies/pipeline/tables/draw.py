@@ -21,7 +21,7 @@ ROW_INCHES, CELL_INCHES = 0.32, 0.14
 MIN_INCHES, MAX_INCHES = 6.5, 30.0  # total width of the cells; the rows of a chart are at most as high
 TITLE_INCHES, AXIS_INCHES, LEGEND_INCHES, SIDE_INCHES = 0.4, 0.5, 0.2, 0.6
 MIN_FONT, MAX_FONT = 5.5, 9.0  # smaller numbers are left out
-TITLE_FONT, LETTER = 12.0, 0.55  # largest size of a title; width of a letter, relative to its size
+TITLE_FONT, TITLE_LETTER = 12.0, 0.55  # largest size of a title; width of a letter, relative to its size
 LABEL_INCHES = 0.15  # of the number of a device
 MAX_SHAPES = 50_000  # cells of a chart that a vector format draws one by one; more become an image
 POINTS = 72.0  # per inch
@@ -112,7 +112,7 @@ def _chart(ax: Axes, title: str, timeline: Sequence[Span], length: float, width:
     if usual < MIN_FONT:  # cells as wide as few pixels would be drawn as whole pixels, so that some hide others
         cells.set_snap(False)
     ax.add_collection(cells)
-    fitting = POINTS * (width + SIDE_INCHES) / (LETTER * max(len(title), 1))
+    fitting = POINTS * (width + SIDE_INCHES) / (TITLE_LETTER * max(len(title), 1))
     ax.set_title(title, loc="left", fontsize=min(TITLE_FONT, fitting))
     ax.set(ylabel="device", xlim=(0, length), ylim=(num_devices - 0.5, -0.5), facecolor="#eeeeee")
     ax.set_yticks(range(0, num_devices, int(np.ceil(LABEL_INCHES / row))))
