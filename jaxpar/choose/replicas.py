@@ -150,7 +150,7 @@ def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[
     elif plan.details == "sharding" and space.machine.overlaps:
         traffic = tuple(combined(one, plan.num_replicas) for one in traffic)
     gathers_layers = exchange is not None and exchange.fetch is not None  # layer by layer
-    shards = exchange and (exchange.fetch or exchange.scatter)
+    shards = exchange and exchange.leaves_shards
     params = plan.memory[0]["parameters"]
     optimizer = plan.device_bytes[0] - params
     gradients = params if gathers_layers or not shards else params / plan.num_replicas

@@ -108,6 +108,11 @@ class Exchange(NamedTuple):
     shards: ShardSteps | None = None  # the steps of `update`, if `params` or `optimizer` are sharded
 
     @property
+    def leaves_shards(self) -> bool:
+        """Whether the backward pass leaves shards of the gradients on a replica, instead of all of them."""
+        return bool(self.fetch or self.scatter)
+
+    @property
     def copies(self) -> int:
         """Number of groups of replicas that each hold all shards."""
         return self.shards.copies if self.shards else 1

@@ -18,7 +18,15 @@ from jaxpar.core.step import Problem
 from jaxpar.errors import format_bytes, is_refused
 from jaxpar.inspect import audit, findings
 from jaxpar.inspect.programs import ProgramSummary, buffers_at_peak, summarize
-from jaxpar.inspect.step_time import NOTHING, StepTime, check_step, predict, predict_program, short_source
+from jaxpar.inspect.step_time import (
+    NOTHING,
+    StepTime,
+    check_step,
+    host_copies,
+    predict,
+    predict_program,
+    short_source,
+)
 from jaxpar.measure.flops import forward_flops
 from jaxpar.measure.hlo import present_lines
 from jaxpar.measure.kernels import ATTENTION
@@ -92,8 +100,8 @@ def _described(
     ]
     if len(programs) > 1:  # it is unknown how often, and at what times, each of them runs
         return {"programs": rows, "findings": None}
-    if can_predict:  # with the copies of an offloaded state
-        times = [predict(programs, cluster, strategy.plan.offloaded_bytes)]
+    if can_predict:
+        times = [times[0].plus(host_copies(cluster, strategy.plan.offloaded_bytes))]
     flops = model_flops(problem)
     expected, remedies = findings.expectations(config, cluster), findings.remedies(config)
     found = findings.find(summaries, times, cluster, expected, remedies, dtype=config.model.dtype, model_flops=flops)

@@ -113,9 +113,14 @@ def predict(programs: Sequence[CompiledProgram], cluster: Cluster, offloaded_byt
     times = [predict_program(program, cluster) for program in programs]
     if any(program.calls for program in programs):
         return _time_of_calls(programs, times, cluster)
+    return reduce(StepTime.plus, times, host_copies(cluster, offloaded_bytes))
+
+
+def host_copies(cluster: Cluster, offloaded_bytes: float) -> StepTime:
+    """Return the time in which a step copies an optimizer state from the host and back."""
     copied = 2 * host_copy_seconds(cluster, offloaded_bytes)
     part = {Part("copy", "optimizer state from the host and back"): copied} if copied else {}
-    return reduce(StepTime.plus, times, StepTime(copied, 0.0, 0.0, part))
+    return StepTime(copied, 0.0, 0.0, part)
 
 
 def predict_program(program: CompiledProgram, cluster: Cluster) -> StepTime:

@@ -224,16 +224,16 @@ def group_traffic(group: ReplicaGroup, exchange: Exchange, num_replicas: int, *,
 
 def _gradients(group: ReplicaGroup, exchange: Exchange) -> Layout:
     """Return the layout of what the backward pass leaves on each device."""
-    is_shard = exchange.fetch or exchange.scatter
-    return group.params.sharded(DATA, exchange.copies) if is_shard else group.params
+    return group.params.sharded(DATA, exchange.copies) if exchange.leaves_shards else group.params
 
 
 def _update_bytes(optimizer: Layout, gradients: Layout, exchange: Exchange) -> int:
     """Return the bytes of a copied optimizer state and of gradients, whole and those that the exchange scatters."""
     if not exchange.offload:
         return 0
-    is_shard = exchange.fetch or exchange.scatter
-    held = [optimizer, gradients, *([] if is_shard else [gradients.sharded(DATA, exchange.copies)])]
+    held = [optimizer, gradients]
+    if not exchange.leaves_shards:
+        held.append(gradients.sharded(DATA, exchange.copies))
     return max(map(sum, zip(*(part.nbytes_by_device for part in held), strict=True)))
 
 
