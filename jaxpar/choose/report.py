@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxpar.choose.candidates import DEFAULTS_OF_CHOICES, AsyncCandidate, Candidate, Settings, Space
+from jaxpar.choose.candidates import DEFAULTS_OF_CHOICES, OFFLOAD, AsyncCandidate, Candidate, Settings, Space
 from jaxpar.cluster.target import what_jax_takes
 from jaxpar.config import config_folder
 from jaxpar.errors import format_bytes
@@ -17,6 +17,7 @@ OVERHEADS = {
     "update": "the update",
 }
 SLOW_NETWORK = " Communication takes longer than computing: faster links would help more than faster GPUs."
+SLOW_COPIES = " Copies between host and GPU take longer than computing: GPUs with more memory would help."
 
 
 class StepWork(NamedTuple):
@@ -144,9 +145,10 @@ def explain(candidate: Candidate, best: Candidate, workload: StepWork) -> str:
         return f"{candidate.name} does not fit: it needs {needed}, and a run can use {usable} of a device."
     needs = f"it needs {needed} of {usable}"
     if candidate is best:
+        slow = SLOW_COPIES if candidate.settings.get(OFFLOAD) else SLOW_NETWORK
         return (
             f"{candidate.name} computes {costs.compute / costs.seconds:.0%} of the time, and {OVERHEADS[largest]} "
-            f"takes {longest / costs.seconds:.1%}; {needs}.{SLOW_NETWORK if costs.exposed > costs.compute else ''}"
+            f"takes {longest / costs.seconds:.1%}; {needs}.{slow if costs.exposed > costs.compute else ''}"
         )
     here, there = ({"compute": one.compute} | one.overheads() for one in (costs, best.costs))
     worst = max(here, key=lambda name: here[name] - there[name])

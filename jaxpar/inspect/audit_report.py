@@ -21,11 +21,12 @@ from jaxpar.inspect.programs import ProgramSummary, buffers_at_peak, summarize
 from jaxpar.inspect.step_time import (
     NOTHING,
     StepTime,
+    are_on_busiest,
     check_step,
-    host_copies,
     predict,
     predict_program,
     short_source,
+    total_time,
 )
 from jaxpar.measure.flops import forward_flops
 from jaxpar.measure.hlo import present_lines
@@ -95,16 +96,21 @@ def _described(
     times = [predict_program(program, cluster) if can_predict else NOTHING for program in programs]
     rows = [
         describe_program(summary, time)
-        | {"devices": sorted(strategy.devices.index(device) for device in audit.devices_of(program))}
+        | {
+            "devices": sorted(strategy.devices.index(device) for device in audit.devices_of(program)),
+            "runs": program.runs,
+        }
         for program, summary, time in zip(programs, summaries, times, strict=True)
     ]
-    if len(programs) > 1:  # it is unknown how often, and at what times, each of them runs
+    has_calls = any(program.calls for program in programs)
+    if len(programs) > 1 and not (has_calls and can_predict):  # at what times each of them runs is unknown
         return {"programs": rows, "findings": None}
-    if can_predict:
-        times = [times[0].plus(host_copies(cluster, strategy.plan.offloaded_bytes))]
+    step = total_time(programs, times, cluster, strategy.plan.offloaded_bytes) if can_predict else NOTHING
+    numbers = [program.runs for program in programs]
+    run = [*map(findings.RunProgram, summaries, times, numbers, are_on_busiest(programs, times))]
     flops = model_flops(problem)
     expected, remedies = findings.expectations(config, cluster), findings.remedies(config)
-    found = findings.find(summaries, times, cluster, expected, remedies, dtype=config.model.dtype, model_flops=flops)
+    found = findings.find(run, step, cluster, expected, remedies, dtype=config.model.dtype, model_flops=flops)
     listed = [one._asdict() | {"is_normal": one.is_normal} for one in found]
     return {"programs": rows, "model_flops": flops, "findings": listed}
 
@@ -171,8 +177,11 @@ def format_audit(audited: dict[str, Any]) -> str:
         if audited["host_bytes"]:
             lines.append(f"For each GPU, {format_bytes(audited['host_bytes'])} of its state are on the host.")
     lines += format_programs(audited.get("programs", []))
+    if audited.get("programs") and audited["findings"] is None:
+        why = "each of them perhaps more than once or at the same time as others, and copies arrays between them"
+        lines += ["", f"The step runs several programs, {why}: no totals and findings."]
     if "model_flops" in audited:
-        flops = sum(program["num_devices"] * program["flops"] for program in audited["programs"])
+        flops = sum(one["runs"] * one["num_devices"] * one["flops"] for one in audited["programs"])
         lines += ["", f"FLOPs of all products / those of the model: {flops / audited['model_flops']:.2f}"]
     if audited.get("findings") is not None:
         lines += [*([] if "model_flops" in audited else [""]), *format_findings(audited["findings"])]
@@ -222,12 +231,6 @@ def format_programs(programs: list[dict[str, Any]]) -> list[str]:
             lines += ["", title, *format_program(programs[number], "per run")]
         else:
             lines += ["", *format_program(programs[number])]
-    if len(programs) > 1:
-        lines += [
-            "",
-            "The step runs several programs, each of them perhaps more than once or at the same time as others, and "
-            "copies arrays between them: no totals and findings.",
-        ]
     return lines
 
 

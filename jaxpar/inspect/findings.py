@@ -13,12 +13,16 @@ from ml_collections import ConfigDict
 from jaxpar.choose.costs.rates import launch_seconds, memory_seconds
 from jaxpar.cluster import Cluster
 from jaxpar.core.mesh import GROUP_AXES
+from jaxpar.core.optimizer import OPTIMIZERS
 from jaxpar.errors import format_bytes
-from jaxpar.inspect.programs import Moves, OverlappedCollective, ProgramSummary
-from jaxpar.inspect.step_time import StepTime
+from jaxpar.inspect.programs import Moves, ProgramSummary
+from jaxpar.inspect.step_time import WAIT, StepTime
 from jaxpar.models.options import scans_layers
+from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS
 
-Kind = Literal["float32", "stacks", "copies", "exposed in a loop", "exposed", "synchronization", "recomputation"]
+Kind = Literal[
+    "float32", "stacks", "copies", "exposed in a loop", "exposed", "other stages", "synchronization", "recomputation"
+]
 WAITS: tuple[Kind, ...] = ("exposed in a loop", "exposed")
 FLOAT32_SHARE = 0.01  # of the FLOPs of a step; a head for classes computes less than this in float32
 TIME_SHARE = 0.01  # of the time of a step: less is no finding
@@ -38,6 +42,7 @@ EXPECTED: Mapping[str, Mapping[Kind, str]] = {
     "data_parallel": {"exposed": AT_THE_END},
     "pipeline": {
         "exposed": AT_THE_END,
+        "other stages": "stages wait for each other's results",
         "synchronization": "in each clock, a device chooses the action of its row of the table",
     },
     "zero1": {"exposed": AT_THE_END_OF_ZERO},
@@ -50,6 +55,15 @@ EXPECTED: Mapping[str, Mapping[Kind, str]] = {
     "onebit_adam": {"synchronization": AFTER_WARMUP},
     "powersgd": {"synchronization": AFTER_WARMUP},
 }
+
+
+class RunProgram(NamedTuple):
+    """A program that devices run in a step."""
+
+    summary: ProgramSummary
+    time: StepTime  # the predicted time of one run
+    runs: float = 1.0  # in a step
+    is_busiest: bool = True  # whether the device that computes longest runs it
 
 
 class Finding(NamedTuple):
@@ -68,8 +82,8 @@ class Finding(NamedTuple):
 
 
 def find(
-    summaries: Sequence[ProgramSummary],
-    times: Sequence[StepTime],
+    programs: Sequence[RunProgram],
+    step: StepTime,
     cluster: Cluster,
     expected: Mapping[Kind, str],
     remedies: Mapping[str, str],
@@ -77,16 +91,22 @@ def find(
     dtype: str,
     model_flops: float,
 ) -> list[Finding]:
-    """Return the findings of a step, from the summaries of its programs and their predicted times.
+    """Return the findings of a step, from its programs. Moves and waits are those of the busiest device.
 
-    expected: the result of `expectations`; remedies: that of `remedies`. model_flops: FLOPs of both passes of the model
-    for the global batch.
+    step: the predicted time of the step; expected: the result of `expectations`; remedies: that of `remedies`.
+    model_flops: FLOPs of both passes of the model for the global batch.
     """
-    found = [*_float32_products(summaries, dtype), *_moves(summaries, times, cluster, remedies)]
-    found += _exposed(summaries, times, remedies)
-    if number := sum(summary.synchronizations for summary in summaries):
+    busiest = [one for one in programs if one.is_busiest]
+    found = [*_float32_products(programs, dtype), *_moves(busiest, step.seconds, cluster, remedies)]
+    found += _exposed(busiest, step.seconds, remedies)
+    waiting = step.by_kind().get(WAIT, 0.0)
+    if waiting > TIME_SHARE * step.seconds:
+        share = waiting / step.seconds
+        text = f"the busiest GPU waits {1e3 * waiting:.3g} ms ({share:.1%} of the step) for other stages"
+        found.append(Finding("other stages", text, share, remedy=remedies.get("other stages", "")))
+    if number := sum(one.runs * one.summary.synchronizations for one in busiest):
         found.append(Finding("synchronization", f"the host waits for the GPU {format_times(number)}"))
-    flops = sum(summary.num_devices * summary.flops for summary in summaries)
+    flops = sum(one.runs * one.summary.num_devices * one.summary.flops for one in programs)
     if flops > (1 + RECOMPUTED_SHARE) * model_flops:
         ratio = f"{flops / model_flops:.2f}"
         text = f"the products have {ratio} times the FLOPs of both passes of the model"
@@ -102,6 +122,8 @@ def expectations(config: ConfigDict, cluster: Cluster) -> Mapping[Kind, str]:
     section = "pipeline" if config.strategy == "pipeline" else "model"
     if config[section].remat != "none":
         expected["recomputation"] = f"config.{section}.remat is {config[section].remat!r}"
+        if section == "model":
+            expected["stacks"] = "with rematerialization, a scan computes the layers and stacks their parameters"
     generation = cluster.compute_capability.partition(".")[0]
     if generation.isdigit() and int(generation) < 8 and config.model.dtype == "bfloat16":
         expected["float32"] = f"{cluster.device_kind} computes bfloat16 in float32"
@@ -112,15 +134,23 @@ def remedies(config: ConfigDict) -> Mapping[str, str]:
     """Return what avoids the findings of a run, by the kind of finding or by the collective that the GPU waits for."""
     found, is_pipeline = {}, config.strategy == "pipeline"
     scans = scans_layers(config.model.scan_layers, config.model.remat) and not is_pipeline
-    scans = scans and config.model.remat == "none"  # otherwise, the memory would be that without rematerialization
-    if scans:
+    may_unroll = scans and config.model.remat == "none"  # otherwise, the memory would be that without rematerialization
+    if may_unroll:
         found["stacks"] = "config.model.scan_layers=False avoids it"
     elif is_pipeline and config.pipeline.executor != "dispatch":
         found["stacks"] = "config.pipeline.executor=dispatch avoids it"
+    elif is_pipeline and config.pipeline.schedule not in CONTINUOUS:
+        found["other stages"] = "a larger config.pipeline.num_microbatches shortens it"
     is_alone = all(config.mesh[axis] == 1 for axis in GROUP_AXES) and config.optimizer.accumulation_steps == 1
     if config.strategy == "data_parallel" and is_alone and config.exchange not in ("zero3", "hsdp"):
-        if scans:
+        late = config.exchange in ("ddp", "horovod", "byteps", "zero1")
+        if may_unroll:
             earlier = "with config.model.scan_layers=False, most are sent during the backward pass"
+            found |= dict.fromkeys(("all-reduce", "reduce-scatter"), earlier)
+        elif scans and late and OPTIMIZERS[config.optimizer.name].elementwise:
+            earlier = (
+                "with config.exchange=zero2, a scan sends the gradients of a layer while it computes the one before"
+            )
             found |= dict.fromkeys(("all-reduce", "reduce-scatter"), earlier)
         elif config.exchange in ("ddp", "horovod", "byteps") and not config.exchange_options.wire_dtype:
             found["all-reduce"] = "config.exchange_options.wire_dtype=bfloat16 halves the bytes, and rounds gradients"
@@ -129,13 +159,13 @@ def remedies(config: ConfigDict) -> Mapping[str, str]:
     return found
 
 
-def _float32_products(summaries: Sequence[ProgramSummary], dtype: str) -> list[Finding]:
+def _float32_products(programs: Sequence[RunProgram], dtype: str) -> list[Finding]:
     """Find products in float32 of a model in another dtype, by source."""
-    total = sum(summary.flops for summary in summaries)
+    total = sum(one.runs * one.summary.flops for one in programs)
     flops: dict[str, float] = {}
-    for product in (product for summary in summaries for product in summary.products):
+    for runs, product in ((one.runs, product) for one in programs for product in one.summary.products):
         if product.dtype == "float32" != dtype:
-            flops[product.source] = flops.get(product.source, 0.0) + product.per_step * product.flops
+            flops[product.source] = flops.get(product.source, 0.0) + runs * product.per_step * product.flops
     return [
         Finding("float32", f"{part / total:.1%} of the FLOPs are products of float32 arrays in {source}")
         for source, part in flops.items()
@@ -143,22 +173,20 @@ def _float32_products(summaries: Sequence[ProgramSummary], dtype: str) -> list[F
     ]
 
 
-def _moves(
-    summaries: Sequence[ProgramSummary], times: Sequence[StepTime], cluster: Cluster, remedies: Mapping[str, str]
-) -> list[Finding]:
+def _moves(programs: Sequence[RunProgram], step: float, cluster: Cluster, remedies: Mapping[str, str]) -> list[Finding]:
     """Find kernels that only move data. If the rates are unknown, their share is that of the bytes of all kernels."""
-    step, found = sum(time.seconds for time in times), []
+    found = []
     kinds: dict[Kind, str] = {
         "stacks": "kernels that only move slices of stacked arrays",
         "copies": "copies in loops",
     }
     for kind, what in kinds.items():
-        number, nbytes = _total(summaries, kind)
+        number, nbytes = _total(programs, kind)
         if step:
             seconds = memory_seconds(cluster, nbytes) + number * launch_seconds(cluster)
             share, took = seconds / step, f" in {1e3 * seconds:.3g} ms, {seconds / step:.1%} of the step"
         else:
-            share = nbytes / max(_total(summaries, "kernels").nbytes, 1)
+            share = nbytes / max(_total(programs, "kernels").nbytes, 1)
             took = f", {share:.1%} of the bytes of all kernels"
         if share > TIME_SHARE:
             text = f"{what} read and write {format_bytes(nbytes)}{took}"
@@ -167,26 +195,25 @@ def _moves(
     return found
 
 
-def _total(summaries: Sequence[ProgramSummary], name: str) -> Moves:
-    moves: list[Moves] = [getattr(summary, name) for summary in summaries]
-    return Moves(sum(one.number for one in moves), sum(one.nbytes for one in moves))
+def _total(programs: Sequence[RunProgram], name: str) -> Moves:
+    moves: list[tuple[float, Moves]] = [(one.runs, getattr(one.summary, name)) for one in programs]
+    return Moves(*(sum(runs * of_run[part] for runs, of_run in moves) for part in range(2)))
 
 
-def _exposed(
-    summaries: Sequence[ProgramSummary], times: Sequence[StepTime], remedies: Mapping[str, str]
-) -> list[Finding]:
+def _exposed(programs: Sequence[RunProgram], step: float, remedies: Mapping[str, str]) -> list[Finding]:
     """Find collectives for which the GPU waits: all of a kind together, as a step can wait for many small ones."""
-    groups: dict[tuple[Kind, str, str], list[tuple[OverlappedCollective, float]]] = {}
-    for summary, time in zip(summaries, times, strict=True):
-        for one in summary.collectives:
-            seconds, exposed = time.collectives.get(one.name, (0.0, 0.0))
+    groups: dict[tuple[Kind, str, str], list[tuple[float, float]]] = {}  # number and exposed seconds of each
+    for program in programs:
+        for one in program.summary.collectives:
+            seconds, exposed = program.time.collectives.get(one.name, (0.0, 0.0))
             if exposed:
                 kind: Kind = "exposed in a loop" if one.per_step > 1 else "exposed"
                 reason = "" if exposed > EXPOSED_SHARE * seconds else TOO_LONG
-                groups.setdefault((kind, one.kind, reason), []).append((one, exposed))
-    found, step = [], sum(time.seconds for time in times)
+                number = program.runs * one.per_step
+                groups.setdefault((kind, one.kind, reason), []).append((number, program.runs * exposed))
+    found = []
     for (kind, operation, reason), group in groups.items():
-        number, exposed = sum(one.per_step for one, _ in group), sum(seconds for _, seconds in group)
+        number, exposed = map(sum, zip(*group, strict=True))
         if exposed > TIME_SHARE * step:
             where = " in loops" if kind == "exposed in a loop" else ""
             wait = f"the GPU waits {1e3 * exposed:.3g} ms ({exposed / step:.1%} of the step)"

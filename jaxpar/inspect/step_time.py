@@ -110,10 +110,25 @@ def predict(programs: Sequence[CompiledProgram], cluster: Cluster, offloaded_byt
     offloaded_bytes: of an optimizer state in host memory, which a step copies from there and back; programs for absent
     GPUs lack these copies.
     """
-    times = [predict_program(program, cluster) for program in programs]
+    return total_time(programs, [predict_program(program, cluster) for program in programs], cluster, offloaded_bytes)
+
+
+def total_time(
+    programs: Sequence[CompiledProgram], times: Sequence[StepTime], cluster: Cluster, offloaded_bytes: float = 0.0
+) -> StepTime:
+    """Return the predicted time of a step, as `predict` does. times: of one run of each program."""
     if any(program.calls for program in programs):
         return _time_of_calls(programs, times, cluster)
     return reduce(StepTime.plus, times, host_copies(cluster, offloaded_bytes))
+
+
+def are_on_busiest(programs: Sequence[CompiledProgram], times: Sequence[StepTime]) -> list[bool]:
+    """Return for each program whether the device that is busy longest runs it. times: of one run of each program."""
+    if not any(program.calls for program in programs):
+        return [True] * len(programs)
+    of_devices = enqueued.busy(programs, [time.seconds for time in times])
+    busiest = max(of_devices, key=lambda device: of_devices[device])
+    return [busiest in enqueued.ids(program) for program in programs]
 
 
 def host_copies(cluster: Cluster, offloaded_bytes: float) -> StepTime:
@@ -153,11 +168,9 @@ def _time_of_calls(programs: Sequence[CompiledProgram], times: Sequence[StepTime
     per_process = cluster.num_devices // cluster.num_processes
     costs = enqueued.Costs(seconds, [*map(_communicating, programs)], send, ENQUEUE_SECONDS, per_process)
     step = enqueued.simulated_step(programs, costs)
-    of_devices = enqueued.busy(programs, seconds)
-    busiest = max(of_devices, key=lambda device: of_devices[device])
     total = NOTHING
-    for program, time in zip(programs, times, strict=True):
-        if busiest in enqueued.ids(program):
+    for program, time, is_busiest in zip(programs, times, are_on_busiest(programs, times), strict=True):
+        if is_busiest:
             total = total.plus(time, program.runs)
     wait = step - total.seconds
     return total.plus(StepTime(wait, wait, 0.0, {Part(WAIT, "of the busiest device for the others"): wait}))

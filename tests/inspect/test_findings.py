@@ -12,9 +12,9 @@ from jaxpar.config import default_config
 from jaxpar.errors import format_bytes
 from jaxpar.inspect import findings
 from jaxpar.inspect.audit_report import describe_program, format_findings, format_program, format_programs
-from jaxpar.inspect.findings import Finding, Kind
+from jaxpar.inspect.findings import Finding, Kind, RunProgram
 from jaxpar.inspect.programs import summarize
-from jaxpar.inspect.step_time import NOTHING, predict
+from jaxpar.inspect.step_time import NOTHING, WAIT, Part, StepTime, predict
 from tests.inspect.test_programs import LARGE, ROW, TEXT, program
 from tests.inspect.test_step_time import cluster
 
@@ -27,20 +27,21 @@ ALL = BEFORE.replace("-start(%scalar)", f"-start(%scalar){GROUPS}").replace("%co
 PRODUCTS = 8 * 1024 * (5 * 3 + 0.75)  # FLOPs: three products in five iterations, and one in a branch, on 8 devices
 CONDITIONAL = "conditional(%choice, %small, %small), true_computation=%yes, false_computation=%no"
 REMEDIES = {"stacks": "do not scan", "all-reduce": "send earlier"}
+OF_A_PROGRAM = set(get_args(Kind)) - {"other stages"}
 KERNEL = "%between = f32[1024,1024]{1,0} negate(%large)"
 
 
 def find(text: str, dtype: str = "bfloat16", flops: float = PRODUCTS / 1.2, **expected: str) -> list[Finding]:
     compiled, gpus = program(text), cluster(num_processes=1)
     reasons: Mapping[Any, str] = expected
-    return findings.find(
-        [summarize(compiled)], [predict([compiled], gpus)], gpus, reasons, REMEDIES, dtype=dtype, model_flops=flops
-    )
+    time = predict([compiled], gpus)
+    ran = [RunProgram(summarize(compiled), time)]
+    return findings.find(ran, time, gpus, reasons, REMEDIES, dtype=dtype, model_flops=flops)
 
 
 def test_every_kind() -> None:
     found = {one.kind: one for one in find(ALL, exposed="a reason", synchronization="another")}
-    assert found.keys() == set(get_args(Kind))
+    assert found.keys() == OF_A_PROGRAM
     text: Mapping[str, str] = {kind: one.text for kind, one in found.items()}
     assert text["float32"] == "4.8% of the FLOPs are products of float32 arrays in jit(step)/branch"
     step = predict([program(ALL)], cluster(num_processes=1))
@@ -88,7 +89,7 @@ def test_a_program_without_one(kind: Kind, changes: Mapping[str, str], arguments
     for old, new in changes.items():
         assert old in text
         text = text.replace(old, new)
-    assert {one.kind for one in find(text, **arguments)} == set(get_args(Kind)) - {kind}
+    assert {one.kind for one in find(text, **arguments)} == OF_A_PROGRAM - {kind}
 
 
 def test_expectations() -> None:
@@ -102,8 +103,8 @@ def test_expectations() -> None:
 
     assert kinds(exchange="zero3") == {"exposed"}
     assert kinds(strategy="single") == set()
-    assert kinds(strategy="pipeline") == {"exposed", "synchronization"}
-    assert kinds(strategy="single", **{"model.remat": "dots"}) == {"recomputation"}
+    assert kinds(strategy="pipeline") == {"exposed", "other stages", "synchronization"}
+    assert kinds(strategy="single", **{"model.remat": "dots"}) == {"recomputation", "stacks"}
     assert kinds(strategy="single", **{"pipeline.remat": "full"}) == set()
     for dtype, more in (("bfloat16", {"float32"}), ("float16", set[str]())):  # V100s multiply float16, not bfloat16
         config.model.dtype = dtype
@@ -137,9 +138,9 @@ def test_many_small_collectives() -> None:
     def of(size: int) -> list[Finding]:
         compiled = program(f"{before}{sends}{kernel.format(size)}}}\n")
         gpus = cluster(num_processes=1)
-        return findings.find(
-            [summarize(compiled)], [predict([compiled], gpus)], gpus, {}, {}, dtype="float32", model_flops=1
-        )
+        time = predict([compiled], gpus)
+        ran = [RunProgram(summarize(compiled), time)]
+        return findings.find(ran, time, gpus, {}, {}, dtype="float32", model_flops=1)
 
     [found] = of(1000)
     assert (found.kind, found.text) == (
@@ -152,7 +153,8 @@ def test_many_small_collectives() -> None:
 def test_moves_without_a_known_rate() -> None:
     """On GPUs of an unknown kind, the share is that of the bytes of all kernels."""
     gpus, summary = cluster(num_processes=1, memory_bandwidth=None), summarize(program(ALL))
-    found = findings.find([summary], [NOTHING], gpus, {}, {}, dtype="float32", model_flops=PRODUCTS)
+    ran = [RunProgram(summary, NOTHING)]
+    found = findings.find(ran, NOTHING, gpus, {}, {}, dtype="float32", model_flops=PRODUCTS)
     text = {one.kind: one.text for one in found}
     shares = {kind: getattr(summary, kind).nbytes / summary.kernels.nbytes for kind in ("stacks", "copies")}
     assert (
@@ -163,7 +165,7 @@ def test_moves_without_a_known_rate() -> None:
 
 
 def test_several_programs() -> None:
-    """Equal programs are printed once. Without knowing when each one runs, there are no totals."""
+    """Equal programs are printed once."""
     row = describe_program(summarize(program(ALL)), NOTHING)
     assert row["name"] == "jit_step"
     other, alone = row | {"name": "jit_update"}, [line for line in format_programs([row | {"devices": [0, 1]}]) if line]
@@ -173,7 +175,30 @@ def test_several_programs() -> None:
         "program jit_step on devices 1, 3",
         "program jit_update on device 0",
     ]
-    assert lines[-1].endswith("no totals and findings.")
+
+
+def test_a_step_of_several_programs() -> None:
+    """Moves and waits are those of the busiest device, in all runs of its programs; products those of all devices."""
+    gpus, compiled = cluster(num_processes=1), program(ALL)
+    once, summary = predict([compiled], gpus), summarize(compiled)
+    waits = StepTime(once.seconds, once.seconds, 0.0, {Part(WAIT, ""): once.seconds})
+    step = NOTHING.plus(once, 3).plus(waits)
+    ran = [RunProgram(summary, once, runs, is_busiest) for runs, is_busiest in ((3, True), (2, False))]
+    remedy = {"other stages": "add microbatches"}
+    found = findings.find(ran, step, gpus, {}, remedy, dtype="bfloat16", model_flops=5 * PRODUCTS / 1.2)
+    [wait] = [one for one in found if one.kind == "other stages"]
+    assert wait.text == f"the busiest GPU waits {1e3 * once.seconds:.3g} ms (25.0% of the step) for other stages"
+    assert (wait.share, wait.remedy) == (0.25, "add microbatches")
+    of_one = {one.kind: one for one in find(ALL)}
+    assert {one.kind for one in found} == of_one.keys() | {"other stages"}
+    for one in found:
+        if one.kind != "other stages":
+            assert one.share == pytest.approx(0.75 * of_one[one.kind].share)  # three runs in the time of four
+    text = {one.kind: one.text for one in found}
+    assert "for 15 all-reduces in loops" in text["exposed in a loop"]
+    assert text["synchronization"] == "the host waits for the GPU 3 times"
+    assert text["float32"] == of_one["float32"].text
+    assert text["recomputation"] == of_one["recomputation"].text
 
 
 @pytest.mark.parametrize(
@@ -231,10 +256,15 @@ def test_remedies() -> None:
     assert kinds() == {"stacks", *at_the_end}
     assert kinds(exchange="zero2") == {"stacks", *at_the_end, "all-gather"}
     assert kinds(strategy="pipeline") == {"stacks"}
-    assert kinds(strategy="pipeline", **{"pipeline.executor": "dispatch"}) == set()
+    dispatched = {"strategy": "pipeline", "pipeline.executor": "dispatch"}
+    assert kinds(**dispatched) == {"other stages"}
+    assert kinds(**dispatched, **{"pipeline.schedule": "pipedream"}) == set()
     for unrolled in (False, "auto"):
         assert kinds(exchange="zero2", **{"model.scan_layers": unrolled}) == {"all-gather"}
-    assert kinds(**{"model.scan_layers": "auto", "model.remat": "full"}) == {"all-reduce"}  # a narrower dtype
+    remat = {"model.scan_layers": "auto", "model.remat": "full"}
+    assert kinds(**remat) == at_the_end  # zero2
+    assert kinds(**remat, exchange="zero2") == {"all-gather"}
+    assert kinds(**remat, **{"optimizer.name": "muon"}) == {"all-reduce"}  # a narrower dtype
     narrow = {"model.scan_layers": False, "exchange_options.wire_dtype": "bfloat16"}
     assert kinds(**narrow) == set()
     others: Mapping[str, Any]
