@@ -165,6 +165,7 @@ def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[
         StateBytes(params, optimizer, gradients),
         update,
         gathers_layers=gathers_layers,
+        scatters_layers=exchange is not None and exchange.scatter_layers is not None,
     )
     if plan.offloaded_bytes:
         name += ", offload"

@@ -10,9 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar.core import step as steps
 from jaxpar.core.plan import Traffic
+from jaxpar.core.state import State
+from jaxpar.core.step import Metrics
 from jaxpar.exchange.fetch import Fetch
-from jaxpar.layout import REPLICATED, Tree
+from jaxpar.exchange.scatter_layers import LayerScatter
+from jaxpar.layout import REPLICATED, SHARDED, Tree
 
 EVERY = "every_so_many_passes"  # name of the conditional in compiled programs
 
@@ -82,7 +86,7 @@ class DistributedState(NamedTuple):
 class ExchangeUpdate(NamedTuple):
     """The result of `Exchange.update`."""
 
-    updates: Tree  # the updates, to be added to the parameters
+    updates: Tree  # the updates, to be added to the parameters, or to shards of them (`Exchange.updates_shards`)
     state: DistributedState  # the next state
     grad_norm: jax.Array | None  # norm of the gradient that replicas agreed on; None if they do not agree on one
 
@@ -100,6 +104,8 @@ class Exchange(NamedTuple):
     optimizer: str = REPLICATED  # layout of the optimizer state, also a kind of jaxpar/layout.py
     # gradients of a microbatch -> the shards of them that this replica accumulates; None: it accumulates all
     scatter: Callable[[Tree], Tree] | None = None
+    # the same for the gradients of a layer, while its scan computes the one before; None: there is no `scatter`
+    scatter_layers: LayerScatter | None = None
     # returns the arrays of a layer from the shards of the replicas; None: the replica holds full arrays
     fetch: Fetch | None = None
     # {name of a conditional in the compiled program: the share of steps in which each branch is taken}
@@ -113,9 +119,25 @@ class Exchange(NamedTuple):
         return bool(self.fetch or self.scatter)
 
     @property
+    def updates_shards(self) -> bool:
+        """Whether a replica updates its shards of parameters that it holds whole."""
+        return self.optimizer == SHARDED and self.params == REPLICATED
+
+    @property
     def copies(self) -> int:
         """Number of groups of replicas that each hold all shards."""
         return self.shards.copies if self.shards else 1
+
+
+def apply_update(exchange: Exchange, state: State, made: ExchangeUpdate, metrics: Metrics) -> tuple[State, Metrics]:
+    """Return the state after a step with an update, as `jaxpar.core.step.apply` does. Updated shards are gathered."""
+    whole, shards = state.params, exchange.shards if exchange.updates_shards else None
+    if shards:
+        state = state._replace(params=shards.local(whole))
+    state, metrics = steps.apply(state, made.updates, made.state, metrics)
+    if shards:
+        state = state._replace(params=shards.gather(whole, state.params))
+    return state, metrics
 
 
 def every(num_passes: int, exchange: Exchange, *, average: bool) -> Exchange:

@@ -44,7 +44,7 @@ class FetchedModel(Model):
 
     def pack(
         self, params: Params, layers: Sequence[Layer], x: Activations, batch: Batch, keys_B: jax.Array | None
-    ) -> list[LayerParams]:
+    ) -> list[Tree]:
         """Return the packed parameters of each layer of a scan."""
         shapes = self.shapes_read(layers[0], x, batch, keys_B)
         return [self.fetch.pack(shapes, params[layer.name]) for layer in layers]

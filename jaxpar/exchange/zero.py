@@ -33,6 +33,7 @@ from jaxpar.exchange.fetch import Fetch
 from jaxpar.exchange.fuse import buckets
 from jaxpar.exchange.reduce import Axis, added_up
 from jaxpar.exchange.scatter_gather import all_gather_coded, reduce_scatter_coded
+from jaxpar.exchange.scatter_layers import LayerScatter
 from jaxpar.layout import REPLICATED, SHARDED, Tree, pad, shard_shape, split_dim, unpad
 
 
@@ -144,6 +145,19 @@ class Shards:
             for number, shards in zip(bucket, self._gather(vector, bucket), strict=True):
                 leaves[number] = unpad(self._shaped(shards, number, self._axis.size), self._leaves[number].shape)
         return jax.tree.unflatten(self._structure, leaves)
+
+    def read(self, tree: Tree, packed: PackedShards) -> Tree:
+        """Return full arrays, of any dtypes. Their gradient is scattered, and is that of the packed shards."""
+
+        def backward(_: None, slopes: Tree) -> tuple[None, PackedShards]:
+            wide = (x.astype(leaf.dtype) for x, leaf in zip(jax.tree.leaves(slopes), self._leaves, strict=True))
+            leaves = dict(enumerate(wide))
+            flat = [[self._flat_shards(leaves.pop(number)) for number in bucket] for bucket in self._buckets]
+            return None, PackedShards([self._scatter(arrays) for arrays in flat], list(leaves.values()))
+
+        read = jax.custom_vjp(lambda tree, _packed: tree)
+        read.defvjp(lambda tree, _packed: (tree, None), backward)
+        return read(tree, packed)
 
     def _scatter(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """Return the sum over replicas of this replica's rows [L] of arrays [n, L], concatenated."""
@@ -310,7 +324,6 @@ def zero(
         grad_norm = jnp.sqrt(steps.square(grads))
         local = params if stage == 3 else steps.local(params)
         updates, inner = optimizer.update(grads, state.optimizer, local, **{"grad_norm": grad_norm, **extra})
-        updates = updates if stage == 3 else steps.gather(params, updates)
         return ExchangeUpdate(updates, DistributedState(inner, ()), grad_norm)
 
     def traffic(params: Tree, num_microbatches: int = 1) -> list[Traffic]:
@@ -329,6 +342,11 @@ def zero(
         unpack=lambda shapes, packed: coded_shards(shapes).gather_packed(packed),
         pack=lambda shapes, local: coded_shards(shapes).pack(local),
     )
+    scatter_layers = LayerScatter(
+        shards=steps.local,
+        pack=lambda tree, shards: coded_shards(tree).pack(shards),
+        read=lambda shapes, tree, packed: coded_shards(shapes).read(tree, packed),
+    )
     return Exchange(
         init,
         update,
@@ -336,6 +354,7 @@ def zero(
         params=SHARDED if stage == 3 else REPLICATED,
         optimizer=SHARDED,
         scatter=steps.scatter if stage == 2 else None,
+        scatter_layers=scatter_layers if stage == 2 else None,
         fetch=fetch if stage == 3 else None,
         offload=offload,
         shards=steps,

@@ -115,6 +115,12 @@ class Model:
         """Return the same model, computed without a scan."""
         return self._with(_scan=False)
 
+    @property
+    def scanned(self) -> list[str]:
+        """The names of the layers that are computed by a scan."""
+        runs = [run for run in self.runs if self._scan and len(run) > 1]
+        return [layer.name for run in runs for layer in self.layers[run.start : run.stop]]
+
     def with_remat(self, remat: str) -> "Model":
         """Return the same model with another kind of rematerialization: none, full or dots."""
         return self._with(remat=remat)
@@ -325,10 +331,17 @@ class Model:
         return call(weights, x)
 
     def pack(
-        self, params: Params, layers: Sequence[Layer], _x: Activations, _batch: Batch, _keys_B: jax.Array | None
-    ) -> list[LayerParams]:
-        """Return what a scan over equal layers stacks of the parameters of each."""
-        return [params[layer.name] for layer in layers]
+        self, params: Params, layers: Sequence[Layer], x: Activations, batch: Batch, keys_B: jax.Array | None
+    ) -> list[Tree]:
+        """Return what a scan over equal layers stacks of the parameters of each: by default in narrow dtypes."""
+        return [self.narrowed(params[layer.name], layer, x, batch, keys_B) for layer in layers]
+
+    def narrowed(
+        self, weights: LayerParams, layer: Layer, x: Activations, batch: Batch, keys_B: jax.Array | None
+    ) -> LayerParams:
+        """Return the arrays of a layer in the dtypes in which it reads them."""
+        shapes = self.shapes_read(layer, x, batch, keys_B)
+        return jax.tree.map(lambda leaf, shape: leaf.astype(shape.dtype), weights, shapes)
 
     def read(
         self, _layer: Layer, stored: Tree, _x: Activations, _batch: Batch, _keys: jax.Array | None, *, packed: bool

@@ -46,6 +46,7 @@ CONFIGS: dict[str, tuple[str, ...]] = {
     "ddp, 2 microbatches": ("optimizer.accumulation_steps=2",),
     "zero1": ("exchange=zero1",),
     "zero2": ("exchange=zero2",),
+    "zero2, remat full": ("exchange=zero2", "model.remat=full"),
     "zero3": ("exchange=zero3",),
     "gpipe 2 x 4": (*PIPELINE, "pipeline.schedule=gpipe"),
     "1f1b 2 x 4": (*PIPELINE, "pipeline.schedule=1f1b"),

@@ -14,6 +14,7 @@ WEIGHTS, SAVED, NARROWED = (60.0, 8.0, 8.0, 20.0), (1.0, 5.0, 5.0, 2.0), (0.0, 4
 MODEL: Any = SimpleNamespace(runs=(range(0, 1), range(1, 3), range(3, 4)))
 OUTPUT, LOOPED, STACKED = 3.0, 100.0, 0.5  # STACKED: what a scan saves in addition
 STATE = StateBytes(1000.0, 2000.0, 96.0)
+SCANNED_ZERO2 = {"scatters_layers": True, "is_scanned": True}
 SCANNED_ZERO3 = {"gathers_layers": True, "is_scanned": True}
 
 
@@ -22,8 +23,8 @@ class FixedSizes(Layers):
 
     remats = ("none", "full")
 
-    def __init__(self, looped: float = 0.0) -> None:
-        self._looped = looped
+    def __init__(self, looped: float = 0.0, saved: float = 0.0) -> None:
+        self._looped, self._saved = looped, (SAVED[0], SAVED[1] + saved, *SAVED[2:])
 
     def profile(self, _size: int, _remat: str) -> list[LayerProfile]:
         return [LayerProfile("layer", 0.0, 0.0, OUTPUT, 0.0, weight) for weight in WEIGHTS]
@@ -33,7 +34,7 @@ class FixedSizes(Layers):
         return [LayerMemory(0.0, narrowed) for narrowed in NARROWED]
 
     def residuals(self, _size: int, remat: str) -> list[Residuals]:
-        saved = SAVED if remat == "none" else (1.0,) * 4
+        saved = self._saved if remat == "none" else (1.0,) * 4
         return [
             Residuals(nbytes + STACKED, nbytes, self._looped * (number == 3)) for number, nbytes in enumerate(saved)
         ]
@@ -44,16 +45,16 @@ class FixedSizes(Layers):
     [
         # All narrow copies; embedding: what it saved and works with, and all gradients.
         ({}, 18 + 1 + (1 + 3) + 96),
-        ({"is_scanned": True}, 18 + 1 + (1 + 3) + 96),
+        # A scan stacks the gradients of both blocks in the dtype in which they read their weights.
+        ({"is_scanned": True}, 18 + 1 + (1 + 3) + (60 + 4 + 4 + 20)),
         ({"remat": "full"}, 18 + 1 + (1 + 3) + 96),
-        # With rematerialization, a scan stacks the whole weights of both blocks.
-        ({"remat": "full", "is_scanned": True}, 18 + (8 + 8 - 4 - 4) + 1 + (1 + 3) + 96),
-        ({"is_accumulated": True}, 18 + 1 + (1 + 3) + 96 + 96),
-        # The head in chunks, whose gradient is among what it saved; all layers hold what they saved.
-        ({"looped": LOOPED}, 18 + (1 + 5 + 5 + 2) + LOOPED),
-        ({"looped": LOOPED, "remat": "full"}, 18 + 4 + LOOPED),
-        # Both blocks are stacked.
-        ({"looped": LOOPED, "is_scanned": True}, 18 + (1 + 5 + 5 + 2) + 2 * STACKED + LOOPED),
+        ({"remat": "full", "is_scanned": True}, 18 + 1 + (1 + 3) + (60 + 4 + 4 + 20)),
+        # At the end of a step that sends them, they are also in float32, with a copy of the embedding.
+        ({"is_scanned": True, "is_sent": True}, (60 + 4 + 4 + 20) + (8 + 8) + 60),
+        # zero2, a quarter of the gradients: at the end, the updates of all arrays, and shards.
+        (SCANNED_ZERO2, 96 + 96 / 4),
+        # If the blocks save much, the peak is there, and one of their gradients is whole.
+        (SCANNED_ZERO2 | {"saved": 90.0}, 18 + (1 + 95) + STACKED + (95 + 3) + (8 + 8) / 4 + 8 + 20),
         # zero3, a quarter of the state: head: gathered with the block before, and stacks of both blocks and of their
         # gradients; its gradient is among what it saved. The embedding: in float32, with its gradient.
         (SCANNED_ZERO3 | {"looped": 2 * LOOPED}, (1 + 5 + 5 + 2) + 2 * STACKED + 2 * LOOPED + 10 + 4 + 8),
@@ -64,9 +65,11 @@ class FixedSizes(Layers):
     ],
 )
 def test_a_replica(settings: dict[str, Any], expected: float) -> None:
-    flags = {name: settings.get(name, False) for name in ("is_scanned", "is_accumulated", "gathers_layers")}
-    state = STATE._replace(gradients=24.0) if flags["gathers_layers"] else STATE
-    layers, remat = FixedSizes(settings.get("looped", 0.0)), settings.get("remat", "none")
+    flags = {"is_scanned": False, "is_accumulated": False} | settings
+    layers = FixedSizes(flags.pop("looped", 0.0), flags.pop("saved", 0.0))
+    remat = flags.pop("remat", "none")
+    shards = {"gathers_layers", "scatters_layers"} & set(flags)
+    state = STATE._replace(gradients=24.0) if shards else STATE
     assert replica_bytes(layers, MODEL, state, 4, remat, **flags) == 3000 + expected
 
 
@@ -79,18 +82,18 @@ def test_the_gradients_of_scores(remat: str, working: float) -> None:
             first, *others = super().residuals(size, remat)
             return [first._replace(probabilities=30.0, score_gradients=100.0), *others]
 
-    flags = {"is_scanned": False, "is_accumulated": False, "gathers_layers": False}
+    flags = {"is_scanned": False, "is_accumulated": False}
     assert replica_bytes(WithScores(), MODEL, STATE, 4, remat, **flags) == 3000 + 18 + 1 + (working + 3) + 96
 
 
 def test_a_scan_holds_all_its_gradients() -> None:
     """While the last block is computed, the gradients of both exist, unless the layers are unrolled."""
     blocks: Any = SimpleNamespace(runs=(range(0, 4),))
-    flags = {"is_accumulated": False, "gathers_layers": False}
     scanned, unrolled = (
-        replica_bytes(FixedSizes(), blocks, STATE, 4, "none", is_scanned=is_scanned, **flags)
+        replica_bytes(FixedSizes(), blocks, STATE, 4, "none", is_scanned=is_scanned, is_accumulated=False)
         for is_scanned in (True, False)
     )
     whole = 60  # of the first one, which reads float32 and is stacked, too
-    assert scanned == 3000 + 18 + whole + (1 + 5 + 5) + 3 * STACKED + (5 + 3) + 96
+    gradients = 60 + 4 + 4 + 10  # in the dtypes in which the blocks read their weights
+    assert scanned == 3000 + 18 + whole + (1 + 5 + 5) + 3 * STACKED + (5 + 3) + gradients
     assert unrolled == 3000 + 18 + 1 + (1 + 3) + 96

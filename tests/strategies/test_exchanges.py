@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.extend.core
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -16,12 +17,13 @@ from jaxpar import layout
 from jaxpar.core import mesh as meshes
 from jaxpar.core import state as states
 from jaxpar.core.groups import ReplicaGroup
-from jaxpar.core.step import Problem
+from jaxpar.core.step import Problem, batch_weight, gradients
 from jaxpar.exchange.exchange import Exchange, Rule
 from jaxpar.exchange.named import EXCHANGES, make_exchange
 from jaxpar.exchange.reduce import Axis
-from jaxpar.models.model import Model
-from jaxpar.strategies.data_parallel.shard_map import ReplicaState, make_layouts, train_step
+from jaxpar.exchange.scatter_layers import scattering
+from jaxpar.models.model import Batch, Model
+from jaxpar.strategies.data_parallel.shard_map import ReplicaDetails, ReplicaState, make_layouts, train_step
 from tests.strategies.pipelines import (
     Outcome,
     Task,
@@ -72,7 +74,8 @@ def traced_step(problem: Problem, exchange: Exchange) -> Any:
     mesh = meshes.make_mesh(axes, jax.devices())
     base = {part: layout.replicated(axes, tree) for part, tree in like._asdict().items()}
     placed = ReplicaState(problem, mesh, exchange, make_layouts(exchange, base))
-    step = train_step(problem, exchange, placed.layout, N, ReplicaGroup(problem, axes))
+    details = ReplicaDetails(exchange, ReplicaGroup(problem, axes), unrolled=False, scatters_layers=False)
+    step = train_step(problem, details, placed.layout, N)
     in_specs, out_specs = (placed.layout.specs, PartitionSpec("data")), (placed.layout.specs, PartitionSpec())
     mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return jax.make_jaxpr(mapped)(placed.abstract, problem.batch)
@@ -242,6 +245,40 @@ def test_zero_adds_up_shards_from_its_second_stage_on() -> None:
         carried[name] = max(4 * sum(math.prod(map(int, dims.split(","))) for dims in loop if dims) for loop in arrays)
     gradients = 4 * sum(leaf.size for leaf in jax.tree.leaves(make_problem(make_config(MLP_SGD), MLP_SGD).model.shapes))
     assert carried["zero1"] - carried["zero2"] == pytest.approx(gradients * (1 - 1 / N), rel=0.05)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_scan_scatters_the_gradients_of_its_layers(dtype: str, remat: str) -> None:
+    """The shards are those of whole gradients, which are scattered at the end. The loss is the same.
+
+    On one device, because on CPUs devices could deadlock.
+    """
+    task = Task("gpt", "causal_lm", layers=3, dtype=dtype)
+    config = make_config(task, "--config.model.scan_layers=True", f"--config.model.remat={remat}", TWICE)
+    problem, batch = make_problem(config, task), make_batch(task, 0)
+    exchange = make_exchange("zero2", Axis("data", N), Rule(problem.optimizer, problem.model.shapes))
+    assert exchange.scatter is not None
+    assert exchange.scatter_layers is not None
+    assert problem.model.scanned == ["block_0", "block_1", "block_2"]
+    model, whole_scatter = scattering(problem.model, exchange.scatter_layers), exchange.scatter
+    params = problem.model.init(jax.random.key(0))
+    state = states.State(jnp.zeros((), jnp.int32), jax.random.key_data(jax.random.key(1)), params, ())
+
+    def at_end(batch: Batch) -> Any:
+        return gradients(problem, state, batch, weight, scatter=whole_scatter)
+
+    def in_scan(batch: Batch) -> Any:
+        scattered = state._replace(params=model.scattered(params))
+        shards = functools.partial(model.shards, scatter=whole_scatter)
+        return gradients(problem._replace(model=model), scattered, batch, weight, scatter=shards)
+
+    weight = batch_weight(batch)
+    of_replicas = {name: x.reshape(N, -1, *x.shape[1:]) for name, x in batch.items()}
+    expected, got = (jax.jit(jax.vmap(way, axis_name="data"))(of_replicas) for way in (at_end, in_scan))
+    tolerance = {"float32": 1e-5, "bfloat16": 0.02}[dtype]
+    errors = jax.tree.map(lambda x, y: relative_error(np.asarray(x), np.asarray(y)), got, expected)
+    assert jax.tree.reduce(max, errors) < tolerance, errors
 
 
 @pytest.mark.parametrize("passes", [1, 2])

@@ -1,15 +1,15 @@
 """Predicts the memory of a training step on a device, from what each layer holds for its backward pass.
 
 The backward pass goes from the last layer to the first. While it computes a layer, the layers before it hold what their
-forward pass has saved, and those after it their gradients. A scan over layers holds the gradients of all of them, and
-their weights: in the dtype in which they are read, or whole with rematerialization, which reads them again.
+forward pass has saved, and those after it their gradients. A scan over layers holds the weights of all of them, and
+their gradients, in the dtype in which the weights are read.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from itertools import pairwise
-from operator import or_
+from operator import add, or_
 from typing import NamedTuple
 
 import numpy as np
@@ -38,12 +38,15 @@ def replica_bytes(
     *,
     is_scanned: bool,
     is_accumulated: bool,
-    gathers_layers: bool,
+    is_sent: bool = False,
+    gathers_layers: bool = False,
+    scatters_layers: bool = False,
 ) -> float:
     """Return the bytes of a replica, for microbatches of `size` examples.
 
     is_scanned: whether equal layers are computed by a scan; is_accumulated: whether the gradients of microbatches are
-    added up; gathers_layers: whether the parameters are gathered layer by layer (zero3).
+    added up; is_sent: whether gradients are sent; gathers_layers: whether the parameters are gathered layer by layer
+    (zero3); scatters_layers: whether a scan scatters the gradients layer by layer (zero2).
     """
     profile = layers.profile(size, remat)
     saved = layers.residuals(size, remat)
@@ -61,23 +64,32 @@ def replica_bytes(
     scans: list[range] = []  # for each layer, the layers that are computed with it in one scan, or only its own
     for run in model.runs:
         scans += [run if is_scanned else range(number, number + 1) for number in run]
-    copied = [
-        weight if len(scan) > 1 and (remat != "none" or not narrow) else narrow
-        for scan, weight, narrow in zip(scans, weights, narrowed, strict=True)
-    ]
+    at_end = 0.0
     if gathers_layers:
         share = state.gradients / sum(weights)
         sums = list(_with_shards(weights, narrowed, share, scans, is_looped=bool(whole[-1].looped)))
     else:
+        read = [narrow or weight for narrow, weight in zip(narrowed, weights, strict=True)]
+        share = state.gradients / sum(weights) if scatters_layers else 0.0
+        stacked = [share * weight for weight in weights] if scatters_layers else read
+        # A scan stacks the weights in the dtype in which it reads them, and gradients in that one, or shards of them.
+        copied = sum(x if len(scan) > 1 else narrow for x, narrow, scan in zip(read, narrowed, scans, strict=True))
+        gradients = [x if len(scan) > 1 else weight for x, weight, scan in zip(stacked, weights, scans, strict=True)]
         # All gradients exist of this layer's scan and of later layers; that of a loss in chunks is among what is saved.
-        of_gradients = (
-            sum(weights[scan.stop :]) + (0.0 if of.looped else sum(weights[scan.start : scan.stop]))
+        sums = [
+            copied + sum(gradients[scan.stop :]) + (0.0 if of.looped else sum(gradients[scan.start : scan.stop]))
             for scan, of in zip(scans, whole, strict=True)
-        )
-        sums = [sum(copied) + nbytes for nbytes in of_gradients]
-    stacked = [of.saved if len(scan) > 1 else of.fused for of, scan in zip(saved, scans, strict=True)]
-    held = [sum(stacked[: number + 1]) for number in range(len(stacked))]
-    peak = max(map(sum, zip(held, working, sums, strict=True)))
+        ]
+        if is_scanned and scatters_layers:  # in a scan, that of one layer is whole
+            scanned = (weight if len(scan) > 1 else 0.0 for weight, scan in zip(weights, scans, strict=True))
+            sums = list(map(add, sums, scanned))
+            at_end = sum(weights) + state.gradients  # all updates are gathered
+        elif is_scanned and is_sent:  # stacks become float32 arrays of single layers, and the largest is copied
+            of_layers = (weight for weight, scan in zip(weights, scans, strict=True) if len(scan) > 1)
+            at_end = sum(gradients) + sum(of_layers) + max(weights)
+    kept = [of.saved if len(scan) > 1 else of.fused for of, scan in zip(saved, scans, strict=True)]
+    held = [sum(kept[: number + 1]) for number in range(len(kept))]
+    peak = max(at_end, *map(sum, zip(held, working, sums, strict=True)))
     return state.parameters + state.optimizer + (state.gradients if is_accumulated else 0.0) + peak
 
 

@@ -31,10 +31,9 @@ from jaxpar.strategies.pipeline.tables.periodic import num_in_flight, unroll
 from jaxpar.strategies.pipeline.tables.simulate import Times, action_graph, end_times
 from jaxpar.strategies.pipeline.tables.table import StageDevices, Table
 
-# Bytes that a scan over the layers moves in addition, for each byte of the stacks of what layers save and of their
-# weights. Compiled programs of GPT-2 124M for H100s with and without a scan differ by the former. Weights are read and
-# written to a stack, and so are their gradients.
-SCAN_OF_STASH, SCAN_OF_WEIGHTS = 6.5, 4.0
+# Bytes that a scan over the layers moves in addition, for each byte of the stacks of what layers save: the difference
+# between compiled programs of GPT-2 124M for H100s with and without a scan.
+SCAN_OF_STASH = 6.5
 CASTS = 6.0  # bytes that casts of float32 weights in both passes read and write, for each byte in a narrower dtype
 # The assumed part of the time of collectives between products (tensor axis) that is hidden: for each pair of products,
 # the backward pass gathers the positions again while it computes their gradient, and scatters that while it computes
@@ -88,18 +87,21 @@ def replicas_costs(
     moved: UpdateBytes,
     *,
     gathers_layers: bool = False,
+    scatters_layers: bool = False,
 ) -> StepCosts:
     """Return the costs of data parallelism, or of a single device, with microbatches of `size` examples of a replica.
 
     traffic, state and moved are what a device sends in a step, holds, and moves in an update. settings: at least those
-    of REPLICA_KEYS; gathers_layers: whether the parameters are gathered layer by layer (zero3). On a tensor or context
-    axis, layers and model are those of a device of a group, which is a replica.
+    of REPLICA_KEYS; gathers_layers: whether parameters are gathered layer by layer (zero3); scatters_layers: whether a
+    scan scatters the gradients layer by layer (zero2). On a tensor or context axis, layers and model are those of a
+    device of a group, which is a replica.
     """
     accumulation, remat, scan_layers = (settings[key] for key in REPLICA_KEYS)
     is_scanned, is_accumulated = scans_layers(scan_layers, remat) and machine.overlaps, accumulation > 1
-    flags = {"is_scanned": is_scanned, "is_accumulated": is_accumulated, "gathers_layers": gathers_layers}
+    by_layer = {"gathers_layers": gathers_layers, "scatters_layers": scatters_layers}
     # Without a scan, XLA on GPUs computes again long before the backward pass needs it, and so saves nothing.
     saved = remat if is_scanned or not machine.overlaps else "none"
+    flags = {"is_scanned": is_scanned, "is_accumulated": is_accumulated, "is_sent": bool(traffic), **by_layer}
     nbytes = replica_bytes(layers, model, state, size, saved, **flags)
     nbytes = max(nbytes, state.parameters + state.optimizer + moved.held)
     # The backward pass does not compute the loss again.
@@ -108,14 +110,20 @@ def replicas_costs(
     forward, backward = (sum(values) for values in zip(*((x.forward_s, x.backward_s) for x in profile), strict=True))
     weights = sum(layer.weight_bytes for layer in profile)
     alone = forward + backward
+    narrowed = [of.narrowed for of in layers.memory(size, remat, is_split=False)]
     if is_scanned:
-        stacked = [layer for run in model.runs if len(run) > 1 for layer in profile[run.start : run.stop]]
-        of_weights = sum(layer.weight_bytes for layer in stacked) / (n if gathers_layers else 1)
-        of_stash = sum(layer.stash_bytes for layer in stacked)
-        alone += machine.moved(SCAN_OF_STASH * of_stash + SCAN_OF_WEIGHTS * of_weights, 1)
+        scanned = [number for run in model.runs if len(run) > 1 for number in run]
+        alone += machine.moved(SCAN_OF_STASH * sum(profile[number].stash_bytes for number in scanned), 1)
+        # Weights are read and written to a stack in the dtype in which layers read them, and gradients come from one.
+        of_weights = sum(profile[number].weight_bytes for number in scanned)
+        of_stack = sum(narrowed[number] or profile[number].weight_bytes for number in scanned)
+        if gathers_layers:
+            alone += machine.moved(4 * of_weights / n, 1)
+        else:
+            alone += machine.moved((of_weights + of_stack) * (1 + 1 / (n if scatters_layers else 1)), 1)
+            alone -= machine.moved(CASTS * sum(narrowed[number] for number in scanned), 1)
     if gathers_layers and machine.overlaps:  # weights are cast before they are gathered
-        narrowed = sum(of.narrowed for of in layers.memory(size, remat, is_split=False))
-        alone -= machine.moved(CASTS * (1 - 1 / n) * narrowed, 1)
+        alone -= machine.moved(CASTS * (1 - 1 / n) * sum(narrowed), 1)
     if is_accumulated:
         alone += machine.moved(3 * state.gradients, 1)
     compute = accumulation * float(machine.together(np.array([alone]), devices))
@@ -134,7 +142,7 @@ def replicas_costs(
     exposed = gather + reduce + copied + between
     if machine.overlaps:
         beside = min(HIDDEN_BETWEEN_PRODUCTS * between, accumulation * backward)  # one collective runs at a time
-        is_late = is_scanned and not gathers_layers
+        is_late = is_scanned and not any(by_layer.values())
         hidden = sum(layer.backward_s for layer in profile[:1]) if is_late else backward - beside / accumulation
         # Nothing is left to compute when the gradients of the first layer, and the others in their message, are sent.
         last = max(profile[0].weight_bytes / max(weights, 1.0), 1 / number) if number else 1.0

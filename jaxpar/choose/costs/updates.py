@@ -17,7 +17,7 @@ from jaxpar.core import step as steps
 from jaxpar.core.plan import Plan
 from jaxpar.core.state import State, abstract_state
 from jaxpar.core.step import Metrics, Problem
-from jaxpar.exchange.exchange import DistributedState
+from jaxpar.exchange.exchange import DistributedState, apply_update
 from jaxpar.measure.operations import operations
 from jaxpar.models.model import Model
 from jaxpar.tasks import Sums
@@ -65,7 +65,7 @@ def _exchange_bytes(plan: Plan[Any]) -> float:
         state = State(jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.uint32), params, made.state)
         norm = norm if made.grad_norm is None else made.grad_norm
         old = state._replace(optimizer=DistributedState(optimizer, private))
-        return steps.apply(old, made.updates, made.state, Metrics(_sums(), norm, jnp.isfinite(norm)))[0]
+        return apply_update(exchange, old, made, Metrics(_sums(), norm, jnp.isfinite(norm)))[0]
 
     whole = PartitionSpec()
     on_mesh = jax.shard_map(update, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)

@@ -25,9 +25,10 @@ from jaxpar.core.optimizer import at_step
 from jaxpar.core.plan import Decision, Plan, Traffic, state_memory
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem
-from jaxpar.exchange.exchange import EVERY, DistributedState, Exchange
+from jaxpar.exchange.exchange import EVERY, DistributedState, Exchange, apply_update
 from jaxpar.exchange.fetch import fetched
 from jaxpar.exchange.reduce import psum_small
+from jaxpar.exchange.scatter_layers import ScatteringModel, scattering
 from jaxpar.layout import PER_REPLICA, REPLICATED, Layout
 from jaxpar.models.model import Batch
 from jaxpar.strategies import exchanges, groups
@@ -59,6 +60,7 @@ class ReplicaDetails:
     exchange: Exchange  # the exchange around the optimizer
     group: ReplicaGroup  # the devices of a replica
     unrolled: bool  # whether to compute the model without a scan over layers
+    scatters_layers: bool  # whether a scan scatters the gradients of a layer while it computes the one before
 
 
 def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cpu: bool) -> Plan[ReplicaDetails]:
@@ -84,7 +86,12 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
         summary,
         layouts,
         # On CPUs, nothing orders collectives inside a loop relative to those outside of it, so devices could deadlock.
-        ReplicaDetails(exchange, group, unrolled=bool(exchange.fetch) and on_cpu),
+        ReplicaDetails(
+            exchange,
+            group,
+            unrolled=bool(exchange.fetch) and on_cpu,
+            scatters_layers=bool(exchange.scatter_layers and model.scanned) and not on_cpu,
+        ),
         state_memory(layouts),
         tuple(traffic),
         exchanges.name(config),
@@ -105,7 +112,7 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
         problem = problem._replace(model=problem.model.unrolled())
     in_shard_map, of_batch = partial(jax.shard_map, mesh=mesh, check_vma=False), BatchPlacement(mesh, problem.batch)
     step = in_shard_map(
-        train_step(problem, exchange, placed.layout, plan.num_replicas, group),
+        train_step(problem, plan.details, placed.layout, plan.num_replicas),
         in_specs=(placed.layout.specs, of_batch.specs),
         out_specs=(placed.layout.specs, PartitionSpec()),
     )
@@ -159,10 +166,14 @@ def fetching(problem: Problem, exchange: Exchange) -> Problem:
 
 
 def train_step(
-    problem: Problem, exchange: Exchange, layout: Layout, num_replicas: int, group: ReplicaGroup
+    problem: Problem, details: ReplicaDetails, layout: Layout, num_replicas: int
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """Return the function that runs one training step on a device. layout: layout of the global state."""
-    problem = fetching(problem, exchange)
+    exchange, group = details.exchange, details.group
+    problem, scatter = fetching(problem, exchange), exchange.scatter
+    if scatter and exchange.scatter_layers and details.scatters_layers:
+        model = scattering(problem.model, exchange.scatter_layers)
+        problem, scatter = problem._replace(model=model), partial(model.shards, scatter=scatter)
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         state = layout.local(state)
@@ -173,8 +184,10 @@ def train_step(
         # If JAX checks types (check_vma), it sums the gradient over replicas itself, unless the parameters vary.
         is_equal = exchange.params == REPLICATED
         params = jax.lax.pcast(state.params, DATA, to="varying") if is_equal else state.params
+        if isinstance(problem.model, ScatteringModel):
+            params = problem.model.scattered(params)
         grads_unreduced, sums_unreduced = steps.gradients(
-            problem, state._replace(params=params), batch, weight, scatter=exchange.scatter
+            problem, state._replace(params=params), batch, weight, scatter=scatter
         )
         grads_unreduced = group.reduced(grads_unreduced)
         if exchange.offload:
@@ -197,7 +210,7 @@ def train_step(
             grad_norm, finite = made.grad_norm, finite & jnp.isfinite(made.grad_norm)
         else:  # values sent in a narrow dtype may overflow
             finite &= jax.lax.psum(steps.nonfinite_count(made.updates), (DATA, *group.axes)) == 0
-        state, metrics = steps.apply(state, made.updates, made.state, Metrics(sums, grad_norm, finite))
+        state, metrics = apply_update(exchange, state, made, Metrics(sums, grad_norm, finite))
         return layout.out(state), metrics
 
     return step
