@@ -121,7 +121,7 @@ def expectations(config: ConfigDict, cluster: Cluster) -> Mapping[Kind, str]:
         expected |= {"exposed in a loop": BETWEEN_PRODUCTS, "exposed": expected.get("exposed", BETWEEN_PRODUCTS)}
     section = "pipeline" if config.strategy == "pipeline" else "model"
     if config[section].remat != "none":
-        expected["recomputation"] = f"config.{section}.remat is {config[section].remat!r}"
+        expected["recomputation"] = f"config.{section}.remat is {config[section].remat!r}; 'none' is faster if it fits"
         if section == "model":
             expected["stacks"] = "with rematerialization, a scan computes the layers and stacks their parameters"
     generation = cluster.compute_capability.partition(".")[0]

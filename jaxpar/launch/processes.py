@@ -25,6 +25,7 @@ from jaxpar.launch.place import MEET, Place, bind_address, free_port, in_address
 from jaxpar.launch.signals import called_after
 from jaxpar.layout import Tree
 
+STARTUP_SECONDS = 300  # after which a process that waits for the others fails: the default of JAX
 WAIT_SECONDS = 20.0  # after which a process that waits for the others prints for whom it waits
 KEEP_PROCESS = "--xla_gpu_nccl_terminate_on_error=false"  # otherwise, XLA ends a process whose NCCL lost another one
 
@@ -36,21 +37,19 @@ def meet_processes(place: Place | None, elastic_seconds: int = 0) -> None:
     """
     if place is None:
         return
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"initialization_timeout": int(os.environ.get(MEET, STARTUP_SECONDS))}
     if elastic_seconds:
         jax.config.update("jax_enable_recoverability", True)
         flags = os.environ.get("XLA_FLAGS", "")
         if mesh.has_plugin() and KEEP_PROCESS not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} {KEEP_PROCESS}"
         options["heartbeat_timeout_seconds"] = elastic_seconds
-    if MEET in os.environ:
-        options["initialization_timeout"] = int(os.environ[MEET])
     jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, which the loop handles
     # JAX must not detect a cluster: in a task of SLURM or Open MPI it would restrict this process to one GPU, chosen by
     # the task id, although the launcher has already divided the GPUs. It would also listen on all addresses.
     address, number, process, device = place
     bound = bind_address(address) if process == 0 else None
-    with _reported_wait(place, is_elastic=elastic_seconds > 0):
+    with _reported_wait(place, options["initialization_timeout"], is_elastic=elastic_seconds > 0):
         jax.distributed.initialize(
             *(address, number, process),
             local_device_ids=device,
@@ -63,16 +62,16 @@ def meet_processes(place: Place | None, elastic_seconds: int = 0) -> None:
 
 
 @contextlib.contextmanager
-def _reported_wait(place: Place, *, is_elastic: bool) -> Iterator[None]:
+def _reported_wait(place: Place, seconds: int, *, is_elastic: bool) -> Iterator[None]:
     """Within `with`, print for whom this process waits, after WAIT_SECONDS: JAX waits for minutes without a line.
 
     A process of an elastic run that was lost and is started again waits in vain while the others continue without it.
     """
     address, number, process, _ = place
-    line = f"process 0 waits at {address} for the other processes, {number} in all"
+    line = f"process 0 waits at {address} for the other processes, {number} in all, for up to {seconds} s"
     if process:
         restart = "; if its run continues without this process, stop process 0 and start it again" * is_elastic
-        line = f"process {process} waits for process 0 at {address}{restart}"
+        line = f"process {process} waits for process 0 at {address}, for up to {seconds} s{restart}"
     with called_after(WAIT_SECONDS, lambda: print(f"jaxpar: {line}", file=sys.stderr, flush=True)):
         yield
 

@@ -730,9 +730,9 @@ def test_a_process_that_waits_for_others_prints_for_whom() -> None:
     """JAX connects without holding the GIL, and ends a process that does not meet the others in time."""
     restart = "; if its run continues without this process, stop process 0 and start it again"
     cases = [
-        ("0", "0", "process 0 waits at {} for the other processes, 2 in all"),
-        ("1", "0", "process 1 waits for process 0 at {}"),
-        ("1", "5", f"process 1 waits for process 0 at {{}}{restart}"),
+        ("0", "0", "process 0 waits at {} for the other processes, 2 in all, for up to 1 s"),
+        ("1", "0", "process 1 waits for process 0 at {}, for up to 1 s"),
+        ("1", "5", f"process 1 waits for process 0 at {{}}, for up to 1 s{restart}"),
     ]
     for process, seconds, line in cases:
         address = f"localhost:{free_port()}"

@@ -196,9 +196,12 @@ def place_actions(
     for device, order in enumerate(orders):
         if nexts[device] < len(order):
             kind, microbatch, chunk = order[nexts[device]]
+            stage, name = int(stages[device, chunk]), ACTION_KINDS[kind].name
+            inputs = action_inputs(kind, microbatch, stage, last_stage + 1)
+            phase, _, sender = next(key for key in inputs if key not in made)
             raise ValueError(
-                f"the orders deadlock: device {device} waits for ever at {ACTION_KINDS[kind].name} of "
-                f"microbatch {microbatch}, stage {stages[device, chunk]}"
+                f"the orders deadlock: device {device} waits for ever at {name} of microbatch {microbatch}, stage "
+                f"{stage}, which needs {('F', 'B or BW')[phase]} of stage {sender}"
             )
     replicas = tuple(len(devices.of(stage)) for stage in range(last_stage + 1)) if stages.size > last_stage + 1 else ()
     actions = np.array(rows, dtype=ACTION)
