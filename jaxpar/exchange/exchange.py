@@ -16,7 +16,7 @@ from jaxpar.core.state import State
 from jaxpar.core.step import Metrics
 from jaxpar.exchange.fetch import Fetch
 from jaxpar.exchange.scatter_layers import LayerScatter
-from jaxpar.layout import REPLICATED, SHARDED, Tree
+from jaxpar.layout import REPLICATED, Tree
 
 EVERY = "every_so_many_passes"  # name of the conditional in compiled programs
 
@@ -86,9 +86,12 @@ class DistributedState(NamedTuple):
 class ExchangeUpdate(NamedTuple):
     """The result of `Exchange.update`."""
 
-    updates: Tree  # the updates, to be added to the parameters, or to shards of them (`Exchange.updates_shards`)
+    updates: Tree  # the updates, to be added to the parameters, or to `shards`
     state: DistributedState  # the next state
     grad_norm: jax.Array | None  # norm of the gradient that replicas agreed on; None if they do not agree on one
+    shards: Tree | None = (
+        None  # this replica's shards of the parameters, to be gathered after the update; None: no need
+    )
 
 
 class Exchange(NamedTuple):
@@ -119,11 +122,6 @@ class Exchange(NamedTuple):
         return bool(self.fetch or self.scatter)
 
     @property
-    def updates_shards(self) -> bool:
-        """Whether a replica updates its shards of parameters that it holds whole."""
-        return self.optimizer == SHARDED and self.params == REPLICATED
-
-    @property
     def copies(self) -> int:
         """Number of groups of replicas that each hold all shards."""
         return self.shards.copies if self.shards else 1
@@ -131,13 +129,11 @@ class Exchange(NamedTuple):
 
 def apply_update(exchange: Exchange, state: State, made: ExchangeUpdate, metrics: Metrics) -> tuple[State, Metrics]:
     """Return the state after a step with an update, as `jaxpar.core.step.apply` does. Updated shards are gathered."""
-    whole, shards = state.params, exchange.shards if exchange.updates_shards else None
-    if shards:
-        state = state._replace(params=shards.local(whole))
-    state, metrics = steps.apply(state, made.updates, made.state, metrics)
-    if shards:
-        state = state._replace(params=shards.gather(whole, state.params))
-    return state, metrics
+    if made.shards is None:
+        return steps.apply(state, made.updates, made.state, metrics)
+    assert exchange.shards is not None
+    after, metrics = steps.apply(state._replace(params=made.shards), made.updates, made.state, metrics)
+    return after._replace(params=exchange.shards.gather(state.params, after.params)), metrics
 
 
 def every(num_passes: int, exchange: Exchange, *, average: bool) -> Exchange:

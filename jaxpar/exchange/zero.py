@@ -324,7 +324,7 @@ def zero(
         grad_norm = jnp.sqrt(steps.square(grads))
         local = params if stage == 3 else steps.local(params)
         updates, inner = optimizer.update(grads, state.optimizer, local, **{"grad_norm": grad_norm, **extra})
-        return ExchangeUpdate(updates, DistributedState(inner, ()), grad_norm)
+        return ExchangeUpdate(updates, DistributedState(inner, ()), grad_norm, None if stage == 3 else local)
 
     def traffic(params: Tree, num_microbatches: int = 1) -> list[Traffic]:
         # In stage 3, the arrays of the layers are scattered and gathered one layer after another.

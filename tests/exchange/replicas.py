@@ -47,11 +47,11 @@ def train(n: int, exchange: Exchange, params: Tree, grads: Any, after: Callable[
             params, state = carry
             g = exchange.scatter(g) if exchange.scatter else g
             made = exchange.update(g, state, params)
-            if exchange.updates_shards and exchange.shards:
-                local = optax.apply_updates(exchange.shards.local(params), made.updates)
-                params = exchange.shards.gather(params, local)
-            else:
+            if made.shards is None:
                 params = optax.apply_updates(params, made.updates)
+            else:
+                assert exchange.shards is not None
+                params = exchange.shards.gather(params, optax.apply_updates(made.shards, made.updates))
             return (params, made.state), (after(params), made.updates, made.grad_norm)
 
         (_, state), (recorded, updates, norms) = jax.lax.scan(step, (params, exchange.init(params)), grads)
