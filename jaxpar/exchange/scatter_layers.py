@@ -16,7 +16,7 @@ from jaxpar.models.model import Activations, Batch, Layer, Model, Params
 
 
 class LayerScatter(NamedTuple):
-    """How the backward pass scatters the gradients of a layer."""
+    """Scatters the gradients of a layer in the backward pass."""
 
     shards: Callable[[Tree], Tree]  # arrays -> the shards of this replica
     pack: Callable[[Tree, Tree], Tree]  # (shapes of the arrays; shards of them) -> the shards as they are sent
