@@ -51,8 +51,8 @@ class FixedSizes(Layers):
         ({"remat": "full", "is_scanned": True}, 18 + 1 + (1 + 3) + (60 + 4 + 4 + 20)),
         # At the end of a step that sends them, they are also in float32, with a copy of the embedding.
         ({"is_scanned": True, "is_sent": True}, (60 + 4 + 4 + 20) + (8 + 8) + 60),
-        # zero2, a quarter of the gradients: at the end, the updates of all arrays, and shards.
-        (SCANNED_ZERO2, 96 + 96 / 4),
+        # zero2, a quarter of the gradients: at the end, all new parameters, shards, and a copy of the embedding.
+        (SCANNED_ZERO2, 96 + 96 / 4 + 60),
         # If the blocks save much, the peak is there, and one of their gradients is whole.
         (SCANNED_ZERO2 | {"saved": 90.0}, 18 + (1 + 95) + STACKED + (95 + 3) + (8 + 8) / 4 + 8 + 20),
         # zero3, a quarter of the state: head: gathered with the block before, and stacks of both blocks and of their

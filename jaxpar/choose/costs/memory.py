@@ -83,7 +83,7 @@ def replica_bytes(
         if is_scanned and scatters_layers:  # in a scan, that of one layer is whole
             scanned = (weight if len(scan) > 1 else 0.0 for weight, scan in zip(weights, scans, strict=True))
             sums = list(map(add, sums, scanned))
-            at_end = sum(weights) + state.gradients  # all updates are gathered
+            at_end = sum(weights) + state.gradients + max(weights)  # new parameters are gathered; the largest is copied
         elif is_scanned and is_sent:  # stacks become float32 arrays of single layers, and the largest is copied
             of_layers = (weight for weight, scan in zip(weights, scans, strict=True) if len(scan) > 1)
             at_end = sum(gradients) + sum(of_layers) + max(weights)
