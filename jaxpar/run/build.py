@@ -203,7 +203,7 @@ def check_alike(config: ConfigDict, fingerprint: str, workdir: Path) -> None:
     first = json.loads(processes.from_first(json.dumps(local)))
     changed = [text for key, text in resume.differences(first["config"], config).items() if key not in PLACES]
     if first["data"] != fingerprint:
-        changed.append("the data; all processes must read the same examples, of which each takes its share")
+        changed.append("the data, of which all processes must read the same examples")
     if not (workdir / first["mark"]).exists():
         changed.append(f"--workdir is {str(workdir)!r}, which is another folder")
     differ = processes.any_of(bool(changed))

@@ -493,7 +493,8 @@ def test_processes_that_are_given_different_runs(folder: Path, tmp_path: Path) -
     ]
     first, second = (finished(process, code=2)[1] for process in started)
     elsewhere = f"--workdir is '{tmp_path}/elsewhere', which is another folder"
-    differs = f"config.optimizer.lr: 0.01 -> 0.5; the data; {elsewhere}"
+    data = "the data, of which all processes must read the same examples"
+    differs = f"config.optimizer.lr: 0.01 -> 0.5; {data}; {elsewhere}"
     assert f"jaxpar: process 1 differs from process 0: {differs} (process 0 -> process 1)" in second
     assert "jaxpar: another process differs from process 0; see the error of that process" in first
     assert not (tmp_path / "run").exists()
