@@ -19,6 +19,7 @@ from jaxpar.inspect.programs import Moves, ProgramSummary
 from jaxpar.inspect.step_time import WAIT, StepTime
 from jaxpar.models.options import scans_layers
 from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS
+from jaxpar.strategies.pipeline.tables.table_file import is_table_file
 
 Kind = Literal[
     "float32", "stacks", "copies", "exposed in a loop", "exposed", "other stages", "synchronization", "recomputation"
@@ -139,7 +140,7 @@ def remedies(config: ConfigDict) -> Mapping[str, str]:
         found["stacks"] = "config.model.scan_layers=False avoids it"
     elif is_pipeline and config.pipeline.executor != "dispatch":
         found["stacks"] = "config.pipeline.executor=dispatch avoids it"
-    elif is_pipeline and config.pipeline.schedule not in CONTINUOUS:
+    elif is_pipeline and config.pipeline.schedule not in CONTINUOUS and not is_table_file(config.pipeline.schedule):
         found["other stages"] = "a larger config.pipeline.num_microbatches shortens it"
     is_alone = all(config.mesh[axis] == 1 for axis in GROUP_AXES) and config.optimizer.accumulation_steps == 1
     if config.strategy == "data_parallel" and is_alone and config.exchange not in ("zero3", "hsdp"):

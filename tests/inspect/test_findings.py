@@ -258,7 +258,8 @@ def test_remedies() -> None:
     assert kinds(strategy="pipeline") == {"stacks"}
     dispatched = {"strategy": "pipeline", "pipeline.executor": "dispatch"}
     assert kinds(**dispatched) == {"other stages"}
-    assert kinds(**dispatched, **{"pipeline.schedule": "pipedream"}) == set()
+    for schedule in ("pipedream", "mine.csv"):
+        assert kinds(**dispatched, **{"pipeline.schedule": schedule}) == set()
     for unrolled in (False, "auto"):
         assert kinds(exchange="zero2", **{"model.scan_layers": unrolled}) == {"all-gather"}
     remat = {"model.scan_layers": "auto", "model.remat": "full"}

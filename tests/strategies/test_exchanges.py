@@ -276,9 +276,8 @@ def test_a_scan_scatters_the_gradients_of_its_layers(dtype: str, remat: str) -> 
     weight = batch_weight(batch)
     of_replicas = {name: x.reshape(N, -1, *x.shape[1:]) for name, x in batch.items()}
     expected, got = (jax.jit(jax.vmap(way, axis_name="data"))(of_replicas) for way in (at_end, in_scan))
-    tolerance = {"float32": 1e-5, "bfloat16": 0.02}[dtype]
     errors = jax.tree.map(lambda x, y: relative_error(np.asarray(x), np.asarray(y)), got, expected)
-    assert jax.tree.reduce(max, errors) < tolerance, errors
+    assert jax.tree.reduce(max, errors) < 1e-6, errors
 
 
 @pytest.mark.parametrize("passes", [1, 2])

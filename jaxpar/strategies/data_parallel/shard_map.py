@@ -30,7 +30,7 @@ from jaxpar.exchange.fetch import fetched
 from jaxpar.exchange.reduce import psum_small
 from jaxpar.exchange.scatter_layers import ScatteringModel, scattering
 from jaxpar.layout import PER_REPLICA, REPLICATED, Layout
-from jaxpar.models.model import Batch
+from jaxpar.models.model import Batch, Model
 from jaxpar.strategies import exchanges, groups
 from jaxpar.strategies.placement import (
     IN_PLACE,
@@ -90,7 +90,7 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
             exchange,
             group,
             unrolled=bool(exchange.fetch) and on_cpu,
-            scatters_layers=bool(exchange.scatter_layers and model.scanned) and not on_cpu,
+            scatters_layers=_scatters_layers(exchange, model) and not on_cpu,
         ),
         state_memory(layouts),
         tuple(traffic),
@@ -233,6 +233,12 @@ def _on_device_after(grads: Any, optimizer: Any) -> tuple[Any, Any]:
 def group_traffic(group: ReplicaGroup, exchange: Exchange, num_replicas: int, *, on_cpu: bool) -> list[Traffic]:
     """Return what a device sends to the others of its replica in a step. on_cpu: whether XLA widens what is sent."""
     return group.traffic(num_replicas, _gradients(group, exchange).local_shapes, on_cpu=on_cpu)
+
+
+def _scatters_layers(exchange: Exchange, model: Model) -> bool:
+    """Return whether a scan can scatter the gradients of its layers. Those that share an array need the whole sum."""
+    scanned = set(model.scanned)
+    return bool(exchange.scatter_layers and scanned) and not any(tie.source in scanned for tie in model.ties)
 
 
 def _gradients(group: ReplicaGroup, exchange: Exchange) -> Layout:
