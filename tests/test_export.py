@@ -74,19 +74,11 @@ def run(monkeypatch: pytest.MonkeyPatch, workdir: Path, output: Path, *more: str
 
 
 def test_orbax_reads_it_as_the_docs_say(workdir: Path) -> None:
-    block = docs("### With orbax").split("\n### ")[0]
+    block = docs("## Read a checkpoint without jaxpar")
     body = block.split("def read(folder):\n")[1].split("\n\n")[0].splitlines()
     assert len(body) + 1 <= 6  # `def` and five lines
     shape = arrays_of(workdir, 8)["params.embed.tokens"].shape
     assert python(block, workdir) == [f"8 {shape}"]
-
-
-def test_safetensors_read_it_as_the_docs_say(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = workdir / "stop.safetensors"
-    assert run(monkeypatch, workdir, file, "--checkpoint=newest") == 0
-    shape = arrays_of(workdir, 8)["params.embed.tokens"].shape
-    assert python(docs("### With safetensors"), workdir) == [f"8 {shape}"]
-    file.unlink()
 
 
 def test_a_program_classifies_as_the_docs_say(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

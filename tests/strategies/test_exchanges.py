@@ -273,7 +273,7 @@ def test_a_scan_scatters_the_gradients_of_its_layers(dtype: str, remat: str) -> 
         shards = functools.partial(model.shards, scatter=whole_scatter)
         return gradients(problem._replace(model=model), scattered, batch, weight, scatter=shards)
 
-    weight = batch_weight(batch)
+    weight = batch_weight({name: jnp.asarray(x) for name, x in batch.items()})
     of_replicas = {name: x.reshape(N, -1, *x.shape[1:]) for name, x in batch.items()}
     expected, got = (jax.jit(jax.vmap(way, axis_name="data"))(of_replicas) for way in (at_end, in_scan))
     errors = jax.tree.map(lambda x, y: relative_error(np.asarray(x), np.asarray(y)), got, expected)
