@@ -31,6 +31,7 @@ from jaxpar.core.plan import Plan, Traffic
 from jaxpar.core.ring import sent_of_operand
 from jaxpar.core.step import Problem
 from jaxpar.exchange.named import EXCHANGES, exchange_differs
+from jaxpar.exchange.scatter_layers import can_scatter
 from jaxpar.layout import SHARDED
 from jaxpar.strategies.data_parallel.shard_map import ReplicaDetails, group_traffic
 from jaxpar.strategies.exchanges import sums_along_a_ring
@@ -165,7 +166,7 @@ def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[
         StateBytes(params, optimizer, gradients),
         update,
         gathers_layers=gathers_layers,
-        scatters_layers=exchange is not None and exchange.scatter_layers is not None,
+        scatters_layers=exchange is not None and exchange.scatter_layers is not None and can_scatter(model),
     )
     if plan.offloaded_bytes:
         name += ", offload"

@@ -89,9 +89,8 @@ class ExchangeUpdate(NamedTuple):
     updates: Tree  # the updates, to be added to the parameters, or to `shards`
     state: DistributedState  # the next state
     grad_norm: jax.Array | None  # norm of the gradient that replicas agreed on; None if they do not agree on one
-    shards: Tree | None = (
-        None  # this replica's shards of the parameters, to be gathered after the update; None: no need
-    )
+    # this replica's shards of the parameters, which are gathered after the update; None: nothing is gathered
+    shards: Tree | None = None
 
 
 class Exchange(NamedTuple):

@@ -63,7 +63,4 @@ class FetchedModel(Model):
 
 def fetched(model: Model, fetch: Fetch) -> FetchedModel:
     """Return the same model for parameters that `fetch` reads."""
-    made = FetchedModel.__new__(FetchedModel)
-    made.__dict__.update(vars(model))
-    made.fetch, made.whole = fetch, model
-    return made
+    return model.as_kind(FetchedModel, fetch=fetch, whole=model)

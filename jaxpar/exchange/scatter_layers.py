@@ -16,8 +16,9 @@ from jaxpar.models.model import Activations, Batch, Layer, Model, Params
 
 
 class LayerScatter(NamedTuple):
-    """Scatters the gradients of a layer in the backward pass."""
+    """Scatters the gradients of a layer in the backward pass, and those outside of scans at its end."""
 
+    at_end: Callable[[Tree], Tree]  # gradients -> the shards of the sum over replicas
     shards: Callable[[Tree], Tree]  # arrays -> the shards of this replica
     pack: Callable[[Tree, Tree], Tree]  # (shapes of the arrays; shards of them) -> the shards as they are sent
     # (the shapes; the arrays in any dtypes; packed shards) -> the arrays, whose gradient is that of the shards
@@ -51,24 +52,27 @@ class ScatteringModel(Model):
         """Return the arrays of a layer."""
         return self.scatter.read(layer.shapes, *stored) if packed else stored
 
-    def scattered(self, params: Params) -> Params:
-        """Return parameters as the model takes them."""
+    def differentiated(self, params: Params) -> Params:
+        """Return parameters with the shards of which the gradient is computed."""
         return params | {name: self._scattered(params[name]) for name in self.scanned}
 
     def _scattered(self, whole: LayerParams) -> Any:
         shards = jax.eval_shape(self.scatter.shards, whole)
         return Scattered(whole, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shards))
 
-    def shards(self, grads: Params, scatter: Callable[[Tree], Tree]) -> Params:
-        """Return the shards of a gradient of `scattered` parameters. scatter: scatters those of the other layers."""
+    def shards(self, grads: Params) -> Params:
+        """Return the shards of a gradient of `differentiated` parameters."""
         done: dict[str, Any] = {name: grads[name] for name in self.scanned}
-        others = scatter({name: layer for name, layer in grads.items() if name not in done})
+        others = self.scatter.at_end({name: layer for name, layer in grads.items() if name not in done})
         return {name: done[name].shards if name in done else others[name] for name in grads}
+
+
+def can_scatter(model: Model) -> bool:
+    """Return whether a scan can scatter the gradients of its layers: those that share an array need the whole sum."""
+    in_runs = {model.layers[number].name for run in model.runs if len(run) > 1 for number in run}
+    return not any(tie.source in in_runs for tie in model.ties)
 
 
 def scattering(model: Model, scatter: LayerScatter) -> ScatteringModel:
     """Return the same model, which scatters the gradients of the layers that it scans."""
-    made = ScatteringModel.__new__(ScatteringModel)
-    made.__dict__.update(vars(model))
-    made.scatter = scatter
-    return made
+    return model.as_kind(ScatteringModel, scatter=scatter)

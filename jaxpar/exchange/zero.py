@@ -343,6 +343,7 @@ def zero(
         pack=lambda shapes, local: coded_shards(shapes).pack(local),
     )
     scatter_layers = LayerScatter(
+        at_end=steps.scatter,
         shards=steps.local,
         pack=lambda tree, shards: coded_shards(tree).pack(shards),
         read=lambda shapes, tree, packed: coded_shards(shapes).read(tree, packed),

@@ -6,11 +6,10 @@ name. This canonical form is independent of the strategy and of any scan over la
 Array dims: B examples, T positions, D features.
 """
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ Params = dict[str, LayerParams]  # by layer name
 Index = int | jax.Array  # index of a layer
 Activations = Tree  # the values between layers: an array or any pytree of arrays
 Batch = Mapping[str, jax.Array]  # see jaxpar.data for the keys
+Kind = TypeVar("Kind", bound="Model")
 
 
 class Context(NamedTuple):
@@ -105,11 +105,15 @@ class Model:
         self._read_dtypes: dict[Any, Tree] = {}  # of layers for inputs of these shapes
         self._inputs: dict[Any, list[Activations]] = {}  # of all layers for batches of these shapes
 
+    def as_kind(self, kind: type[Kind], **attributes: Any) -> Kind:
+        """Return the same model as one of a subclass, with values of these attributes."""
+        model = kind.__new__(kind)
+        vars(model).update(vars(self) | attributes)
+        return model
+
     def _with(self, **attributes: Any) -> "Model":
         """Return the same model with other values of these attributes."""
-        model = copy.copy(self)
-        vars(model).update(attributes)
-        return model
+        return self.as_kind(type(self), **attributes)
 
     def unrolled(self) -> "Model":
         """Return the same model, computed without a scan."""
@@ -329,6 +333,10 @@ class Model:
         if (policy := self.policy(layer)) is not None:
             call = jax.checkpoint(call, policy=policy, prevent_cse=not in_scan)
         return call(weights, x)
+
+    def differentiated(self, params: Params) -> Params:
+        """Return parameters in the form of which the gradient is computed."""
+        return params
 
     def pack(
         self, params: Params, layers: Sequence[Layer], x: Activations, batch: Batch, keys_B: jax.Array | None

@@ -14,7 +14,7 @@ WEIGHTS, SAVED, NARROWED = (60.0, 8.0, 8.0, 20.0), (1.0, 5.0, 5.0, 2.0), (0.0, 4
 MODEL: Any = SimpleNamespace(runs=(range(0, 1), range(1, 3), range(3, 4)))
 OUTPUT, LOOPED, STACKED = 3.0, 100.0, 0.5  # STACKED: what a scan saves in addition
 STATE = StateBytes(1000.0, 2000.0, 96.0)
-SCANNED_ZERO2 = {"scatters_layers": True, "is_scanned": True}
+SCANNED_ZERO2 = {"scatters_layers": True, "is_scanned": True, "is_sent": True}
 SCANNED_ZERO3 = {"gathers_layers": True, "is_scanned": True}
 
 

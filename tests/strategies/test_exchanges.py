@@ -74,7 +74,7 @@ def traced_step(problem: Problem, exchange: Exchange) -> Any:
     mesh = meshes.make_mesh(axes, jax.devices())
     base = {part: layout.replicated(axes, tree) for part, tree in like._asdict().items()}
     placed = ReplicaState(problem, mesh, exchange, make_layouts(exchange, base))
-    details = ReplicaDetails(exchange, ReplicaGroup(problem, axes), unrolled=False, scatters_layers=False)
+    details = ReplicaDetails(exchange, ReplicaGroup(problem, axes), unrolled=False, scatter_layers=None)
     step = train_step(problem, details, placed.layout, N)
     in_specs, out_specs = (placed.layout.specs, PartitionSpec("data")), (placed.layout.specs, PartitionSpec())
     mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -269,9 +269,8 @@ def test_a_scan_scatters_the_gradients_of_its_layers(dtype: str, remat: str) -> 
         return gradients(problem, state, batch, weight, scatter=whole_scatter)
 
     def in_scan(batch: Batch) -> Any:
-        scattered = state._replace(params=model.scattered(params))
-        shards = functools.partial(model.shards, scatter=whole_scatter)
-        return gradients(problem._replace(model=model), scattered, batch, weight, scatter=shards)
+        scattered = state._replace(params=model.differentiated(params))
+        return gradients(problem._replace(model=model), scattered, batch, weight, scatter=model.shards)
 
     weight = batch_weight({name: jnp.asarray(x) for name, x in batch.items()})
     of_replicas = {name: x.reshape(N, -1, *x.shape[1:]) for name, x in batch.items()}

@@ -6,10 +6,10 @@ their gradients, in the dtype in which the weights are read.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from itertools import pairwise
-from operator import add, or_
+from operator import or_
 from typing import NamedTuple
 
 import numpy as np
@@ -64,50 +64,81 @@ def replica_bytes(
     scans: list[range] = []  # for each layer, the layers that are computed with it in one scan, or only its own
     for run in model.runs:
         scans += [run if is_scanned else range(number, number + 1) for number in run]
+    share = state.gradients / sum(weights)
+    held_weights = _Weights(weights, narrowed, scans, [bool(of.looped) for of in whole])
     at_end = 0.0
     if gathers_layers:
-        share = state.gradients / sum(weights)
-        sums = list(_with_shards(weights, narrowed, share, scans, is_looped=bool(whole[-1].looped)))
+        sums = held_weights.gathered(share)
     else:
-        read = [narrow or weight for narrow, weight in zip(narrowed, weights, strict=True)]
-        share = state.gradients / sum(weights) if scatters_layers else 0.0
-        stacked = [share * weight for weight in weights] if scatters_layers else read
-        # A scan stacks the weights in the dtype in which it reads them, and gradients in that one, or shards of them.
-        copied = sum(x if len(scan) > 1 else narrow for x, narrow, scan in zip(read, narrowed, scans, strict=True))
-        gradients = [x if len(scan) > 1 else weight for x, weight, scan in zip(stacked, weights, scans, strict=True)]
-        # All gradients exist of this layer's scan and of later layers; that of a loss in chunks is among what is saved.
-        sums = [
-            copied + sum(gradients[scan.stop :]) + (0.0 if of.looped else sum(gradients[scan.start : scan.stop]))
-            for scan, of in zip(scans, whole, strict=True)
-        ]
-        if is_scanned and scatters_layers:  # in a scan, that of one layer is whole
-            scanned = (weight if len(scan) > 1 else 0.0 for weight, scan in zip(weights, scans, strict=True))
-            sums = list(map(add, sums, scanned))
-            at_end = sum(weights) + state.gradients + max(weights)  # new parameters are gathered; the largest is copied
-        elif is_scanned and is_sent:  # stacks become float32 arrays of single layers, and the largest is copied
-            of_layers = (weight for weight, scan in zip(weights, scans, strict=True) if len(scan) > 1)
-            at_end = sum(gradients) + sum(of_layers) + max(weights)
+        scattered = share if scatters_layers else None
+        sums = held_weights.whole(scattered)
+        if is_sent and any(len(scan) > 1 for scan in scans):
+            at_end = held_weights.at_end(scattered)
     kept = [of.saved if len(scan) > 1 else of.fused for of, scan in zip(saved, scans, strict=True)]
     held = [sum(kept[: number + 1]) for number in range(len(kept))]
     peak = max(at_end, *map(sum, zip(held, working, sums, strict=True)))
     return state.parameters + state.optimizer + (state.gradients if is_accumulated else 0.0) + peak
 
 
-def _with_shards(
-    weights: Sequence[float], narrowed: Sequence[float], share: float, scans: Sequence[range], *, is_looped: bool
-) -> Iterator[float]:
-    """Yield the bytes of gathered arrays and of gradients that exist while each layer is computed.
+class _Weights(NamedTuple):
+    """The weights of the layers of a replica, of which scans stack some."""
 
-    The arrays of this layer and of the one before are gathered, in the dtype in which they are read, and the gradient
-    is whole until it is scattered; that of a loss in chunks (is_looped) is among what is saved. The shards of the
-    layers of a scan are stacked, and those of their gradients.
-    """
-    stacked = 2 * share * sum(weights[number] for number, scan in enumerate(scans) if len(scan) > 1)
-    read = [narrow or weight for narrow, weight in zip(narrowed, weights, strict=True)]
-    for number, (scan, weight) in enumerate(zip(scans, weights, strict=True)):
-        gathered = read[number] + (read[number - 1] if number else 0.0)
-        whole = 0.0 if is_looped and number == len(weights) - 1 else weight
-        yield stacked + gathered + whole + share * sum(weights[scan.stop :])
+    nbytes: Sequence[float]  # of each layer
+    narrowed: Sequence[float]  # in the narrower dtype in which it reads them; 0: in their own
+    scans: Sequence[range]  # the layers that are computed with it in one scan, or only its own
+    is_looped: Sequence[bool]  # whether its gradient is among what is saved, as that of a loss in chunks is
+
+    @property
+    def read(self) -> list[float]:
+        """The bytes in the dtypes in which layers read them."""
+        return [narrow or nbytes for narrow, nbytes in zip(self.narrowed, self.nbytes, strict=True)]
+
+    def stacked(self, values: Sequence[float], others: Sequence[float] | None = None) -> list[float]:
+        """Return the values of the layers that a scan stacks, and those of `others`, or 0, of the other layers."""
+        others = others or [0.0] * len(values)
+        return [x if len(scan) > 1 else other for x, other, scan in zip(values, others, self.scans, strict=True)]
+
+    def gradients(self, scattered: float | None) -> list[float]:
+        """Return the bytes of the gradients: a scan stacks them in the dtype in which it reads, or shards of them."""
+        of_scans = self.read if scattered is None else [scattered * nbytes for nbytes in self.nbytes]
+        return self.stacked(of_scans, self.nbytes)
+
+    def whole(self, scattered: float | None) -> list[float]:
+        """Return the bytes of copied weights and of gradients that exist while each layer is computed.
+
+        All gradients exist of this layer's scan and of later layers. scattered: the share of a gradient that a device
+        has after a scan has scattered it, which is that of one layer at a time; None: scans scatter nothing.
+        """
+        copied, gradients = sum(self.stacked(self.read, self.narrowed)), self.gradients(scattered)
+        in_scan = self.stacked(self.nbytes if scattered is not None else [0.0] * len(gradients))
+        return [
+            copied + sum(gradients[scan.stop :]) + (0.0 if is_looped else sum(gradients[scan.start : scan.stop])) + one
+            for scan, is_looped, one in zip(self.scans, self.is_looped, in_scan, strict=True)
+        ]
+
+    def at_end(self, scattered: float | None) -> float:
+        """Return the bytes of gradients and of copies after the backward pass. scattered: see `whole`.
+
+        Stacks become float32 arrays of single layers, or new parameters are gathered; the largest array is copied.
+        """
+        if scattered is not None:
+            return sum(self.nbytes) * (1 + scattered) + max(self.nbytes)
+        return sum(self.gradients(None)) + sum(self.stacked(self.nbytes)) + max(self.nbytes)
+
+    def gathered(self, share: float) -> list[float]:
+        """Return the bytes of gathered arrays and of gradients that exist while each layer is computed.
+
+        The arrays of this layer and of the one before are gathered, in the dtype in which they are read, and the
+        gradient is whole until it is scattered. A device keeps this share of them. The shards of the layers of a scan
+        are stacked, and those of their gradients.
+        """
+        read, sums = self.read, []
+        for number, (scan, nbytes) in enumerate(zip(self.scans, self.nbytes, strict=True)):
+            gathered = read[number] + (read[number - 1] if number else 0.0)
+            whole = 0.0 if self.is_looped[number] else nbytes
+            sums.append(gathered + whole + share * sum(self.nbytes[scan.stop :]))
+        stacked = 2 * share * sum(self.stacked(self.nbytes))
+        return [stacked + one for one in sums]
 
 
 # ---- pipelines ------------------------------------------------------------------------------------------------------

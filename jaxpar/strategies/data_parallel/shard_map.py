@@ -28,9 +28,9 @@ from jaxpar.core.step import Metrics, Problem
 from jaxpar.exchange.exchange import EVERY, DistributedState, Exchange, apply_update
 from jaxpar.exchange.fetch import fetched
 from jaxpar.exchange.reduce import psum_small
-from jaxpar.exchange.scatter_layers import ScatteringModel, scattering
+from jaxpar.exchange.scatter_layers import LayerScatter, can_scatter, scattering
 from jaxpar.layout import PER_REPLICA, REPLICATED, Layout
-from jaxpar.models.model import Batch, Model
+from jaxpar.models.model import Batch
 from jaxpar.strategies import exchanges, groups
 from jaxpar.strategies.placement import (
     IN_PLACE,
@@ -60,7 +60,7 @@ class ReplicaDetails:
     exchange: Exchange  # the exchange around the optimizer
     group: ReplicaGroup  # the devices of a replica
     unrolled: bool  # whether to compute the model without a scan over layers
-    scatters_layers: bool  # whether a scan scatters the gradients of a layer while it computes the one before
+    scatter_layers: LayerScatter | None  # how a scan scatters the gradients of a layer while it computes the one before
 
 
 def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cpu: bool) -> Plan[ReplicaDetails]:
@@ -90,7 +90,7 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
             exchange,
             group,
             unrolled=bool(exchange.fetch) and on_cpu,
-            scatters_layers=_scatters_layers(exchange, model) and not on_cpu,
+            scatter_layers=exchange.scatter_layers if model.scanned and can_scatter(model) and not on_cpu else None,
         ),
         state_memory(layouts),
         tuple(traffic),
@@ -171,9 +171,9 @@ def train_step(
     """Return the function that runs one training step on a device. layout: layout of the global state."""
     exchange, group = details.exchange, details.group
     problem, scatter = fetching(problem, exchange), exchange.scatter
-    if scatter and exchange.scatter_layers and details.scatters_layers:
-        model = scattering(problem.model, exchange.scatter_layers)
-        problem, scatter = problem._replace(model=model), partial(model.shards, scatter=scatter)
+    if details.scatter_layers is not None:
+        model = scattering(problem.model, details.scatter_layers)
+        problem, scatter = problem._replace(model=model), model.shards
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         state = layout.local(state)
@@ -184,11 +184,8 @@ def train_step(
         # If JAX checks types (check_vma), it sums the gradient over replicas itself, unless the parameters vary.
         is_equal = exchange.params == REPLICATED
         params = jax.lax.pcast(state.params, DATA, to="varying") if is_equal else state.params
-        if isinstance(problem.model, ScatteringModel):
-            params = problem.model.scattered(params)
-        grads_unreduced, sums_unreduced = steps.gradients(
-            problem, state._replace(params=params), batch, weight, scatter=scatter
-        )
+        differentiated = state._replace(params=problem.model.differentiated(params))
+        grads_unreduced, sums_unreduced = steps.gradients(problem, differentiated, batch, weight, scatter=scatter)
         grads_unreduced = group.reduced(grads_unreduced)
         if exchange.offload:
             grads_unreduced, optimizer = _on_device_after(grads_unreduced, state.optimizer)
@@ -233,12 +230,6 @@ def _on_device_after(grads: Any, optimizer: Any) -> tuple[Any, Any]:
 def group_traffic(group: ReplicaGroup, exchange: Exchange, num_replicas: int, *, on_cpu: bool) -> list[Traffic]:
     """Return what a device sends to the others of its replica in a step. on_cpu: whether XLA widens what is sent."""
     return group.traffic(num_replicas, _gradients(group, exchange).local_shapes, on_cpu=on_cpu)
-
-
-def _scatters_layers(exchange: Exchange, model: Model) -> bool:
-    """Return whether a scan can scatter the gradients of its layers. Those that share an array need the whole sum."""
-    scanned = set(model.scanned)
-    return bool(exchange.scatter_layers and scanned) and not any(tie.source in scanned for tie in model.ties)
 
 
 def _gradients(group: ReplicaGroup, exchange: Exchange) -> Layout:
