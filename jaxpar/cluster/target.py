@@ -76,22 +76,21 @@ def find_target(text: str, key: str = "--target") -> Target:
         )
     if NO_AUTOTUNING not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_AUTOTUNING}".strip()
+    assert cluster.memory_bytes is not None  # every kind of GPU has its own
+    # A cluster file can state another memory.
+    is_of_kind = cluster.memory_bytes == gpu.memory_bytes
+    memory = gpu.numbers["device_memory_size"] if is_of_kind else cluster.memory_bytes
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # XLA cannot load a cached program without a GPU
     try:
         topology = topologies.get_topology_desc(
             platform="cuda",
-            target_config=gpu.config,
+            target_config=gpu.config(memory),
             topology=f"1x{cluster.num_processes}x{cluster.num_devices // cluster.num_processes}",
         )
     except RuntimeError as error:
         reason = str(error).split("\n")[0]
         raise UserError(f"{key} is {text!r}, which XLA refuses ({reason}); it must be a GPU that XLA knows") from error
-    # A cluster file can state another memory.
-    is_of_kind = cluster.memory_bytes == gpu.memory_bytes
-    memory = gpu.numbers["device_memory_size"] if is_of_kind else cluster.memory_bytes
-    assert memory is not None  # every kind of GPU has its own
-    assert cluster.memory_bytes is not None
     usable = fraction * memory
     cluster = replace(cluster, memory_fraction=usable / cluster.memory_bytes)
     return Target(cluster, list(topology.devices), memory, usable)

@@ -44,7 +44,9 @@ def test_files_of_gpus() -> None:
         assert name.split("-")[0].upper() in kind.device_kind.upper().replace(" ", ""), name
         in_xla = kind.numbers["device_memory_size"]
         assert 0.95 <= in_xla / kind.memory_bytes <= 1.1, name  # the data sheet rounds
-        assert f"cuda_compute_capability {{ major: {kind.compute_capability.split('.')[0]} " in kind.config
+        assert f"cuda_compute_capability {{ major: {kind.compute_capability.split('.')[0]} " in kind.config(
+            kind.memory_bytes
+        )
         assert "source" in (Path(gpus.__file__).parent / f"{name}.toml").read_text()
 
 
@@ -155,7 +157,13 @@ def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_of_a_cluster_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs have the memory that their kind reports, unless the file states another one."""
     monkeypatch.setattr(target, "PLUGINS", ("json",))
-    monkeypatch.setattr(topologies, "get_topology_desc", lambda **_: SimpleNamespace(devices=["a GPU"]))
+    described = []
+
+    def describe(*, target_config: str, **_: Any) -> SimpleNamespace:
+        described.append(target_config)
+        return SimpleNamespace(devices=["a GPU"])
+
+    monkeypatch.setattr(topologies, "get_topology_desc", describe)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setenv(target.FRACTION, "0.5")
@@ -164,6 +172,7 @@ def test_memory_of_a_cluster_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         path.write_text(f'gpu = "t4"\nhosts = 1\ngpus_per_host = 1\n{line}\n')
         found = target.find_target(str(path))
         assert (found.memory_bytes, found.usable_bytes) == (memory, memory / 2)
+        assert f"device_memory_size: {memory:.0f}\n" in described[-1]
 
 
 def test_a_target_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,6 +317,21 @@ def check_that_a_scan_scatters_gradients(name: str, audited: dict[str, Any]) -> 
     # XLA takes the last of six iterations out of the loop; that of zero3 has two layers.
     assert [row["per_step"] for row in scattered] == {"zero2": [5], "zero3": [2, 2]}[name]
     assert all(row["products"] for row in scattered)
+
+
+@needs_plugin
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_zero3_accumulates_on_absent_gpus(scan: bool) -> None:
+    """A loop over microbatches computes each product once, and holds the arrays of one microbatch."""
+    zero3 = ["--config.exchange=zero3", *TINY, *IN_BFLOAT16, f"--config.model.scan_layers={scan}"]
+    needed = []
+    for num in (1, 4):
+        many = f"--config.optimizer.accumulation_steps={num}", f"--config.batch_size={num * 512}"
+        done = audit("--time", *zero3, *many)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        needed.append(found["needed"]["temporary arrays"])
+    assert needed[1] < 1.5 * needed[0]
 
 
 SCAN = """

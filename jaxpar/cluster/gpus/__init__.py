@@ -59,11 +59,11 @@ class GpuKind:
         """The rate at which the GPU reads its memory, in bytes/s."""
         return self.numbers["memory_bandwidth"]
 
-    @property
-    def config(self) -> str:
-        """XLA's description of the GPU: the text form of a GpuTargetConfigProto."""
+    def config(self, memory_bytes: float) -> str:
+        """Return XLA's description of the GPU with this memory: the text form of a GpuTargetConfigProto."""
         major, minor = self.compute_capability.split(".")
-        lines = [f"{name}: {value}" for name, value in self.numbers.items()]
+        numbers = {**self.numbers, "device_memory_size": int(memory_bytes)}
+        lines = [f"{name}: {value}" for name, value in numbers.items()]
         lines.append(f"cuda_compute_capability {{ major: {major} minor: {minor} }}")
         versions = (("dnn_version_info", CUDNN), ("runtime_version", CUDA))
         rest = [f"{name} {{ major: {major} minor: {minor} }}" for name, (major, minor) in versions]

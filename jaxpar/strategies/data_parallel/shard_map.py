@@ -133,9 +133,7 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
         return [CompiledProgram(compiled_step.lower(placed.abstract, of_batch.abstract).compile(), exchange.branches)]
 
     shardings = jax.tree.map(lambda x: x.sharding, placed.abstract), on_all(mesh)
-    options = (
-        IN_PLACE | product_options(problem.model) | OVERLAP | (gather_ahead() | ALTERNATE if exchange.fetch else {})
-    )
+    options = IN_PLACE | product_options(problem.model) | OVERLAP | fetch_options(problem, exchange)
     donated = () if plan.keeps_previous else 0
     compiled_step = jax.jit(step, donate_argnums=donated, out_shardings=shardings, compiler_options=options)
     waiting_evaluate = meshes.one_at_a_time(evaluate, mesh)
@@ -152,6 +150,17 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
         to_private=placed.to_private,
         num_in_flight=num_in_flight,
     )
+
+
+def fetch_options(problem: Problem, exchange: Exchange) -> dict[str, Any]:
+    """Return the options for scans over layers whose arrays are fetched.
+
+    They apply to every loop of a program: to one over microbatches too, whose gathers before its first layers would be
+    taken out of it. If it is the only loop, unrolling it would keep the arrays of two microbatches.
+    """
+    if not (exchange.fetch and problem.model.scanned):
+        return {}
+    return ALTERNATE if problem.accumulation_steps > 1 else gather_ahead() | ALTERNATE
 
 
 @functools.cache
