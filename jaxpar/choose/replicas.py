@@ -167,6 +167,7 @@ def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[
         update,
         gathers_layers=gathers_layers,
         scatters_layers=exchange is not None and exchange.scatter_layers is not None and can_scatter(model),
+        gathers_updated=exchange is not None and exchange.shards is not None and not gathers_layers,
     )
     if plan.offloaded_bytes:
         name += ", offload"

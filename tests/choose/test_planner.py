@@ -144,13 +144,12 @@ def costs_of_replicas(
     *,
     accumulation: int = 1,
     scan_layers: Any = False,
-    gathers_layers: bool = False,
+    **flags: bool,
 ) -> StepCosts:
     """Return the costs of replicas whose layers have this profile."""
     model: Any = SimpleNamespace(runs=[range(0, len(layers))])
     settings = dict(zip(REPLICA_KEYS, (accumulation, "none", scan_layers), strict=True))
-    given, flags = GivenLayers(layers), {"gathers_layers": gathers_layers}
-    return replicas_costs(given, model, machine, axes, 1, settings, traffic, state, update, **flags)
+    return replicas_costs(GivenLayers(layers), model, machine, axes, 1, settings, traffic, state, update, **flags)
 
 
 def costs_of_pipeline(
@@ -331,6 +330,8 @@ def test_exposed_gathers(gather: float, exposed: float) -> None:
     ]
     costs = costs_of_replicas(layers, cluster, axes, sent, gathers_layers=True)
     assert costs.exposed == pytest.approx(exposed, rel=0.01)
+    after_the_update = costs_of_replicas(layers, cluster, axes, sent, gathers_updated=True)  # zero1 and zero2
+    assert after_the_update.exposed == pytest.approx(gather + 0.005, rel=0.01)
 
 
 @pytest.mark.parametrize(("gather", "exposed"), [(0.0, 0.2), (0.12, 0.22), (0.4, 0.08 + 0.36)])

@@ -279,6 +279,39 @@ def test_a_scan_scatters_the_gradients_of_its_layers(dtype: str, remat: str) -> 
     assert jax.tree.reduce(max, errors) < 1e-6, errors
 
 
+def test_a_step_scatters_in_its_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole step, of the tied arrays too, is that of gradients that are scattered at its end.
+
+    The axis is that of `jax.vmap` on one device, because on CPUs devices could deadlock.
+    """
+    monkeypatch.setattr(jax.lax, "pcast", lambda x, *_, **__: x)  # `jax.vmap` has no types
+    task = Task("gpt", "causal_lm", layers=3)
+    config = make_config(task, "--config.model.scan_layers=True", "--config.model.remat=full", TWICE)
+    problem, batch = make_problem(config, task), make_batch(task, 0)
+    axes, like = {"data": N, "stage": 1}, states.abstract_state(problem.model, problem.optimizer)
+    exchange = make_exchange("zero2", Axis("data", N), Rule(problem.optimizer, problem.model.shapes))
+    base = {part: layout.replicated(axes, tree) for part, tree in like._asdict().items()}
+    placed = ReplicaState(problem, meshes.make_mesh(axes, jax.devices()), exchange, make_layouts(exchange, base))
+    state = placed.from_canonical(start(task))
+    of_replicas = {name: x.reshape(N, -1, *x.shape[1:]) for name, x in batch.items()}
+
+    def outcome_of(scatter_layers: Any) -> Any:
+        details = ReplicaDetails(exchange, ReplicaGroup(problem, axes), unrolled=False, scatter_layers=scatter_layers)
+        step = train_step(problem, details, placed.layout, N)
+        run = jax.jit(jax.vmap(step, axis_name="data"))
+        return run(run(parts, of_replicas)[0], of_replicas)  # at step 0, the learning rate is 0
+
+    def divided(spec: PartitionSpec, x: Any) -> Any:
+        x = np.asarray(x)
+        return np.stack(np.split(x, N, spec.index("data")) if "data" in spec else [x] * N)
+
+    parts = jax.tree.map(divided, placed.layout.specs, state, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    expected, got = outcome_of(None), outcome_of(exchange.scatter_layers)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), got, expected)
+    moved = relative_error(np.asarray(got[0].params["embed"]["tokens"]), np.asarray(parts.params["embed"]["tokens"]))
+    assert moved > 1e-3
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 def test_what_overflows_on_the_wire_is_a_fault(passes: int) -> None:
     """Gradients overflow in float16 but not in float32. The step is skipped, and the state stays finite."""
