@@ -26,7 +26,7 @@ the link that they cross (jaxpar/inspect/step_time.py). It prints what takes lon
 programs of dispatched stages run as soon as their inputs have arrived (jaxpar/inspect/enqueued.py). Not predicted are
 the steps of async_data_parallel, swarm and exchange dp.
 
-The exit code is 1 if no formula explains a collective, and 2 for invalid arguments.
+The exit code is 1 if no formula explains a collective or the step does not fit, and 2 for invalid arguments.
 """
 
 import contextlib
@@ -60,4 +60,5 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         audited = audit_run(config, Path(folder), target, with_program=arguments.program, with_time=arguments.time)
     print(json.dumps(audited, indent=1) if arguments.json else format_audit(audited))
-    return 0 if all(row["explained"] for row in audited["collectives"]) else 1
+    fits = target is None or sum(audited["needed"].values()) <= audited["usable_bytes"]
+    return 0 if fits and all(row["explained"] for row in audited["collectives"]) else 1

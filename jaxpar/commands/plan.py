@@ -43,7 +43,7 @@ from pathlib import Path
 from jaxpar import models
 from jaxpar.choose import planner, report, sizes
 from jaxpar.choose.asynchronous import async_candidates, predicted
-from jaxpar.choose.candidates import ranked, state_ratios
+from jaxpar.choose.candidates import state_ratios
 from jaxpar.choose.costs.rates import dtype_advice
 from jaxpar.choose.planner import AUTO_STRATEGY
 from jaxpar.cluster.target import HERE, find_target
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
     amount = number("a number greater than 0", minimum=1e-9)
     for flag, help_text in SIZE_FLAGS.items():
         add(flag, type=amount, help=help_text)
-    add("--verify", type=integer(1), default=0, metavar="N", help="compile the first N, and correct their memory")
+    add("--verify", type=integer(1), default=0, metavar="N", help="compile the first N, and correct their order")
     add("--out", type=output_path, metavar="FILE.py", help="write the first one as a config file")
     of_here = "write the GPUs of --cluster=here as a cluster file"
     add("--save_cluster", type=output_path, metavar="FILE.toml", help=of_here)
@@ -103,9 +103,7 @@ def main(argv: Sequence[str]) -> None:
     if not arguments.json:
         print(models.describe_model(config, space.problem.model, space.problem.batch), flush=True)
     found = planner.find_candidates(space)
-    compiled = plan_report.verified(found, arguments.verify, space, target) if target else []
-    corrected = {id(one.predicted): one.corrected for one in compiled}
-    found = ranked(corrected.get(id(one), one) for one in found)
+    found, compiled = plan_report.verified(found, arguments.verify, space, target) if target else (found, [])
     work = report.work_of(space)
     ratios = state_ratios(space.problem)
     others = async_candidates(space, ratios)

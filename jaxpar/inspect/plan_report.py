@@ -23,6 +23,7 @@ from jaxpar.choose.candidates import (
     gpu_space,
     load_problem,
     plan_of,
+    ranked,
     with_settings,
 )
 from jaxpar.choose.costs.measured_rates import describe_rates, measured_cluster
@@ -218,21 +219,37 @@ class Verified(NamedTuple):
         )
 
 
-def verified(found: Sequence[Candidate], number: int, space: Space, target: Target) -> list[Verified]:
-    """Compile the first candidates, of different names, for the target."""
-    compiled = []
-    for index, one in enumerate(report.best_of_each(found)[:number], 1):
-        print(f"compiling {index} of {number}: {one.name}{report.details(one.settings)}", file=sys.stderr, flush=True)
-        config = with_settings(space.config, one.settings)
-        with tempfile.TemporaryDirectory() as folder:
-            cluster, decision = build.check_run(config, Path(folder), target.cluster)
-            problem = build.load_parts(config, Path(folder), cluster).problem
-        plan = strategies.plan(config, problem, cluster, decision)
-        strategy = strategies.build(plan, problem, target.devices)
-        programs = strategy.compile()
-        needed = float(sum(audit.needed_bytes(programs, strategy).values()))
-        corrected = one._replace(costs=one.costs._replace(nbytes=needed), fits=needed <= space.usable_bytes)
-        predicts = not is_refused(step_time.check_step, config)
-        seconds = step_time.predict(programs, cluster, plan.offloaded_bytes).seconds if predicts else None
-        compiled.append(Verified(one, corrected, seconds))
-    return compiled
+def verified(
+    found: Sequence[Candidate], number: int, space: Space, target: Target
+) -> tuple[list[Candidate], list[Verified]]:
+    """Compile the first candidates, of different names, for the target, and the one that is then the first.
+
+    Returns all candidates in their corrected order, and those that were compiled.
+    """
+    compiled: list[Verified] = []
+    waiting = report.best_of_each(found)[:number]
+    while waiting:
+        for one in waiting:
+            text = f"{len(compiled) + 1} of {max(number, len(compiled) + 1)}: {one.name}{report.details(one.settings)}"
+            print(f"compiling {text}", file=sys.stderr, flush=True)
+            compiled.append(_compiled(one, space, target))
+        corrected = {id(one.predicted): one.corrected for one in compiled}
+        found = ranked(corrected.get(id(one), one) for one in found)
+        is_compiled = any(found[0] is one.corrected for one in compiled)
+        waiting = [] if is_compiled or not found[0].fits else found[:1]
+    return list(found), compiled
+
+
+def _compiled(one: Candidate, space: Space, target: Target) -> Verified:
+    config = with_settings(space.config, one.settings)
+    with tempfile.TemporaryDirectory() as folder:
+        cluster, decision = build.check_run(config, Path(folder), target.cluster)
+        problem = build.load_parts(config, Path(folder), cluster).problem
+    plan = strategies.plan(config, problem, cluster, decision)
+    strategy = strategies.build(plan, problem, target.devices)
+    programs = strategy.compile()
+    needed = float(sum(audit.needed_bytes(programs, strategy).values()))
+    corrected = one._replace(costs=one.costs._replace(nbytes=needed), fits=needed <= space.usable_bytes)
+    predicts = not is_refused(step_time.check_step, config)
+    seconds = step_time.predict(programs, cluster, plan.offloaded_bytes).seconds if predicts else None
+    return Verified(one, corrected, seconds)

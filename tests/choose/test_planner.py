@@ -1029,21 +1029,28 @@ def test_runs_that_continue_without_a_lost_process(
 def test_compiled_candidates_are_corrected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A candidate that does not fit according to the compiler is not written, and comes after those that fit."""
+    """One that does not fit according to the compiler comes after those that fit. The one written was compiled."""
+    compiled: list[Candidate] = []
 
-    def verified(found: list[Candidate], number: int, space: Space, target: Any) -> list[Any]:
-        assert (number, target.usable_bytes, space.usable_bytes) == (1, 50e9, 50e9)
-        large = found[0]._replace(costs=found[0].costs._replace(nbytes=2 * space.usable_bytes), fits=False)
-        return [planning.Verified(found[0], large, 0.5)]
+    def compile_one(one: Candidate, space: Space, target: Any) -> Any:
+        assert (target.usable_bytes, space.usable_bytes) == (50e9, 50e9)
+        compiled.append(one)
+        needed = 2 * space.usable_bytes if len(compiled) < 3 else one.costs.nbytes
+        fits = needed <= space.usable_bytes
+        return planning.Verified(one, one._replace(costs=one.costs._replace(nbytes=needed), fits=fits), 0.5)
 
-    monkeypatch.setattr(planning, "verified", verified)
+    monkeypatch.setattr(planning, "_compiled", compile_one)
     monkeypatch.setattr(command, "find_target", lambda *_: Target(H100, [], 70e9, 50e9))
     monkeypatch.setattr(planning, "cluster_of", lambda *_: H100)
     out, config = tmp_path / "best.py", (*PERCEPTRON, "--config.batch_size=16")
     assert run_script(monkeypatch, command, *config, "--cluster=h100:2x8", "--verify=1", f"--out={out}", "--json") == 0
-    listed = json.loads(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    listed = json.loads(captured.out)
+    lines = [line for line in captured.err.splitlines() if line.startswith("compiling")]
+    assert [line[:16] for line in lines] == ["compiling 1 of 1", "compiling 2 of 2", "compiling 3 of 3"]
     assert listed[0]["fits"]
-    assert [one["bytes"] for one in listed if not one["fits"]] == [2 * 50e9]
+    assert listed[0]["settings"] == report.changes(compiled[2].settings)
+    assert [one["bytes"] for one in listed if not one["fits"]] == [2 * 50e9] * 2
     assert configs.keys(configs.load_config(str(out)))["exchange"] == listed[0]["settings"].get("exchange", "ddp")
 
 

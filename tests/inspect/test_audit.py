@@ -471,6 +471,16 @@ def test_the_script_prints_json_and_fails_where_a_row_is_unexplained(
     assert capsys.readouterr().out.count("not explained by theory") == 1
 
 
+@pytest.mark.parametrize(("usable", "code"), [(100.0, 0), (99.0, 1)])
+def test_the_script_fails_where_a_step_does_not_fit(
+    usable: float, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    audited = {"collectives": [], "needed": {"arguments": 60, "temporary arrays": 40}, "usable_bytes": usable}
+    monkeypatch.setattr(command, "find_target", lambda text: text)
+    monkeypatch.setattr(command, "audit_run", lambda *_, **__: audited)
+    assert run(monkeypatch, tmp_path, "--target=t4:8", "--json") == code
+
+
 def test_the_script_prints_only_the_audit_to_stdout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
