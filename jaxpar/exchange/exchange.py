@@ -114,6 +114,8 @@ class Exchange(NamedTuple):
     branches: Mapping[str, tuple[float, ...]] = {}
     offload: bool = False  # whether the optimizer state is kept in host memory between steps
     shards: ShardSteps | None = None  # the steps of `update`, if `params` or `optimizer` are sharded
+    # whether an infinity or NaN in the gradient of any replica reaches the norm of the update; compressors may hide it
+    shows_nonfinite: bool = False
 
     @property
     def leaves_shards(self) -> bool:
@@ -170,6 +172,7 @@ def every(num_passes: int, exchange: Exchange, *, average: bool) -> Exchange:
         update=update,
         traffic=lambda params, num_microbatches: shared(exchange.traffic(params, num_microbatches), 1 / num_passes),
         branches={**exchange.branches, EVERY: (1 - 1 / num_passes, 1 / num_passes)},
+        shows_nonfinite=False,
     )
 
 

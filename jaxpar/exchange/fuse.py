@@ -104,6 +104,7 @@ def averaged(
         lambda params: DistributedState(optimizer.init(params), all_reduce.init(params)),
         update,
         lambda params, _num_microbatches: all_reduce.traffic(params),
+        shows_nonfinite=not all_reduce.is_lossy,
     )
 
 

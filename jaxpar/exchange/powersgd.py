@@ -108,7 +108,7 @@ def low_rank(exact: AllReduce, *, rank: int, warmup_steps: int, seed: int) -> Al
         q = [jax.ShapeDtypeStruct((n, rank), jnp.float32) for _, n in shapes]
         return exact.traffic((others, p)) + exact.traffic(q)
 
-    return AllReduce(init, mean, traffic)
+    return AllReduce(init, mean, traffic, is_lossy=True)
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:

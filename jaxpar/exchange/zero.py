@@ -359,4 +359,5 @@ def zero(
         fetch=fetch if stage == 3 else None,
         offload=offload,
         shards=steps,
+        shows_nonfinite=codes.grads is None,
     )

@@ -199,10 +199,12 @@ def train_step(
         if exchange.offload:
             grads_unreduced, optimizer = _on_device_after(grads_unreduced, state.optimizer)
             state = state._replace(optimizer=optimizer)
-        squares_unreduced = group.norm(grads_unreduced) ** 2 / group.times_counted
+        squares_unreduced = jnp.zeros(())
+        if not exchange.shows_nonfinite:
+            squares_unreduced = group.norm(grads_unreduced) ** 2 / group.times_counted
         sums, squares = psum_small((sums_unreduced, squares_unreduced), group.batch_axes)
         grad_norm = jnp.sqrt(squares / num_replicas)
-        finite = steps.is_finite(grad_norm, sums)  # before the exchange, as a compressor may hide infinities and NaNs
+        finite = steps.is_finite(grad_norm, sums)
         distributed = state.optimizer._replace(optimizer=at_step(state.optimizer.optimizer, state.step))
         if exchange.branches:
             # On the CPU, nothing orders collectives inside a branch relative to those outside of it, so devices could

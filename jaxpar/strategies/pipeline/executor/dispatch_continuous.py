@@ -235,10 +235,11 @@ class ContinuousSteps(FlushedSteps):
             scaling: LossScale | None,
         ) -> tuple[Any, ...]:
             before, of_chunks = without_leading((residuals, of_chunks))
-            # A compressor may hide infinities and NaNs, so count them before the exchange.
             grads = self._merged(group, of_chunks)
             of_stage = self._staged.group
-            nonfinite = jax.lax.psum(steps.nonfinite_count(grads), (DATA, *of_stage.split_axes))
+            nonfinite = jnp.zeros(())
+            if self._staged.all_reduce.is_lossy:  # a compressor may hide infinities and NaNs
+                nonfinite = jax.lax.psum(steps.nonfinite_count(grads), (DATA, *of_stage.split_axes))
             grads, after = self._staged.exchanged(grads, before, of_stage.norm(grads))
             # With a gradient norm of NaN, the update changes nothing.
             norm = of_stage.norm(grads)

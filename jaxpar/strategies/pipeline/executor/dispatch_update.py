@@ -264,8 +264,9 @@ class FlushedSteps:
 
         def on_device(grads: Any, private: Tree, norm: jax.Array | None) -> tuple[Any, ...]:
             grads, private = without_leading((grads, private))
-            # Check for infinities and NaNs before the exchange: a compressor may hide them.
-            nonfinite = jax.lax.psum(steps.nonfinite_count(grads), (DATA, STAGE, *self._staged.group.axes))
+            nonfinite = jnp.zeros(())
+            if self._staged.all_reduce.is_lossy:  # a compressor may hide infinities and NaNs
+                nonfinite = jax.lax.psum(steps.nonfinite_count(grads), (DATA, STAGE, *self._staged.group.axes))
             grads = self._merged(group, grads) if norm is None else grads
             grads, residuals = self._staged.exchanged(grads, private, None if norm is None else norm[0])
             whole = {
