@@ -237,9 +237,10 @@ def _balanced_bounds(layers: Sequence[LayerProfile], num_stages: int) -> tuple[i
 def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:
     """Return the candidate of the plan of a pipeline."""
     details, table, staged = plan.details, plan.details.table, plan.details.staged
+    in_group = math.prod(plan.axes.get(axis, 1) for axis in GROUP_AXES)  # neighbours that have equal parts of a stage
     states = [
         StateBytes(parts["parameters"], parts.get("optimizer", 0), parts.get("gradients", parts["parameters"]))
-        for parts in plan.memory
+        for parts in plan.memory[: in_group * table.num_devices : in_group]
     ]
     size = config.batch_size // plan.decision.batch_divisor
     work = layers_in(space, plan.axes).work(size, details.remat, is_split=splits_backward(table))

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 from ml_collections import ConfigDict
 
 from jaxpar import config as configs
@@ -23,6 +24,7 @@ from jaxpar.choose.candidates import (
     with_settings,
 )
 from jaxpar.choose.costs.memory import StateBytes
+from jaxpar.choose.costs.rates import launch_seconds
 from jaxpar.choose.costs.step import REPLICA_KEYS, UpdateBytes, replicas_costs
 from jaxpar.choose.costs.updates import exchange_bytes, update_bytes
 from jaxpar.choose.groups import group_sizes, layers_in, named_with_groups
@@ -37,6 +39,7 @@ from jaxpar.strategies.data_parallel.shard_map import ReplicaDetails, group_traf
 from jaxpar.strategies.exchanges import sums_along_a_ring
 
 LARGEST_RING = 64  # replicas of a ring whose steps are written out in the program
+UPDATE_KERNELS = 2  # kernels of the norm and of the optimizer for each array, as compiled for H100s
 COMBINED_BYTES = 30 * 2**20  # XLA combines all-reduces on GPUs up to this size
 # Exchanges to compare with the optimizer state in host memory. zero1 saves less than zero2, and sends the same.
 OFFLOADED = ("zero2", "zero3")
@@ -109,9 +112,9 @@ def _exchange_settings(name: str, space: Space, together: int) -> Settings:
 def update_of(space: Space, config: ConfigDict, plan: Plan[Any]) -> UpdateBytes:
     """Return the bytes that an update of replicas moves on a device. plan: that of the config."""
     problem = layers_in(space, plan.axes).problem if TENSOR in plan.axes else space.problem
-    whole = update_bytes(problem)
+    whole, launching = update_bytes(problem), launching_seconds(space)
     if not _has_exchange(plan):
-        return UpdateBytes(0.0, whole)
+        return UpdateBytes(0.0, whole, launching=launching)
     cluster, number = space.machine.cluster, config.optimizer.accumulation_steps
 
     def plan_for(problem: Problem) -> Plan[Any]:
@@ -121,7 +124,13 @@ def update_of(space: Space, config: ConfigDict, plan: Plan[Any]) -> UpdateBytes:
     exchange = plan.details.exchange
     if plan.layouts["optimizer"].kind == exchange.optimizer == SHARDED:  # not only over the tensor axis
         whole *= exchange.copies / plan.num_replicas
-    return UpdateBytes(max(both - whole, 0.0), min(whole, both), plan.offloaded_bytes, plan.update_bytes)
+    return UpdateBytes(max(both - whole, 0.0), min(whole, both), plan.offloaded_bytes, plan.update_bytes, launching)
+
+
+def launching_seconds(space: Space) -> float:
+    """Return the seconds in which a GPU launches the kernels of an update."""
+    number = UPDATE_KERNELS * len(jax.tree.leaves(space.problem.model.shapes))
+    return number * launch_seconds(space.machine.cluster) if space.machine.overlaps else 0.0
 
 
 def combined(sent: Traffic, num_replicas: int) -> Traffic:

@@ -1156,7 +1156,7 @@ def test_updates(space: Space) -> None:
         assert not isinstance(plan, str)
         moved = update_of(space, with_settings(space.config, settings), plan)
         of_exchange[name] = UpdateBytes(moved.exchange / params, moved.update / params)
-    assert list(of_exchange["ddp"]) == pytest.approx([0.0, whole, 0.0, 0.0])
+    assert of_exchange["ddp"][:2] == pytest.approx((0.0, whole))
     assert [of_exchange[name].update for name in ("zero1", "zero3")] == pytest.approx([whole / 8] * 2, rel=0.05)
     # Shards are packed, scattered, gathered and unpacked.
     assert of_exchange["zero3"].exchange < 1 < 4 < of_exchange["zero1"].exchange < 9

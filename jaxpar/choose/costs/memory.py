@@ -64,7 +64,7 @@ def replica_bytes(
     scans: list[range] = []  # for each layer, the layers that are computed with it in one scan, or only its own
     for run in model.runs:
         scans += [run if is_scanned else range(number, number + 1) for number in run]
-    share = state.gradients / sum(weights)
+    share = state.gradients / max(sum(weights), 1.0)
     held_weights = _Weights(weights, narrowed, scans, [bool(of.looped) for of in whole])
     at_end = 0.0
     if gathers_layers:

@@ -73,6 +73,7 @@ class UpdateBytes(NamedTuple):
     update: float
     from_host: float = 0.0  # those of the optimizer state that a step copies from the host, and back
     held: float = 0.0  # those that the device holds meanwhile, besides its part of the state: `Plan.update_bytes`
+    launching: float = 0.0  # seconds in which a GPU launches its kernels
 
 
 def replicas_costs(
@@ -154,7 +155,7 @@ def replicas_costs(
             gather - after, reduce, of_forward, compute - of_forward - beside, hidden, min(last, 1.0)
         )
         exposed = waiting + copied + (between - beside)
-    update = machine.moved(moved.exchange + moved.update, devices)
+    update = machine.moved(moved.exchange + moved.update, devices) + moved.launching
     seconds = machine.started(devices) + compute + exposed + update
     held = state if is_accumulated else state._replace(gradients=0.0)
     packing = machine.moved(moved.exchange, devices)

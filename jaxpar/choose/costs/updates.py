@@ -60,7 +60,7 @@ def _exchange_bytes(plan: Plan[Any]) -> float:
     def update(params: Any, optimizer: Any, private: Any, grads: Any) -> Any:
         if exchange.scatter:
             grads = exchange.scatter(grads)
-        norm = optax.tree.norm(grads)
+        norm = jnp.zeros(()) if exchange.shows_nonfinite else optax.tree.norm(grads)
         made = exchange.update(grads, DistributedState(optimizer, private), params)
         state = State(jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.uint32), params, made.state)
         norm = norm if made.grad_norm is None else made.grad_norm
