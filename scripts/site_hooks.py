@@ -1,8 +1,8 @@
 """mkdocs hooks: files outside of docs/ that pages link to (`../jaxpar/core/plan.py`), search, and the copy button.
 
 Markdown files become pages; other files become pages that show their source in a code block. The search finds guides
-before reference and history, and no source. A page with a wide table has no table of contents at its side. The copy
-button of a console block copies its commands only.
+before reference and history, and no source. A page with a wide table has no table of contents at its side. Long names
+in tables break between words. The copy button of a console block copies its commands only.
 """
 
 import posixpath
@@ -19,6 +19,8 @@ LINK = re.compile(r"\]\((?!https?:)([\w./-]+)(#[\w-]+)?\)")
 COMMAND = re.compile(r"^\$ (.*<<END\n(?:.*\n)*?END$|.*(?:(?<=\\)\n.*)*)", re.MULTILINE)
 CONSOLE = re.compile(r'<div class="language-console highlight">(.*?)</div>', re.DOTALL)
 WIDE = re.compile(r"^\|(?:[^|\n]*\|){7,}$", re.MULTILINE)  # a row of a table that needs the width of the window
+CELL = re.compile(r"<t([dh])\b.*?</t\1>", re.DOTALL)
+LONG_NAME = re.compile(r"[\w.=/]{14,}(?=[^<>]*<)")  # in a text, not in a tag
 # How much less than guides the pages of a folder count in the search.
 BOOST = {"explanation": 0.02, "reference": 0.01, "results": 0.0001, "source": 0.0001}
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", "": "bash"}
@@ -61,9 +63,14 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Give each console block what its copy button copies."""
+    """Give each console block what its copy button copies, and long names in tables places to break."""
     del page, config, files
-    return CONSOLE.sub(with_copy, html)
+    return CELL.sub(with_breaks, CONSOLE.sub(with_copy, html))
+
+
+def with_breaks(cell: re.Match[str]) -> str:
+    """Return a cell of a table whose long names may break before a word, as in `pipeline.|num_|microbatches`."""
+    return LONG_NAME.sub(lambda name: re.sub(r"[._=/](?=[a-zA-Z])", r"\g<0><wbr>", name[0]), cell[0])
 
 
 def with_copy(block: re.Match[str]) -> str:

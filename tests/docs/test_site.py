@@ -84,3 +84,11 @@ def test_commands_of_a_session() -> None:
         "cat > e <<END\n2\nEND",
         "cat e",
     ]
+
+
+def test_long_names_in_tables_break_before_words(site: Path) -> None:
+    html = (site / "reference/config.html").read_text()
+    assert "<code>pipeline.<wbr>num_<wbr>microbatches</code>" in html
+    assert "<code>seed</code>" in html
+    assert not re.search(r"<[^>]*<wbr>", html)  # none inside a tag
+    assert "<wbr>" not in (site / "howto/resume.html").read_text().partition("<table>")[0]
