@@ -8,21 +8,9 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from mkdocs.commands.build import build
-from mkdocs.config import load_config
 
 from scripts import site_hooks
 from tests.docs.prose import ROOT
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the site without the Python API, which takes most of the time."""
-    folder = tmp_path_factory.mktemp("site")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("API", "false")
-        build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder)))
-    return folder
 
 
 def test_search_finds_guides_and_no_source(site: Path) -> None:
