@@ -2,7 +2,8 @@
 
 Markdown files become pages; other files become pages that show their source in a code block. The search finds guides
 before reference and history, and no source. A page with a wide table has no table of contents at its side. Long names
-in tables break between words. The copy button of a console block copies its commands only.
+in tables break between words. A picture is a link to itself, because a phone shows it too small. The copy
+button of a console block copies its commands only.
 """
 
 import posixpath
@@ -21,6 +22,7 @@ CONSOLE = re.compile(r'<div class="language-console highlight">(.*?)</div>', re.
 WIDE = re.compile(r"^\|(?:[^|\n]*\|){7,}$", re.MULTILINE)  # a row of a table that needs the width of the window
 CELL = re.compile(r"<t([dh])\b.*?</t\1>", re.DOTALL)
 LONG_NAME = re.compile(r"[\w.=/]{14,}(?=[^<>]*<)")  # in a text, not in a tag
+PICTURE = re.compile(r'<img [^>]*src="([^"]+)"[^>]*>')
 # How much less than guides the pages of a folder count in the search.
 BOOST = {"explanation": 0.02, "reference": 0.01, "results": 0.0001, "source": 0.0001}
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", "": "bash"}
@@ -63,8 +65,9 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Give each console block what its copy button copies, and long names in tables places to break."""
+    """Give each console block what its copy button copies, long names in tables places to break, and pictures links."""
     del page, config, files
+    html = PICTURE.sub(r'<a href="\1">\g<0></a>', html)
     return CELL.sub(with_breaks, CONSOLE.sub(with_copy, html))
 
 

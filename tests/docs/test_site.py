@@ -80,3 +80,9 @@ def test_long_names_in_tables_break_before_words(site: Path) -> None:
     assert "<code>seed</code>" in html
     assert not re.search(r"<[^>]*<wbr>", html)  # none inside a tag
     assert "<wbr>" not in (site / "howto/resume.html").read_text().partition("<table>")[0]
+
+
+def test_a_picture_is_a_link_to_itself(site: Path) -> None:
+    html = (site / "results/updates/updates_bert.html").read_text()
+    assert re.findall(r'<a href="([^"]+)"><img ', html) == ["../../updates.png"]
+    assert (site / "updates.png").is_file()
