@@ -53,6 +53,7 @@ ACTION_KINDS = (
     Kind("U", "U update", "#cc79a7", 3, (), reads=((1, 0),), sends_to=0),
 )
 F, B, W, BW, U = range(len(ACTION_KINDS))
+SENDERS = ("F", "B or BW")  # the kinds whose results others read, by phase
 
 
 class Table(NamedTuple):
@@ -201,7 +202,7 @@ def place_actions(
             phase, _, sender = next(key for key in inputs if key not in made)
             raise ValueError(
                 f"the orders deadlock: device {device} waits for ever at {name} of microbatch {microbatch}, stage "
-                f"{stage}, which needs {('F', 'B or BW')[phase]} of stage {sender}"
+                f"{stage}, which needs {SENDERS[phase]} of stage {sender}"
             )
     replicas = tuple(len(devices.of(stage)) for stage in range(last_stage + 1)) if stages.size > last_stage + 1 else ()
     actions = np.array(rows, dtype=ACTION)

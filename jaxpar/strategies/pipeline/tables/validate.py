@@ -11,6 +11,7 @@ from jaxpar.strategies.pipeline.tables.table import (
     ACTION_KINDS,
     BW,
     FIELDS,
+    SENDERS,
     B,
     F,
     Table,
@@ -164,7 +165,7 @@ def _check_inputs(table: Table, rows: list[ActionRow], made: dict[tuple[int, int
     for row in rows:
         for key in action_inputs(row["kind"], row["microbatch"], row["stage"], table.num_stages):
             if key not in made:
-                source = f"{('F', 'B or BW')[key[0]]} of microbatch {key[1]}, stage {key[2]}"
+                source = f"{SENDERS[key[0]]} of microbatch {key[1]}, stage {key[2]}"
                 _fail(row, f"{_name(row)} needs the result of {source}, which the table lacks; it must have it")
             before = made[key]
             shares = row["kind"] in (W, U) or (key[0] == 0 and row["kind"] != F and row["stage"] == last_stage)
