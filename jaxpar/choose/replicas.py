@@ -30,11 +30,13 @@ from jaxpar.choose.costs.updates import exchange_bytes, update_bytes
 from jaxpar.choose.groups import group_sizes, layers_in, named_with_groups
 from jaxpar.core.mesh import GROUP_AXES, TENSOR
 from jaxpar.core.plan import Plan, Traffic
-from jaxpar.core.ring import sent_of_operand
+from jaxpar.core.ring import RING_COLLECTIVES, sent_of_operand
 from jaxpar.core.step import Problem
+from jaxpar.exchange.exchange import Exchange
 from jaxpar.exchange.named import EXCHANGES, exchange_differs
 from jaxpar.exchange.scatter_layers import can_scatter
 from jaxpar.layout import SHARDED
+from jaxpar.models.options import scans_layers
 from jaxpar.strategies.data_parallel.shard_map import ReplicaDetails, group_traffic
 from jaxpar.strategies.exchanges import sums_along_a_ring
 
@@ -176,13 +178,24 @@ def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[
         update,
         gathers_layers=gathers_layers,
         scatters_layers=exchange is not None and exchange.scatter_layers is not None and can_scatter(model),
-        gathers_updated=exchange is not None and exchange.shards is not None and not gathers_layers,
+        sent_at_end=_sent_at_end(exchange, settings) if exchange else (),
     )
     if plan.offloaded_bytes:
         name += ", offload"
     if any(axis in plan.axes for axis in GROUP_AXES):
         name = named_with_groups(name, plan.axes)
     return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes)
+
+
+def _sent_at_end(exchange: Exchange, settings: Settings) -> tuple[str, ...]:
+    """Return the kinds of collectives of an exchange that are sent when nothing is left to compute."""
+    accumulates = settings["optimizer.accumulation_steps"] > 1
+    if exchange.fetch:  # hsdp sums over groups after a loop over layers or microbatches
+        has_loop = accumulates or scans_layers(settings["model.scan_layers"], settings["model.remat"])
+        return ("all-reduce",) if has_loop else ()
+    if accumulates and not exchange.leaves_shards:
+        return RING_COLLECTIVES
+    return ("all-gather",) if exchange.shards else ()  # of new parameters
 
 
 def candidate_of_replicas(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:

@@ -9,7 +9,7 @@ starts as soon as its inputs have arrived and the host has enqueued it.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -89,14 +89,14 @@ def replicas_costs(
     *,
     gathers_layers: bool = False,
     scatters_layers: bool = False,
-    gathers_updated: bool = False,
+    sent_at_end: Collection[str] = (),
 ) -> StepCosts:
     """Return the costs of data parallelism, or of a single device, with microbatches of `size` examples of a replica.
 
     traffic, state and moved are what a device sends in a step, holds, and moves in an update. settings: at least those
     of REPLICA_KEYS; gathers_layers: whether parameters are gathered layer by layer (zero3); scatters_layers: whether a
-    scan scatters the gradients layer by layer (zero2); gathers_updated: whether parameters are gathered after the
-    update (zero1, zero2). On a tensor or context axis, layers and model are those of a device of a group, which is a
+    scan scatters the gradients layer by layer (zero2); sent_at_end: the kinds of collectives that are sent when nothing
+    is left to compute. On a tensor or context axis, layers and model are those of a device of a group, which is a
     replica.
     """
     accumulation, remat, scan_layers = (settings[key] for key in REPLICA_KEYS)
@@ -133,9 +133,10 @@ def replicas_costs(
     of_layers = [one for one in traffic if sent_by_layers(one)]
     between = sum(machine.collective(one, axes) for one in of_layers)
     traffic = [one for one in traffic if one not in of_layers]
-    gathered = [one for one in traffic if (gathers_layers or gathers_updated) and one.kind == "all-gather"]
+    at_end = sum(machine.collective(one, axes) for one in traffic if one.kind in sent_at_end)
+    traffic = [one for one in traffic if one.kind not in sent_at_end]
+    gathered = [one for one in traffic if gathers_layers and one.kind == "all-gather"]
     gather = sum(machine.collective(one, axes) for one in gathered)
-    after = gather if gathers_updated else 0.0
     by_host = sum(machine.collective(one, axes) for one in traffic if one.kind == COPY)
     copied = 2 * (by_host + host_copy_seconds(machine.cluster, moved.from_host))  # there and back
     reduced = [one for one in traffic if one.kind != COPY and one not in gathered]
@@ -143,7 +144,7 @@ def replicas_costs(
         sum(machine.collective(one, axes) for one in reduced),
         sum(num_collectives(one, axes[one.axis]) for one in reduced),
     )
-    exposed = gather + reduce + copied + between
+    exposed = at_end + gather + reduce + copied + between
     if machine.overlaps:
         beside = min(HIDDEN_BETWEEN_PRODUCTS * between, accumulation * backward)  # one collective runs at a time
         is_late = is_scanned and not any(by_layer.values())
@@ -151,10 +152,8 @@ def replicas_costs(
         # Nothing is left to compute when the gradients of the first layer, and the others in their message, are sent.
         last = max(profile[0].weight_bytes / max(weights, 1.0), 1 / number) if number else 1.0
         of_forward = compute * forward / (forward + backward)
-        waiting = after + exposed_of_layers(
-            gather - after, reduce, of_forward, compute - of_forward - beside, hidden, min(last, 1.0)
-        )
-        exposed = waiting + copied + (between - beside)
+        waiting = exposed_of_layers(gather, reduce, of_forward, compute - of_forward - beside, hidden, min(last, 1.0))
+        exposed = at_end + waiting + copied + (between - beside)
     update = machine.moved(moved.exchange + moved.update, devices) + moved.launching
     seconds = machine.started(devices) + compute + exposed + update
     held = state if is_accumulated else state._replace(gradients=0.0)
