@@ -43,9 +43,9 @@ GPipe's activations. For language models, the goals were a median error of 12% (
 computation waits for all-gathers) and a rank correlation (Kendall's tau) of 0.8. Only Megatron-LM
 with a tensor axis and nanotron's best configurations meet the goal for the error.
 
-Of the language models, MPT has a median error of 30.5% and a tau of 0.05 (held out: 31.9% and
-0.29). nanotron's best configurations have 11.9% and 0.62 (held out: 5.1% and 0.07; others: 18.4%
-and 0.83). A wider tensor axis has 20.4% and 1.0. BLOOM has 18.0% and 0.32; here, BLOOM's own
+Of the language models, MPT has a median error of 32.6% and a tau of 0.15 (held out: 32.7% and
+0.31). nanotron's best configurations have 10.1% and 0.59 (held out: 7.5% and 0.07; others: 18.8%
+and 0.75). A wider tensor axis has 23.1% and 1.0. BLOOM has 18.0% and 0.32; here, BLOOM's own
 program is predicted from the planner's costs of layers and links.
 
 Each page has what a paper or a project published, *ours*, and the ratio ours / published. Ours is
