@@ -28,7 +28,7 @@ from jaxpar.choose.candidates import (
     with_settings,
 )
 from jaxpar.choose.costs.memory import StateBytes
-from jaxpar.choose.costs.step import StepCosts, UpdateBytes, replicas_costs
+from jaxpar.choose.costs.step import StepCosts, UpdateWork, replicas_costs
 from jaxpar.choose.planner import candidate_of_plan
 from jaxpar.choose.replicas import settings_of_replicas
 from jaxpar.choose.stages import possible_stages
@@ -119,7 +119,7 @@ def _workers_candidate(space: Space, config: ConfigDict, plan: Plan[Any], ratios
         settings_of_replicas(config),
         (),
         StateBytes(0.0, 0.0, params),
-        UpdateBytes(0.0, ratios.update * params),
+        UpdateWork(0.0, ratios.update * params),
     )
     table = simulate_contention(
         numbers,

@@ -25,7 +25,7 @@ from jaxpar.choose.candidates import (
 )
 from jaxpar.choose.costs.memory import StateBytes
 from jaxpar.choose.costs.rates import launch_seconds
-from jaxpar.choose.costs.step import REPLICA_KEYS, UpdateBytes, replicas_costs
+from jaxpar.choose.costs.step import REPLICA_KEYS, UpdateWork, replicas_costs
 from jaxpar.choose.costs.updates import exchange_bytes, update_bytes
 from jaxpar.choose.groups import group_sizes, layers_in, named_with_groups
 from jaxpar.core.mesh import GROUP_AXES, TENSOR
@@ -111,12 +111,12 @@ def _exchange_settings(name: str, space: Space, together: int) -> Settings:
     return settings | options
 
 
-def update_of(space: Space, config: ConfigDict, plan: Plan[Any]) -> UpdateBytes:
-    """Return the bytes that an update of replicas moves on a device. plan: that of the config."""
+def update_of(space: Space, config: ConfigDict, plan: Plan[Any]) -> UpdateWork:
+    """Return what an update of replicas does on a device. plan: that of the config."""
     problem = layers_in(space, plan.axes).problem if TENSOR in plan.axes else space.problem
     whole, launching = update_bytes(problem), launching_seconds(space)
     if not _has_exchange(plan):
-        return UpdateBytes(0.0, whole, launching=launching)
+        return UpdateWork(0.0, whole, launching=launching)
     cluster, number = space.machine.cluster, config.optimizer.accumulation_steps
 
     def plan_for(problem: Problem) -> Plan[Any]:
@@ -126,7 +126,7 @@ def update_of(space: Space, config: ConfigDict, plan: Plan[Any]) -> UpdateBytes:
     exchange = plan.details.exchange
     if plan.layouts["optimizer"].kind == exchange.optimizer == SHARDED:  # not only over the tensor axis
         whole *= exchange.copies / plan.num_replicas
-    return UpdateBytes(max(both - whole, 0.0), min(whole, both), plan.offloaded_bytes, plan.update_bytes, launching)
+    return UpdateWork(max(both - whole, 0.0), min(whole, both), plan.offloaded_bytes, plan.update_bytes, launching)
 
 
 def launching_seconds(space: Space) -> float:
@@ -146,7 +146,7 @@ def _has_exchange(plan: Plan[Any]) -> bool:
     return isinstance(plan.details, ReplicaDetails)
 
 
-def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[Any], update: UpdateBytes) -> Candidate:
+def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[Any], update: UpdateWork) -> Candidate:
     """Return a candidate without stages. plan: that of its exchange, without accumulation; update: see `update_of`."""
     accumulation, remat = settings["optimizer.accumulation_steps"], settings["model.remat"]
     layers = layers_in(space, plan.axes)

@@ -44,7 +44,8 @@ class AllReduce(NamedTuple):
     traffic: Callable[[Tree], list[Traffic]]  # tree -> the traffic that a device sends once in a step
     # the norm to which callers clip a replica's gradient before `mean` (see clip.py); 0: they do not
     clip_norm: float = 0.0
-    is_lossy: bool = False  # whether an element changes others, with which it shares a scale or a rank
+    # whether an element changes others, with which it shares a scale or a rank, so that `mean` may hide infinities
+    is_lossy: bool = False
     # how replicas shard arrays: `mean` then returns shards, and from stage 2 on, it takes those that were accumulated
     shards: ShardSteps | None = None
 

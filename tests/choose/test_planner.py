@@ -54,7 +54,7 @@ from jaxpar.choose.costs.step import (
     REPLICA_KEYS,
     PipelineStep,
     StepCosts,
-    UpdateBytes,
+    UpdateWork,
     action_costs,
     clock_seconds,
     dispatched_seconds,
@@ -94,7 +94,7 @@ from tests.strategies.pipelines import Task, make_batch, make_config, make_probl
 H100 = clusters.named_cluster("h100", 16, num_processes=2)
 GPUS = GpuMachine(H100)
 HOST, NETWORK = (EFFICIENCY[name] * H100.send_rates[name] for name in ("host", "network"))
-NO_STATE, NO_UPDATE = StateBytes(0, 0, 0), UpdateBytes(0, 0)
+NO_STATE, NO_UPDATE = StateBytes(0, 0, 0), UpdateWork(0, 0)
 NOTHING = LayerMemory(0, 0)
 USABLE = 3.3e9  # bytes of a device of `space`
 # A perceptron of 4 layers on generated vectors, which is planned in a second.
@@ -140,7 +140,7 @@ def costs_of_replicas(
     axes: dict[str, int],
     traffic: list[Traffic],
     state: StateBytes = NO_STATE,
-    update: UpdateBytes = NO_UPDATE,
+    update: UpdateWork = NO_UPDATE,
     *,
     accumulation: int = 1,
     scan_layers: Any = False,
@@ -359,7 +359,7 @@ def test_an_offloaded_state_is_copied_there_and_back(params: int, longer: float)
     machine, axes, layers = GpuMachine(clusters.named_cluster("h200", 1)), {DATA: 1, STAGE: 1}, [layer(0.01)]
     kept, offloaded = (
         costs_of_replicas(layers, machine, axes, [], StateBytes(1e9, optimizer, 1e9), update)
-        for optimizer, update in ((8.0 * params, UpdateBytes(0, 1e9)), (0.0, UpdateBytes(0, 1e9, 8 * params)))
+        for optimizer, update in ((8.0 * params, UpdateWork(0, 1e9)), (0.0, UpdateWork(0, 1e9, 8 * params)))
     )
     assert offloaded.exposed == pytest.approx(longer, rel=0.05)
     assert offloaded.seconds - kept.seconds == pytest.approx(offloaded.exposed)
@@ -368,7 +368,7 @@ def test_an_offloaded_state_is_copied_there_and_back(params: int, longer: float)
 def test_an_offloaded_state_is_on_the_device_during_the_update() -> None:
     """A copy of 8 GB and gradients of 4 GB, with 4 GB of parameters. Layers that hold nothing need only gradients."""
     machine, axes, state = GpuMachine(clusters.named_cluster("h200", 1)), {DATA: 1, STAGE: 1}, StateBytes(4e9, 0, 4e9)
-    update = UpdateBytes(0, 1e9, 8e9, held=12e9)
+    update = UpdateWork(0, 1e9, 8e9, held=12e9)
     assert costs_of_replicas([layer(0.01)], machine, axes, [], state, update).nbytes == 16e9
 
 
@@ -411,7 +411,7 @@ def test_xla_combines_all_reduces() -> None:
 
 def test_steps_add_up() -> None:
     state = StateBytes(1e9, 2e9, 1e9)
-    layers, update = [layer(0.01, stash=5e8)], UpdateBytes(1e9, 8e9)
+    layers, update = [layer(0.01, stash=5e8)], UpdateWork(1e9, 8e9)
     costs = costs_of_replicas(layers, GPUS, {DATA: 16, STAGE: 1}, [], state, update, accumulation=4)
     assert costs.compute == pytest.approx(4 * (0.03 + GPUS.moved(3e9, 1)))
     assert costs.update == pytest.approx(GPUS.moved(9e9, 1))
@@ -1155,7 +1155,7 @@ def test_updates(space: Space) -> None:
         plan = plan_of(space, settings)
         assert not isinstance(plan, str)
         moved = update_of(space, with_settings(space.config, settings), plan)
-        of_exchange[name] = UpdateBytes(moved.exchange / params, moved.update / params)
+        of_exchange[name] = UpdateWork(moved.exchange / params, moved.update / params)
     assert of_exchange["ddp"][:2] == pytest.approx((0.0, whole))
     assert [of_exchange[name].update for name in ("zero1", "zero3")] == pytest.approx([whole / 8] * 2, rel=0.05)
     # Shards are packed, scattered, gathered and unpacked.

@@ -15,7 +15,7 @@ from jaxpar.choose.costs import updates
 from jaxpar.choose.costs.layers import Layers, PartialLayers, TracedLayers
 from jaxpar.choose.costs.machine import GpuMachine, SharedCores, axis_groups
 from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS
-from jaxpar.choose.costs.step import HIDDEN_BETWEEN_PRODUCTS, UpdateBytes
+from jaxpar.choose.costs.step import HIDDEN_BETWEEN_PRODUCTS, UpdateWork
 from jaxpar.choose.groups import tensor_sizes
 from jaxpar.choose.pipelines import of_pipelines
 from jaxpar.choose.replicas import of_replicas, update_of
@@ -178,7 +178,7 @@ def test_candidates_need_what_their_plans_need(space: Space, found: list[Candida
 
 
 def test_updates_of_deep_models_follow_from_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_zero1() -> UpdateBytes:
+    def of_zero1() -> UpdateWork:
         space = space_of(clusters.named_cluster("h100", 4), "model.num_layers=9", "mesh.tensor=2", "exchange=zero1")
         plan = strategies.plan(space.config, space.problem, space.machine.cluster)
         return update_of(space, space.config, plan)

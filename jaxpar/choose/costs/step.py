@@ -66,12 +66,12 @@ class StepCosts(NamedTuple):
         }
 
 
-class UpdateBytes(NamedTuple):
-    """Bytes that an update moves on a device: what packs, adds up and compresses gradients, and the optimizer."""
+class UpdateWork(NamedTuple):
+    """What an update does on a device."""
 
-    exchange: float
-    update: float
-    from_host: float = 0.0  # those of the optimizer state that a step copies from the host, and back
+    exchange: float  # bytes that are moved to pack, add up and compress gradients
+    update: float  # bytes that the optimizer moves
+    from_host: float = 0.0  # bytes of the optimizer state that a step copies from the host, and back
     held: float = 0.0  # those that the device holds meanwhile, besides its part of the state: `Plan.update_bytes`
     launching: float = 0.0  # seconds in which a GPU launches its kernels
 
@@ -85,7 +85,7 @@ def replicas_costs(
     settings: Mapping[str, Any],
     traffic: Sequence[Traffic],
     state: StateBytes,
-    moved: UpdateBytes,
+    moved: UpdateWork,
     *,
     gathers_layers: bool = False,
     scatters_layers: bool = False,

@@ -237,9 +237,7 @@ class ContinuousSteps(FlushedSteps):
             before, of_chunks = without_leading((residuals, of_chunks))
             grads = self._merged(group, of_chunks)
             of_stage = self._staged.group
-            nonfinite = jnp.zeros(())
-            if self._staged.all_reduce.is_lossy:  # a compressor may hide infinities and NaNs
-                nonfinite = jax.lax.psum(steps.nonfinite_count(grads), (DATA, *of_stage.split_axes))
+            nonfinite = self._hidden_by_exchange(grads, (DATA, *of_stage.split_axes))
             grads, after = self._staged.exchanged(grads, before, of_stage.norm(grads))
             # With a gradient norm of NaN, the update changes nothing.
             norm = of_stage.norm(grads)

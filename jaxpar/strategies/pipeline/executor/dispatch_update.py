@@ -259,14 +259,18 @@ class FlushedSteps:
             square = sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(means)), jnp.zeros(()))
         return jax.lax.psum(square, group.split_axes) if group.split_axes else square
 
+    def _hidden_by_exchange(self, grads: Any, axes: tuple[str, ...]) -> jax.Array:
+        """Return on how many devices gradients are not finite, if the exchange can hide that; otherwise 0."""
+        if not self._staged.all_reduce.is_lossy:
+            return jnp.zeros(())
+        return jax.lax.psum(steps.nonfinite_count(grads), axes)
+
     def _make_reduce(self, group: int) -> Program:
         apart = {array for array, holders in self._ties.items() if group in holders}
 
         def on_device(grads: Any, private: Tree, norm: jax.Array | None) -> tuple[Any, ...]:
             grads, private = without_leading((grads, private))
-            nonfinite = jnp.zeros(())
-            if self._staged.all_reduce.is_lossy:  # a compressor may hide infinities and NaNs
-                nonfinite = jax.lax.psum(steps.nonfinite_count(grads), (DATA, STAGE, *self._staged.group.axes))
+            nonfinite = self._hidden_by_exchange(grads, (DATA, STAGE, *self._staged.group.axes))
             grads = self._merged(group, grads) if norm is None else grads
             grads, residuals = self._staged.exchanged(grads, private, None if norm is None else norm[0])
             whole = {
