@@ -1,18 +1,20 @@
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from jaxpar.core.optimizer import clip_by_norm
 from jaxpar.exchange import Exchange, reduce
-from jaxpar.exchange.exchange import EVERY, Rule, every
+from jaxpar.exchange.exchange import EVERY, AdamW, Rule, every
 from jaxpar.exchange.fuse import averaged, fused
-from jaxpar.exchange.named import make_exchange
+from jaxpar.exchange.named import EXCHANGES, make_exchange
 from tests.exchange import compressors
-from tests.exchange.replicas import Tree, adamw, axis, close, only, train
+from tests.exchange.replicas import Tree, adamw, axis, close, on_replicas, only, train
 
 N, PASSES, STEPS = 4, 3, 2
 START: Tree = {"a": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float32)}
+ADAMW = AdamW(lambda _: 0.1, 0.9, 0.999, 1e-8, 0.1, mask=lambda tree: jax.tree.map(lambda _: True, tree))
 OPTIMIZER = optax.chain(clip_by_norm(1.0), optax.adamw(0.1, weight_decay=0.1))
 
 
@@ -37,6 +39,29 @@ def test_averaged_is_a_step_of_the_mean() -> None:
         close({k: x[step] for k, x in only(params).items()}, expected, 1e-5, 1e-6)
         assert only(norms)[step] == pytest.approx(norm({k: g[step] for k, g in mean.items()}), rel=1e-5)
     assert only(state.optimizer)[1][0].count == 4
+
+
+@pytest.mark.parametrize("name", [name for name in EXCHANGES if name != "dp"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_exact_exchanges_show_the_fault_of_a_replica(name: str, value: float) -> None:
+    """So nobody looks for infinities and NaNs before them. Those that change the result may hide them."""
+    exchange = make_exchange(name, axis(N), Rule(OPTIMIZER, START, adamw=ADAMW, num_steps=10))
+    assert exchange.shows_nonfinite == (not EXCHANGES[name].differs)
+    if not exchange.shows_nonfinite:
+        return
+
+    def replica(grads: Tree) -> jax.Array | None:
+        params = {name: jnp.asarray(x) for name, x in START.items()}
+        if exchange.leaves_shards:
+            assert exchange.shards is not None
+            grads = exchange.shards.scatter(grads)
+            params = exchange.shards.local(params) if exchange.fetch else params
+        return exchange.update(grads, exchange.init(params), params).grad_norm
+
+    grads = {name: x[:, 0] for name, x in draw(1).items()}
+    assert np.isfinite(on_replicas(N, replica, grads)).all()
+    grads["a"][2, 1, 0] = value
+    assert not np.isfinite(on_replicas(N, replica, grads)).any()
 
 
 @pytest.mark.parametrize("average", [False, True])
