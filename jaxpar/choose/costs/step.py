@@ -19,6 +19,7 @@ from jaxpar.choose.costs.layer_programs import stash_spans
 from jaxpar.choose.costs.layers import Layers, LayerWork
 from jaxpar.choose.costs.machine import Machine, num_collectives
 from jaxpar.choose.costs.memory import StateBytes, largest_transfer, pipeline_bytes, replica_bytes, stashes_of
+from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.rates import host_copy_seconds
 from jaxpar.core.mesh import CONTEXT, DATA, STAGE, TENSOR
 from jaxpar.core.plan import COPY, Traffic
@@ -109,56 +110,93 @@ def replicas_costs(
     nbytes = max(nbytes, state.parameters + state.optimizer + moved.held)
     # The backward pass does not compute the loss again.
     profile = [*layers.profile(size, remat)[:-1], layers.profile(size, "none")[-1]]
-    n, devices = axes[DATA], math.prod(axes.values())
-    forward, backward = (sum(values) for values in zip(*((x.forward_s, x.backward_s) for x in profile), strict=True))
-    weights = sum(layer.weight_bytes for layer in profile)
-    alone = forward + backward
     narrowed = [of.narrowed for of in layers.memory(size, remat, is_split=False)]
-    if is_scanned:
-        scanned = [number for run in model.runs if len(run) > 1 for number in run]
-        alone += machine.moved(SCAN_OF_STASH * sum(profile[number].stash_bytes for number in scanned), 1)
-        # Weights are read and written to a stack in the dtype in which layers read them, and gradients come from one.
-        of_weights = sum(profile[number].weight_bytes for number in scanned)
-        of_stack = sum(narrowed[number] or profile[number].weight_bytes for number in scanned)
-        if gathers_layers:
-            alone += machine.moved(4 * of_weights / n, 1)
-        else:
-            alone += machine.moved((of_weights + of_stack) * (1 + 1 / (n if scatters_layers else 1)), 1)
-            alone -= machine.moved(CASTS * sum(narrowed[number] for number in scanned), 1)
-    if gathers_layers and machine.overlaps:  # weights are cast before they are gathered
-        alone -= machine.moved(CASTS * (1 - 1 / n) * sum(narrowed), 1)
+    scanned = [number for run in model.runs if len(run) > 1 for number in run] if is_scanned else []
+    n, devices = axes[DATA], math.prod(axes.values())
+    alone = sum(layer.forward_s + layer.backward_s for layer in profile)
+    alone += _moving_weights(machine, profile, narrowed, scanned, n, **by_layer)
     if is_accumulated:
         alone += machine.moved(3 * state.gradients, 1)
-    compute = accumulation * float(machine.together(np.array([alone]), devices))
-    of_layers = [one for one in traffic if sent_by_layers(one)]
-    between = sum(machine.collective(one, axes) for one in of_layers)
-    traffic = [one for one in traffic if one not in of_layers]
-    at_end = sum(machine.collective(one, axes) for one in traffic if one.kind in sent_at_end)
-    traffic = [one for one in traffic if one.kind not in sent_at_end]
-    gathered = [one for one in traffic if gathers_layers and one.kind == "all-gather"]
-    gather = sum(machine.collective(one, axes) for one in gathered)
+    passes = _Passes(profile, accumulation, accumulation * float(machine.together(np.array([alone]), devices)))
     by_host = sum(machine.collective(one, axes) for one in traffic if one.kind == COPY)
     copied = 2 * (by_host + host_copy_seconds(machine.cluster, moved.from_host))  # there and back
-    reduced = [one for one in traffic if one.kind != COPY and one not in gathered]
-    reduce, number = (
-        sum(machine.collective(one, axes) for one in reduced),
-        sum(num_collectives(one, axes[one.axis]) for one in reduced),
-    )
-    exposed = at_end + gather + reduce + copied + between
-    if machine.overlaps:
-        beside = min(HIDDEN_BETWEEN_PRODUCTS * between, accumulation * backward)  # one collective runs at a time
-        is_late = is_scanned and not any(by_layer.values())
-        hidden = sum(layer.backward_s for layer in profile[:1]) if is_late else backward - beside / accumulation
-        # Nothing is left to compute when the gradients of the first layer, and the others in their message, are sent.
-        last = max(profile[0].weight_bytes / max(weights, 1.0), 1 / number) if number else 1.0
-        of_forward = compute * forward / (forward + backward)
-        waiting = exposed_of_layers(gather, reduce, of_forward, compute - of_forward - beside, hidden, min(last, 1.0))
-        exposed = at_end + waiting + copied + (between - beside)
+    late = [one for one in traffic if one.kind in sent_at_end and not sent_by_layers(one)]
+    at_end = sum(machine.collective(one, axes) for one in late)
+    others = [one for one in traffic if one.kind != COPY and one not in late]
+    is_late = is_scanned and not any(by_layer.values())
+    exposed = copied + at_end + _exposed(machine, axes, others, passes, gathers_layers=gathers_layers, is_late=is_late)
     update = machine.moved(moved.exchange + moved.update, devices) + moved.launching
-    seconds = machine.started(devices) + compute + exposed + update
+    seconds = machine.started(devices) + passes.compute + exposed + update
     held = state if is_accumulated else state._replace(gradients=0.0)
     packing = machine.moved(moved.exchange, devices)
-    return StepCosts(seconds, compute, 0.0, exposed, update, nbytes, held, packing)
+    return StepCosts(seconds, passes.compute, 0.0, exposed, update, nbytes, held, packing)
+
+
+def _moving_weights(
+    machine: Machine,
+    profile: Sequence[LayerProfile],
+    narrowed: Sequence[float],
+    scanned: Sequence[int],
+    num_replicas: int,
+    *,
+    gathers_layers: bool,
+    scatters_layers: bool,
+) -> float:
+    """Return the seconds in which scans copy stacks, less those of casts in `profile` that a scan or gathering saves.
+
+    narrowed: bytes of the weights that each layer reads in a narrower dtype; scanned: numbers of the layers in scans.
+    """
+    seconds = machine.moved(SCAN_OF_STASH * sum(profile[number].stash_bytes for number in scanned), 1)
+    # Weights are read and written to a stack in the dtype in which layers read them, and gradients come from one.
+    of_weights = sum(profile[number].weight_bytes for number in scanned)
+    of_stack = sum(narrowed[number] or profile[number].weight_bytes for number in scanned)
+    if not gathers_layers:
+        gradients = 1 / (num_replicas if scatters_layers else 1)
+        seconds += machine.moved((of_weights + of_stack) * (1 + gradients), 1)
+        return seconds - machine.moved(CASTS * sum(narrowed[number] for number in scanned), 1)
+    seconds += machine.moved(4 * of_weights / num_replicas, 1)
+    if machine.overlaps:  # weights are cast before they are gathered
+        seconds -= machine.moved(CASTS * (1 - 1 / num_replicas) * sum(narrowed), 1)
+    return seconds
+
+
+class _Passes(NamedTuple):
+    """The forward and backward passes of a step of replicas."""
+
+    profile: Sequence[LayerProfile]  # of a microbatch
+    number: int  # of microbatches
+    compute: float  # seconds in which a device computes all of them
+
+
+def _exposed(
+    machine: Machine,
+    axes: Mapping[str, int],
+    traffic: Sequence[Traffic],
+    passes: _Passes,
+    *,
+    gathers_layers: bool,
+    is_late: bool,
+) -> float:
+    """Return the exposed seconds of what is sent during passes. is_late: whether a scan leaves gradients to its end."""
+    profile = passes.profile
+    of_layers = [one for one in traffic if sent_by_layers(one)]
+    gathered = [one for one in traffic if one not in of_layers and gathers_layers and one.kind == "all-gather"]
+    reduced = [one for one in traffic if one not in of_layers and one not in gathered]
+    between, gather, reduce = (
+        sum(machine.collective(one, axes) for one in kind) for kind in (of_layers, gathered, reduced)
+    )
+    if not machine.overlaps:
+        return between + gather + reduce
+    forward, backward = sum(layer.forward_s for layer in profile), sum(layer.backward_s for layer in profile)
+    beside = min(HIDDEN_BETWEEN_PRODUCTS * between, passes.number * backward)  # one collective runs at a time
+    hidden = sum(layer.backward_s for layer in profile[:1]) if is_late else backward - beside / passes.number
+    # Nothing is left to compute when the gradients of the first layer, and the others in their message, are sent.
+    weights = sum(layer.weight_bytes for layer in profile)
+    number = sum(num_collectives(one, axes[one.axis]) for one in reduced)
+    last = max(profile[0].weight_bytes / max(weights, 1.0), 1 / number) if number else 1.0
+    of_forward = passes.compute * forward / (forward + backward)
+    of_backward = passes.compute - of_forward - beside
+    return exposed_of_layers(gather, reduce, of_forward, of_backward, hidden, min(last, 1.0)) + between - beside
 
 
 def exposed_of_layers(
