@@ -229,8 +229,9 @@ def verified(
     compiled: list[Verified] = []
     waiting = report.best_of_each(found)[:number]
     while waiting:
+        total = len(compiled) + len(waiting)
         for one in waiting:
-            text = f"{len(compiled) + 1} of {max(number, len(compiled) + 1)}: {one.name}{report.details(one.settings)}"
+            text = f"{len(compiled) + 1} of {total}: {one.name}{report.details(one.settings)}"
             print(f"compiling {text}", file=sys.stderr, flush=True)
             compiled.append(_compiled(one, space, target))
         corrected = {id(one.predicted): one.corrected for one in compiled}

@@ -65,15 +65,10 @@ def replica_bytes(
     for run in model.runs:
         scans += [run if is_scanned else range(number, number + 1) for number in run]
     share = state.gradients / max(sum(weights), 1.0)
-    held_weights = _Weights(weights, narrowed, scans, [bool(of.looped) for of in whole])
-    at_end = 0.0
-    if gathers_layers:
-        sums = held_weights.gathered(share)
-    else:
-        scattered = share if scatters_layers else None
-        sums = held_weights.whole(scattered)
-        if is_sent and any(len(scan) > 1 for scan in scans):
-            at_end = held_weights.at_end(scattered)
+    of_weights = _Weights(weights, narrowed, scans, [bool(of.looped) for of in whole], share, scatters_layers)
+    sums = of_weights.gathered() if gathers_layers else of_weights.whole()
+    has_scan = any(len(scan) > 1 for scan in scans)
+    at_end = of_weights.at_end() if is_sent and has_scan and not gathers_layers else 0.0
     kept = [of.saved if len(scan) > 1 else of.fused for of, scan in zip(saved, scans, strict=True)]
     held = [sum(kept[: number + 1]) for number in range(len(kept))]
     peak = max(at_end, *map(sum, zip(held, working, sums, strict=True)))
@@ -87,58 +82,65 @@ class _Weights(NamedTuple):
     narrowed: Sequence[float]  # in the narrower dtype in which it reads them; 0: in their own
     scans: Sequence[range]  # the layers that are computed with it in one scan, or only its own
     is_looped: Sequence[bool]  # whether its gradient is among what is saved, as that of a loss in chunks is
+    share: float  # what a device keeps of a scattered gradient
+    scatters_layers: bool  # whether scans scatter gradients
 
     @property
     def read(self) -> list[float]:
         """The bytes in the dtypes in which layers read them."""
         return [narrow or nbytes for narrow, nbytes in zip(self.narrowed, self.nbytes, strict=True)]
 
-    def stacked(self, values: Sequence[float], others: Sequence[float] | None = None) -> list[float]:
-        """Return the values of the layers that a scan stacks, and those of `others`, or 0, of the other layers."""
-        others = others or [0.0] * len(values)
-        return [x if len(scan) > 1 else other for x, other, scan in zip(values, others, self.scans, strict=True)]
+    @property
+    def gradients(self) -> list[float]:
+        """The bytes of the gradients: a scan stacks them in the dtype in which it reads, or their shards."""
+        of_scans = [self.share * nbytes for nbytes in self.nbytes] if self.scatters_layers else self.read
+        return self.chosen(of_scans, self.nbytes)
 
-    def gradients(self, scattered: float | None) -> list[float]:
-        """Return the bytes of the gradients: a scan stacks them in the dtype in which it reads, or shards of them."""
-        of_scans = self.read if scattered is None else [scattered * nbytes for nbytes in self.nbytes]
-        return self.stacked(of_scans, self.nbytes)
+    @property
+    def in_scans(self) -> list[float]:
+        """The bytes of the layers in scans; 0 for the others."""
+        return self.chosen(self.nbytes, [0.0] * len(self.nbytes))
 
-    def whole(self, scattered: float | None) -> list[float]:
+    def chosen(self, of_scans: Sequence[float], others: Sequence[float]) -> list[float]:
+        """Return the values of the layers in scans, and the other values of the other layers."""
+        return [x if len(scan) > 1 else other for x, other, scan in zip(of_scans, others, self.scans, strict=True)]
+
+    def whole(self) -> list[float]:
         """Return the bytes of copied weights and of gradients that exist while each layer is computed.
 
-        All gradients exist of this layer's scan and of later layers. scattered: the share of a gradient that a device
-        has after a scan has scattered it, which is that of one layer at a time; None: scans scatter nothing.
+        All gradients exist of this layer's scan and of later layers. Before a scan scatters that of a layer, it is
+        whole.
         """
-        copied, gradients = sum(self.stacked(self.read, self.narrowed)), self.gradients(scattered)
-        in_scan = self.stacked(self.nbytes if scattered is not None else [0.0] * len(gradients))
-        return [
-            copied + sum(gradients[scan.stop :]) + (0.0 if is_looped else sum(gradients[scan.start : scan.stop])) + one
-            for scan, is_looped, one in zip(self.scans, self.is_looped, in_scan, strict=True)
-        ]
+        copied, gradients = sum(self.chosen(self.read, self.narrowed)), self.gradients
+        sums = []
+        for scan, is_looped, nbytes in zip(self.scans, self.is_looped, self.in_scans, strict=True):
+            of_scan = 0.0 if is_looped else sum(gradients[scan.start : scan.stop])
+            sums.append(copied + sum(gradients[scan.stop :]) + of_scan + nbytes * self.scatters_layers)
+        return sums
 
-    def at_end(self, scattered: float | None) -> float:
-        """Return the bytes of gradients and of copies after the backward pass. scattered: see `whole`.
+    def at_end(self) -> float:
+        """Return the bytes of gradients and of copies after the backward pass.
 
         Stacks become float32 arrays of single layers, or new parameters are gathered; the largest array is copied.
         """
-        if scattered is not None:
-            return sum(self.nbytes) * (1 + scattered) + max(self.nbytes)
-        return sum(self.gradients(None)) + sum(self.stacked(self.nbytes)) + max(self.nbytes)
+        if self.scatters_layers:
+            return sum(self.nbytes) * (1 + self.share) + max(self.nbytes)
+        return sum(self.gradients) + sum(self.in_scans) + max(self.nbytes)
 
-    def gathered(self, share: float) -> list[float]:
+    def gathered(self) -> list[float]:
         """Return the bytes of gathered arrays and of gradients that exist while each layer is computed.
 
         The arrays of this layer and of the one before are gathered, in the dtype in which they are read, and the
-        gradient is whole until it is scattered. A device keeps this share of them. The shards of the layers of a scan
-        are stacked, and those of their gradients.
+        gradient is whole until it is scattered. The shards of the layers of a scan are stacked, and those of their
+        gradients.
         """
-        read, sums = self.read, []
+        read, stacked = self.read, 2 * self.share * sum(self.in_scans)
+        sums = []
         for number, (scan, nbytes) in enumerate(zip(self.scans, self.nbytes, strict=True)):
             gathered = read[number] + (read[number - 1] if number else 0.0)
             whole = 0.0 if self.is_looped[number] else nbytes
-            sums.append(gathered + whole + share * sum(self.nbytes[scan.stop :]))
-        stacked = 2 * share * sum(self.stacked(self.nbytes))
-        return [stacked + one for one in sums]
+            sums.append(stacked + gathered + whole + self.share * sum(self.nbytes[scan.stop :]))
+        return sums
 
 
 # ---- pipelines ------------------------------------------------------------------------------------------------------
