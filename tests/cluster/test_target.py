@@ -236,8 +236,7 @@ STRATEGIES = {
     ],
     "1f1b": [
         *("--config.strategy=pipeline", "--config.pipeline.schedule=1f1b", "--config.mesh.stage=2"),
-        *TINY,
-        *IN_BFLOAT16,
+        *("--config.pipeline.executor=lockstep", *TINY, *IN_BFLOAT16),
     ],
     "bytegrad": ["--config.exchange=bagua_bytegrad", *TINY, *IN_BFLOAT16],
 }

@@ -44,7 +44,7 @@ def test_averaged_is_a_step_of_the_mean() -> None:
 @pytest.mark.parametrize("name", [name for name in EXCHANGES if name != "dp"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_exact_exchanges_show_the_fault_of_a_replica(name: str, value: float) -> None:
-    """So nobody looks for infinities and NaNs before them. Those that change the result may hide them."""
+    """Nobody looks for infinities and NaNs before these exchanges. Those that change the result may hide them."""
     exchange = make_exchange(name, axis(N), Rule(OPTIMIZER, START, adamw=ADAMW, num_steps=10))
     assert exchange.shows_nonfinite == (not EXCHANGES[name].differs)
     if not exchange.shows_nonfinite:

@@ -26,6 +26,7 @@ from jaxpar.core.plan import COPY, Traffic
 from jaxpar.core.ring import PERMUTE
 from jaxpar.models.model import Model
 from jaxpar.models.options import scans_layers
+from jaxpar.strategies.pipeline.executor.dispatch_costs import num_calls
 from jaxpar.strategies.pipeline.executor.enqueue import ENQUEUE_SECONDS
 from jaxpar.strategies.pipeline.schedules import LOCKSTEP
 from jaxpar.strategies.pipeline.tables.periodic import num_in_flight, unroll
@@ -68,7 +69,7 @@ class StepCosts(NamedTuple):
 
 
 class UpdateWork(NamedTuple):
-    """What an update does on a device."""
+    """The bytes that an update moves and holds on a device, and the time to launch it."""
 
     exchange: float  # bytes that are moved to pack, add up and compress gradients
     update: float  # bytes that the optimizer moves
@@ -327,8 +328,8 @@ def actions_seconds(
         return together + len(clocks) * machine.clock_seconds, sending_clocks(table) * transfer
     busy = float(machine.together(clocks.sum(axis=0), replicas))  # of devices that share cores
     per_host = machine.cluster.num_devices / machine.cluster.num_processes
-    # A host enqueues the actions of the columns of which it has a device.
-    enqueue = ENQUEUE_SECONDS * min(per_host / table.num_devices, 1.0) * len(table.actions)
+    # A host enqueues the programs of the columns of which it has a device.
+    enqueue = ENQUEUE_SECONDS * min(per_host / table.num_devices, 1.0) * num_calls(table)
     return max(dispatched_seconds(table, times, transfer), busy, enqueue), 0.0
 
 

@@ -26,6 +26,15 @@ from jaxpar.strategies.pipeline.tables.periodic import num_in_flight
 from jaxpar.strategies.pipeline.tables.table import Table
 
 
+def num_calls(table: Table) -> int:
+    """Return how many programs a host calls in a step, besides sums of tied arrays, if no stage has replicas.
+
+    It begins the step, adds up the metrics of the last stage, and agrees on the norm. Each column starts sums of
+    gradients; after a flush, it also reduces them and updates, which a table without one has among its actions.
+    """
+    return len(table.actions) + 3 + table.num_devices * (1 if table.period else 3)
+
+
 def activation_memory(order: Sequence[DispatchedAction], programs: StagePrograms) -> list[dict[str, int]]:
     """Return, by column, the most bytes at a time of stashes, and of transfers that are sent or wait to be read."""
     held = [Counter[str]() for _ in programs.numbers]
