@@ -41,7 +41,7 @@ COLLECTIVES = (
     *("ppermute", "all_to_all"),
 )
 UPDATING = ("scatter", "scatter-add", "scatter_add", "dynamic_update_slice")
-PASS, PRODUCT, ATTENTION_KERNEL = "pass", "product", "attention"
+PASS, SLICE, PRODUCT, ATTENTION_KERNEL = "pass", "slice", "product", "attention"
 PRODUCTS = ("dot_general", "conv_general_dilated")
 LOOPS = ("scan", "while", "cond")
 KERNELS = (*PRODUCTS, *ATTENTION_FORWARD, *ATTENTION_BACKWARD, *SLICING, *UPDATING, *COLLECTIVES, *LOOPS)
@@ -51,7 +51,7 @@ READING = (*KERNELS, "random_bits", "threefry2x32")  # operations whose operands
 class Operation(NamedTuple):
     """A kernel, or what passes move."""
 
-    kind: str  # pass, product or attention
+    kind: str  # pass, slice (read, or updated in place), product or attention
     dtype: str  # the NumPy name of the dtype of the first operand of a product or of attention
     flops: float  # FLOPs of the products in one call
     nbytes: float  # bytes that are read and written in one call
@@ -189,10 +189,10 @@ def _kernel(one: FlatEquation, flat: FlatJaxpr) -> Iterator[Operation]:
     elif name in COLLECTIVES:
         return
     elif name in SLICING:
-        yield Operation(PASS, "", 0.0, 2.0 * written)
+        yield Operation(SLICE, "", 0.0, 2.0 * written)
     elif name in UPDATING:
         update = _nbytes(equation.invars[1 if name == "dynamic_update_slice" else 2])
-        yield Operation(PASS, "", 0.0, 3.0 * update)  # in place
+        yield Operation(SLICE, "", 0.0, 3.0 * update)  # in place
     else:
         dtype = equation.invars[0].aval.dtype.name  # type: ignore[attr-defined]
         if name in (*ATTENTION_FORWARD, *ATTENTION_BACKWARD):

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jaxpar.tasks.einsum import float32_einsum
 
@@ -102,23 +101,53 @@ def weighted_sums(
     if words is not None:
         losses, best = _of_split_words(logits, labels, words)
         return jnp.sum(losses * weights), jnp.sum((best == labels).astype(jnp.float32) * weights)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    correct = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
-    return jnp.sum(losses * weights), jnp.sum(correct * weights)
+    return _whole_sums(logits, labels, weights)
 
 
-def _sums_and_derivative(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[LossAndCorrect, Any]:
-    """Return `weighted_sums` of all words and the derivative of the loss, reading the logits only three times."""
+@jax.custom_vjp
+def _whole_sums(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> LossAndCorrect:
+    """Return `weighted_sums` of all words.
+
+    Only the loss can be differentiated, by the logits, of which nothing else as large is saved.
+    """
+    return _sums_and_softmax(logits, labels, weights)[0]
+
+
+class _Softmax(NamedTuple):
+    """The softmax of logits [..., V]: exp(logits - top) / total."""
+
+    top: jax.Array  # [..., 1], the largest logit
+    total: jax.Array  # [..., 1]
+
+    def derivative(self, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
+        """Return the derivative of the weighted cross entropy by the logits, [..., V]."""
+        is_label = _indices(logits) == labels[..., None]
+        return (jnp.exp(logits - self.top) / self.total - is_label) * weights[..., None]
+
+
+def _sums_and_softmax(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[LossAndCorrect, _Softmax]:
+    """Return `weighted_sums` of all words and the softmax. With its derivative, that reads the logits three times."""
     top = logits.max(axis=-1, keepdims=True)
     of_label = jnp.take_along_axis(logits, labels[..., None], axis=-1)
     total = jnp.exp(logits - top).sum(axis=-1, keepdims=True)
-    losses = (jnp.log(total) + top - of_label)[..., 0]
+    losses = (jnp.log(total) - (of_label - top))[..., 0]
     # The best of equal logits is the first, as in argmax, whose pairs of a logit and a place take longer to reduce.
     is_before = _indices(logits) < labels[..., None]
     correct = (of_label == top)[..., 0] & ~((logits == top) & is_before).any(axis=-1)
-    is_label = _indices(logits) == labels[..., None]
-    derivative = (jnp.exp(logits - top) / total - is_label) * weights[..., None]
-    return (jnp.sum(losses * weights), jnp.sum(correct * weights)), derivative
+    return (jnp.sum(losses * weights), jnp.sum(correct * weights)), _Softmax(top, total)
+
+
+def _save_softmax(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[LossAndCorrect, tuple[Any, ...]]:
+    sums, softmax = _sums_and_softmax(logits, labels, weights)
+    return sums, (softmax, logits, labels, weights)
+
+
+def _by_logits(saved: tuple[Any, ...], cotangents: LossAndCorrect) -> tuple[Any, ...]:
+    softmax, *of_loss = saved
+    return softmax.derivative(*of_loss) * cotangents[0], None, None
+
+
+_whole_sums.defvjp(_save_softmax, _by_logits)
 
 
 def _of_split_words(logits: jax.Array, labels: jax.Array, words: SplitWords) -> tuple[jax.Array, jax.Array]:
@@ -163,7 +192,8 @@ def _sums_and_gradient(
         (sums, gradient), (x_BtD, labels_Bt, weights_Bt) = carry, chunk
         logits_BtV = logits._replace(x=x_BtD).own()
         if logits.words is None:
-            more, dlogits_BtV = _sums_and_derivative(logits_BtV, labels_Bt, weights_Bt)
+            more, softmax = _sums_and_softmax(logits_BtV, labels_Bt, weights_Bt)
+            dlogits_BtV = softmax.derivative(logits_BtV, labels_Bt, weights_Bt)
         else:
             # The derivative of the sum of what all devices of the group return, each of which returns the same.
             sums_of = functools.partial(weighted_sums, labels=labels_Bt, weights=weights_Bt, words=logits.words)
@@ -171,7 +201,7 @@ def _sums_and_gradient(
         dlogits_NV = dlogits_BtV.reshape(-1, len(logits.tokens)).astype(x_BtD.dtype)
         x_ND = x_BtD.reshape(len(dlogits_NV), -1)
         dtokens_VD = jnp.einsum("nv,nd->vd", dlogits_NV, x_ND, preferred_element_type=jnp.float32)
-        dbias_V = None if logits.bias is None else gradient.bias + dlogits_BtV.sum((0, 1))
+        dbias_V = None if gradient.bias is None else gradient.bias + dlogits_BtV.sum((0, 1))
         dx_ND = jnp.einsum("nv,vd->nd", dlogits_NV, logits.tokens, preferred_element_type=jnp.float32)
         total = gradient._replace(tokens=gradient.tokens + dtokens_VD, bias=dbias_V)
         sums = jax.tree.map(jnp.add, sums, more)

@@ -33,6 +33,7 @@ from jaxpar.choose.candidates import (
 from jaxpar.choose.costs import calibrate, updates
 from jaxpar.choose.costs.layer_programs import LayerPrograms
 from jaxpar.choose.costs.layers import (
+    PASS_KERNELS,
     LayerMemory,
     Layers,
     LayerWork,
@@ -49,7 +50,7 @@ from jaxpar.choose.costs.memory import (
     working_bytes,
 )
 from jaxpar.choose.costs.profile import LayerProfile
-from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS, collective_seconds
+from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS, LAUNCH_SECONDS, collective_seconds
 from jaxpar.choose.costs.step import (
     REPLICA_KEYS,
     PipelineStep,
@@ -823,6 +824,14 @@ def test_the_loss_of_each_number_of_texts_is_traced() -> None:
     layers = TracedLayers(cases.make_problem(cases.configured(case, ()), case, H100), H100)
     alone, four = (sum(layers.seconds(size, "none")[-1]) for size in (1, 4))
     assert 0.2 * four < alone < 0.35 * four
+
+
+def test_a_lookup_launches_one_kernel() -> None:
+    """The embedding of a few texts looks up tokens and positions, and adds them up in passes."""
+    case = cases.Case(8, 16, 512, (*cases.GPT, "model.num_layers=1", "model.hidden_size=32", "model.num_heads=2"))
+    layers = TracedLayers(cases.make_problem(cases.configured(case, ()), case, H100), H100)
+    forward, _ = layers.seconds(1, "none")[0]
+    assert forward == pytest.approx((PASS_KERNELS + 2) * LAUNCH_SECONDS, rel=0.02)
 
 
 def test_config_file(found: list[Candidate], tmp_path: Path) -> None:

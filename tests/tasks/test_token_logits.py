@@ -108,6 +108,31 @@ def test_the_forward_pass_computes_no_gradient(monkeypatch: pytest.MonkeyPatch) 
     assert forward_flops(cross_entropy.sums, logits, batch) == whole == 2 * B * T * D * V
 
 
+def test_whole_logits_are_saved_once() -> None:
+    """The forward pass saves them and vectors; the gradient is that of optax."""
+    rng = np.random.default_rng(1)
+    scores = jnp.asarray(rng.normal(size=(B, T, V)), jnp.float32)
+    labels, weights = jnp.asarray(rng.integers(0, V, (B, T))), jnp.asarray(rng.uniform(size=(B, T)), jnp.float32)
+    _, backward = jax.vjp(lambda x: token_logits.weighted_sums(x, labels, weights), scores)
+    assert [x.shape for x in jax.tree.leaves(backward) if x.size >= B * T * V] == [(B, T, V)]
+
+    def by_optax(scores: jax.Array) -> jax.Array:
+        return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(scores, labels) * weights)
+
+    [found] = backward((jnp.float32(2), jnp.float32(0)))
+    np.testing.assert_allclose(found, 2 * jax.grad(by_optax)(scores), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_a_small_loss_of_large_logits_is_exact(num_chunks: int) -> None:
+    """The largest logit is subtracted first: 100 + 1e-5 - 100 would round the loss to multiples of 8e-6."""
+    x, tokens = jnp.ones((1, 2, 1)), jnp.array([[100.0], [88.5]])
+    labels, weights = jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2))
+    loss, _ = token_logits.chunked_sums(num_chunks, TokenLogits(x, tokens), labels, weights)
+    whole, _ = token_logits.weighted_sums(TokenLogits(x, tokens).own(), labels, weights)
+    np.testing.assert_allclose([loss, whole], 2 * np.log1p(np.exp(-11.5)), rtol=1e-2)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_padded_chunks(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """11 positions are computed as 3 chunks of 4."""

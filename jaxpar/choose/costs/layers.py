@@ -21,7 +21,7 @@ from jaxpar.core.mesh import CONTEXT, DATA, TENSOR
 from jaxpar.core.state import nbytes
 from jaxpar.core.step import Problem, abstract
 from jaxpar.exchange.fetch import AS_STORED, fetched
-from jaxpar.measure.operations import PASS, Operation, Residuals, loop_bytes, operations, residuals
+from jaxpar.measure.operations import PASS, SLICE, Operation, Residuals, loop_bytes, operations, residuals
 from jaxpar.models.model import Model
 from jaxpar.strategies.pipeline.executor.stage_programs import StageProgram
 from jaxpar.tasks import Task
@@ -353,7 +353,8 @@ class _Kernels:
             if kind == PASS:
                 total += share * memory + PASS_KERNELS * launch * bool(moved)
             else:
-                total += max(product_seconds(cluster, kind, dtype, float(flops), head), memory) + calls * launch
+                computing = 0.0 if kind == SLICE else product_seconds(cluster, kind, dtype, float(flops), head)
+                total += max(computing, memory) + calls * launch
         return total
 
 
