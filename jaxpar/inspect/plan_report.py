@@ -211,11 +211,11 @@ class Verified(NamedTuple):
 
     def __str__(self) -> str:
         before, after = (one.costs for one in self[:2])
-        of_program = "not predicted from programs" if self.seconds is None else f"{self.seconds * 1e3:.3g} ms"
+        of_program = "not predicted from programs" if self.seconds is None else report.format_seconds(self.seconds)
         return (
             f"compiled: {self.predicted.name}: needs {format_bytes(after.nbytes)} (predicted "
             f"{format_bytes(before.nbytes)}), {'fits' if self.corrected.fits else 'does not fit'}; "
-            f"{of_program} (predicted {before.seconds * 1e3:.3g} ms)"
+            f"{of_program} (predicted {report.format_seconds(before.seconds)})"
         )
 
 
