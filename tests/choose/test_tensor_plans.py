@@ -204,9 +204,9 @@ def test_pipelines_whose_stages_are_groups() -> None:
     again = planner.candidate_of_plan(space, config, plan)
     assert again.name == one.name
     assert again.costs.seconds == pytest.approx(one.costs.seconds, rel=0.1)
-    assert again.costs.nbytes == pytest.approx(one.costs.nbytes, rel=0.05)  # that of the last stage, which has more
-    # Of all stages on average, and of the last one, which has both blocks.
-    assert one.costs.exposed < again.costs.exposed < 2 * one.costs.exposed
+    assert again.costs.nbytes == pytest.approx(one.costs.nbytes, rel=0.05)
+    # Of all stages on average, and of one of them; each has a block.
+    assert again.costs.exposed == pytest.approx(one.costs.exposed, rel=0.25)
 
 
 def test_actions_wait_for_the_devices_of_a_group() -> None:
