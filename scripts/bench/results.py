@@ -148,8 +148,8 @@ INDEX = (
     "Each page has one benchmark of jaxpar: what to conclude, the command that repeats it, the hardware, and the "
     "numbers. [Published results](published.md) compares jaxpar with what papers and projects measured. The "
     "[glossary](../reference/glossary.md) explains terms such as *exchange*, *remat* and *lockstep*. *The quickstart* "
-    "is a small BERT that learns from scratch to classify words by their definitions (`configs/quickstart.py`). Lines "
-    "of hardware without a version of jaxlib were written by hand."
+    "is a small BERT that learns from scratch to classify words by their definitions (`configs/quickstart.py`). "
+    "Hardware lines without a jaxlib version were written by hand."
 )
 
 
