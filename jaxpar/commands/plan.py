@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
     amount = number("a number greater than 0", minimum=1e-9)
     for flag, help_text in SIZE_FLAGS.items():
         add(flag, type=amount, help=help_text)
-    add("--verify", type=integer(1), default=0, metavar="N", help="compile the first N, and correct their memory and order")
+    add("--verify", type=integer(1), default=0, metavar="N", help="compile the first N, and correct memory and order")
     add("--out", type=output_path, metavar="FILE.py", help="write the first one as a config file")
     of_here = "write the GPUs of --cluster=here as a cluster file"
     add("--save_cluster", type=output_path, metavar="FILE.toml", help=of_here)
