@@ -44,21 +44,34 @@ def main() -> None:
     parser.add_argument("--config", default="configs/quickstart.py", help="config file as PATH[:PRESET]")
     parser.add_argument("--replicas", type=integer(1), default=4, help="number of replicas")
     parser.add_argument("--seeds", type=integer(1), default=1, help="number of runs of each exchange")
-    rows = [*EXCHANGES, *VARIANTS]
     parser.add_argument(
         "--exchanges",
-        type=names(rows),
-        default=rows,
-        help=f"exchanges to compare, by name or as one of {', '.join(map(repr, VARIANTS))} (default: all)",
+        type=names([*EXCHANGES, *VARIANTS]),
+        help=f"exchanges to compare, by name or as one of {', '.join(map(repr, VARIANTS))} (default: these, and all "
+        "that change the result and support the optimizer)",
     )
     parser.add_argument("--dtypes", type=names(DTYPES), help=f"precisions to compare instead ({', '.join(DTYPES)})")
     parser.add_argument("--workdir", type=output_path, default="runs/accuracy", help="directory of the runs")
     arguments, overrides = parser.parse_with_overrides()
     overrides += [f"--config.mesh.{key}={arguments.replicas}" for key in ("data", "virtual_cpu_devices")]
-    head, settings = "exchange", {row: chosen(row) for row in ("ddp", *arguments.exchanges)}
+    exchanges = arguments.exchanges or inexact(loaded(arguments.config, overrides))
+    head, settings = "exchange", {row: chosen(row) for row in ("ddp", *exchanges)}
     if arguments.dtypes:
         head, settings = "dtype", {dtype: [f"--config.model.dtype={dtype}"] for dtype in arguments.dtypes}
     compare(head, settings, arguments.config, overrides, arguments.workdir, arguments.seeds)
+
+
+def inexact(config: ConfigDict) -> list[str]:
+    """Return the exchanges that change the result of a config, and the variants."""
+    is_adamw = config.optimizer.name == "adamw"
+    return [*(name for name, one in EXCHANGES.items() if one.differs and one.adamw <= is_adamw), *VARIANTS]
+
+
+def loaded(path: str, overrides: list[str]) -> ConfigDict:
+    """Return a config with overrides."""
+    config = configs.load_config(path)
+    configs.override(config, overrides)
+    return config
 
 
 def compare(
@@ -74,8 +87,7 @@ def compare(
       workdir: directory of the runs.
       seeds: number of runs of each row.
     """
-    config = configs.load_config(config_path)
-    configs.override(config, overrides)
+    config = loaded(config_path, overrides)
     columns = [head, tasks.find_task(config).score.key, f"difference from {next(iter(rows))}", "MB sent per step"]
     columns += ["range over seeds"] if seeds > 1 else []
     show(columns, compared(rows, config_path, config, overrides, workdir, seeds))
