@@ -52,6 +52,7 @@ from jaxpar.choose.costs.memory import (
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS, LAUNCH_SECONDS, collective_seconds
 from jaxpar.choose.costs.step import (
+    PACKING,
     REPLICA_KEYS,
     PipelineStep,
     StepCosts,
@@ -440,6 +441,16 @@ def test_lockstep_copies_stashes() -> None:
     assert np.array(apart) == pytest.approx(np.array([[0.01] * 2, [0.01] * 2, [0.01 + added] * 2]))
     copied = [[GPUS.moved(2 * nbytes, 1)] * 2 for nbytes in (4e6, 8e6, 7e6)]
     assert np.array(lockstep) - np.array(apart) == pytest.approx(np.array(copied))
+
+
+def test_lockstep_packs_gradients() -> None:
+    table = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1)
+    held = StateBytes(0.0, 0.0, 1e9)
+    case = work_of([layer(0.01)] * 2), GPUS, {DATA: 8, STAGE: 2}, table, (0, 1, 2), list[Traffic]()
+    lockstep, apart = (costs_of_pipeline(*case, executor=one, state=held) for one in (LOCKSTEP, DISPATCH))
+    assert (lockstep.packing, lockstep.update) == (GPUS.moved(PACKING * 1e9, 1),) * 2
+    assert lockstep.seconds == pytest.approx(sum(lockstep.overheads().values()) + lockstep.compute)
+    assert apart.packing == apart.update == 0
 
 
 def test_stashes_have_a_vector_for_each_dtype() -> None:
