@@ -114,6 +114,7 @@ def main(argv: Sequence[str]) -> None:
     elif found[0].fits:
         own = None if config.strategy == AUTO_STRATEGY else predicted(space, config, ratios)
         print(plan_report.describe_plans(space, found, work, own, others, time.monotonic() - begin))
+    if not arguments.json:
         print(*map(str, compiled), sep="\n", end="\n" if compiled else "")
     best = found[0]
     if not best.fits:

@@ -224,7 +224,8 @@ def verified(
 ) -> tuple[list[Candidate], list[Verified]]:
     """Compile the first candidates, of different names, for the target, and the one that is then the first.
 
-    Returns all candidates in their corrected order, and those that were compiled.
+    Returns all candidates in their corrected order, and those that were compiled. The order of those that were compiled
+    and fit is that of the times of their programs.
     """
     compiled: list[Verified] = []
     waiting = report.best_of_each(found)[:number]
@@ -238,7 +239,18 @@ def verified(
         found = ranked(corrected.get(id(one), one) for one in found)
         is_compiled = any(found[0] is one.corrected for one in compiled)
         waiting = [] if is_compiled or not found[0].fits else found[:1]
-    return list(found), compiled
+    return by_programs(found, compiled), compiled
+
+
+def by_programs(found: Sequence[Candidate], compiled: Sequence[Verified]) -> list[Candidate]:
+    """Return the candidates with those whose programs were timed, and that fit, in the order of these times."""
+    seconds = {id(one.corrected): one.seconds for one in compiled if one.seconds is not None and one.corrected.fits}
+    places = [place for place, one in enumerate(found) if id(one) in seconds]
+    timed = sorted((found[place] for place in places), key=lambda one: seconds[id(one)])
+    ordered = list(found)
+    for place, one in zip(places, timed, strict=True):
+        ordered[place] = one
+    return ordered
 
 
 def _compiled(one: Candidate, space: Space, target: Target) -> Verified:

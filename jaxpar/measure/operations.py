@@ -51,7 +51,7 @@ READING = (*KERNELS, "random_bits", "threefry2x32")  # operations whose operands
 class Operation(NamedTuple):
     """A kernel, or what passes move."""
 
-    kind: str  # pass, slice (read, or updated in place), product or attention
+    kind: str  # pass, slice (taken, or updated in place, such as rows of an embedding), product or attention
     dtype: str  # the NumPy name of the dtype of the first operand of a product or of attention
     flops: float  # FLOPs of the products in one call
     nbytes: float  # bytes that are read and written in one call

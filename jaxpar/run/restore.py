@@ -84,8 +84,9 @@ def start(run: Run) -> tuple[StrategyState, Past]:
     before = check_continued(run, saved)
     if saved.step < run.num_steps:
         print(f"resumed   from step {saved.step:,}{', which was kept in memory' if kept else ''}", flush=True)
-    for change in resume.differences(before, run.config).values():
-        print(f"changed   {change}", flush=True)
+    for key, change in resume.differences(before, run.config).items():
+        if key != "chosen":  # what is chosen was printed with its reasons
+            print(f"changed   {change}", flush=True)
     private_key = saved_private_key(saved.info)
     is_continued = private_key == dict(run.plan.private_key)
     # Checkpoints of earlier versions lack some keys of the info.

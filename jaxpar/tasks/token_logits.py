@@ -106,18 +106,17 @@ def weighted_sums(
 
 @jax.custom_vjp
 def _whole_sums(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> LossAndCorrect:
-    """Return `weighted_sums` of all words.
-
-    Only the loss can be differentiated, by the logits, of which nothing else as large is saved.
-    """
+    """Return `weighted_sums` of all words. For the backward pass, it saves the logits and nothing else as large."""
     return _sums_and_softmax(logits, labels, weights)[0]
 
 
 class _Softmax(NamedTuple):
-    """The softmax of logits [..., V]: exp(logits - top) / total."""
+    """The softmax of logits [..., V], exp(logits - top) / total, and what follows from it."""
 
     top: jax.Array  # [..., 1], the largest logit
     total: jax.Array  # [..., 1]
+    losses: jax.Array  # [...], the cross entropy
+    correct: jax.Array  # [...], 1.0 if the best logit is that of the label, otherwise 0.0
 
     def derivative(self, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
         """Return the derivative of the weighted cross entropy by the logits, [..., V]."""
@@ -133,8 +132,9 @@ def _sums_and_softmax(logits: jax.Array, labels: jax.Array, weights: jax.Array) 
     losses = (jnp.log(total) - (of_label - top))[..., 0]
     # The best of equal logits is the first, as in argmax, whose pairs of a logit and a place take longer to reduce.
     is_before = _indices(logits) < labels[..., None]
-    correct = (of_label == top)[..., 0] & ~((logits == top) & is_before).any(axis=-1)
-    return (jnp.sum(losses * weights), jnp.sum(correct * weights)), _Softmax(top, total)
+    is_best = (of_label == top)[..., 0] & ~((logits == top) & is_before).any(axis=-1)
+    correct = is_best.astype(jnp.float32)
+    return (jnp.sum(losses * weights), jnp.sum(correct * weights)), _Softmax(top, total, losses, correct)
 
 
 def _save_softmax(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[LossAndCorrect, tuple[Any, ...]]:
@@ -143,8 +143,10 @@ def _save_softmax(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> t
 
 
 def _by_logits(saved: tuple[Any, ...], cotangents: LossAndCorrect) -> tuple[Any, ...]:
-    softmax, *of_loss = saved
-    return softmax.derivative(*of_loss) * cotangents[0], None, None
+    softmax, logits, labels, weights = saved
+    of_loss, of_correct = cotangents
+    by_weights = (softmax.losses * of_loss + softmax.correct * of_correct).astype(weights.dtype)
+    return softmax.derivative(logits, labels, weights) * of_loss, None, by_weights
 
 
 _whole_sums.defvjp(_save_softmax, _by_logits)

@@ -18,10 +18,12 @@ from ml_collections import ConfigDict
 
 from jaxpar import config as configs
 from jaxpar import tasks
+from jaxpar.cluster import find_cluster
 from jaxpar.command_line import Parser, integer, names, output_path
-from jaxpar.errors import UserError, exit_code
+from jaxpar.errors import UserError, exit_code, is_refused
 from jaxpar.exchange import EXCHANGES
 from jaxpar.models import DTYPES
+from jaxpar.strategies.exchanges import check_exchange
 from scripts.bench.tables import show
 
 # Exchanges whose options change the accuracy, and the options.
@@ -48,23 +50,28 @@ def main() -> None:
         "--exchanges",
         type=names([*EXCHANGES, *VARIANTS]),
         help=f"exchanges to compare, by name or as one of {', '.join(map(repr, VARIANTS))} (default: these, and all "
-        "that change the result and support the optimizer)",
+        "that change the result, if the config supports them)",
     )
     parser.add_argument("--dtypes", type=names(DTYPES), help=f"precisions to compare instead ({', '.join(DTYPES)})")
     parser.add_argument("--workdir", type=output_path, default="runs/accuracy", help="directory of the runs")
     arguments, overrides = parser.parse_with_overrides()
     overrides += [f"--config.mesh.{key}={arguments.replicas}" for key in ("data", "virtual_cpu_devices")]
-    exchanges = arguments.exchanges or inexact(loaded(arguments.config, overrides))
+    exchanges = arguments.exchanges or inexact(arguments.config, overrides, arguments.replicas)
     head, settings = "exchange", {row: chosen(row) for row in ("ddp", *exchanges)}
     if arguments.dtypes:
         head, settings = "dtype", {dtype: [f"--config.model.dtype={dtype}"] for dtype in arguments.dtypes}
     compare(head, settings, arguments.config, overrides, arguments.workdir, arguments.seeds)
 
 
-def inexact(config: ConfigDict) -> list[str]:
-    """Return the exchanges that change the result of a config, and the variants."""
-    is_adamw = config.optimizer.name == "adamw"
-    return [*(name for name, one in EXCHANGES.items() if one.differs and one.adamw <= is_adamw), *VARIANTS]
+def inexact(path: str, overrides: list[str], num_replicas: int) -> list[str]:
+    """Return the exchanges that change the result of a config and that it supports, and such variants."""
+    changing = [name for name, one in EXCHANGES.items() if one.differs]
+    cluster = find_cluster()
+    return [
+        row
+        for row in (*changing, *VARIANTS)
+        if not is_refused(check_exchange, loaded(path, [*overrides, *chosen(row)]), num_replicas, cluster)
+    ]
 
 
 def loaded(path: str, overrides: list[str]) -> ConfigDict:
@@ -110,9 +117,10 @@ def compared(
             continue
         values = [result[score.key] for result in finished]
         mean = float(np.mean(values))
-        reference = mean if reference is None else reference
+        reference = mean if row == next(iter(rows)) else reference
         extent = [f"{min(values):{score.format}} to {max(values):{score.format}}"] if seeds > 1 else []
-        difference, megabytes = f"{mean - reference:+{score.format}}", f"{finished[0]['wire_bytes'] / 1e6:.3f}"
+        difference = "" if reference is None else f"{mean - reference:+{score.format}}"
+        megabytes = f"{finished[0]['wire_bytes'] / 1e6:.3f}"
         yield [row, format(mean, score.format), difference, megabytes, *extent]
 
 

@@ -1074,6 +1074,19 @@ def test_compiled_candidates_are_corrected(
     assert configs.keys(configs.load_config(str(out)))["exchange"] == listed[0]["settings"].get("exchange", "ddp")
 
 
+def test_compiled_candidates_have_the_order_of_their_programs(found: list[Candidate]) -> None:
+    """Those that were not compiled, do not fit or have no time keep their places."""
+    first, second, third, fourth, fifth, *others = found
+
+    def compiled(one: Candidate, seconds: float | None, *, fits: bool = True) -> planning.Verified:
+        return planning.Verified(one, one, seconds)._replace(corrected=one._replace(fits=fits) if not fits else one)
+
+    too_large = compiled(fourth, 0.1, fits=False)
+    listed = [first, second, third, too_large.corrected, fifth, *others]
+    times = [compiled(first, 3.0), compiled(second, None), compiled(third, 2.0), too_large, compiled(fifth, 1.0)]
+    assert planning.by_programs(listed, times) == [fifth, second, third, too_large.corrected, first, *others]
+
+
 def test_nothing_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(planning, "cluster_of", lambda *_: replace(H100, memory_bytes=1000))
     config = (*PERCEPTRON, "--config.batch_size=16")

@@ -48,6 +48,17 @@ def test_rows_without_names_change_the_result(tmp_path: Path, monkeypatch: pytes
     ran = compare(monkeypatch, f"--workdir={tmp_path / 'sgd'}", "--config.optimizer.name=sgd")
     of_adamw = {"bagua_qadam", "onebit_adam"}
     assert ran == ["ddp", *(name for name in changing if name not in of_adamw), *variants]
+    alone = compare(monkeypatch, f"--workdir={tmp_path / 'alone'}", "--replicas=1")
+    assert "bagua_decentralized" not in alone  # it needs at least two replicas
+    assert "bagua_bytegrad" in alone
+
+
+def test_rows_are_compared_with_the_first_one_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compare(monkeypatch, f"--workdir={tmp_path}", "--exchanges=zero1", codes={"ddp": 1})
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert rows == [["ddp", "1", "of", "1", "runs", "diverged"], ["zero1", "25.00%", "2.000"]]
 
 
 def test_rows_are_means_over_seeds(

@@ -109,18 +109,20 @@ def test_the_forward_pass_computes_no_gradient(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_whole_logits_are_saved_once() -> None:
-    """The forward pass saves them and vectors; the gradient is that of optax."""
+    """The forward pass saves them and vectors; the gradients, also by the weights, are those of optax."""
     rng = np.random.default_rng(1)
     scores = jnp.asarray(rng.normal(size=(B, T, V)), jnp.float32)
     labels, weights = jnp.asarray(rng.integers(0, V, (B, T))), jnp.asarray(rng.uniform(size=(B, T)), jnp.float32)
-    _, backward = jax.vjp(lambda x: token_logits.weighted_sums(x, labels, weights), scores)
+    _, backward = jax.vjp(lambda x, w: token_logits.weighted_sums(x, labels, w), scores, weights)
     assert [x.shape for x in jax.tree.leaves(backward) if x.size >= B * T * V] == [(B, T, V)]
 
-    def by_optax(scores: jax.Array) -> jax.Array:
-        return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(scores, labels) * weights)
+    def by_optax(scores: jax.Array, weights: jax.Array) -> jax.Array:
+        losses = optax.softmax_cross_entropy_with_integer_labels(scores, labels)
+        return jnp.sum((2 * losses + 3 * (scores.argmax(-1) == labels)) * weights)
 
-    [found] = backward((jnp.float32(2), jnp.float32(0)))
-    np.testing.assert_allclose(found, 2 * jax.grad(by_optax)(scores), rtol=1e-5, atol=1e-7)
+    found = backward((jnp.float32(2), jnp.float32(3)))
+    for got, wanted in zip(found, jax.grad(by_optax, argnums=(0, 1))(scores, weights), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])

@@ -352,9 +352,10 @@ class _Kernels:
             memory = memory_seconds(cluster, float(moved))
             if kind == PASS:
                 total += share * memory + PASS_KERNELS * launch * bool(moved)
+            elif kind == SLICE:
+                total += memory + calls * launch
             else:
-                computing = 0.0 if kind == SLICE else product_seconds(cluster, kind, dtype, float(flops), head)
-                total += max(computing, memory) + calls * launch
+                total += max(product_seconds(cluster, kind, dtype, float(flops), head), memory) + calls * launch
         return total
 
 

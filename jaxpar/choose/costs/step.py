@@ -41,8 +41,8 @@ CASTS = 6.0  # bytes that casts of float32 weights in both passes read and write
 # the backward pass gathers the positions again while it computes their gradient, and scatters that while it computes
 # those of the kernels. For the other three of five collectives, the next operation waits.
 HIDDEN_BETWEEN_PRODUCTS = 0.4
-# Bytes that a lockstep step moves to clear, pack, copy and unpack gradients, for each byte of the gradients of a device:
-# of 8-layer GPTs compiled for H100s, 12 on 2 stages (zero1), and 24 on 4 stages whose first and last share an array.
+# Bytes that a lockstep step moves to clear, pack, copy and unpack gradients, for each byte of a device's gradients: of
+# 8-layer GPTs compiled for H100s, 12 on 2 stages (zero1), and 24 on 4 stages whose first and last share an array.
 PACKING = 12.0
 # Settings on which the costs of replicas depend, besides those of their exchange.
 REPLICA_KEYS = ("optimizer.accumulation_steps", "model.remat", "model.scan_layers")

@@ -27,10 +27,11 @@ from jaxpar.strategies.pipeline.tables.table import Table
 
 
 def num_calls(table: Table) -> int:
-    """Return how many programs a host calls in a step, besides sums of tied arrays, if no stage has replicas.
+    """Return how many programs a host calls in a step, if no stage has replicas and no exchange clips.
 
     It begins the step, adds up the metrics of the last stage, and agrees on the norm. Each column starts sums of
-    gradients; after a flush, it also reduces them and updates, which a table without one has among its actions.
+    gradients; after a flush, it also reduces them and updates, which a table without one has among its actions. Sums of
+    tied arrays are not counted.
     """
     return len(table.actions) + 3 + table.num_devices * (1 if table.period else 3)
 
