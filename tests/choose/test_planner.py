@@ -1075,7 +1075,7 @@ def test_compiled_candidates_are_corrected(
 
 
 def test_compiled_candidates_have_the_order_of_their_programs(found: list[Candidate]) -> None:
-    """Those that were not compiled, do not fit or have no time keep their places."""
+    """Candidates that were not compiled, do not fit or have no time keep their places."""
     first, second, third, fourth, fifth, *others = found
 
     def compiled(one: Candidate, seconds: float | None, *, fits: bool = True) -> planning.Verified:

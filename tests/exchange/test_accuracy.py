@@ -41,7 +41,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, *arguments: str, codes: dict[str, i
 
 
 def test_rows_without_names_change_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They support the optimizer of the config."""
+    """All rows support the optimizer of the config."""
     changing = [name for name, one in EXCHANGES.items() if one.differs]
     variants = [row.split()[0] for row in accuracy.VARIANTS]
     assert compare(monkeypatch, f"--workdir={tmp_path / 'adamw'}") == ["ddp", *changing, *variants]
