@@ -137,19 +137,19 @@ def _sums_and_softmax(logits: jax.Array, labels: jax.Array, weights: jax.Array) 
     return (jnp.sum(losses * weights), jnp.sum(correct * weights)), _Softmax(top, total, losses, correct)
 
 
-def _save_softmax(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[LossAndCorrect, tuple[Any, ...]]:
+def _whole_forward(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[LossAndCorrect, tuple[Any, ...]]:
     sums, softmax = _sums_and_softmax(logits, labels, weights)
     return sums, (softmax, logits, labels, weights)
 
 
-def _by_logits(saved: tuple[Any, ...], cotangents: LossAndCorrect) -> tuple[Any, ...]:
+def _whole_backward(saved: tuple[Any, ...], cotangents: LossAndCorrect) -> tuple[Any, ...]:
     softmax, logits, labels, weights = saved
     of_loss, of_correct = cotangents
     by_weights = (softmax.losses * of_loss + softmax.correct * of_correct).astype(weights.dtype)
     return softmax.derivative(logits, labels, weights) * of_loss, None, by_weights
 
 
-_whole_sums.defvjp(_save_softmax, _by_logits)
+_whole_sums.defvjp(_whole_forward, _whole_backward)
 
 
 def _of_split_words(logits: jax.Array, labels: jax.Array, words: SplitWords) -> tuple[jax.Array, jax.Array]:

@@ -1079,7 +1079,7 @@ def test_compiled_candidates_have_the_order_of_their_programs(found: list[Candid
     first, second, third, fourth, fifth, *others = found
 
     def compiled(one: Candidate, seconds: float | None, *, fits: bool = True) -> planning.Verified:
-        return planning.Verified(one, one, seconds)._replace(corrected=one._replace(fits=fits) if not fits else one)
+        return planning.Verified(one, one if fits else one._replace(fits=False), seconds)
 
     too_large = compiled(fourth, 0.1, fits=False)
     listed = [first, second, third, too_large.corrected, fifth, *others]

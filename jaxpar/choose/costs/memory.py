@@ -115,7 +115,8 @@ class _Weights(NamedTuple):
         sums = []
         for scan, is_looped, nbytes in zip(self.scans, self.is_looped, self.in_scans, strict=True):
             of_scan = 0.0 if is_looped else sum(gradients[scan.start : scan.stop])
-            sums.append(copied + sum(gradients[scan.stop :]) + of_scan + nbytes * self.scatters_layers)
+            unscattered = nbytes if self.scatters_layers else 0.0
+            sums.append(copied + sum(gradients[scan.stop :]) + of_scan + unscattered)
         return sums
 
     def at_end(self) -> float:
