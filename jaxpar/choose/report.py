@@ -154,6 +154,8 @@ def explain(candidate: Candidate, best: Candidate, workload: StepWork) -> str:
     worst = max(here, key=lambda name: here[name] - there[name])
     what = {"compute": "computing"} | OVERHEADS
     slower = costs.seconds / best.costs.seconds - 1
+    if slower <= -0.0005:  # the first one was compiled (`--verify`)
+        return f"{candidate.name} is predicted to take {-slower:.1%} less; {needs}."
     if slower < 0.0005:
         return f"{candidate.name} takes as long as the first; {needs}."
     seconds = f"{format_seconds(here[worst])} instead of {format_seconds(there[worst])}"
@@ -172,7 +174,7 @@ def explain_own(own: Candidate, best: Candidate, workload: StepWork, others: Seq
         settings = {**DEFAULTS_OF_CHOICES, **faster.settings}
         changed = [f"config.{key}={settings[key]}" for key, value in own.settings.items() if settings[key] != value]
         slower = faster.costs.seconds / best.costs.seconds - 1
-        text += f" With {' and '.join(changed)}, it takes {slower:.1%} longer." if changed else ""
+        text += f" With {' and '.join(changed)}, it takes {slower:.1%} longer." if changed and slower >= 0 else ""
     return text
 
 

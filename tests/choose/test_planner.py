@@ -1084,7 +1084,11 @@ def test_compiled_candidates_have_the_order_of_their_programs(found: list[Candid
     too_large = compiled(fourth, 0.1, fits=False)
     listed = [first, second, third, too_large.corrected, fifth, *others]
     times = [compiled(first, 3.0), compiled(second, None), compiled(third, 2.0), too_large, compiled(fifth, 1.0)]
-    assert planning.by_programs(listed, times) == [fifth, second, third, too_large.corrected, first, *others]
+    ordered = planning.by_programs(listed, times)
+    assert ordered == [fifth, second, third, too_large.corrected, first, *others]
+    faster = first._replace(costs=first.costs._replace(seconds=0.9 * fifth.costs.seconds))
+    text = report.explain(faster, fifth, report.StepWork(64, 64, 1e9, 8e12, 1e12))
+    assert f"{first.name} is predicted to take 10.0% less; it needs " in text
 
 
 def test_nothing_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
