@@ -468,7 +468,8 @@ def test_processes_that_slurm_starts(folder: Path, tmp_path: Path, alone: Callab
     ]
     first, second = (finished(process) for process in started)
     assert any("4 devices in 2 processes" in line for line in first[0])
-    assert not [line for line in second[0] if "Gloo" not in line and "peer ranks" not in line]
+    # Two threads of Gloo can write their messages into one another, which then leave an empty line.
+    assert not [line for line in second[0] if line and "Gloo" not in line and "peer ranks" not in line]
     assert_close(tmp_path / "run", alone("data_parallel"))
 
 
