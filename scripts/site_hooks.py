@@ -2,10 +2,12 @@
 
 Markdown files become pages; other files become pages that show their source in a code block. The search finds guides
 before reference and history, and no source. A page with a wide table has no table of contents at its side. Long names
-in tables break between words. A picture is a link to itself, because a phone shows it too small. The copy
+in tables break between words. On a phone, the cells of a row are below each other, each with the name of its column, if
+the table would be wider than the screen. A picture is a link to itself, because a phone shows it too small. The copy
 button of a console block copies its commands only.
 """
 
+import itertools
 import posixpath
 import re
 from html import escape, unescape
@@ -20,6 +22,10 @@ LINK = re.compile(r"\]\((?!https?:)([\w./-]+)(#[\w-]+)?\)")
 COMMAND = re.compile(r"^\$ (.*<<END\n(?:.*\n)*?END$|.*(?:(?<=\\)\n.*)*)", re.MULTILINE)
 CONSOLE = re.compile(r'<div class="language-console highlight">(.*?)</div>', re.DOTALL)
 WIDE = re.compile(r"^\|(?:[^|\n]*\|){7,}$", re.MULTILINE)  # a row of a table that needs the width of the window
+TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+TAG = re.compile(r"<[^>]+>")
+PHONE = 44  # characters, besides margins, in the width of a phone
+BREAK = re.compile(r"(?<=[._=/])(?=[a-zA-Z])")  # where long names may break
 CELL = re.compile(r"<t([dh])\b.*?</t\1>", re.DOTALL)
 LONG_NAME = re.compile(r"[\w.=/]{14,}(?=[^<>]*<)")  # in a text, not in a tag
 PICTURE = re.compile(r'<img [^>]*src="([^"]+)"[^>]*>')
@@ -65,21 +71,42 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Give each console block what its copy button copies, long names in tables places to break, and pictures links."""
+    """Change console blocks, tables and pictures, as above."""
     del page, config, files
     html = PICTURE.sub(r'<a href="\1">\g<0></a>', html)
-    return CELL.sub(with_breaks, CONSOLE.sub(with_copy, html))
+    return CELL.sub(with_breaks, TABLE.sub(with_labels, CONSOLE.sub(with_copy, html)))
+
+
+def with_labels(table: re.Match[str]) -> str:
+    """Return a wide table with the names of the columns at its cells, which site.css shows on a phone."""
+    rows = [[visible(cell[0]) for cell in CELL.finditer(row)] for row in table[0].split("<tr>")[1:]]
+    labels, *_ = rows
+    if sum(max(map(longest_word, column)) + 1 for column in zip(*rows, strict=True)) < PHONE:
+        return table[0]
+    names = itertools.cycle(labels)
+    labelled = re.sub("<td", lambda _: f'<td data-label="{escape(next(names))}"', table[0])
+    return labelled.replace("<table>", "<table data-stacked>")
+
+
+def longest_word(cell: str) -> int:
+    """Return the length of the longest part of a cell that does not break."""
+    return max((len(part) for word in cell.split() for part in BREAK.split(word)), default=0)
 
 
 def with_breaks(cell: re.Match[str]) -> str:
     """Return a cell of a table whose long names may break before a word, as in `pipeline.|num_|microbatches`."""
-    return LONG_NAME.sub(lambda name: re.sub(r"[._=/](?=[a-zA-Z])", r"\g<0><wbr>", name[0]), cell[0])
+    return LONG_NAME.sub(lambda name: BREAK.sub("<wbr>", name[0]), cell[0])
 
 
 def with_copy(block: re.Match[str]) -> str:
     """Return a console block with its commands in the attribute that the theme copies, if it has any."""
-    copied = "\n".join(commands(unescape(re.sub(r"<[^>]+>", "", block[1]))))
+    copied = "\n".join(commands(visible(block[1])))
     return block[0].replace("<div", f'<div data-copy="{escape(copied)}"', 1) if copied else block[0]
+
+
+def visible(html: str) -> str:
+    """Return what a reader sees of a piece of HTML."""
+    return unescape(TAG.sub("", html))
 
 
 def commands(console: str) -> list[str]:

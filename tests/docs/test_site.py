@@ -82,6 +82,16 @@ def test_long_names_in_tables_break_before_words(site: Path) -> None:
     assert "<wbr>" not in (site / "howto/resume.html").read_text().partition("<table>")[0]
 
 
+def test_cells_of_wide_tables_have_the_names_of_their_columns(site: Path) -> None:
+    html = (site / "explanation/comparison.html").read_text()
+    wide = html.partition("<table data-stacked>")[2].partition("</table>")[0]
+    columns = [site_hooks.visible(name) for name in re.findall(r"<th>(.*?)</th>", wide)]
+    rows = [re.findall(r'<td data-label="(.*?)">', row) for row in wide.partition("<tbody>")[2].split("<tr>")[1:]]
+    assert len(columns) > 6
+    assert rows == [columns] * len(rows)
+    assert "data-stacked" not in (site / "results/plans/scale.html").read_text()  # four narrow columns
+
+
 def test_a_picture_is_a_link_to_itself(site: Path) -> None:
     html = (site / "results/updates/updates_bert.html").read_text()
     assert re.findall(r'<a href="([^"]+)"><img ', html) == ["../../updates.png"]
