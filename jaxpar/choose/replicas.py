@@ -37,7 +37,7 @@ from jaxpar.exchange.named import EXCHANGES, exchange_differs
 from jaxpar.exchange.scatter_layers import can_scatter
 from jaxpar.layout import SHARDED
 from jaxpar.models.options import scans_layers
-from jaxpar.strategies.data_parallel.shard_map import ReplicaDetails, group_traffic
+from jaxpar.strategies.data_parallel.shard_map import ReplicaDetails, group_traffic, sent_shapes
 from jaxpar.strategies.exchanges import sums_along_a_ring
 
 LARGEST_RING = 64  # replicas of a ring whose steps are written out in the program
@@ -154,18 +154,16 @@ def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[
     exchange = plan.details.exchange if _has_exchange(plan) else None
     traffic = plan.traffic
     if exchange:
-        read = model.read_shapes(space.problem.batch) if exchange.fetch else model.shapes
-        traffic = tuple(exchange.traffic(read, accumulation))
+        traffic = tuple(exchange.traffic(sent_shapes(model, space.problem.batch, exchange), accumulation))
         on_cpu, group = space.machine.cluster.platform == "cpu", plan.details.group.with_remat(remat)
         sent = group_traffic(group, exchange, plan.num_replicas, on_cpu=on_cpu)
         traffic += tuple(one._replace(messages=accumulation * one.messages) for one in sent)
     elif plan.details == "sharding" and space.machine.overlaps:
         traffic = tuple(combined(one, plan.num_replicas) for one in traffic)
-    gathers_layers = exchange is not None and exchange.fetch is not None  # layer by layer
-    shards = exchange and exchange.leaves_shards
+    gathers_whole = exchange is not None and exchange.gather is not None
     params = plan.memory[0]["parameters"]
     optimizer = plan.device_bytes[0] - params
-    gradients = params if gathers_layers or not shards else params / plan.num_replicas
+    gradients = params * (plan.num_replicas if exchange and gathers_whole and not exchange.leaves_shards else 1)
     costs = replicas_costs(
         layers,
         model,
@@ -176,9 +174,10 @@ def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[
         traffic,
         StateBytes(params, optimizer, gradients),
         update,
-        gathers_layers=gathers_layers,
+        gathers_whole=gathers_whole,
+        gathers_layers=exchange is not None and exchange.fetch is not None,
         scatters_layers=exchange is not None and exchange.scatter_layers is not None and can_scatter(model),
-        sent_at_end=_sent_at_end(exchange, settings) if exchange else (),
+        sent_alone=_sent_alone(exchange, settings) if exchange else (),
     )
     if plan.offloaded_bytes:
         name += ", offload"
@@ -187,15 +186,16 @@ def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[
     return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes)
 
 
-def _sent_at_end(exchange: Exchange, settings: Settings) -> tuple[str, ...]:
-    """Return the kinds of collectives of an exchange that are sent when nothing is left to compute."""
+def _sent_alone(exchange: Exchange, settings: Settings) -> tuple[str, ...]:
+    """Return the kinds of collectives of an exchange that are sent when nothing can be computed."""
     accumulates = settings["optimizer.accumulation_steps"] > 1
-    if exchange.fetch:  # hsdp sums over groups after a loop over layers or microbatches
-        has_loop = accumulates or scans_layers(settings["model.scan_layers"], settings["model.remat"])
-        return ("all-reduce",) if has_loop else ()
     if accumulates and not exchange.leaves_shards:
         return RING_COLLECTIVES
-    return ("all-gather",) if exchange.shards else ()  # of new parameters
+    # Parameters are gathered before a loop over layers or microbatches, and hsdp sums over groups after it.
+    has_loop = accumulates or scans_layers(settings["model.scan_layers"], settings["model.remat"])
+    if not exchange.shards or not has_loop:
+        return ()
+    return ("all-gather",) if exchange.gather else ("all-reduce",)
 
 
 def candidate_of_replicas(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:

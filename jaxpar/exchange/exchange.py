@@ -10,10 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.core import step as steps
 from jaxpar.core.plan import Traffic
-from jaxpar.core.state import State
-from jaxpar.core.step import Metrics
 from jaxpar.exchange.fetch import Fetch
 from jaxpar.exchange.scatter_layers import LayerScatter
 from jaxpar.layout import REPLICATED, Tree
@@ -87,11 +84,9 @@ class DistributedState(NamedTuple):
 class ExchangeUpdate(NamedTuple):
     """The result of `Exchange.update`."""
 
-    updates: Tree  # the updates, to be added to the parameters, or to `shards`
+    updates: Tree  # the updates, to be added to the parameters that the replica holds
     state: DistributedState  # the next state
     grad_norm: jax.Array | None  # norm of the gradient that replicas agreed on; None if they do not agree on one
-    # this replica's shards of the parameters, which are gathered after the update; None: nothing is gathered
-    shards: Tree | None = None
 
 
 class Exchange(NamedTuple):
@@ -109,7 +104,7 @@ class Exchange(NamedTuple):
     scatter: Callable[[Tree], Tree] | None = None
     # the same for the gradients of a layer, while its scan computes the one before; None: there is no `scatter`
     scatter_layers: LayerScatter | None = None
-    # returns the arrays of a layer from the shards of the replicas; None: the replica holds full arrays
+    # returns the arrays of a layer from the shards of the replicas; None: a step starts with all arrays
     fetch: Fetch | None = None
     # {name of a conditional in the compiled program: the share of steps in which each branch is taken}
     branches: Mapping[str, tuple[float, ...]] = {}
@@ -117,6 +112,11 @@ class Exchange(NamedTuple):
     shards: ShardSteps | None = None  # the steps of `update`, if `params` or `optimizer` are sharded
     # whether an infinity or NaN in the gradient of any replica reaches the norm of the update; compressors may hide it
     shows_nonfinite: bool = False
+
+    @property
+    def gather(self) -> Callable[[Tree, Tree], Tree] | None:
+        """The function with which a step starts: (shapes; shards of this replica) -> all parameters. None: none."""
+        return self.shards.gather if self.shards and not self.fetch else None
 
     @property
     def leaves_shards(self) -> bool:
@@ -127,15 +127,6 @@ class Exchange(NamedTuple):
     def copies(self) -> int:
         """Number of groups of replicas that each hold all shards."""
         return self.shards.copies if self.shards else 1
-
-
-def apply_update(exchange: Exchange, state: State, made: ExchangeUpdate, metrics: Metrics) -> tuple[State, Metrics]:
-    """Return the state after a step with an update, as `jaxpar.core.step.apply` does. Updated shards are gathered."""
-    if made.shards is None:
-        return steps.apply(state, made.updates, made.state, metrics)
-    assert exchange.shards is not None
-    after, metrics = steps.apply(state._replace(params=made.shards), made.updates, made.state, metrics)
-    return after._replace(params=exchange.shards.gather(state.params, after.params)), metrics
 
 
 def every(num_passes: int, exchange: Exchange, *, average: bool) -> Exchange:

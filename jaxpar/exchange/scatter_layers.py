@@ -54,16 +54,17 @@ class ScatteringModel(Model):
 
     def differentiated(self, params: Params) -> Params:
         """Return parameters with the shards of which the gradient is computed."""
-        return params | {name: self._scattered(params[name]) for name in self.scanned}
 
-    def _scattered(self, whole: LayerParams) -> Any:
-        shards = jax.eval_shape(self.scatter.shards, whole)
-        return Scattered(whole, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shards))
+        def scattered(name: str) -> Any:
+            shards = jax.eval_shape(self.scatter.shards, self.shapes[name])
+            return Scattered(params[name], jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shards))
+
+        return params | {name: scattered(name) for name in self.scanned}
 
     def shards(self, grads: Params) -> Params:
         """Return the shards of a gradient of `differentiated` parameters."""
         done: dict[str, Any] = {name: grads[name] for name in self.scanned}
-        others = self.scatter.at_end({name: layer for name, layer in grads.items() if name not in done})
+        others = self.scatter.at_end(self.as_stored({name: grads[name] for name in grads if name not in done}))
         return {name: done[name].shards if name in done else others[name] for name in grads}
 
 

@@ -1,7 +1,8 @@
 """ZeRO: each replica holds and updates 1/n of the arrays that data parallelism otherwise replicates.
 
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. Stage 1 shards the
-optimizer state, stage 2 also the accumulated gradients, stage 3 also the parameters.
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5. Replicas
+shard the optimizer state with the float32 parameters; from stage 2 on, also the accumulated gradients; in stage 3, also
+the parameters that a step reads. Before stage 3, a replica gathers all of those before each step.
 
 An array is sharded along its longest dim, padded to a multiple of n, so a shard has as many dims as the array. Scalars
 are not sharded: every replica holds them, and their gradients are summed by a psum.
@@ -34,7 +35,7 @@ from jaxpar.exchange.fuse import buckets
 from jaxpar.exchange.reduce import Axis, added_up
 from jaxpar.exchange.scatter_gather import all_gather_coded, reduce_scatter_coded
 from jaxpar.exchange.scatter_layers import LayerScatter
-from jaxpar.layout import REPLICATED, SHARDED, Tree, pad, shard_shape, split_dim, unpad
+from jaxpar.layout import SHARDED, Tree, pad, shard_shape, split_dim, unpad
 
 
 class Codes(NamedTuple):
@@ -299,8 +300,8 @@ def zero(
 
     Elementwise means that each element of an update depends only on that element of the gradient and the parameters.
     Stage 1 takes full gradients. Stages 2 and 3 take shards of the sum of gradients over replicas: in stage 2 the
-    `scatter` of the exchange computes them for each microbatch, in stage 3 the gradient of `fetch` does. In stage 3
-    parameters are shards, and `fetch` gathers those of a layer.
+    `scatter` of the exchange computes them for each microbatch, in stage 3 the gradient of `fetch` does. The
+    parameters are shards: a step gathers all of them, and in stage 3, `fetch` those of a layer.
 
     Args:
       optimizer: its update is passed grad_norm, the norm of the full gradient.
@@ -316,15 +317,14 @@ def zero(
     coded_shards = functools.partial(Shards, within, num_bytes=num_bytes, codes=codes)
 
     def init(params: Tree) -> DistributedState:
-        return DistributedState(optimizer.init(params if stage == 3 else steps.local(params)), ())
+        return DistributedState(optimizer.init(params), ())
 
     def update(grads: Tree, state: DistributedState, params: Tree, **extra: Any) -> ExchangeUpdate:
         # From stage 2 on, gradients are scattered already.
         grads = steps.mean(steps.scatter(grads) if stage == 1 else grads)
         grad_norm = jnp.sqrt(steps.square(grads))
-        local = params if stage == 3 else steps.local(params)
-        updates, inner = optimizer.update(grads, state.optimizer, local, **{"grad_norm": grad_norm, **extra})
-        return ExchangeUpdate(updates, DistributedState(inner, ()), grad_norm, None if stage == 3 else local)
+        updates, inner = optimizer.update(grads, state.optimizer, params, **{"grad_norm": grad_norm, **extra})
+        return ExchangeUpdate(updates, DistributedState(inner, ()), grad_norm)
 
     def traffic(params: Tree, num_microbatches: int = 1) -> list[Traffic]:
         # In stage 3, the arrays of the layers are scattered and gathered one layer after another.
@@ -352,7 +352,7 @@ def zero(
         init,
         update,
         traffic,
-        params=SHARDED if stage == 3 else REPLICATED,
+        params=SHARDED,
         optimizer=SHARDED,
         scatter=steps.scatter if stage == 2 else None,
         scatter_layers=scatter_layers if stage == 2 else None,

@@ -33,7 +33,6 @@ RECOMPUTED_SHARE = 0.1  # of the FLOPs of both passes: cuDNN attention computes 
 
 NEGLIGIBLE = f"at most {LARGE_SHARE:.0%} of the step"
 AT_THE_END = "too little is left to compute when the last gradients are sent, one message after the other"
-AT_THE_END_OF_ZERO = "nothing is left to compute when the last gradients and the updated parameters are sent"
 AFTER_WARMUP = "compression begins after the warm-up"
 TOO_LONG = "they overlap, but take longer than what is computed meanwhile"
 BETWEEN_PRODUCTS = "layers wait for the positions of the other devices of a group"
@@ -46,8 +45,8 @@ EXPECTED: Mapping[str, Mapping[Kind, str]] = {
         "other stages": "stages wait for each other's results",
         "synchronization": "in each clock, a device chooses the action of its row of the table",
     },
-    "zero1": {"exposed": AT_THE_END_OF_ZERO},
-    "zero2": {"exposed": AT_THE_END_OF_ZERO},
+    "zero1": {"exposed": AT_BOTH_ENDS},
+    "zero2": {"exposed": AT_BOTH_ENDS},
     "zero3": {"exposed": AT_BOTH_ENDS},
     "hsdp": {"exposed": AT_BOTH_ENDS},
     "bagua_decentralized": {"synchronization": "a step chooses the replica to average weights with"},
@@ -155,7 +154,7 @@ def remedies(config: ConfigDict) -> Mapping[str, str]:
             found |= dict.fromkeys(("all-reduce", "reduce-scatter"), earlier)
         elif config.exchange in ("ddp", "horovod", "byteps") and not config.exchange_options.wire_dtype:
             found["all-reduce"] = "config.exchange_options.wire_dtype=bfloat16 halves the bytes, and rounds gradients"
-        if config.exchange in ("zero1", "zero2"):
+        if scans and config.exchange in ("zero1", "zero2"):
             found["all-gather"] = "with config.exchange=zero3, layers gather their parameters during both passes"
     return found
 

@@ -285,6 +285,24 @@ class Model:
         keys_B = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), len(batch["inputs"])))
         return {layer.name: self.shapes_read(layer, x, batch, keys_B) for layer, x in inputs}
 
+    def narrowed_shapes(self, batch: Batch) -> Params:
+        """Return `shapes` with the dtypes in which layers read the arrays in training, except of those that they share.
+
+        The gradients of a shared array are added up in its own dtype.
+        """
+        read, tied = self.read_shapes(batch), {(tie.source, tie.source_name) for tie in self.ties}
+        return {
+            name: {key: leaf if (name, key) in tied else read[name][key] for key, leaf in layer.items()}
+            for name, layer in self.shapes.items()
+        }
+
+    def as_stored(self, tree: Params) -> Params:
+        """Return the arrays of some layers in the dtypes of `shapes`."""
+        return {
+            name: jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), layer, self.shapes[name])
+            for name, layer in tree.items()
+        }
+
     def shapes_read(self, layer: Layer, x: Activations, batch: Batch, keys_B: jax.Array | None) -> LayerParams:
         """Return `read_shapes` of one layer, for its input x."""
         if layer.num_applications > 1:  # its gradients are added up over the applications

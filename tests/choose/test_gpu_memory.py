@@ -14,7 +14,8 @@ WEIGHTS, SAVED, NARROWED = (60.0, 8.0, 8.0, 20.0), (1.0, 5.0, 5.0, 2.0), (0.0, 4
 MODEL: Any = SimpleNamespace(runs=(range(0, 1), range(1, 3), range(3, 4)))
 OUTPUT, LOOPED, STACKED = 3.0, 100.0, 0.5  # STACKED: what a scan saves in addition
 STATE = StateBytes(1000.0, 2000.0, 96.0)
-SCANNED_ZERO2 = {"scatters_layers": True, "is_scanned": True, "is_sent": True}
+SCANNED_ZERO1 = {"gathers_whole": True, "is_scanned": True, "is_sent": True}
+SCANNED_ZERO2 = SCANNED_ZERO1 | {"scatters_layers": True}
 SCANNED_ZERO3 = {"gathers_layers": True, "is_scanned": True}
 
 
@@ -51,10 +52,12 @@ class FixedSizes(Layers):
         ({"remat": "full", "is_scanned": True}, 18 + 1 + (1 + 3) + (60 + 4 + 4 + 20)),
         # At the end of a step that sends them, they are also in float32, with a copy of the embedding.
         ({"is_scanned": True, "is_sent": True}, (60 + 4 + 4 + 20) + (8 + 8) + 60),
-        # zero2, a quarter of the gradients: at the end, all new parameters, shards, and a copy of the embedding.
-        (SCANNED_ZERO2, 96 + 96 / 4 + 60),
+        # zero1: at the embedding, all weights are gathered in the dtypes in which they are read.
+        (SCANNED_ZERO1, (60 + 4 + 4 + 10) + 1 + (1 + 3) + (60 + 4 + 4 + 20)),
+        # zero2, a quarter of the gradients of the blocks.
+        (SCANNED_ZERO2, (60 + 4 + 4 + 10) + 1 + (1 + 3) + 60 + (8 + 8) / 4 + 20),
         # If the blocks save much, the peak is there, and one of their gradients is whole.
-        (SCANNED_ZERO2 | {"saved": 90.0}, 18 + (1 + 95) + STACKED + (95 + 3) + (8 + 8) / 4 + 8 + 20),
+        (SCANNED_ZERO2 | {"saved": 90.0}, 78 + (1 + 95) + STACKED + (95 + 3) + (8 + 8) / 4 + 8 + 20),
         # zero3, a quarter of the state: head: gathered with the block before, and stacks of both blocks and of their
         # gradients; its gradient is among what it saved. The embedding: in float32, with its gradient.
         (SCANNED_ZERO3 | {"looped": 2 * LOOPED}, (1 + 5 + 5 + 2) + 2 * STACKED + 2 * LOOPED + 10 + 4 + 8),

@@ -142,7 +142,7 @@ def test_a_plan_without_devices(name: str, plans: dict[str, dict[str, object]]) 
         assert all(of[1] > 0 for of in plan["sent"].values())
     elif "hsdp" in name:  # in 8 groups of 8 devices
         assert params / 8 <= held < 1.5 * params / 8
-    elif "zero3" in name:
+    elif "zero" in name or name == "offload":
         assert params / NUM_DEVICES <= held < 1.5 * params / NUM_DEVICES
     else:
         assert held == params

@@ -34,9 +34,9 @@ def train(n: int, exchange: Exchange, params: Tree, grads: Any, after: Callable[
     Args:
       n: number of replicas.
       exchange: around an optimizer.
-      params: initial parameters of all replicas.
+      params: initial parameters of all replicas, which an exchange that gathers them divides.
       grads: of all steps, [N, S, ...].
-      after: parameters that the replica holds -> the value recorded after each step.
+      after: parameters after a step, whole -> the value recorded.
 
     Returns:
       Recorded values [N, S, ...], updates [N, S, ...], norms [N, S], last state [N, ...].
@@ -44,17 +44,15 @@ def train(n: int, exchange: Exchange, params: Tree, grads: Any, after: Callable[
 
     def replica(params: Any, grads: Any) -> Any:
         def step(carry: Any, g: Any) -> Any:
-            params, state = carry
+            held, state = carry
             g = exchange.scatter(g) if exchange.scatter else g
-            made = exchange.update(g, state, params)
-            if made.shards is None:
-                params = optax.apply_updates(params, made.updates)
-            else:
-                assert exchange.shards is not None
-                params = exchange.shards.gather(params, optax.apply_updates(made.shards, made.updates))
-            return (params, made.state), (after(params), made.updates, made.grad_norm)
+            made = exchange.update(g, state, held)
+            held = optax.apply_updates(held, made.updates)
+            whole = exchange.gather(params, held) if exchange.gather else held
+            return (held, made.state), (after(whole), made.updates, made.grad_norm)
 
-        (_, state), (recorded, updates, norms) = jax.lax.scan(step, (params, exchange.init(params)), grads)
+        held = exchange.shards.local(params) if exchange.shards else params
+        (_, state), (recorded, updates, norms) = jax.lax.scan(step, (held, exchange.init(held)), grads)
         return recorded, updates, norms, state
 
     return on_replicas(n, replica, repeated(n, params), grads)

@@ -52,10 +52,9 @@ def test_exact_exchanges_show_the_fault_of_a_replica(name: str, value: float) ->
 
     def replica(grads: Tree) -> jax.Array | None:
         params = {name: jnp.asarray(x) for name, x in START.items()}
-        if exchange.leaves_shards:
-            assert exchange.shards is not None
-            grads = exchange.shards.scatter(grads)
-            params = exchange.shards.local(params) if exchange.fetch else params
+        if exchange.shards:
+            grads = exchange.shards.scatter(grads) if exchange.leaves_shards else grads
+            params = exchange.shards.local(params)
         return exchange.update(grads, exchange.init(params), params).grad_norm
 
     grads = {name: x[:, 0] for name, x in draw(1).items()}

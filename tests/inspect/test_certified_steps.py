@@ -15,7 +15,6 @@ from jaxpar import checkpoint, strategies, training
 from jaxpar import config as configs
 from jaxpar.core import step as steps
 from jaxpar.errors import TrainingError, UserError
-from jaxpar.exchange import exchange
 from jaxpar.inspect import certified_steps
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
@@ -183,7 +182,7 @@ def test_a_replica_that_misses_an_update_is_named(config: Any, tmp_path: Path, m
         share = jax.numpy.where((jax.lax.axis_index("data") == 1) & (state.step == 3), 0, 1)
         return steps.apply(state, jax.tree.map(lambda x: x * share, updates), *rest)
 
-    monkeypatch.setattr(exchange, "steps", SimpleNamespace(**{**vars(steps), "apply": apply}))
+    monkeypatch.setattr(shard_map, "steps", SimpleNamespace(**{**vars(steps), "apply": apply}))
     where = (
         r"^step 4 differs .* copy at data=1: params of [^;]* differ from data=0, by up to [^;]*, lacks the last update;"
     )

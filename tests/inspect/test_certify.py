@@ -33,7 +33,7 @@ from jaxpar.data import Batches
 from jaxpar.data.batches import shuffled
 from jaxpar.data.examples import SameSize
 from jaxpar.errors import exit_code
-from jaxpar.exchange import EXCHANGES, exchange
+from jaxpar.exchange import EXCHANGES
 from jaxpar.exchange.named import exchange_differs
 from jaxpar.inspect import cause, certificate, certificate_report, hypotheses, reference
 from jaxpar.inspect.certificate import Largest
@@ -271,7 +271,7 @@ def smaller_update(monkeypatch: pytest.MonkeyPatch) -> None:
             state, {**updates, "head": jax.tree.map(lambda u: 0.99 * u, updates["head"])}, optimizer, metrics
         )
 
-    changed(monkeypatch, exchange, apply=apply)
+    changed(monkeypatch, shard_map, apply=apply)
 
 
 def changed_strategy(monkeypatch: pytest.MonkeyPatch, change: Callable[[Strategy[Any]], Strategy[Any]]) -> None:
@@ -568,7 +568,7 @@ def missed_by_replica(monkeypatch: pytest.MonkeyPatch) -> None:
         share = jax.numpy.where(jax.lax.axis_index("data") == 1, 0, 1)
         return steps.apply(state, jax.tree.map(lambda x: x * share, updates), *rest)
 
-    changed(monkeypatch, exchange, apply=apply)
+    changed(monkeypatch, shard_map, apply=apply)
 
 
 def untied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -642,7 +642,7 @@ def lost_update(monkeypatch: pytest.MonkeyPatch) -> None:
         lost = jax.tree.map(jax.numpy.zeros_like, updates["head"])
         return steps.apply(state, {**updates, "head": lost}, optimizer, metrics)
 
-    changed(monkeypatch, exchange, apply=apply)
+    changed(monkeypatch, shard_map, apply=apply)
 
 
 CAUSES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], str, str]] = {

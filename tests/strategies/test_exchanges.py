@@ -330,13 +330,23 @@ def test_what_overflows_on_the_wire_is_a_fault(passes: int) -> None:
         np.testing.assert_array_equal(x, before[name])
 
 
-def test_zero3_of_a_bfloat16_model_trains_like_ddp() -> None:
-    """Matrices are gathered in bfloat16. If their gradients were added up in bfloat16, they would differ by 1e-3."""
+@pytest.mark.parametrize(
+    ("name", "sent"), [("zero1", {"uint16"}), ("zero2", {"uint16"}), ("zero3", {"uint16", "float32"})]
+)
+def test_zero_of_a_bfloat16_model_trains_like_ddp(name: str, sent: set[str]) -> None:
+    """Matrices are gathered in bfloat16. If their gradients were added up in bfloat16, they would differ by 1e-3.
+
+    sent: the dtypes of messages. The classifier reads float32, which zero3 sends apart.
+    """
     task = MLP_SGD._replace(dtype="bfloat16")
-    got, exact = (outcome(task, *replicated(exchange)) for exchange in ("zero3", "ddp"))
+    got, exact = (outcome(task, *replicated(exchange, TWICE)) for exchange in (name, "ddp"))
     assert_equal(got, exact)
-    gathered = [one for one in shared(task, *replicated("zero3")).plan.traffic if one.kind == "all-gather"]
-    assert {one.dtype for one in gathered} == {"uint16", "float32"}  # the classifier reads float32
+    plan = shared(task, *replicated(name, TWICE)).plan
+    gathered = [one for one in plan.traffic if one.kind == "all-gather"]
+    assert {one.dtype for one in gathered} == sent
+    whole = 4 * sum(leaf.size for leaf in jax.tree.leaves(make_problem(make_config(task), task).model.shapes))
+    passes = 4 if name == "zero3" else 1  # both passes of two microbatches
+    assert sum(one.nbytes for one in gathered) < 0.6 * passes * whole * (N - 1) / N
 
 
 def test_zero3_gathers_a_layer_at_a_time_inside_the_scan(monkeypatch: pytest.MonkeyPatch) -> None:

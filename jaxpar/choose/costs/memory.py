@@ -39,14 +39,16 @@ def replica_bytes(
     is_scanned: bool,
     is_accumulated: bool,
     is_sent: bool = False,
+    gathers_whole: bool = False,
     gathers_layers: bool = False,
     scatters_layers: bool = False,
 ) -> float:
     """Return the bytes of a replica, for microbatches of `size` examples.
 
     is_scanned: whether equal layers are computed by a scan; is_accumulated: whether the gradients of microbatches are
-    added up; is_sent: whether gradients are sent; gathers_layers: whether the parameters are gathered layer by layer
-    (zero3); scatters_layers: whether a scan scatters the gradients layer by layer (zero2).
+    added up; is_sent: whether gradients are sent; gathers_whole: whether all parameters are gathered before the step
+    (zero1, zero2); gathers_layers: whether they are gathered layer by layer (zero3); scatters_layers: whether a scan
+    scatters the gradients layer by layer (zero2).
     """
     profile = layers.profile(size, remat)
     saved = layers.residuals(size, remat)
@@ -65,10 +67,11 @@ def replica_bytes(
     for run in model.runs:
         scans += [run if is_scanned else range(number, number + 1) for number in run]
     share = state.gradients / max(sum(weights), 1.0)
-    of_weights = _Weights(weights, narrowed, scans, [bool(of.looped) for of in whole], share, scatters_layers)
+    is_looped = [bool(of.looped) for of in whole]
+    of_weights = _Weights(weights, narrowed, scans, is_looped, share, gathers_whole, scatters_layers)
     sums = of_weights.gathered() if gathers_layers else of_weights.whole()
     has_scan = any(len(scan) > 1 for scan in scans)
-    at_end = of_weights.at_end() if is_sent and has_scan and not gathers_layers else 0.0
+    at_end = of_weights.at_end() if is_sent and has_scan and not (gathers_layers or scatters_layers) else 0.0
     kept = [of.saved if len(scan) > 1 else of.fused for of, scan in zip(saved, scans, strict=True)]
     held = [sum(kept[: number + 1]) for number in range(len(kept))]
     peak = max(at_end, *map(sum, zip(held, working, sums, strict=True)))
@@ -83,6 +86,7 @@ class _Weights(NamedTuple):
     scans: Sequence[range]  # the layers that are computed with it in one scan, or only its own
     is_looped: Sequence[bool]  # whether its gradient is among what is saved, as that of a loss in chunks is
     share: float  # what a device keeps of a scattered gradient
+    gathers_whole: bool  # whether all are gathered before the step, in the dtypes in which they are read
     scatters_layers: bool  # whether scans scatter gradients
 
     @property
@@ -111,7 +115,8 @@ class _Weights(NamedTuple):
         All gradients exist of this layer's scan and of later layers. Before a scan scatters that of a layer, it is
         whole.
         """
-        copied, gradients = sum(self.chosen(self.read, self.narrowed)), self.gradients
+        copied = sum(self.read if self.gathers_whole else self.chosen(self.read, self.narrowed))
+        gradients = self.gradients
         sums = []
         for scan, is_looped, nbytes in zip(self.scans, self.is_looped, self.in_scans, strict=True):
             of_scan = 0.0 if is_looped else sum(gradients[scan.start : scan.stop])
@@ -122,10 +127,8 @@ class _Weights(NamedTuple):
     def at_end(self) -> float:
         """Return the bytes of gradients and of copies after the backward pass.
 
-        Stacks become float32 arrays of single layers, or new parameters are gathered; the largest array is copied.
+        Stacks become float32 arrays of single layers; the largest array is copied.
         """
-        if self.scatters_layers:
-            return sum(self.nbytes) * (1 + self.share) + max(self.nbytes)
         return sum(self.gradients) + sum(self.in_scans) + max(self.nbytes)
 
     def gathered(self) -> list[float]:

@@ -92,24 +92,26 @@ def replicas_costs(
     state: StateBytes,
     moved: UpdateWork,
     *,
+    gathers_whole: bool = False,
     gathers_layers: bool = False,
     scatters_layers: bool = False,
-    sent_at_end: Collection[str] = (),
+    sent_alone: Collection[str] = (),
 ) -> StepCosts:
     """Return the costs of data parallelism, or of a single device, with microbatches of `size` examples of a replica.
 
     traffic, state and moved are what a device sends in a step, holds, and moves in an update. settings: at least those
-    of REPLICA_KEYS; gathers_layers: whether parameters are gathered layer by layer (zero3); scatters_layers: whether a
-    scan scatters the gradients layer by layer (zero2); sent_at_end: the kinds of collectives that are sent when nothing
-    is left to compute. On a tensor or context axis, layers and model are those of a device of a group, which is a
-    replica.
+    of REPLICA_KEYS; gathers_whole: whether all parameters are gathered before the passes (zero1, zero2);
+    gathers_layers: whether they are gathered layer by layer (zero3); scatters_layers: whether a scan scatters the
+    gradients layer by layer (zero2); sent_alone: the kinds of collectives that are sent when nothing can be computed.
+    On a tensor or context axis, layers and model are those of a device of a group, which is a replica.
     """
     accumulation, remat, scan_layers = (settings[key] for key in REPLICA_KEYS)
     is_scanned, is_accumulated = scans_layers(scan_layers, remat) and machine.overlaps, accumulation > 1
     by_layer = {"gathers_layers": gathers_layers, "scatters_layers": scatters_layers}
+    moving = {"gathers_whole": gathers_whole, **by_layer}
     # Without a scan, XLA on GPUs computes again long before the backward pass needs it, and so saves nothing.
     saved = remat if is_scanned or not machine.overlaps else "none"
-    flags = {"is_scanned": is_scanned, "is_accumulated": is_accumulated, "is_sent": bool(traffic), **by_layer}
+    flags = {"is_scanned": is_scanned, "is_accumulated": is_accumulated, "is_sent": bool(traffic), **moving}
     nbytes = replica_bytes(layers, model, state, size, saved, **flags)
     nbytes = max(nbytes, state.parameters + state.optimizer + moved.held)
     # The backward pass does not compute the loss again.
@@ -118,17 +120,18 @@ def replicas_costs(
     scanned = [number for run in model.runs if len(run) > 1 for number in run] if is_scanned else []
     n, devices = axes[DATA], math.prod(axes.values())
     alone = sum(layer.forward_s + layer.backward_s for layer in profile)
-    alone += _moving_weights(machine, profile, narrowed, scanned, n, **by_layer)
+    alone += _moving_weights(machine, profile, narrowed, scanned, n, **moving)
     if is_accumulated:
         alone += machine.moved(3 * state.gradients, 1)
     passes = _Passes(profile, accumulation, accumulation * float(machine.together(np.array([alone]), devices)))
     by_host = sum(machine.collective(one, axes) for one in traffic if one.kind == COPY)
     copied = 2 * (by_host + host_copy_seconds(machine.cluster, moved.from_host))  # there and back
-    late = [one for one in traffic if one.kind in sent_at_end and not sent_by_layers(one)]
-    at_end = sum(machine.collective(one, axes) for one in late)
-    others = [one for one in traffic if one.kind != COPY and one not in late]
+    apart = [one for one in traffic if one.kind in sent_alone and not sent_by_layers(one)]
+    others = [one for one in traffic if one.kind != COPY and one not in apart]
     is_late = is_scanned and not any(by_layer.values())
-    exposed = copied + at_end + _exposed(machine, axes, others, passes, gathers_layers=gathers_layers, is_late=is_late)
+    gathers = 2 if gathers_layers else int(gathers_whole)
+    exposed = copied + sum(machine.collective(one, axes) for one in apart)
+    exposed += _exposed(machine, axes, others, passes, gathers=gathers, is_late=is_late)
     update = machine.moved(moved.exchange + moved.update, devices) + moved.launching
     seconds = machine.started(devices) + passes.compute + exposed + update
     held = state if is_accumulated else state._replace(gradients=0.0)
@@ -143,6 +146,7 @@ def _moving_weights(
     scanned: Sequence[int],
     num_replicas: int,
     *,
+    gathers_whole: bool,
     gathers_layers: bool,
     scatters_layers: bool,
 ) -> float:
@@ -154,14 +158,16 @@ def _moving_weights(
     # Weights are read and written to a stack in the dtype in which layers read them, and gradients come from one.
     of_weights = sum(profile[number].weight_bytes for number in scanned)
     of_stack = sum(narrowed[number] or profile[number].weight_bytes for number in scanned)
-    if not gathers_layers:
-        gradients = 1 / (num_replicas if scatters_layers else 1)
-        seconds += machine.moved((of_weights + of_stack) * (1 + gradients), 1)
-        return seconds - machine.moved(CASTS * sum(narrowed[number] for number in scanned), 1)
-    seconds += machine.moved(4 * of_weights / num_replicas, 1)
-    if machine.overlaps:  # weights are cast before they are gathered
-        seconds -= machine.moved(CASTS * (1 - 1 / num_replicas) * sum(narrowed), 1)
-    return seconds
+    # Weights are cast before they are gathered.
+    uncast = CASTS * (1 - 1 / num_replicas) * sum(narrowed) if machine.overlaps else 0.0
+    if gathers_layers:
+        return seconds + machine.moved(4 * of_weights / num_replicas, 1) - machine.moved(uncast, 1)
+    gradients = 1 / (num_replicas if scatters_layers else 1)
+    of_scan = CASTS * sum(narrowed[number] for number in scanned)
+    if gathers_whole:
+        of_gradients = (of_weights + of_stack) * gradients
+        return seconds + machine.moved(2 * of_stack + of_gradients, 1) - machine.moved((uncast + of_scan) / 2, 1)
+    return seconds + machine.moved((of_weights + of_stack) * (1 + gradients), 1) - machine.moved(of_scan, 1)
 
 
 class _Passes(NamedTuple):
@@ -178,13 +184,16 @@ def _exposed(
     traffic: Sequence[Traffic],
     passes: _Passes,
     *,
-    gathers_layers: bool,
+    gathers: int,
     is_late: bool,
 ) -> float:
-    """Return the exposed seconds of what is sent during passes. is_late: whether a scan leaves gradients to its end."""
+    """Return the exposed seconds of what is sent during passes.
+
+    gathers: the number of passes in which parameters are gathered; is_late: whether a scan leaves gradients to its end.
+    """
     profile = passes.profile
     of_layers = [one for one in traffic if sent_by_layers(one)]
-    gathered = [one for one in traffic if one not in of_layers and gathers_layers and one.kind == "all-gather"]
+    gathered = [one for one in traffic if one not in of_layers and gathers and one.kind == "all-gather"]
     reduced = [one for one in traffic if one not in of_layers and one not in gathered]
     between, gather, reduce = (
         sum(machine.collective(one, axes) for one in kind) for kind in (of_layers, gathered, reduced)
@@ -200,21 +209,23 @@ def _exposed(
     last = max(profile[0].weight_bytes / max(weights, 1.0), 1 / number) if number else 1.0
     of_forward = passes.compute * forward / (forward + backward)
     of_backward = passes.compute - of_forward - beside
-    return exposed_of_layers(gather, reduce, of_forward, of_backward, hidden, min(last, 1.0)) + between - beside
+    gather /= max(gathers, 1)
+    again = gather if gathers == 2 else 0.0
+    return exposed_of_layers(gather, again, reduce, of_forward, of_backward, hidden, min(last, 1.0)) + between - beside
 
 
 def exposed_of_layers(
-    gather: float, reduce: float, forward: float, backward: float, hidden: float, last: float
+    gather: float, again: float, reduce: float, forward: float, backward: float, hidden: float, end: float
 ) -> float:
     """Return the exposed seconds of collectives that are sent for each layer while a device computes others.
 
-    gather, reduce: the seconds of all gathers and of all reductions; forward, backward: of computing; hidden: those of
-    computing while gradients are sent; last: the share of the gradients that are sent when nothing is left to
-    compute. Layers are gathered in the forward pass, and again in the backward pass, where reductions use the same
-    links.
+    gather, again, reduce: the seconds of the gathers in the forward pass, of those in the backward pass, and of all
+    reductions, which use the same links; forward, backward: of computing; hidden: those of computing while gradients
+    are sent; end: the share of the first layers, which are gathered before anything can be computed, and whose
+    gradients are sent when nothing is left to compute.
     """
-    of_backward = max(gather / 2 + reduce - backward, reduce - hidden, reduce * last)
-    return max(gather / 2 - forward, 0.0) + of_backward
+    of_backward = max(again + reduce - backward, reduce - hidden, reduce * end)
+    return max(gather - forward, gather * end) + of_backward
 
 
 class PipelineStep(NamedTuple):
@@ -306,7 +317,8 @@ def exposed_in_actions(work: LayerWork, table: Table, bounds: Sequence[int], gat
         backward = sum(of_backward)
         share = nbytes / max(held)
         last = sum(weights[start] for start, _ in spans_here) / nbytes
-        exposed.append(exposed_of_layers(share * gather, share * reduce, forward, backward, backward, last))
+        gathered = share * gather / 2
+        exposed.append(exposed_of_layers(gathered, gathered, share * reduce, forward, backward, backward, last))
     return max(exposed)
 
 

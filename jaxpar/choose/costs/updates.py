@@ -17,9 +17,10 @@ from jaxpar.core import step as steps
 from jaxpar.core.plan import Plan
 from jaxpar.core.state import State, abstract_state
 from jaxpar.core.step import Metrics, Problem
-from jaxpar.exchange.exchange import DistributedState, apply_update
+from jaxpar.exchange.exchange import DistributedState
 from jaxpar.measure.operations import operations
 from jaxpar.models.model import Model
+from jaxpar.strategies.data_parallel.shard_map import sent_shapes
 from jaxpar.tasks import Sums
 
 SHORT_DEPTHS = (1, 3)  # numbers of the most consecutive equal layers in the models that are traced
@@ -56,6 +57,7 @@ def _exchange_bytes(plan: Plan[Any]) -> float:
     mesh = AbstractMesh(tuple(plan.axes.values()), tuple(plan.axes), axis_types=(AxisType.Auto,) * len(plan.axes))
     params, optimizer, private = (layouts[name].local_shapes for name in ("params", "optimizer", "private"))
     grads = params if exchange.fetch else problem.model.shapes
+    read = sent_shapes(problem.model, problem.batch, exchange)
 
     def update(params: Any, optimizer: Any, private: Any, grads: Any) -> Any:
         if exchange.scatter:
@@ -65,7 +67,8 @@ def _exchange_bytes(plan: Plan[Any]) -> float:
         state = State(jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.uint32), params, made.state)
         norm = norm if made.grad_norm is None else made.grad_norm
         old = state._replace(optimizer=DistributedState(optimizer, private))
-        return apply_update(exchange, old, made, Metrics(_sums(), norm, jnp.isfinite(norm)))[0]
+        new, _ = steps.apply(old, made.updates, made.state, Metrics(_sums(), norm, jnp.isfinite(norm)))
+        return new, exchange.gather(read, params) if exchange.gather else ()
 
     whole = PartitionSpec()
     on_mesh = jax.shard_map(update, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)

@@ -25,12 +25,12 @@ from jaxpar.core.optimizer import at_step
 from jaxpar.core.plan import Decision, Plan, Traffic, state_memory
 from jaxpar.core.state import Canonical, State
 from jaxpar.core.step import Metrics, Problem
-from jaxpar.exchange.exchange import EVERY, DistributedState, Exchange, apply_update
+from jaxpar.exchange.exchange import EVERY, DistributedState, Exchange
 from jaxpar.exchange.fetch import fetched
 from jaxpar.exchange.reduce import psum_small
 from jaxpar.exchange.scatter_layers import LayerScatter, can_scatter, scattering
 from jaxpar.layout import PER_REPLICA, REPLICATED, Layout
-from jaxpar.models.model import Batch
+from jaxpar.models.model import Batch, Model, Params
 from jaxpar.strategies import exchanges, groups
 from jaxpar.strategies.placement import (
     IN_PLACE,
@@ -70,10 +70,8 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
     is_split = group.is_split if TENSOR in axes else None
     exchange = exchanges.configured_exchange(config, group.problem, decision.num_replicas, group.norm, is_split)
     layouts = make_layouts(exchange, group.layouts(like))
-    # With `fetch`, a layer receives all arrays that it uses, including those that it shares with another layer.
     model = group.problem.model
-    sent = model.read_shapes(shapes.batch) if exchange.fetch else model.shapes
-    traffic = exchange.traffic(sent, shapes.accumulation_steps)
+    traffic = exchange.traffic(sent_shapes(model, shapes.batch, exchange), shapes.accumulation_steps)
     traffic = [*traffic, *group_traffic(group, exchange, decision.num_replicas, on_cpu=on_cpu)]
     summary = f"{exchanges.name(config)}: batch sharded, parameters {layouts['params'].kind}, "
     summary += f"optimizer {layouts['optimizer'].kind}" + (", in the host's memory" if exchange.offload else "")
@@ -120,8 +118,11 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
     @jax.jit
     @partial(in_shard_map, in_specs=(placed.params.specs, of_batch.specs), out_specs=PartitionSpec())
     def evaluate(params: Any, batch: Batch) -> Sums:
-        whole = jax.lax.pmean(placed.params.local(params), DATA) if placed.params.kind == PER_REPLICA else params
-        return jax.lax.psum(steps.evaluate(fetching(problem, exchange), whole, batch), group.batch_axes)
+        if placed.params.kind == PER_REPLICA:
+            params = jax.lax.pmean(placed.params.local(params), DATA)
+        elif exchange.gather:
+            params = exchange.gather(problem.model.shapes, params)
+        return jax.lax.psum(steps.evaluate(fetching(problem, exchange), params, batch), group.batch_axes)
 
     def num_in_flight(state: State) -> int:
         """Return the number of passes that wait for an update, which all replicas count."""
@@ -174,6 +175,16 @@ def fetching(problem: Problem, exchange: Exchange) -> Problem:
     return problem._replace(model=fetched(problem.model, exchange.fetch)) if exchange.fetch else problem
 
 
+def sent_shapes(model: Model, batch: Batch, exchange: Exchange) -> Params:
+    """Return the shapes of the parameters as `exchange.traffic` takes them, in the dtypes in which they are gathered.
+
+    With `fetch`, a layer receives all arrays that it uses, including those that it shares with another layer.
+    """
+    if exchange.fetch:
+        return model.read_shapes(batch)
+    return model.narrowed_shapes(batch) if exchange.gather else model.shapes
+
+
 def train_step(
     problem: Problem, details: ReplicaDetails, layout: Layout, num_replicas: int
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
@@ -183,6 +194,8 @@ def train_step(
     if details.scatter_layers is not None:
         model = scattering(problem.model, details.scatter_layers)
         problem, scatter = problem._replace(model=model), model.shards
+    elif exchange.gather:
+        scatter = functools.partial(_scattered, exchange, problem.model)
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         state = layout.local(state)
@@ -190,9 +203,12 @@ def train_step(
             state = state._replace(optimizer=_scalars_on_device(state.optimizer))
         # The mean, so that the gradient is the mean over replicas.
         weight = jax.lax.pmean(group.divisor(steps.batch_weight(batch)), DATA)
-        # If JAX checks types (check_vma), it sums the gradient over replicas itself, unless the parameters vary.
-        is_equal = exchange.params == REPLICATED
-        params = jax.lax.pcast(state.params, DATA, to="varying") if is_equal else state.params
+        if exchange.gather:
+            params = exchange.gather(problem.model.narrowed_shapes(problem.batch), state.params)
+        else:
+            # If JAX checks types (check_vma), it sums the gradient over replicas itself, unless the parameters vary.
+            is_equal = exchange.params == REPLICATED
+            params = jax.lax.pcast(state.params, DATA, to="varying") if is_equal else state.params
         differentiated = state._replace(params=problem.model.differentiated(params))
         grads_unreduced, sums_unreduced = steps.gradients(problem, differentiated, batch, weight, scatter=scatter)
         grads_unreduced = group.reduced(grads_unreduced)
@@ -218,10 +234,16 @@ def train_step(
             grad_norm, finite = made.grad_norm, finite & jnp.isfinite(made.grad_norm)
         else:  # values sent in a narrow dtype may overflow
             finite &= jax.lax.psum(steps.nonfinite_count(made.updates), (DATA, *group.axes)) == 0
-        state, metrics = apply_update(exchange, state, made, Metrics(sums, grad_norm, finite))
+        state, metrics = steps.apply(state, made.updates, made.state, Metrics(sums, grad_norm, finite))
         return layout.out(state), metrics
 
     return step
+
+
+def _scattered(exchange: Exchange, model: Model, grads: Params) -> Params:
+    """Return what a replica accumulates of the gradients of gathered parameters."""
+    grads = model.as_stored(grads)
+    return exchange.scatter(grads) if exchange.scatter else grads
 
 
 def _scalars_on_device(optimizer: Any) -> Any:
