@@ -189,11 +189,11 @@ def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[
 def _sent_alone(exchange: Exchange, settings: Settings) -> tuple[str, ...]:
     """Return the kinds of collectives of an exchange that are sent when nothing can be computed."""
     accumulates = settings["optimizer.accumulation_steps"] > 1
-    if accumulates and not exchange.leaves_shards:
+    scans = scans_layers(settings["model.scan_layers"], settings["model.remat"])
+    if accumulates and scans and not exchange.leaves_shards:  # otherwise, the last backward pass is not in a loop
         return RING_COLLECTIVES
     # Parameters are gathered before a loop over layers or microbatches, and hsdp sums over groups after it.
-    has_loop = accumulates or scans_layers(settings["model.scan_layers"], settings["model.remat"])
-    if not exchange.shards or not has_loop:
+    if not exchange.shards or not (accumulates or scans):
         return ()
     return ("all-gather",) if exchange.gather else ("all-reduce",)
 

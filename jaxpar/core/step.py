@@ -44,16 +44,18 @@ def gradients(
     weight: jax.Array,
     *,
     scatter: Callable[[Params], Params] | None = None,
+    last_apart: bool = False,
 ) -> tuple[Params, Sums]:
     """Return the gradient of sum(weights * losses) / weight over these examples, and the task's sums over them.
 
     batch: the global batch, or the shard of one replica; weight: `batch_weight` of the global batch, so that the
     gradients of the shards add up to the mean; scatter: maps the gradient of a microbatch to the part accumulated on
-    this device.
+    this device; last_apart: whether the last microbatch is computed after the loop over the others, so that its
+    backward pass can overlap with an exchange.
     """
     if (scaling := find_scale(state.optimizer)) is not None:
         state, scale = state._replace(optimizer=()), scaling.scale
-        grads, sums = gradients(problem, state, batch, weight / scale, scatter=scatter)
+        grads, sums = gradients(problem, state, batch, weight / scale, scatter=scatter, last_apart=last_apart)
         return unscaled(grads, scale), sums
     key = dropout_key(state.key, state.step)
 
@@ -77,7 +79,12 @@ def gradients(
     def add(total: tuple[Params, Sums], examples: Batch) -> tuple[tuple[Params, Sums], None]:
         return jax.tree.map(jnp.add, total, microbatch_gradients(examples)), None
 
-    return jax.lax.scan(add, zeros, stacked)[0]
+    if not last_apart:
+        return jax.lax.scan(add, zeros, stacked)[0]
+    total, _ = jax.lax.scan(add, zeros, {name: x[:-1] for name, x in stacked.items()})
+    # Without this order, XLA may compute the last forward pass before the loop, and hold its activations meanwhile.
+    total, last = jax.lax.optimization_barrier((total, {name: x[-1] for name, x in stacked.items()}))
+    return add(total, last)[0]
 
 
 def batch_weight(batch: Batch) -> jax.Array:

@@ -40,22 +40,22 @@ def batch(number: int) -> dict[str, np.ndarray]:
 
 
 def train_step(
-    problem: step.Problem, before: state.State, rows: dict[str, np.ndarray]
+    problem: step.Problem, before: state.State, rows: dict[str, np.ndarray], *, last_apart: bool = False
 ) -> tuple[state.State, step.Metrics]:
     on_device = {name: jnp.asarray(value) for name, value in rows.items()}
-    grads, sums = step.gradients(problem, before, on_device, on_device["weights"].sum())
+    grads, sums = step.gradients(problem, before, on_device, on_device["weights"].sum(), last_apart=last_apart)
     return step.update(problem, before, grads, sums)
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 4])
-def test_steps_equal_numpy(accumulation_steps: int) -> None:
+@pytest.mark.parametrize(("accumulation_steps", "last_apart"), [(1, False), (4, False), (2, True), (4, True)])
+def test_steps_equal_numpy(accumulation_steps: int, last_apart: bool) -> None:
     problem = step.Problem(Model({"line": Line}), optax.sgd(0.3), accumulation_steps, {}, 3, TASK)
     current = state.init(problem.model, problem.optimizer, jax.random.key(0))
     linear = current.params["line"]["linear"]
     kernel, bias = np.asarray(linear["kernel"], np.float64), np.asarray(linear["bias"], np.float64)
     for number in range(3):
         rows = batch(number)
-        current, metrics = train_step(problem, current, rows)
+        current, metrics = train_step(problem, current, rows, last_apart=last_apart)
         x, weights = rows["inputs"].astype(np.float64), rows["weights"].astype(np.float64)
         scores = np.exp(x @ kernel + bias)
         probabilities = scores / scores.sum(1, keepdims=True)
@@ -70,6 +70,20 @@ def test_steps_equal_numpy(accumulation_steps: int) -> None:
     linear = current.params["line"]["linear"]
     np.testing.assert_allclose(linear["kernel"], kernel, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(linear["bias"], bias, rtol=1e-5, atol=1e-6)
+
+
+def test_the_last_microbatch_is_not_in_the_loop() -> None:
+    """So its backward pass can overlap with what follows. It waits for the loop, whose activations are then free."""
+    problem = step.Problem(Model({"line": Line}), optax.sgd(0.3), 4, {}, 3, TASK)
+    before = state.init(problem.model, problem.optimizer, jax.random.key(0))
+    traced = jax.make_jaxpr(functools.partial(train_step, problem, last_apart=True))(before, batch(0))
+    [loop] = [eqn for eqn in traced.eqns if eqn.primitive.name == "scan"]
+    [barrier] = [eqn for eqn in traced.eqns if eqn.primitive.name == "optimization_barrier"]
+    assert loop.params["length"] == 3
+    assert set(loop.outvars) & set(barrier.invars)
+    assert [
+        eqn for eqn in traced.eqns if eqn.primitive.name == "dot_general" and set(eqn.invars) & set(barrier.outvars)
+    ]
 
 
 @pytest.mark.parametrize(("name", "finite"), [("inputs", False), ("weights", True)])

@@ -2,12 +2,14 @@
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar import cluster, strategies
 from jaxpar.strategies.data_parallel import IMPLEMENTATIONS
 from tests.strategies.pipelines import (
     GRADIENTS,
@@ -15,6 +17,8 @@ from tests.strategies.pipelines import (
     Task,
     make,
     make_batch,
+    make_config,
+    make_problem,
     named,
     plan_of,
     relative_error,
@@ -83,3 +87,23 @@ MLP, GPT = Task("mlp", "classification", "adamw", layers=2), Task("gpt", "causal
 def test_auto_sums_each_gradient_once_and_in_float32(task: Task, overrides: tuple[str, ...], by_xla: bool) -> None:
     plan = plan_of(task, "--config.strategy=data_parallel", *(f"--config.{one}" for one in overrides))
     assert (plan.details == "sharding") == by_xla
+
+
+@pytest.mark.parametrize(
+    ("gpus", "override", "apart"),
+    [
+        ("H100", "exchange=ddp", True),
+        ("H100", "exchange=zero1", True),
+        ("H100", "exchange=zero3", False),  # it scatters the gradients of every microbatch
+        ("H100", "model.scan_layers=True", False),  # the gradients of all layers exist after the scan
+        ("cpu", "exchange=ddp", False),  # nothing overlaps
+    ],
+)
+def test_the_last_backward_pass_overlaps_with_the_exchange(gpus: str, override: str, apart: bool) -> None:
+    shard_map = "--config.data_parallel.implementation=shard_map"
+    config = make_config(
+        GPT, "--config.strategy=data_parallel", "--config.mesh.data=2", f"--config.{override}", shard_map
+    )
+    plan = strategies.plan(config, make_problem(config, GPT), cluster.named_cluster(gpus, 2))
+    details: Any = plan.details
+    assert details.last_apart == apart

@@ -74,7 +74,9 @@ def traced_step(problem: Problem, exchange: Exchange) -> Any:
     mesh = meshes.make_mesh(axes, jax.devices())
     base = {part: layout.replicated(axes, tree) for part, tree in like._asdict().items()}
     placed = ReplicaState(problem, mesh, exchange, make_layouts(exchange, base))
-    details = ReplicaDetails(exchange, ReplicaGroup(problem, axes), unrolled=False, scatter_layers=None)
+    details = ReplicaDetails(
+        exchange, ReplicaGroup(problem, axes), unrolled=False, last_apart=False, scatter_layers=None
+    )
     step = train_step(problem, details, placed.layout, N)
     in_specs, out_specs = (placed.layout.specs, PartitionSpec("data")), (placed.layout.specs, PartitionSpec())
     mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -296,7 +298,10 @@ def test_a_step_scatters_in_its_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     of_replicas = {name: x.reshape(N, -1, *x.shape[1:]) for name, x in batch.items()}
 
     def outcome_of(scatter_layers: Any) -> Any:
-        details = ReplicaDetails(exchange, ReplicaGroup(problem, axes), unrolled=False, scatter_layers=scatter_layers)
+        group = ReplicaGroup(problem, axes)
+        details = ReplicaDetails(
+            exchange, group, unrolled=False, last_apart=scatter_layers is not None, scatter_layers=scatter_layers
+        )
         step = train_step(problem, details, placed.layout, N)
         run = jax.jit(jax.vmap(step, axis_name="data"))
         return run(run(parts, of_replicas)[0], of_replicas)  # at step 0, the learning rate is 0

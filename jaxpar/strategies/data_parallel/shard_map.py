@@ -60,6 +60,7 @@ class ReplicaDetails:
     exchange: Exchange  # the exchange around the optimizer
     group: ReplicaGroup  # the devices of a replica
     unrolled: bool  # whether to compute the model without a scan over layers
+    last_apart: bool  # whether the exchange overlaps with the last backward pass, after the loop over microbatches
     scatter_layers: LayerScatter | None  # how a scan scatters the gradients of a layer while it computes the one before
 
 
@@ -88,6 +89,7 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
             exchange,
             group,
             unrolled=bool(exchange.fetch) and on_cpu,
+            last_apart=not (on_cpu or exchange.fetch or model.scanned),
             scatter_layers=exchange.scatter_layers if model.scanned and can_scatter(model) and not on_cpu else None,
         ),
         state_memory(layouts),
@@ -210,7 +212,9 @@ def train_step(
             is_equal = exchange.params == REPLICATED
             params = jax.lax.pcast(state.params, DATA, to="varying") if is_equal else state.params
         differentiated = state._replace(params=problem.model.differentiated(params))
-        grads_unreduced, sums_unreduced = steps.gradients(problem, differentiated, batch, weight, scatter=scatter)
+        grads_unreduced, sums_unreduced = steps.gradients(
+            problem, differentiated, batch, weight, scatter=scatter, last_apart=details.last_apart
+        )
         grads_unreduced = group.reduced(grads_unreduced)
         if exchange.offload:
             grads_unreduced, optimizer = _on_device_after(grads_unreduced, state.optimizer)
