@@ -73,7 +73,7 @@ def test_steps_equal_numpy(accumulation_steps: int, last_apart: bool) -> None:
 
 
 def test_the_last_microbatch_is_not_in_the_loop() -> None:
-    """So its backward pass can overlap with what follows. It waits for the loop, whose activations are then free."""
+    """Its backward pass can overlap with what follows. It waits for the loop, whose activations are then free."""
     problem = step.Problem(Model({"line": Line}), optax.sgd(0.3), 4, {}, 3, TASK)
     before = state.init(problem.model, problem.optimizer, jax.random.key(0))
     traced = jax.make_jaxpr(functools.partial(train_step, problem, last_apart=True))(before, batch(0))
