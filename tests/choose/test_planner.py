@@ -60,6 +60,7 @@ from jaxpar.choose.costs.step import (
     action_costs,
     clock_seconds,
     dispatched_seconds,
+    narrows,
     pipeline_costs,
     replicas_costs,
     sending_clocks,
@@ -449,6 +450,20 @@ def test_lockstep_copies_stashes() -> None:
     assert np.array(apart) == pytest.approx(np.array([[0.01] * 2, [0.01] * 2, [0.01 + added] * 2]))
     copied = [[GPUS.moved(2 * nbytes, 1)] * 2 for nbytes in (4e6, 8e6, 7e6)]
     assert np.array(lockstep) - np.array(apart) == pytest.approx(np.array(copied))
+
+
+def test_narrow_weights_are_not_cast_in_each_action() -> None:
+    """Without a flush, weights change within a step. The gradient of a looped loss is computed with the loss."""
+    memory = [LayerMemory(0, 1e9), LayerMemory(0, 1e9, looped=1.0)]
+    work = work_of([layer(0.01)] * 2, memory)
+    table = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1)
+    cast, uncast = (np.array(stage_times(work, (0, 1, 2), GPUS, 2, DISPATCH, is_narrow=x)) for x in (False, True))
+    once = GPUS.moved(3e9, 1)
+    assert cast - uncast == pytest.approx(np.array([[once, once], [once, 0], [0, 0]]))
+    case = work, GPUS, {DATA: 8, STAGE: 2}, table, (0, 1, 2), list[Traffic]()
+    assert costs_of_pipeline(*case, executor=DISPATCH).update == pytest.approx(once)
+    assert costs_of_pipeline(*case, executor=LOCKSTEP).update == 0
+    assert not narrows(table._replace(period=4), DISPATCH)
 
 
 def test_lockstep_packs_gradients() -> None:

@@ -239,6 +239,27 @@ def test_zero3_of_a_bfloat16_model_trains_like_ddp() -> None:
     assert {one.dtype for one in gathered} == {"uint16", "float32"}  # the classifier reads float32
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_weights_of_a_bfloat16_model_are_narrowed_once_in_a_step(schedule: str) -> None:
+    """Actions read the copies: none of their programs has a matrix of weights in float32 among its parameters."""
+    task = GPT._replace(dtype="bfloat16")
+    strategy = shared(task, *pipeline(schedule, 2, DISPATCH))
+    assert_equal(outcome(task, *pipeline(schedule, 2, DISPATCH)), outcome(task, *pipeline(schedule, 2)))
+    programs = strategy.compile()
+    for parts in audit.memory(programs, strategy):
+        copies = parts["narrow parameters"]
+        assert copies.nbytes == copies.theory
+        assert copies.nbytes
+    forward = [one for one in programs if len(one.calls) == NUM_MICROBATCHES and "stashes" in one.arguments]
+    width = make_problem(make_config(task), task).model.shapes["block_0"]["mlp"]["up"]["kernel"].shape
+    read = set()
+    for program in forward:
+        text = program.compiled.as_text() or ""
+        entry = text.partition("entry_computation_layout={(")[2].partition(")->")[0]
+        read |= {array.partition("[")[0] for array in entry.split(", ") if f"[{width[0]},{width[1]}]" in array}
+    assert read == {"bf16"}
+
+
 # ---- executor=auto ----------------------------------------------------------------------------------
 
 
@@ -247,7 +268,7 @@ def chosen(there: Cluster, *overrides: str, times: Times | None = None, task: Ta
     config = make_config(task, *overrides, "--config.pipeline.executor=auto")
     with pytest.MonkeyPatch.context() as patch:
         if times:
-            patch.setattr(stages, "stage_times", lambda *_: times)
+            patch.setattr(stages, "stage_times", lambda *_, **__: times)
         choice = stages.choose_stages(config, make_problem(config, task), there, Path())
     assert [reason.partition(":")[0] for reason in choice.reasons] == [
         f"executor {choice.settings['pipeline.executor']}"

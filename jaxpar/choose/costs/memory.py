@@ -225,8 +225,9 @@ def working_bytes(work: LayerWork, spans: Spans, *, in_lockstep: bool) -> float:
         each = zip(layers, memory, strict=True)
         apart = max(of.looped or layer.weight_bytes + max(of.computed, of.score_gradients) for layer, of in each)
         worked = max(apart, worked) if in_lockstep else apart
-    narrowed = max(sum(of.narrowed for of in work.memory[first:end]) for first, end in spans)
-    return worked + narrowed + max(layer.output_bytes for layer in layers)
+    narrowed = [sum(of.narrowed for of in work.memory[first:end]) for first, end in spans]
+    narrow = max(narrowed) if in_lockstep else sum(narrowed)  # those of all stages of a device exist
+    return worked + narrow + max(layer.output_bytes for layer in layers)
 
 
 def stash_bytes(work: LayerWork, table: Table, spans: Spans) -> float:

@@ -37,6 +37,7 @@ from jaxpar.strategies.pipeline.tables.table import StageDevices, Table
 # between compiled programs of GPT-2 124M for H100s with and without a scan.
 SCAN_OF_STASH = 6.5
 CASTS = 6.0  # bytes that casts of float32 weights in both passes read and write, for each byte in a narrower dtype
+CASTS_OF_ACTION = CASTS / 2  # of the weights that an action of a pipeline reads
 # The assumed part of the time of collectives between products (tensor axis) that is hidden: for each pair of products,
 # the backward pass gathers the positions again while it computes their gradient, and scatters that while it computes
 # those of the kernels. For the other three of five collectives, the next operation waits.
@@ -254,7 +255,7 @@ def action_costs(step: PipelineStep, executor: str = LOCKSTEP) -> ActionCosts:
     work, machine, axes, table, bounds, traffic = step
     devices = math.prod(axes.values())
     transfer = send_seconds(machine, largest_transfer(work.layers, list(pairwise(bounds))), axes)
-    times = stage_times(work, bounds, machine, devices, executor)
+    times = stage_times(work, bounds, machine, devices, executor, is_narrow=narrows(table, executor))
     busy = clock_seconds(table, times).sum(axis=0)
     # Actions wait for the other devices of a group.
     between = sum(machine.collective(one, axes) for one in traffic if sent_by_layers(one))
@@ -294,6 +295,9 @@ def pipeline_costs(
     exchange = sum(seconds_of.values())
     is_packed = actions.executor == LOCKSTEP
     packing = machine.moved(PACKING * max(of.gradients for of in states) * is_packed, devices)
+    if narrows(table, actions.executor):
+        narrowed = [sum(of.narrowed for of in work.memory[first:end]) for first, end in pairwise(bounds)]
+        update_bytes += CASTS_OF_ACTION * max(sum(narrowed[stage] for stage in stages) for stages in table.stages)
     update = machine.moved(update_bytes, devices) + packing
     seconds = machine.started(devices) + actions.seconds + exchange + update
     nbytes, state = pipeline_bytes(work, table, bounds, states, packed_bytes * is_packed, in_lockstep=is_packed)
@@ -368,17 +372,36 @@ def _spans(table: Table, times: Times, transfer: float) -> list[float]:
     return [ends[order[-1]] - ends[order[0]] + durations[order[0]] if order else 0.0 for order in orders]
 
 
+def narrows(table: Table, executor: str) -> bool:
+    """Return whether a step narrows the weights once, instead of each action."""
+    return executor != LOCKSTEP and not table.period
+
+
 def stage_times(
-    work: LayerWork, bounds: Sequence[int], machine: Machine, devices: int, executor: str = LOCKSTEP
+    work: LayerWork,
+    bounds: Sequence[int],
+    machine: Machine,
+    devices: int,
+    executor: str = LOCKSTEP,
+    *,
+    is_narrow: bool = False,
 ) -> Times:
     """Return the times of F, B and W by stage, if this number of devices compute at the same time.
 
     An action adds the gradients of its weights to those of other microbatches. In lockstep, it also copies what it
-    saves into slots of stashes, and what earlier ones saved out of them.
+    saves into slots of stashes, and what earlier ones saved out of them. is_narrow: whether F and B read weights that
+    have been narrowed already.
     """
     of_stages = []
     for first, end in pairwise(bounds):
-        moved = [0.0, 0.0, 3.0 * sum(layer.weight_bytes for layer in work.layers[first:end])]
+        memory, moved = (
+            work.memory[first:end],
+            [0.0, 0.0, 3.0 * sum(one.weight_bytes for one in work.layers[first:end])],
+        )
+        if is_narrow:
+            moved[0] -= CASTS_OF_ACTION * sum(of.narrowed for of in memory)
+            # The gradient of a loss over a vocabulary is computed with the loss.
+            moved[1] -= CASTS_OF_ACTION * sum(of.narrowed for of in memory if not of.looped)
         if executor == LOCKSTEP:
             stashes = stashes_of(work, first, end)
             for (made, last), saved in zip(stash_spans(3 if len(stashes) > 1 else 2), stashes, strict=True):

@@ -22,7 +22,7 @@ from jaxpar.core import step as steps
 from jaxpar.core.groups import ReplicaGroup
 from jaxpar.core.loss_scale import LossScale, find_scale
 from jaxpar.core.mesh import DATA
-from jaxpar.core.plan import Plan, state_memory
+from jaxpar.core.plan import NARROW, Plan, state_memory
 from jaxpar.core.state import Canonical, State, nbytes
 from jaxpar.core.step import Metrics, Problem, with_shardings
 from jaxpar.launch import processes
@@ -36,6 +36,7 @@ from jaxpar.strategies.pipeline.executor.dispatch import (
     StepInputs,
     dispatch_order,
     input_specs,
+    narrow_shapes,
 )
 from jaxpar.strategies.pipeline.executor.dispatch_continuous import ContinuousSteps
 from jaxpar.strategies.pipeline.executor.dispatch_costs import (
@@ -78,12 +79,15 @@ def resources(details: PipelineDetails, *, on_cpu: bool) -> ExecutorResources:
             for column in group:  # all devices of a stage hold the same versions
                 num_versions[column] = max(kept[other] for other in group)
     activations, held = activation_memory(dispatch_order(whole), programs), []
+    narrow = narrow_shapes(programs, staged.all_reduce.shards)
     for device, parts in enumerate(state):
         column = device // math.prod(staged.group.sizes.values()) % table.num_devices
         kind, shards = details.stages.kinds[column], staged.all_reduce.shards
         params = nbytes(staged.params.trees[kind])
         grads = nbytes(staged.means[kind].local_shapes) if shards and shards.stage > 1 else params
-        more = {"earlier versions": (num_versions[column] - 1) * params} if table.period else {}
+        more = {NARROW: copies} if (copies := nbytes(narrow[column])) else {}
+        if table.period:
+            more = {"earlier versions": (num_versions[column] - 1) * params}
         held.append({**parts, **more, "gradients": grads, **activations[column]})
     return layouts, tuple(held), dispatch_traffic(order, programs, staged, on_cpu=on_cpu)
 
@@ -97,7 +101,9 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     state_of = StateOnGroups(staged, columns)
     num_phases = details.lowered.shape.num_phases
     dispatcher = partial(StageDispatcher, staged, columns=columns, of_batch=of_batch.specs)
-    training = dispatcher(table, num_phases=num_phases, remat=details.remat)
+    # The weights of a pipeline that never drains change within a step.
+    narrowing = None if table.period else details.programs
+    training = dispatcher(table, num_phases=num_phases, remat=details.remat, programs=narrowing)
     begin = begin_program(mesh, of_batch, staged.group, table.num_microbatches)
     each_step = FlushedSteps(staged, columns, training)
     if table.period:

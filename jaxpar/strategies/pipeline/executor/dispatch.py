@@ -5,6 +5,7 @@ it in this order, each program as soon as its inputs have arrived. So there are 
 it reads, and no array is as large as the largest stage needs. The numbers are those of engine.py:
 
     begin      1. and 2.   one program on all devices: splits the batch; dropout key, divisor of the loss
+    narrow                 one program for each column: the parameters that all actions read in a narrower dtype
     F, B, W    4. to 6.    one program for each column (enqueue.py), chunk and phase; it donates what it accumulates
     transfer   7.          `jax.device_put` of y or dX to the column that reads it
     finish     8. to 10.   dispatch_update.py; in a pipeline that never drains, dispatch_continuous.py
@@ -22,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpar.core import mesh as meshes
 from jaxpar.core import step as steps
 from jaxpar.core.loss_scale import LossScale
+from jaxpar.core.plan import NARROW
 from jaxpar.exchange.exchange import ShardSteps
 from jaxpar.models.model import Batch, Params
 from jaxpar.strategies.pipeline.executor.enqueue import (
@@ -45,6 +47,8 @@ from jaxpar.strategies.pipeline.executor.state import StagedState
 from jaxpar.strategies.pipeline.tables.table import ACTION_KINDS, StageDevices, Table, U, receiver
 from jaxpar.strategies.placement import OVERLAP, product_options
 from jaxpar.tasks import Sums
+
+Narrow = Mapping[str, Mapping[int, Any]]  # arrays of some layers, by their number among those of the layer
 
 
 class StepInputs(NamedTuple):
@@ -98,20 +102,37 @@ def dispatch_order(table: Table) -> list[DispatchedAction]:
     return order
 
 
-def gathered(part: Params, reads: Mapping[str, Mapping[int, jax.ShapeDtypeStruct]], shards: ShardSteps) -> Params:
-    """Return the parameters of a chunk, layer by layer from the shards of all replicas. For `shard_map`.
+def narrow_shapes(programs: StagePrograms, shards: ShardSteps | None) -> list[list[Narrow]]:
+    """Return, by column and chunk, the shapes of the parameters that a step narrows before its actions."""
+    if shards and shards.stage == 3:  # actions gather narrow ones
+        return [[{} for _ in of_column] for of_column in programs.numbers]
+    return [[programs.narrowed(number) for number in of_column] for of_column in programs.numbers.tolist()]
 
-    reads: the arrays that an action reads, in the dtypes in which they are sent (`StagePrograms.reads`). The others
-    remain shards.
+
+def gathered(part: Params, reads: Narrow, shards: ShardSteps) -> Narrow:
+    """Return arrays of a chunk, layer by layer from the shards of all replicas, as `reads` has them. For `shard_map`.
+
+    reads: the arrays that an action reads, in the dtypes in which they are sent (`StagePrograms.reads`).
     """
-    whole = {}
-    for layer, arrays in part.items():
-        leaves, structure = jax.tree.flatten(arrays)
-        shapes = reads.get(layer, {})
-        for number, x in shards.gather(shapes, {number: leaves[number] for number in shapes}).items():
-            leaves[number] = x.astype(leaves[number].dtype)
-        whole[layer] = jax.tree.unflatten(structure, leaves)
-    return whole
+    leaves = {layer: jax.tree.leaves(part[layer]) for layer in reads}
+    return {layer: shards.gather(of, {i: leaves[layer][i] for i in of}) for layer, of in reads.items()}
+
+
+def narrowed(part: Params, shapes: Narrow) -> Narrow:
+    """Return copies of arrays of a chunk in the dtypes of these shapes."""
+    leaves = {layer: jax.tree.leaves(part[layer]) for layer in shapes}
+    return {layer: {i: leaves[layer][i].astype(x.dtype) for i, x in of.items()} for layer, of in shapes.items()}
+
+
+def with_narrow(part: Params, narrow: Narrow) -> Params:
+    """Return a chunk with these copies of its arrays, in its own dtypes: XLA drops casts there and back."""
+    part = dict(part)
+    for layer, copies in narrow.items():
+        leaves, structure = jax.tree.flatten(part[layer])
+        for i, x in copies.items():
+            leaves[i] = x.astype(leaves[i].dtype)
+        part[layer] = jax.tree.unflatten(structure, leaves)
+    return part
 
 
 class StageDispatcher:
@@ -126,8 +147,12 @@ class StageDispatcher:
         *,
         num_phases: int,
         remat: str,
+        programs: StagePrograms | None = None,
     ):
-        """of_batch: partition specs of a batch. num_phases and remat: as in `StagePrograms`."""
+        """of_batch: partition specs of a batch. num_phases and remat: as in `StagePrograms`.
+
+        programs: the same programs; `run` then narrows parameters once, instead of each action.
+        """
         self.input_specs, self._has_collectives = input_specs(of_batch), bool(staged.group.axes)
         stages, self._num_phases, self._remat = staged.stages, num_phases, remat
         self._product_options = product_options(stages.model)
@@ -140,6 +165,11 @@ class StageDispatcher:
         self._numbers = stages.program_numbers
         self._program = functools.cache(self._make_program)
         self._zeros = functools.cache(self._make_zeros)
+        self._narrow = functools.cache(self._make_narrow)
+        # by column and chunk, the shapes of the copies of parameters
+        self._narrow_shapes: list[list[Narrow]] = [[{} for _ in of_column] for of_column in self._numbers]
+        if programs:
+            self._narrow_shapes = narrow_shapes(programs, shards)
         self._on_columns: dict[tuple[bool, int, int], Any] = {}
 
     def run(self, params: Sequence[Params], inputs: Sequence[StepInputs], host: Host = DEVICES) -> Work:
@@ -148,17 +178,28 @@ class StageDispatcher:
         params: by group, named as on the example of its kind. inputs: by column.
         """
         parts = {column: of for group, held in enumerate(params) for column, of in self.parts(group, held).items()}
-        work = Work({}, {}, {}, {})
+        work, narrow = Work({}, {}, {}, {}), dict(enumerate(self._narrow_shapes))
+        for column, of_column in parts.items():
+            if any(narrow[column]):
+                narrow[column] = host.call(self._narrow(column), of_column)
         for action in self.order:
-            self.act(action, parts[action.column], inputs[action.column], work, host)
+            column = action.column
+            self.act(action, parts[column], inputs[column], work, host, narrow[column])
         return work
 
     def act(
-        self, action: DispatchedAction, parts: Sequence[Params], inputs: StepInputs, work: Work, host: Host
+        self,
+        action: DispatchedAction,
+        parts: Sequence[Params],
+        inputs: StepInputs,
+        work: Work,
+        host: Host,
+        narrow: Sequence[Narrow] = (),
     ) -> None:
         """Enqueue an action that is not a U, which takes its inputs from `work` and adds its results to it.
 
-        action: its microbatch is counted from any batch. parts: `parts` of its column. inputs: of its batch.
+        action: its microbatch is counted from any batch. parts: `parts` of its column. inputs: of its batch. narrow:
+        copies of arrays of `parts` that it reads instead, by chunk.
         """
         column, chunk, phase, microbatch, stage, _, to = action
         stash, accumulated = work.stashes.pop((stage, microbatch), {}), None
@@ -173,6 +214,7 @@ class StageDispatcher:
         arguments = settled(
             (
                 parts[chunk],
+                narrow[chunk] if narrow else {},
                 inputs,
                 self._on_column(host, column, microbatch % self.num_microbatches),
                 self._on_column(host, column, int(self._stages.shifts[column, chunk])),
@@ -220,6 +262,20 @@ class StageDispatcher:
         specs = [self._specs(column, chunk) for chunk in range(self._numbers.shape[1])]
         return program_on(self._columns.of_column[column], on_device, (specs,), LOCAL, ("parameters",))
 
+    def _make_narrow(self, column: int) -> Program:
+        def on_device(parts: list[Params]) -> list[Narrow]:
+            return [narrowed(part, shapes) for part, shapes in zip(parts, self._narrow_shapes[column], strict=True)]
+
+        chunks = range(self._numbers.shape[1])
+        specs, results = ([of(column, chunk) for chunk in chunks] for of in (self._specs, self._narrow_specs))
+        return program_on(self._columns.of_column[column], on_device, (specs,), results, ("parameters",))
+
+    def _narrow_specs(self, column: int, chunk: int) -> Narrow:
+        """Return the partition specs of the copies of parameters of a chunk."""
+        specs, shapes = self._specs(column, chunk), self._narrow_shapes[column][chunk]
+        leaves = {layer: jax.tree.leaves(specs[layer]) for layer in shapes}
+        return {layer: {i: leaves[layer][i] for i in of} for layer, of in shapes.items()}
+
     def _specs(self, column: int, chunk: int) -> Any:
         """Return the partition specs of the parameters of a chunk."""
         kind = self._stages.kinds[column]
@@ -233,9 +289,17 @@ class StageDispatcher:
         )
 
         def on_device(
-            part: Params, inputs: StepInputs, index: jax.Array, shift: jax.Array, arrived: Any, saved: Any, grads: Any
+            part: Params,
+            narrow: Narrow,
+            inputs: StepInputs,
+            index: jax.Array,
+            shift: jax.Array,
+            arrived: Any,
+            saved: Any,
+            grads: Any,
         ) -> Any:
             arrived, saved, grads = without_leading((arrived, saved, grads))
+            part = with_narrow(part, narrow)
             microbatch = {name: at_index(x, index) for name, x in inputs.microbatches.items()}
             key = None if inputs.key is None else jax.random.wrap_key_data(inputs.key)
             x, dy = (arrived if phase == reading else None for reading in (0, 1))
@@ -245,7 +309,7 @@ class StageDispatcher:
             programs = StagePrograms(self._stages, *like, num_phases=phases, remat=self._remat)
             if shards and shards.stage == 3:
                 whole = gathered(part, programs.reads(number, phase), shards)
-                of_stage = of_stage._replace(params=whole)
+                of_stage = of_stage._replace(params=with_narrow(part, whole))
             outputs, made = programs.run(number, phase, of_stage, saved)
             if (dparams := outputs.dparams) is not None:
                 if shards:  # layer by layer
@@ -255,9 +319,10 @@ class StageDispatcher:
             # The last one is ready when the program has run, and no later program donates it (timeline.py).
             return with_leading((result, outputs.sums, grads, made, jnp.zeros(())))
 
-        specs = (self._specs(column, chunk), self.input_specs, ON_ALL, ON_ALL, LOCAL, LOCAL, LOCAL)
-        kinds = ("parameters", "inputs", "inputs", "inputs", "transfers", "stashes", "gradients")
+        weights = self._specs(column, chunk), self._narrow_specs(column, chunk)
+        specs = (*weights, self.input_specs, ON_ALL, ON_ALL, LOCAL, LOCAL, LOCAL)
+        kinds = ("parameters", NARROW, "inputs", "inputs", "inputs", "transfers", "stashes", "gradients")
         of_compiler = self._product_options | (OVERLAP if self._has_collectives else {})
-        options = {"donate_argnums": 6, "compiler_options": of_compiler}
+        options = {"donate_argnums": 7, "compiler_options": of_compiler}
         program = program_on(self._columns.of_column[column], on_device, specs, LOCAL, kinds, **options)
         return program._replace(is_action=True)

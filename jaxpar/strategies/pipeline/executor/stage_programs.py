@@ -158,6 +158,18 @@ class StagePrograms:
             first += len(leaves)
         return by_layer
 
+    def narrowed(self, number: int) -> dict[str, dict[int, jax.ShapeDtypeStruct]]:
+        """Return the parameters that all phases of a program read in the same narrower dtype, as `reads` does."""
+        narrow = dict[str, dict[int, jax.ShapeDtypeStruct]]()
+        for layer, arrays in self.programs[number].inputs.params.items():
+            leaves = jax.tree.leaves(arrays)
+            of_phases = [self.reads(number, phase).get(layer, {}) for phase in range(self.num_phases)]
+            for i, x in enumerate(leaves):
+                read = {of_phase[i].dtype for of_phase in of_phases if i in of_phase}
+                if len(read) == 1 and read != {x.dtype}:
+                    narrow.setdefault(layer, {})[i] = jax.ShapeDtypeStruct(x.shape, read.pop())
+        return narrow
+
     def run(self, number: int, phase: int, inputs: StageInputs, saved: Saved) -> tuple[StageOutputs, Saved]:
         """Run one phase of a program, a pure function: return the outputs, and the values saved for later phases.
 
