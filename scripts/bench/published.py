@@ -51,8 +51,8 @@ program is predicted from the planner's costs of layers and links.
 Each page has what a paper or a project published, *ours*, and the ratio ours / published. Ours is
 what jaxpar simulates, predicts or trains for the same case. The text below a table explains the
 differences that could be explained. Tables with 0 rows have only our values, because no citable
-value was found. Tables of 20 rows or more are split into two halves by a hash of the names, *held
-out* and *others*, with the errors of each.
+value was found. A hash of the names splits tables of 20 rows or more into *held out* and *others*,
+with the errors of each.
 
 Three choices depend on published values. SWARM's generated trace was fitted to the first row of its
 table. QAdam's warm-up and the method for BLOOM were chosen after their rows had been seen.
