@@ -117,6 +117,7 @@ class Plan(Generic[Details]):
     # bytes that a device holds, besides its part of the state, while it updates an optimizer state that is in host
     # memory between steps: a copy of that state, and the gradients. 0 if none is there
     update_bytes: int = 0
+    gathered_bytes: int = 0  # of the parameters that a device gathers before the passes of a step, and holds meanwhile
     keeps_previous: bool = False  # whether a step leaves its input state intact, instead of reusing its memory
     outer: object | None = None  # details of the outer step between runs (config.outer); None if there is none
 

@@ -71,7 +71,7 @@ def _relief(plan: Plan[object], parts: Mapping[str, int], shared: bool) -> str:
 def in_flight_bytes(plan: Plan[Any], shapes: Problem) -> dict[str, int]:
     """Return an estimate of the bytes that a step needs on a device in addition to plan.memory, by purpose.
 
-    Gradients have the size of the parameters on the device; ZeRO, which accumulates shards of them, needs less.
+    Gradients have the size of the parameters; ZeRO, which accumulates shards of them from stage 2 on, needs less.
     Activations are the values that the forward pass of a microbatch saves, without the parameters, according to the
     traced model, divided between the devices of a group; a microbatch is the smallest part of a batch that the
     batch divisor allows, of one worker or all stages of a swarm. The stashes of a pipeline are part of plan.memory
@@ -97,7 +97,9 @@ def in_flight_bytes(plan: Plan[Any], shapes: Problem) -> dict[str, int]:
     # A dict, because some arrays are saved twice.
     arrays = dict(zip(map(id, traced.jaxpr.outvars), jax.tree.leaves(saved_shapes), strict=True))
     activations = nbytes([x for variable, x in arrays.items() if variable not in inputs])
+    gathered = {"gathered parameters": plan.gathered_bytes} if plan.gathered_bytes else {}
     return {
         "gradients": sum(leaf.local_nbytes(plan.axes) for leaf in of_tensor),
         "activations": activations // math.prod(plan.axes.get(axis, 1) for axis in GROUP_AXES),
+        **gathered,
     }

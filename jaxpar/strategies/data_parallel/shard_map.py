@@ -72,7 +72,8 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
     exchange = exchanges.configured_exchange(config, group.problem, decision.num_replicas, group.norm, is_split)
     layouts = make_layouts(exchange, group.layouts(like))
     model = group.problem.model
-    traffic = exchange.traffic(sent_shapes(model, shapes.batch, exchange), shapes.accumulation_steps)
+    sent = sent_shapes(model, shapes.batch, exchange)
+    traffic = exchange.traffic(sent, shapes.accumulation_steps)
     traffic = [*traffic, *group_traffic(group, exchange, decision.num_replicas, on_cpu=on_cpu)]
     summary = f"{exchanges.name(config)}: batch sharded, parameters {layouts['params'].kind}, "
     summary += f"optimizer {layouts['optimizer'].kind}" + (", in the host's memory" if exchange.offload else "")
@@ -99,6 +100,7 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
         exchanges.differs(config, decision.num_replicas),
         exchanges.exchange_advice(config),
         update_bytes=_update_bytes(layouts["optimizer"], _gradients(group, exchange), exchange),
+        gathered_bytes=states.nbytes(sent) if exchange.gather else 0,
     )
 
 
