@@ -277,7 +277,7 @@ EXCHANGES: dict[str, NamedExchange] = {
     # the size of messages: `_zero` chooses it.
     "zero1": NamedExchange(
         "DeepSpeed ZeRO, stage 1",
-        "gradients to the shards of the optimizer, parameters back",
+        "gradients to their shards, parameters from theirs",
         partial(_zero, stage=1),
         ZERO,
         shards=True,

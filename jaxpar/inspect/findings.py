@@ -33,6 +33,7 @@ RECOMPUTED_SHARE = 0.1  # of the FLOPs of both passes: cuDNN attention computes 
 
 NEGLIGIBLE = f"at most {LARGE_SHARE:.0%} of the step"
 AT_THE_END = "too little is left to compute when the last gradients are sent, one message after the other"
+AT_THE_END_OF_ZERO = "nothing is left to compute when the last gradients and the updated parameters are sent"
 AFTER_WARMUP = "compression begins after the warm-up"
 TOO_LONG = "they overlap, but take longer than what is computed meanwhile"
 BETWEEN_PRODUCTS = "layers wait for the positions of the other devices of a group"
@@ -117,6 +118,8 @@ def find(
 def expectations(config: ConfigDict, cluster: Cluster) -> Mapping[Kind, str]:
     """Return the kinds of findings that are normal for the config of a run on a cluster, each with the reason."""
     expected = {**EXPECTED.get(config.strategy, {}), **EXPECTED.get(config.exchange, {})}
+    if config.strategy == "pipeline" and config.exchange in ("zero1", "zero2"):  # its stages keep whole parameters
+        expected["exposed"] = AT_THE_END_OF_ZERO
     if any(config.mesh[axis] > 1 for axis in GROUP_AXES):
         expected |= {"exposed in a loop": BETWEEN_PRODUCTS, "exposed": expected.get("exposed", BETWEEN_PRODUCTS)}
     section = "pipeline" if config.strategy == "pipeline" else "model"
@@ -141,9 +144,9 @@ def remedies(config: ConfigDict) -> Mapping[str, str]:
         found["stacks"] = "config.pipeline.executor=dispatch avoids it"
     elif is_pipeline and config.pipeline.schedule not in CONTINUOUS and not is_table_file(config.pipeline.schedule):
         found["other stages"] = "a larger config.pipeline.num_microbatches shortens it"
-    is_alone = all(config.mesh[axis] == 1 for axis in GROUP_AXES) and config.optimizer.accumulation_steps == 1
+    is_alone = all(config.mesh[axis] == 1 for axis in GROUP_AXES)
     if config.strategy == "data_parallel" and is_alone and config.exchange not in ("zero3", "hsdp"):
-        late = config.exchange in ("ddp", "horovod", "byteps", "zero1")
+        late = config.exchange in ("ddp", "horovod", "byteps", "zero1") and config.optimizer.accumulation_steps == 1
         if may_unroll:
             earlier = "with config.model.scan_layers=False, most are sent during the backward pass"
             found |= dict.fromkeys(("all-reduce", "reduce-scatter"), earlier)

@@ -276,21 +276,25 @@ class Model:
             self._inputs[key] = inputs
         return list(self._inputs[key])
 
-    def read_shapes(self, batch: Batch) -> Params:
-        """Return the shapes of the arrays that each layer uses, with the dtypes in which it reads them in training.
+    def read_shapes(self, batch: Batch, *, in_training: bool = True) -> Params:
+        """Return the shapes of the arrays that each layer uses, with the dtypes in which it reads them.
 
         These are narrower if all that a layer does with an array is to cast it. They include shared arrays.
         """
-        inputs = zip(self.layers, self.inputs(batch), strict=True)
-        keys_B = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), len(batch["inputs"])))
+        inputs, keys_B = zip(self.layers, self.inputs(batch), strict=True), None
+        if in_training:
+            keys_B = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), len(batch["inputs"])))
         return {layer.name: self.shapes_read(layer, x, batch, keys_B) for layer, x in inputs}
 
-    def narrowed_shapes(self, batch: Batch) -> Params:
-        """Return `shapes` with the dtypes in which layers read the arrays in training, except of those that they share.
+    def narrowed_shapes(self, batch: Batch, *, in_training: bool = True) -> Params:
+        """Return `shapes` with the dtypes in which layers read the arrays, except of those that they share.
 
         The gradients of a shared array are added up in its own dtype.
         """
-        read, tied = self.read_shapes(batch), {(tie.source, tie.source_name) for tie in self.ties}
+        read, tied = (
+            self.read_shapes(batch, in_training=in_training),
+            {(one.source, one.source_name) for one in self.ties},
+        )
         return {
             name: {key: leaf if (name, key) in tied else read[name][key] for key, leaf in layer.items()}
             for name, layer in self.shapes.items()

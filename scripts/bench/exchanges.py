@@ -104,7 +104,7 @@ def bytes_and_memory(
             total = sum(row.nbytes for row in rows if row.dtype != audit.SCALARS)
             sent = f"{total / plan.wire_bytes:.4f}" if total else "copies"
         if has_memory and name.startswith("zero"):
-            formula = (parameters / n if name == "zero3" else parameters) + optimizer / n
+            formula = (parameters + optimizer) / n
             devices = audit.memory(programs, strategy)
             fullest = max(
                 sum(part.nbytes or 0 for part in parts.values() if part.theory is not None) for parts in devices

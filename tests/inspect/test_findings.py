@@ -102,6 +102,10 @@ def test_expectations() -> None:
         return set(findings.expectations(changed, h100s))
 
     assert kinds(exchange="zero3") == {"exposed"}
+    for strategy, end in (("data_parallel", "before the first parameters"), ("pipeline", "the updated parameters")):
+        config.strategy, config.exchange = strategy, "zero1"
+        assert end in findings.expectations(config, h100s)["exposed"]
+    config = default_config()
     assert kinds(strategy="single") == set()
     assert kinds(strategy="pipeline") == {"exposed", "other stages", "synchronization"}
     assert kinds(strategy="single", **{"model.remat": "dots"}) == {"recomputation", "stacks"}
@@ -253,7 +257,7 @@ def test_remedies() -> None:
         return set(findings.remedies(changed))
 
     at_the_end = {"all-reduce", "reduce-scatter"}
-    assert kinds() == {"stacks", *at_the_end}
+    assert kinds() == kinds(**{"optimizer.accumulation_steps": 2}) == {"stacks", *at_the_end}
     assert kinds(exchange="zero2") == {"stacks", *at_the_end, "all-gather"}
     assert kinds(strategy="pipeline") == {"stacks"}
     dispatched = {"strategy": "pipeline", "pipeline.executor": "dispatch"}
@@ -273,6 +277,5 @@ def test_remedies() -> None:
         {"exchange": "zero3"},
         {"strategy": "single"},
         {"mesh.tensor": 2},
-        {"optimizer.accumulation_steps": 2},
     ):
         assert kinds(**others) == {"stacks"}

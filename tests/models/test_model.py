@@ -101,6 +101,28 @@ def test_layers_that_read_differently_in_training() -> None:
     assert {leaf.dtype for leaf in jax.tree.leaves(read)} == {np.dtype(np.float32)}
 
 
+def test_shared_arrays_are_not_narrowed() -> None:
+    """Their gradients are added up, and those of layers that are applied several times, too."""
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.own, self.tied = (nnx.Param(jax.random.normal(rngs.params(), (4, 4))) for _ in range(2))
+
+        def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+            own = self.own[...] if context.keys_B is None else self.own[...].astype(jnp.bfloat16)
+            return x @ own.astype(jnp.float32) @ self.tied[...].astype(jnp.bfloat16).astype(jnp.float32)
+
+    makers: Any = {"first": Layer, "last": Layer, "repeated": Layer}
+    model = Model(makers, ties=(Tie("last", "tied", "first", "tied"),), applications={"repeated": 2})
+    batch = jax.eval_shape(lambda: {"inputs": jnp.ones((2, 4))})
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype.name, model.narrowed_shapes(batch))
+    repeated = {"own": "float32", "tied": "float32"}
+    assert dtypes == {"first": repeated | {"own": "bfloat16"}, "last": {"own": "bfloat16"}, "repeated": repeated}
+    evaluated = jax.tree.map(lambda leaf: leaf.dtype.name, model.narrowed_shapes(batch, in_training=False))
+    assert evaluated == {"first": repeated, "last": {"own": "float32"}, "repeated": repeated}
+    assert jax.tree.all(jax.tree.map(lambda x: x.dtype == jnp.float32, model.as_stored(model.init(jax.random.key(0)))))
+
+
 @every
 def test_dtypes_of_all_models(name: str, task: str, overrides: dict[str, Any]) -> None:
     """All but a repeated layer read some arrays in bfloat16."""

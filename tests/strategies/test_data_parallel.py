@@ -95,6 +95,8 @@ def test_auto_sums_each_gradient_once_and_in_float32(task: Task, overrides: tupl
         ("H100", "exchange=ddp", True),
         ("H100", "exchange=zero1", True),
         ("H100", "exchange=zero3", False),  # it scatters the gradients of every microbatch
+        ("H100", "exchange=onebit_adam", False),  # it is in a conditional
+        ("H100", "mesh.data=1", False),  # there is none
         ("H100", "model.scan_layers=True", False),  # the gradients of all layers exist after the scan
         ("cpu", "exchange=ddp", False),  # nothing overlaps
     ],

@@ -2,9 +2,9 @@
 
 A step of replicas is the forward and backward pass of each microbatch, the exchange of gradients and the update. On
 GPUs, links work at the same time as the GPU: gradients are sent while earlier layers are computed backward, unless a
-scan over the layers returns them all at its end; parameters of zero3 are gathered while other layers compute. In a
-pipeline, all devices step through the clocks of the table together; or, if its stages are dispatched, each action
-starts as soon as its inputs have arrived and the host has enqueued it.
+scan over the layers returns them all at its end; parameters of zero3, and without a loop of zero1 and zero2, are
+gathered while other layers compute. In a pipeline, all devices step through the clocks of the table together; or, if
+its stages are dispatched, each action starts as soon as its inputs have arrived and the host has enqueued it.
 """
 
 import math

@@ -78,6 +78,8 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
     summary = f"{exchanges.name(config)}: batch sharded, parameters {layouts['params'].kind}, "
     summary += f"optimizer {layouts['optimizer'].kind}" + (", in the host's memory" if exchange.offload else "")
     summary += groups.summary(axes)
+    # Exchanges with branches run in a conditional, and scans over layers return all gradients at their end.
+    overlaps = not (on_cpu or exchange.fetch or exchange.branches or model.scanned)
     private_key = exchanges.private_key(config, decision.num_replicas, like.params)
     private_key |= {axis: axes[axis] for axis in group.axes}
     return Plan(
@@ -90,7 +92,7 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
             exchange,
             group,
             unrolled=bool(exchange.fetch) and on_cpu,
-            last_apart=not (on_cpu or exchange.fetch or model.scanned),
+            last_apart=overlaps and decision.num_replicas > 1,
             scatter_layers=exchange.scatter_layers if model.scanned and can_scatter(model) and not on_cpu else None,
         ),
         state_memory(layouts),
@@ -125,7 +127,7 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
         if placed.params.kind == PER_REPLICA:
             params = jax.lax.pmean(placed.params.local(params), DATA)
         elif exchange.gather:
-            params = exchange.gather(problem.model.shapes, params)
+            params = exchange.gather(problem.model.narrowed_shapes(problem.batch, in_training=False), params)
         return jax.lax.psum(steps.evaluate(fetching(problem, exchange), params, batch), group.batch_axes)
 
     def num_in_flight(state: State) -> int:
