@@ -18,8 +18,8 @@ Source = TypeVar("Source", covariant=True)
 Details = TypeVar("Details", covariant=True)
 ARRAYS = "arrays"  # key of the hash of the private arrays in a private key
 ON_HOST = " on the host"  # suffix of the name of a part of the state that is in host memory
-NARROW = "narrow parameters"  # the copies of parameters in the dtype in which the layers of a pipeline read them
-ACTIVATION_PARTS = ("stashes", "transfers", NARROW)  # parts of a pipeline's memory that do not belong to the state
+NARROW_PARAMETERS = "narrow parameters"  # copies in the dtype in which the layers of a pipeline read them
+ACTIVATION_PARTS = ("stashes", "transfers", NARROW_PARAMETERS)  # parts of a pipeline's memory that are not state
 PREVIOUS = "previous state"  # the part of a plan's memory with the state before a step
 COPY = "copy"  # the kind of traffic that the host sends between programs
 # The purposes of the parts of a state whose names differ from their parts', and of the scalars, which are not counted.

@@ -22,7 +22,7 @@ from jaxpar.core import step as steps
 from jaxpar.core.groups import ReplicaGroup
 from jaxpar.core.loss_scale import LossScale, find_scale
 from jaxpar.core.mesh import DATA
-from jaxpar.core.plan import NARROW, Plan, state_memory
+from jaxpar.core.plan import NARROW_PARAMETERS, Plan, state_memory
 from jaxpar.core.state import Canonical, State, nbytes
 from jaxpar.core.step import Metrics, Problem, with_shardings
 from jaxpar.launch import processes
@@ -85,7 +85,7 @@ def resources(details: PipelineDetails, *, on_cpu: bool) -> ExecutorResources:
         kind, shards = details.stages.kinds[column], staged.all_reduce.shards
         params = nbytes(staged.params.trees[kind])
         grads = nbytes(staged.means[kind].local_shapes) if shards and shards.stage > 1 else params
-        more = {NARROW: copies} if (copies := nbytes(narrow[column])) else {}
+        more = {NARROW_PARAMETERS: copies} if (copies := nbytes(narrow[column])) else {}
         if table.period:
             more = {"earlier versions": (num_versions[column] - 1) * params}
         held.append({**parts, **more, "gradients": grads, **activations[column]})

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpar.core import mesh as meshes
 from jaxpar.core import step as steps
 from jaxpar.core.loss_scale import LossScale
-from jaxpar.core.plan import NARROW
+from jaxpar.core.plan import NARROW_PARAMETERS
 from jaxpar.exchange.exchange import ShardSteps
 from jaxpar.models.model import Batch, Params
 from jaxpar.strategies.pipeline.executor.enqueue import (
@@ -321,7 +321,7 @@ class StageDispatcher:
 
         weights = self._specs(column, chunk), self._narrow_specs(column, chunk)
         specs = (*weights, self.input_specs, ON_ALL, ON_ALL, LOCAL, LOCAL, LOCAL)
-        kinds = ("parameters", NARROW, "inputs", "inputs", "inputs", "transfers", "stashes", "gradients")
+        kinds = ("parameters", NARROW_PARAMETERS, "inputs", "inputs", "inputs", "transfers", "stashes", "gradients")
         of_compiler = self._product_options | (OVERLAP if self._has_collectives else {})
         options = {"donate_argnums": 7, "compiler_options": of_compiler}
         program = program_on(self._columns.of_column[column], on_device, specs, LOCAL, kinds, **options)
