@@ -220,4 +220,4 @@ def format_rate(rate: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Format a time."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{round(seconds * 1e3, 4):.3g} ms"
