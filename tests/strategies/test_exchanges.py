@@ -357,7 +357,7 @@ def test_zero_of_a_bfloat16_model_trains_like_ddp(name: str, sent: set[str]) -> 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
 def test_an_evaluation_gathers_in_the_dtype_of_the_layers(name: str) -> None:
-    """It then needs no more memory than a step, for which alone plans and audits ask."""
+    """An evaluation then needs no more memory than a step, the only program that plans and audits describe."""
     task = MLP_SGD._replace(dtype="bfloat16")
     strategy = shared(task, *replicated(name, TWICE))
     state = strategy.from_canonical(start(task))
