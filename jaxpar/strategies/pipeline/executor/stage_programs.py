@@ -161,10 +161,10 @@ class StagePrograms:
     def narrowed(self, number: int) -> dict[str, dict[int, jax.ShapeDtypeStruct]]:
         """Return the parameters that all phases of a program read in the same narrower dtype, as `reads` does."""
         narrow = dict[str, dict[int, jax.ShapeDtypeStruct]]()
+        phases = [self.reads(number, phase) for phase in range(self.num_phases)]
         for layer, arrays in self.programs[number].inputs.params.items():
-            leaves = jax.tree.leaves(arrays)
-            of_phases = [self.reads(number, phase).get(layer, {}) for phase in range(self.num_phases)]
-            for i, x in enumerate(leaves):
+            of_phases = [reads.get(layer, {}) for reads in phases]
+            for i, x in enumerate(jax.tree.leaves(arrays)):
                 read = {of_phase[i].dtype for of_phase in of_phases if i in of_phase}
                 if len(read) == 1 and read != {x.dtype}:
                     narrow.setdefault(layer, {})[i] = jax.ShapeDtypeStruct(x.shape, read.pop())
