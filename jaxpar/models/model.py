@@ -291,10 +291,8 @@ class Model:
 
         The gradients of a shared array are added up in its own dtype.
         """
-        read, tied = (
-            self.read_shapes(batch, in_training=in_training),
-            {(one.source, one.source_name) for one in self.ties},
-        )
+        read = self.read_shapes(batch, in_training=in_training)
+        tied = {(tie.source, tie.source_name) for tie in self.ties}
         return {
             name: {key: leaf if (name, key) in tied else read[name][key] for key, leaf in layer.items()}
             for name, layer in self.shapes.items()
