@@ -165,6 +165,27 @@ def in_layer_order(all_reduce: AllReduce, layers: Sequence[str]) -> AllReduce:
     )
 
 
+def numbers_in_order(tree: Tree, layers: Sequence[str]) -> list[int]:
+    """Return the numbers of the leaves of a tree {layer: ..} in the order of `layers`; of any other tree, 0, 1, 2, ..
+
+    JAX numbers them in the order of the names, in which layer 10 comes before layer 2.
+    """
+    ranks = {jax.tree_util.DictKey(layer): rank for rank, layer in enumerate(layers)}
+    of_leaves = [ranks.get(path[0], 0) if path else 0 for path, _ in jax.tree.leaves_with_path(tree)]
+    return sorted(range(len(of_leaves)), key=of_leaves.__getitem__)
+
+
+def after(arrays: Sequence[jax.Array], before: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """Return arrays that exist only once `before` does, and `before`, so that messages are sent in turn.
+
+    Otherwise XLA may send those first whose gradients the backward pass computes last.
+    """
+    some = list(arrays)
+    smallest = min(range(len(some)), key=lambda number: some[number].size)  # so that XLA can fuse the others
+    some[smallest], before = jax.lax.optimization_barrier((some[smallest], before))
+    return some, before
+
+
 def apart(all_reduce: AllReduce, is_split: Callable[[Tree], Tree]) -> AllReduce:
     """Return the same all-reduce with vectors of either split arrays or whole ones, unless it is exact.
 

@@ -20,7 +20,7 @@ from jaxpar.exchange.gossip import decentralized, low_precision_decentralized, m
 from jaxpar.exchange.gradients import byteps, compressed_byteps, ddp, horovod, lossy
 from jaxpar.exchange.powersgd import powersgd
 from jaxpar.exchange.reduce import Axis, psum
-from jaxpar.exchange.zero import Codes, reduced_to_shards, zero
+from jaxpar.exchange.zero import Codes, Order, reduced_to_shards, zero
 
 MIB = 2**20
 NODE = 8  # GPUs of most nodes
@@ -146,6 +146,7 @@ def _zero(
         codes=codes,
         group=group,
         norm=rule.norm,
+        order=Order(rule.layers, rule.in_turn),
     )
 
 

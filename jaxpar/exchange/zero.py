@@ -31,7 +31,7 @@ from jaxpar.core.plan import Traffic
 from jaxpar.exchange.compress import Compressor
 from jaxpar.exchange.exchange import AllReduce, DistributedState, Exchange, ExchangeUpdate, ShardSteps
 from jaxpar.exchange.fetch import Fetch
-from jaxpar.exchange.fuse import buckets
+from jaxpar.exchange.fuse import after, buckets, numbers_in_order
 from jaxpar.exchange.reduce import Axis, added_up
 from jaxpar.exchange.scatter_gather import all_gather_coded, reduce_scatter_coded
 from jaxpar.exchange.scatter_layers import LayerScatter
@@ -46,6 +46,16 @@ class Codes(NamedTuple):
 
 
 UNCODED = Codes()
+
+
+class Order(NamedTuple):
+    """The order in which buckets are sent."""
+
+    layers: Sequence[str] = ()  # as in `Rule`
+    in_turn: bool = False  # as in `Rule`
+
+
+BY_NAME = Order()
 FLOAT = np.dtype(np.float32)
 WORD = np.dtype(np.uint16)  # in which arrays are sent if not all are float32, because XLA may widen 16-bit floats
 
@@ -63,12 +73,12 @@ class Shards:
     A flat shard has the sharded dim first, and is a vector; a bucket of them is sent as one vector.
     """
 
-    def __init__(self, axis: Axis, tree: Tree, num_bytes: int, codes: Codes = UNCODED):
+    def __init__(self, axis: Axis, tree: Tree, num_bytes: int, codes: Codes = UNCODED, order: Order = BY_NAME):
         """Plan the buckets, of at most `num_bytes` bytes, of arrays that are sent together.
 
         tree: full arrays or their shapes, with the dtypes in which `gather` returns them.
         """
-        self._axis, self._codes = axis, codes
+        self._axis, self._codes, self._in_turn = axis, codes, order.in_turn
         self._leaves, self._structure = jax.tree.flatten(tree)
         self._dims = [split_dim(leaf.shape) or 0 for leaf in self._leaves]
         self._shapes = [shard_shape(leaf.shape, axis.size) for leaf in self._leaves]
@@ -76,8 +86,9 @@ class Shards:
         self._wire = FLOAT if all(leaf.dtype == FLOAT for leaf in self._leaves) else WORD
         words = [leaf.size * leaf.dtype.itemsize // self._wire.itemsize for leaf in self._leaves]
         sent = [jax.ShapeDtypeStruct((size,), self._wire) for size in words]
-        plan = buckets(sent, num_bytes, cut=False, backwards=True)
-        sharded = [[piece.leaf for piece in bucket if self._shapes[piece.leaf]] for bucket in plan]
+        numbers = numbers_in_order(tree, order.layers)
+        plan = buckets([sent[number] for number in numbers], num_bytes, cut=False, backwards=True)
+        sharded = [[number for piece in bucket if self._shapes[number := numbers[piece.leaf]]] for bucket in plan]
         self._buckets = [bucket for bucket in sharded if bucket]
         self._numbers = [number for bucket in self._buckets for number in bucket]  # of the sharded arrays
 
@@ -118,9 +129,13 @@ class Shards:
 
     def scatter(self, tree: Tree) -> Tree:
         """Return this replica's shards of the sum of full arrays over replicas, and its own unsharded arrays."""
-        leaves = jax.tree.leaves(tree)
+        leaves, vectors = jax.tree.leaves(tree), list[jax.Array]()
         for bucket in self._buckets:
-            vector = self._scatter([self._flat_shards(leaves[number]) for number in bucket])
+            arrays = [leaves[number] for number in bucket]
+            if vectors and self._in_turn:
+                arrays, vectors[-1] = after(arrays, vectors[-1])
+            vectors.append(self._scatter(list(map(self._flat_shards, arrays))))
+        for bucket, vector in zip(self._buckets, vectors, strict=True):
             for number, shard in zip(bucket, self._split(vector, bucket), strict=True):
                 leaves[number] = self._shaped(shard, number)
         return jax.tree.unflatten(self._structure, leaves)
@@ -213,6 +228,7 @@ def shard_steps(
     codes: Codes = UNCODED,
     group: int = 0,
     norm: Callable[[Tree], jax.Array] = optax.tree.norm,
+    order: Order = BY_NAME,
 ) -> ShardSteps:
     """Return the steps of a stage of ZeRO. For the arguments, see `zero`."""
     group = group or axis.size
@@ -221,7 +237,7 @@ def shard_steps(
         within, between = axis.within(group), axis.between(group)
 
     def of(tree: Tree) -> Shards:
-        return Shards(within, tree, num_bytes, codes)
+        return Shards(within, tree, num_bytes, codes, order)
 
     def mean(shards: Tree) -> Tree:
         whole = jax.tree.map(lambda x: x if x.ndim else jax.lax.psum(x, axis.name), shards)
@@ -295,6 +311,7 @@ def zero(
     codes: Codes = UNCODED,
     group: int = 0,
     norm: Callable[[Tree], jax.Array] = optax.tree.norm,
+    order: Order = BY_NAME,
 ) -> Exchange:
     """Return a stage of ZeRO around an elementwise optimizer.
 
@@ -310,9 +327,10 @@ def zero(
       group: in stage 3, the number of neighbours that share one copy of all arrays; 0: all replicas do. Groups sum
         their gradients once per update, with an all-reduce.
       norm: as in `Rule`.
+      order: that of the buckets of whole models; arrays of one layer are sent in the order of their names.
     """
     optimizer = optax.with_extra_args_support(optimizer)
-    steps = shard_steps(axis, stage, num_bytes, codes, group, norm)
+    steps = shard_steps(axis, stage, num_bytes, codes, group, norm, order)
     within = axis.within(group) if 0 < group < axis.size else axis
     coded_shards = functools.partial(Shards, within, num_bytes=num_bytes, codes=codes)
 

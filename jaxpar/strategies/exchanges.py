@@ -125,10 +125,12 @@ def configured_exchange(
     num_replicas: int,
     norm: Callable[[Params], jax.Array] = optax.tree.norm,
     is_split: Callable[[Tree], Tree] | None = None,
+    *,
+    in_turn: bool = False,
 ) -> Exchange:
     """Return the exchange around the problem's optimizer. Raises UserError if it does not support this problem.
 
-    norm, is_split: as in `Rule`.
+    norm, is_split, in_turn: as in `Rule`.
     """
     options, num_steps, shapes = chosen(config), problem.num_steps, problem.model.shapes
 
@@ -147,7 +149,7 @@ def configured_exchange(
     if OPTIMIZERS[o.name].is_adamw:
         learning_rate = optimizer.build_learning_rate(config, num_steps)
         adamw = AdamW(learning_rate, o.b1, o.b2, o.eps, o.weight_decay, optimizer.decayed)
-    rule = Rule(problem.optimizer, shapes, adamw, layers, o.clip_norm, num_steps, norm, is_split)
+    rule = Rule(problem.optimizer, shapes, adamw, layers, o.clip_norm, num_steps, norm, is_split, in_turn)
     return named.make_exchange(config.exchange, Axis(DATA, num_replicas), rule, **options)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,6 +32,11 @@ OVERLAP: dict[str, Any] = {
     f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_reduce", "all_gather", "reduce_scatter")
 } | {"xla_gpu_enable_latency_hiding_scheduler": True}
 
+# XLA for GPUs starts a collective about 5 kernels before its result is needed, or on Hopper and Blackwell, by the time
+# that it would take within a host. Between hosts it takes longer.
+KERNELS_BETWEEN_HOSTS = 30
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter")
+MOST_COLLECTIVES = 1000  # of a kind in a program, for which there are estimates
 
 # On CPUs, leave to the library YNNPACK only reductions. XLA's own kernels are faster for large matrix products.
 OWN_PRODUCTS: dict[str, Any] = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
@@ -54,6 +60,25 @@ def first_known(*choices: dict[str, Any]) -> dict[str, Any]:
             jax.jit(lambda: 0).lower().compile(options)
             return options
     raise RuntimeError(f"XLA knows none of the options {', '.join(name for one in choices for name in one)}")
+
+
+@functools.cache
+def between_hosts() -> dict[str, Any]:
+    """Return the compiler options that let collectives between hosts start earlier.
+
+    A profile has the time of each collective, by the name that XLA gives it, in units of 0.001 kernels. It is encoded
+    as XLA's ProfiledInstructionsProto: messages (field 1) of a name (field 1) and a float64 (field 2).
+    """
+
+    def field(value: bytes) -> bytes:
+        assert len(value) < 128, "a longer one needs two bytes for its length"
+        return bytes([1 << 3 | 2, len(value)]) + value
+
+    starts = [f"{kind}-start" for kind in COLLECTIVES]
+    names = starts + [f"{start}.{number}" for start in starts for number in range(1, MOST_COLLECTIVES)]
+    time = bytes([2 << 3 | 1]) + struct.pack("<d", 1000.0 * KERNELS_BETWEEN_HOSTS)
+    profile = b"".join(field(field(name.encode()) + time) for name in names)
+    return {"fdo_profile": profile, "xla_gpu_enable_analytical_sol_latency_estimator": False}
 
 
 def on_all(mesh: Mesh) -> NamedSharding:

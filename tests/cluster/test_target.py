@@ -333,6 +333,19 @@ def test_zero3_accumulates_on_absent_gpus(scan: bool) -> None:
     assert needed[1] < 1.5 * needed[0]
 
 
+@needs_plugin
+def test_collectives_between_hosts_start_earlier() -> None:
+    """Between hosts, more kernels run at the same time as a message than XLA chooses by itself."""
+    zero1 = ["--program", "--config.exchange=zero1", "--config.exchange_options.bucket_bytes=100000", *TINY]
+    longest = []
+    for hosts in ("a100-40gb:8", "a100-40gb:2x4"):
+        done = audit(*zero1, "--config.model.num_layers=6", *IN_BFLOAT16, on=hosts)
+        assert done.returncode == 0, done.stderr
+        [program] = json.loads(done.stdout)["programs"]
+        longest.append(max(row["kernels"] for row in program["collectives"]))
+    assert longest[1] > 2 * longest[0] > 0, longest
+
+
 SCAN = """
 import jax, jax.numpy as jnp
 from jaxpar.cluster.target import find_target

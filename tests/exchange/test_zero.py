@@ -1,3 +1,4 @@
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jaxpar.core.optimizer import clip_by_norm
 from jaxpar.exchange.compress import min_max_uint8
 from jaxpar.exchange.exchange import Rule
 from jaxpar.exchange.named import make_exchange
-from jaxpar.exchange.zero import Codes, Shards, zero
+from jaxpar.exchange.zero import Codes, Order, Shards, shard_steps, zero
 from jaxpar.layout import pad, shard_shape, split_dim, unpad
 from tests.exchange import compressors
 from tests.exchange.replicas import Tree, adamw, axis, close, on_replicas, only, repeated, train
@@ -253,3 +254,34 @@ def test_messages_are_larger_between_nodes(name: str, n: int, messages: int) -> 
     exchange = make_exchange(name, axis(n), Rule(optax.sgd(1.0), params))
     [scattered] = [one for one in exchange.traffic(params, 1) if one.kind == "reduce-scatter"]
     assert scattered.messages == messages * (min(n, 8) - 1 if name == "hsdp" else n - 1)
+
+
+LAYERS = ("embed", *(f"block_{number}" for number in range(12)), "head")
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_the_gradients_of_the_last_layers_are_sent_first(in_turn: bool) -> None:
+    """Buckets follow the layers, not the order of their names, in which block_10 comes before block_2.
+
+    In turn, each message depends on the one before. The shards stay the same.
+    """
+    n, sizes = 2, {layer: 4 * (number + 1) for number, layer in enumerate(LAYERS)}
+    steps = shard_steps(axis(n), 1, 1, order=Order(LAYERS, in_turn))
+    rng = np.random.default_rng(0)
+    grads = {layer: {"w": rng.integers(9, size=(n, size)).astype(np.float32)} for layer, size in sizes.items()}
+    found = on_replicas(n, steps.scatter, grads)
+    for layer, size in sizes.items():
+        np.testing.assert_array_equal(found[layer]["w"], grads[layer]["w"].sum(axis=0).reshape(n, size // n))
+    local = {layer: {"w": np.ones(size, np.float32)} for layer, size in sizes.items()}
+    traced = jax.make_jaxpr(steps.scatter, axis_env=[(axis(n).name, n)])(local).jaxpr
+    messages = [equation for equation in traced.eqns if equation.primitive.name == "reduce_scatter"]
+    assert [equation.invars[0].aval.size for equation in messages] == list(reversed(sizes.values()))
+    made = {variable: equation for equation in traced.eqns for variable in equation.outvars}
+
+    def before(equation: Any) -> set[int]:
+        """Return the equations that an equation depends on, and itself."""
+        inputs = (made[x] for x in equation.invars if not isinstance(x, jax.extend.core.Literal) and x in made)
+        return {id(equation)}.union(*map(before, inputs))
+
+    for first, second in pairwise(messages):
+        assert (id(first) in before(second)) == in_turn

@@ -75,7 +75,7 @@ def traced_step(problem: Problem, exchange: Exchange) -> Any:
     base = {part: layout.replicated(axes, tree) for part, tree in like._asdict().items()}
     placed = ReplicaState(problem, mesh, exchange, make_layouts(exchange, base))
     details = ReplicaDetails(
-        exchange, ReplicaGroup(problem, axes), unrolled=False, last_apart=False, scatter_layers=None
+        exchange, ReplicaGroup(problem, axes), unrolled=False, last_apart=False, spans_hosts=False, scatter_layers=None
     )
     step = train_step(problem, details, placed.layout, N)
     in_specs, out_specs = (placed.layout.specs, PartitionSpec("data")), (placed.layout.specs, PartitionSpec())
@@ -301,7 +301,12 @@ def test_a_step_scatters_in_its_scan(dtype: str, tolerance: float, monkeypatch: 
     def outcome_of(scatter_layers: Any) -> Any:
         group = ReplicaGroup(problem, axes)
         details = ReplicaDetails(
-            exchange, group, unrolled=False, last_apart=scatter_layers is not None, scatter_layers=scatter_layers
+            exchange,
+            group,
+            unrolled=False,
+            last_apart=scatter_layers is not None,
+            spans_hosts=False,
+            scatter_layers=scatter_layers,
         )
         step = train_step(problem, details, placed.layout, N)
         run = jax.jit(jax.vmap(step, axis_name="data"))

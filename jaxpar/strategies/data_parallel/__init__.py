@@ -83,7 +83,7 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
         by_xla = exchanges.is_plain(config) and is_exact
         implementation = "sharding" if by_xla else "shard_map"
     if implementation == "shard_map":
-        return shard_map.plan(config, shapes, decision, on_cpu=cluster.platform == "cpu")
+        return shard_map.plan(config, shapes, cluster, decision)
     summary = "batch sharded, state replicated"
     summary = f"pmap: {summary}" if implementation == "pmap" else "one device" if num_replicas == 1 else summary
     return sharding.plan_replicated("data_parallel", shapes, decision, summary, implementation)

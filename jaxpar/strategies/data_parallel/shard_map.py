@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ml_collections import ConfigDict
 
 from jaxpar import layout
+from jaxpar.cluster import Cluster
 from jaxpar.core import mesh as meshes
 from jaxpar.core import state as states
 from jaxpar.core import step as steps
@@ -37,6 +38,7 @@ from jaxpar.strategies.placement import (
     OVERLAP,
     BatchPlacement,
     PlacedState,
+    between_hosts,
     first_known,
     on_all,
     product_options,
@@ -61,15 +63,19 @@ class ReplicaDetails:
     group: ReplicaGroup  # the devices of a replica
     unrolled: bool  # whether to compute the model without a scan over layers
     last_apart: bool  # whether the exchange overlaps with the last backward pass, after the loop over microbatches
+    spans_hosts: bool  # whether collectives cross the network between hosts
     scatter_layers: LayerScatter | None  # how a scan scatters the gradients of a layer while it computes the one before
 
 
-def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cpu: bool) -> Plan[ReplicaDetails]:
+def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[None]) -> Plan[ReplicaDetails]:
     """Plan data-parallel replicas with config.exchange. Raises UserError if it does not support these shapes."""
+    on_cpu, spans_hosts = cluster.platform == "cpu", cluster.platform == "gpu" and cluster.num_processes > 1
     axes, like = dict(decision.axes), states.abstract_state(shapes.model, shapes.optimizer)
     group = groups.replica_group(config, shapes, axes)
     is_split = group.is_split if TENSOR in axes else None
-    exchange = exchanges.configured_exchange(config, group.problem, decision.num_replicas, group.norm, is_split)
+    exchange = exchanges.configured_exchange(
+        config, group.problem, decision.num_replicas, group.norm, is_split, in_turn=spans_hosts
+    )
     layouts = make_layouts(exchange, group.layouts(like))
     model = group.problem.model
     sent = sent_shapes(model, shapes.batch, exchange)
@@ -93,6 +99,7 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cp
             group,
             unrolled=bool(exchange.fetch) and on_cpu,
             last_apart=overlaps and decision.num_replicas > 1,
+            spans_hosts=spans_hosts,
             scatter_layers=exchange.scatter_layers if model.scanned and can_scatter(model) and not on_cpu else None,
         ),
         state_memory(layouts),
@@ -141,6 +148,8 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
 
     shardings = jax.tree.map(lambda x: x.sharding, placed.abstract), on_all(mesh)
     options = IN_PLACE | product_options(problem.model) | OVERLAP | fetch_options(problem, exchange)
+    if plan.details.spans_hosts:
+        options |= between_hosts()
     donated = () if plan.keeps_previous else 0
     compiled_step = jax.jit(step, donate_argnums=donated, out_shardings=shardings, compiler_options=options)
     waiting_evaluate = meshes.one_at_a_time(evaluate, mesh)

@@ -50,7 +50,7 @@ def plan(
 ) -> Plan[str] | Plan[shard_map.ReplicaDetails]:
     """Plan the whole state and every batch of `single` on one device, or on those of a tensor or context axis."""
     if decision.axes.keys() & GROUP_AXES:
-        plan = shard_map.plan(config, shapes, decision, on_cpu=cluster.platform == "cpu")
+        plan = shard_map.plan(config, shapes, cluster, decision)
         return replace(plan, strategy="single", exchange="", summary=plan.summary.partition(": ")[2])
     return plan_replicated("single", shapes, decision, "one device")
 
