@@ -100,6 +100,8 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"--save_cluster is {str(arguments.save_cluster)!r}; it must be unset without --cluster={HERE}")
     else:
         space = plan_report.make_space(config, plan_report.cluster_of(arguments.cluster), target)
+    if target:
+        plan_report.check_lowers(space.problem)
     if not arguments.json:
         print(models.describe_model(config, space.problem.model, space.problem.batch), flush=True)
     found = planner.find_candidates(space)

@@ -36,6 +36,7 @@ from jaxpar.cluster.target import HERE, Target, memory_fraction
 from jaxpar.command_line import check_new_file, writing
 from jaxpar.core import mesh
 from jaxpar.core.plan import PREVIOUS
+from jaxpar.core.step import Problem
 from jaxpar.errors import UserError, check_choice, format_bytes, is_refused
 from jaxpar.files import write_text
 from jaxpar.inspect import audit, step_time
@@ -217,6 +218,12 @@ class Verified(NamedTuple):
             f"{format_bytes(before.nbytes)}), {'fits' if self.corrected.fits else 'does not fit'}; "
             f"{of_program} (predicted {report.format_seconds(before.seconds)})"
         )
+
+
+def check_lowers(problem: Problem) -> None:
+    """Raise UserError if the forward pass needs a library that is not installed, before a search of half a minute."""
+    traced = jax.jit(problem.model.apply).trace(problem.model.shapes, dict(problem.batch))
+    traced.lower(lowering_platforms=("cuda",))
 
 
 def verified(

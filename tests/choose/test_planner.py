@@ -1070,6 +1070,18 @@ def test_runs_that_continue_without_a_lost_process(
     assert message in capsys.readouterr().err
 
 
+def test_a_missing_cudnn_is_found_before_the_search(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find_target", lambda *_: Target(H100, [], 70e9, 50e9))
+    monkeypatch.setattr(planning, "cluster_of", lambda *_: H100)
+    monkeypatch.setattr(planner, "find_candidates", lambda _: pytest.fail("it searched"))
+    bert = "--config=configs/quickstart.py", "--config.data.source=synthetic", "--config.model.dtype=bfloat16"
+    cudnn = "--config.model.attention=cudnn", "--config.model.hidden_size=256", "--config.model.num_heads=4"
+    assert run_script(monkeypatch, command, *bert, *cudnn, "--cluster=h100:2x8", "--verify=1") == 2
+    assert "config.model.attention selects cuDNN attention, but cuDNN is not installed" in capsys.readouterr().err
+
+
 def test_compiled_candidates_are_corrected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
