@@ -71,7 +71,7 @@ def best_training(name: str, space: Space, tokens: float, hours: float, *, cheap
     """Return the run of this number of tokens on the fewest GPUs that take at most `hours`; else the nearest run.
 
     Raises UserError if the inputs of the task are not tokens. Returns None if no plan fits. space: of all GPUs;
-    cheapest: use more GPUs as long as their hours together decrease.
+    cheapest: use more GPUs as long as their hours together decrease. hours can be infinite.
     """
     work, cluster = report.work_of(space), space.machine.cluster
     per_host = cluster.num_devices // cluster.num_processes
@@ -121,10 +121,8 @@ def check_found(found: Sequence[Training], hours: float, budget: float | None) -
         nearest = min(found, key=lambda one: one.hours)
         raise UserError(f"--hours is {hours:g}; it must be at least {_rounded_up(nearest.hours)}, on {nearest}")
     if budget is not None and _price(least := min(in_time, key=_price)) > budget:
-        raise UserError(
-            f"--budget is {budget:g}; it must be at least {_rounded_up(_price(least))} for at most {hours:g} hours, "
-            f"on {least}"
-        )
+        limit = f" for at most {hours:g} hours" if hours < math.inf else ""
+        raise UserError(f"--budget is {budget:g}; it must be at least {_rounded_up(_price(least))}{limit}, on {least}")
 
 
 def ordered(found: Sequence[Training], hours: float, *, by_price: bool) -> list[Training]:

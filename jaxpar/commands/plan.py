@@ -29,12 +29,13 @@ CPUs, layers and links.
 With --train_tokens and --hours, prints the least number of GPUs of each cluster that trains on this number of tokens in
 this time, with its fastest plan. --cluster then lists kinds of GPUs, such as h100, and clusters, which have at most
 their GPUs; by default all known kinds. With --budget, prints the cheapest number of GPUs of each cluster, whose file
-must have `price_per_hour`, and is an error if all of them cost more.
+must have `price_per_hour`, and is an error if all of them cost more; --hours then need not be set.
 """
 
 import argparse
 import gc
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -131,12 +132,12 @@ def main(argv: Sequence[str]) -> None:
 
 def _print_sizes(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Print how many GPUs of each cluster train the tokens in time."""
-    if not arguments.hours:
-        raise missing("--hours", "--train_tokens=10e9 --hours=24", "set with --train_tokens")
+    if not (arguments.hours or arguments.budget):
+        raise missing("--hours", "--train_tokens=10e9 --hours=24", "set with --train_tokens, unless --budget is")
     for flag in ("verify", "out", "save_cluster"):
         if value := getattr(arguments, flag):
             raise UserError(f"--{flag} is {str(value)!r}; it must be unset with --train_tokens")
-    hours, budget = arguments.hours, arguments.budget
+    hours, budget = arguments.hours or math.inf, arguments.budget
     clusters = sizes.find_clusters(arguments.cluster)
     if budget:
         sizes.check_prices(clusters, budget)

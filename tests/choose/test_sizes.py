@@ -127,6 +127,8 @@ def test_what_is_nearest(
     assert message == f"--hours is 1; it must be at least 1.9, on 16 GPUs of {cluster}"
     assert [line.split()[1:6] for line in out.splitlines()[1:]] == [["16", "67.4", "1.9", "30.4", "76"]]
     assert out.endswith("  ddp, too slow\n")
+    _, message = error("--budget=20")
+    assert message == f"--budget is 20; it must be at least 25, on 2 GPUs of {cluster}"
     _, message = error("--hours=5", "--budget=20")  # two GPUs for five hours
     assert message == f"--budget is 20; it must be at least 25 for at most 5 hours, on 2 GPUs of {cluster}"
     slow = "--hours=1", "--cluster=v100:2", "--config.model.dtype=bfloat16"
@@ -142,7 +144,7 @@ def test_what_is_nearest(
     ("flags", "message"),
     [
         (("--hours=1", "--cluster=h100:8"), "--hours is 1; it must be unset without --train_tokens"),
-        (("--train_tokens=1e9",), "--hours is missing; it must be set with --train_tokens, as in"),
+        (("--train_tokens=1e9",), "--hours is missing; it must be set with --train_tokens, unless --budget is, as in"),
         (("--train_tokens=0",), "--train_tokens is '0'; it must be a number greater than 0"),
         (("--train_tokens=1", "--hours=1", "--verify=1"), "--verify is '1'; it must be unset with --train_tokens"),
         (("--train_tokens=1", "--hours=1", "--cluster=here"), "--cluster is 'here'; it must be one of a100-40gb"),

@@ -335,7 +335,7 @@ def test_zero3_accumulates_on_absent_gpus(scan: bool) -> None:
 
 @needs_plugin
 def test_collectives_between_hosts_start_earlier() -> None:
-    """Between hosts, more kernels run at the same time as a message than XLA chooses by itself."""
+    """Between hosts, more kernels run at the same time as a message than within a host."""
     zero1 = ["--program", "--config.exchange=zero1", "--config.exchange_options.bucket_bytes=100000", *TINY]
     longest = []
     for hosts in ("a100-40gb:8", "a100-40gb:2x4"):
