@@ -35,7 +35,7 @@ OVERLAP: dict[str, Any] = {
 # XLA for GPUs starts a collective about 5 kernels before its result is needed, or on Hopper and Blackwell, by the time
 # that it would take within a host. Between hosts it takes longer.
 KERNELS_BETWEEN_HOSTS = 30
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter")
+ESTIMATED = ("all-gather", "all-reduce", "reduce-scatter")
 MOST_COLLECTIVES = 1000  # of a kind in a program, for which there are estimates
 
 # On CPUs, leave to the library YNNPACK only reductions. XLA's own kernels are faster for large matrix products.
@@ -74,7 +74,7 @@ def between_hosts() -> dict[str, Any]:
         assert len(value) < 128, "a longer one needs two bytes for its length"
         return bytes([1 << 3 | 2, len(value)]) + value
 
-    starts = [f"{kind}-start" for kind in COLLECTIVES]
+    starts = [f"{kind}-start" for kind in ESTIMATED]
     names = starts + [f"{start}.{number}" for start in starts for number in range(1, MOST_COLLECTIVES)]
     time = bytes([2 << 3 | 1]) + struct.pack("<d", 1000.0 * KERNELS_BETWEEN_HOSTS)
     profile = b"".join(field(field(name.encode()) + time) for name in names)
