@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
     if not arguments.cluster:
         raise missing("--cluster", "--cluster=h100:8")
     if "," in arguments.cluster and not Path(arguments.cluster).is_file():
-        rule = "one cluster, unless --train_tokens and --hours are set"
+        rule = "one cluster, unless --train_tokens is set"
         raise UserError(f"--cluster is {arguments.cluster!r}; it must be {rule}")
     if arguments.cluster == HERE and arguments.verify:
         raise UserError(f"--verify is {arguments.verify}; it must be unset with --cluster={HERE}")

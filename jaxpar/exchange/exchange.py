@@ -72,7 +72,7 @@ class Rule(NamedTuple):
     norm: Callable[[Tree], jax.Array] = optax.tree.norm  # of a tree like the parameters, of which others may hold parts
     # returns for each array of a tree like the parameters whether others hold parts of it; None: nobody does
     is_split: Callable[[Tree], Tree] | None = None
-    in_turn: bool = False  # whether a bucket is sent only after the one before, which pays on slow networks
+    in_turn: bool = False  # whether ZeRO scatters a bucket only after the one before, which pays on slow networks
 
 
 class DistributedState(NamedTuple):

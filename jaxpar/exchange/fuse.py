@@ -176,12 +176,12 @@ def numbers_in_order(tree: Tree, layers: Sequence[str]) -> list[int]:
 
 
 def after(arrays: Sequence[jax.Array], before: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Return arrays that exist only once `before` does, and `before`, so that messages are sent in turn.
+    """Return the arrays of a message, which is then sent only after the one with the result `before`, and `before`.
 
-    Otherwise XLA may send those first whose gradients the backward pass computes last.
+    The smallest array waits for it. Otherwise XLA may send those first whose gradients the backward pass computes last.
     """
     some = list(arrays)
-    smallest = min(range(len(some)), key=lambda number: some[number].size)  # so that XLA can fuse the others
+    smallest = min(range(len(some)), key=lambda number: some[number].size)  # XLA can fuse the others
     some[smallest], before = jax.lax.optimization_barrier((some[smallest], before))
     return some, before
 

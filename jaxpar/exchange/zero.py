@@ -245,8 +245,9 @@ def shard_steps(
 
     def vectors(shards: Tree) -> list[list[int]]:
         """Return the numbers of the sharded arrays that are sent between groups as one vector each."""
-        plan = buckets(jax.tree.leaves(shards), max(num_bytes // group, 1), cut=False, backwards=True)
-        sharded = [[piece.leaf for piece in bucket if jax.tree.leaves(shards)[piece.leaf].ndim] for bucket in plan]
+        leaves, of_layers = jax.tree.leaves(shards), numbers_in_order(shards, order.layers)
+        plan = buckets([leaves[i] for i in of_layers], max(num_bytes // group, 1), cut=False, backwards=True)
+        sharded = [[number for piece in bucket if leaves[number := of_layers[piece.leaf]].ndim] for bucket in plan]
         return [numbers for numbers in sharded if numbers]
 
     def _add_up(shards: Tree) -> Tree:
@@ -346,7 +347,7 @@ def zero(
 
     def traffic(params: Tree, num_microbatches: int = 1) -> list[Traffic]:
         # In stage 3, the arrays of the layers are scattered and gathered one layer after another.
-        each = [coded_shards(tree) for tree in (params.values() if stage == 3 else [params])]
+        each = [*map(coded_shards, params.values())] if stage == 3 else [coded_shards(params, order=order)]
         scatter = added_up(one.scatter_traffic(1 if stage == 1 else num_microbatches) for one in each)
         gather = added_up(one.gather_traffic(2 * num_microbatches if stage == 3 else 1) for one in each)
         # XLA may add up the gradients of an array that two layers share before it scatters them. On CPUs it drops the

@@ -35,7 +35,12 @@ OVERLAP: dict[str, Any] = {
 # XLA for GPUs starts a collective about 5 kernels before its result is needed, or on Hopper and Blackwell, by the time
 # that it would take within a host. Between hosts it takes longer.
 KERNELS_BETWEEN_HOSTS = 30
-ESTIMATED = ("all-gather", "all-reduce", "reduce-scatter")
+ESTIMATED = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+# Other instructions are not estimated in another unit, and XLA does not warn that the profile lacks them.
+ALONE: dict[str, Any] = {
+    "xla_gpu_enable_analytical_sol_latency_estimator": False,
+    "xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF",
+}
 MOST_COLLECTIVES = 1000  # of a kind in a program, for which there are estimates
 
 # On CPUs, leave to the library YNNPACK only reductions. XLA's own kernels are faster for large matrix products.
@@ -78,7 +83,7 @@ def between_hosts() -> dict[str, Any]:
     names = starts + [f"{start}.{number}" for start in starts for number in range(1, MOST_COLLECTIVES)]
     time = bytes([2 << 3 | 1]) + struct.pack("<d", 1000.0 * KERNELS_BETWEEN_HOSTS)
     profile = b"".join(field(field(name.encode()) + time) for name in names)
-    return {"fdo_profile": profile, "xla_gpu_enable_analytical_sol_latency_estimator": False}
+    return {"fdo_profile": profile} | first_known(ALONE)
 
 
 def on_all(mesh: Mesh) -> NamedSharding:

@@ -259,6 +259,32 @@ def test_messages_are_larger_between_nodes(name: str, n: int, messages: int) -> 
 LAYERS = ("embed", *(f"block_{number}" for number in range(12)), "head")
 
 
+def messages_of(function: Any, n: int, *arguments: Any) -> tuple[Any, list[Any]]:
+    """Return the traced function of one of n replicas, and its collectives, in order."""
+    traced = jax.make_jaxpr(function, axis_env=[(axis(n).name, n)])(*arguments).jaxpr
+    kinds = "reduce_scatter", "all_gather", "psum"
+    return traced, [equation for equation in traced.eqns if equation.primitive.name in kinds]
+
+
+def test_predicted_messages_are_those_sent() -> None:
+    """The buckets of whole models depend on the order of layers, in the traffic as in gradients that are scattered."""
+    n, grads = 2, {layer: {"w": np.zeros(4 * (number + 1), np.float32)} for number, layer in enumerate(LAYERS)}
+    for stage in (1, 2):
+        exchange = zero(axis(n), stage, optax.sgd(0.1), grads, 150, order=Order(LAYERS))
+        assert exchange.shards is not None
+        sent = {row.kind: row.messages for row in exchange.traffic(grads, 1)}
+        assert len(messages_of(exchange.shards.scatter, n, grads)[1]) == sent["reduce-scatter"] == sent["all-gather"]
+        by_name = shard_steps(axis(n), stage, 150)
+        assert len(messages_of(by_name.scatter, n, grads)[1]) > sent["reduce-scatter"]
+
+
+def test_groups_send_the_gradients_of_the_last_layers_first() -> None:
+    shards = {layer: {"w": np.zeros(2 * (number + 1), np.float32)} for number, layer in enumerate(LAYERS)}
+    steps = shard_steps(axis(4), 3, 1, group=2, order=Order(LAYERS))
+    sizes = [equation.invars[0].aval.size for equation in messages_of(steps.mean, 4, shards)[1]]
+    assert sizes == [2 * number for number in range(len(LAYERS), 0, -1)]
+
+
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_the_gradients_of_the_last_layers_are_sent_first(in_turn: bool) -> None:
     """Buckets follow the layers, not the order of their names, in which block_10 comes before block_2.
@@ -273,8 +299,7 @@ def test_the_gradients_of_the_last_layers_are_sent_first(in_turn: bool) -> None:
     for layer, size in sizes.items():
         np.testing.assert_array_equal(found[layer]["w"], grads[layer]["w"].sum(axis=0).reshape(n, size // n))
     local = {layer: {"w": np.ones(size, np.float32)} for layer, size in sizes.items()}
-    traced = jax.make_jaxpr(steps.scatter, axis_env=[(axis(n).name, n)])(local).jaxpr
-    messages = [equation for equation in traced.eqns if equation.primitive.name == "reduce_scatter"]
+    traced, messages = messages_of(steps.scatter, n, local)
     assert [equation.invars[0].aval.size for equation in messages] == list(reversed(sizes.values()))
     made = {variable: equation for equation in traced.eqns for variable in equation.outvars}
 

@@ -63,7 +63,7 @@ class ReplicaDetails:
     group: ReplicaGroup  # the devices of a replica
     unrolled: bool  # whether to compute the model without a scan over layers
     last_apart: bool  # whether the exchange overlaps with the last backward pass, after the loop over microbatches
-    spans_hosts: bool  # whether collectives cross the network between hosts
+    spans_hosts: bool  # whether several processes, such as hosts, share the devices
     scatter_layers: LayerScatter | None  # how a scan scatters the gradients of a layer while it computes the one before
 
 
@@ -148,7 +148,7 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
 
     shardings = jax.tree.map(lambda x: x.sharding, placed.abstract), on_all(mesh)
     options = IN_PLACE | product_options(problem.model) | OVERLAP | fetch_options(problem, exchange)
-    if plan.details.spans_hosts:
+    if plan.details.spans_hosts and not problem.model.scanned:  # in a scan, a collective overlaps with one layer
         options |= between_hosts()
     donated = () if plan.keeps_previous else 0
     compiled_step = jax.jit(step, donate_argnums=donated, out_shardings=shardings, compiler_options=options)
