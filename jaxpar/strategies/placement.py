@@ -37,7 +37,7 @@ OVERLAP: dict[str, Any] = {
 KERNELS_BETWEEN_HOSTS = 30
 ESTIMATED = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 # Other instructions are not estimated in another unit, and XLA does not warn that the profile lacks them.
-ALONE: dict[str, Any] = {
+ONLY_PROFILE: dict[str, Any] = {
     "xla_gpu_enable_analytical_sol_latency_estimator": False,
     "xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF",
 }
@@ -83,7 +83,7 @@ def between_hosts() -> dict[str, Any]:
     names = starts + [f"{start}.{number}" for start in starts for number in range(1, MOST_COLLECTIVES)]
     time = bytes([2 << 3 | 1]) + struct.pack("<d", 1000.0 * KERNELS_BETWEEN_HOSTS)
     profile = b"".join(field(field(name.encode()) + time) for name in names)
-    return {"fdo_profile": profile} | first_known(ALONE)
+    return {"fdo_profile": profile} | first_known(ONLY_PROFILE)
 
 
 def on_all(mesh: Mesh) -> NamedSharding:
