@@ -31,7 +31,7 @@ from jaxpar.core.plan import Traffic
 from jaxpar.exchange.compress import Compressor
 from jaxpar.exchange.exchange import AllReduce, DistributedState, Exchange, ExchangeUpdate, ShardSteps
 from jaxpar.exchange.fetch import Fetch
-from jaxpar.exchange.fuse import after, buckets, numbers_in_order
+from jaxpar.exchange.fuse import Leaf, after, buckets, numbers_in_order
 from jaxpar.exchange.reduce import Axis, added_up
 from jaxpar.exchange.scatter_gather import all_gather_coded, reduce_scatter_coded
 from jaxpar.exchange.scatter_layers import LayerScatter
@@ -86,10 +86,7 @@ class Shards:
         self._wire = FLOAT if all(leaf.dtype == FLOAT for leaf in self._leaves) else WORD
         words = [leaf.size * leaf.dtype.itemsize // self._wire.itemsize for leaf in self._leaves]
         sent = [jax.ShapeDtypeStruct((size,), self._wire) for size in words]
-        numbers = numbers_in_order(tree, order.layers)
-        plan = buckets([sent[number] for number in numbers], num_bytes, cut=False, backwards=True)
-        sharded = [[number for piece in bucket if self._shapes[number := numbers[piece.leaf]]] for bucket in plan]
-        self._buckets = [bucket for bucket in sharded if bucket]
+        self._buckets = messages(tree, sent, num_bytes, order.layers)
         self._numbers = [number for bucket in self._buckets for number in bucket]  # of the sharded arrays
 
     @property
@@ -221,6 +218,17 @@ class Shards:
         return jnp.split(x, np.cumsum([self._lengths[number] for number in bucket])[:-1], axis=-1)
 
 
+def messages(tree: Tree, sent: Sequence[Leaf], num_bytes: int, layers: Sequence[str]) -> list[list[int]]:
+    """Return the numbers of the leaves that are sent as one vector each, without scalars, the last layers first.
+
+    sent: the leaves, or vectors of what is sent of them. num_bytes: size limit of a vector.
+    """
+    shapes, numbers = [leaf.shape for leaf in jax.tree.leaves(tree)], numbers_in_order(tree, layers)
+    plan = buckets([sent[number] for number in numbers], num_bytes, cut=False, backwards=True)
+    found = [[number for piece in bucket if shapes[number := numbers[piece.leaf]]] for bucket in plan]
+    return [bucket for bucket in found if bucket]
+
+
 def shard_steps(
     axis: Axis,
     stage: int,
@@ -245,10 +253,7 @@ def shard_steps(
 
     def vectors(shards: Tree) -> list[list[int]]:
         """Return the numbers of the sharded arrays that are sent between groups as one vector each."""
-        leaves, of_layers = jax.tree.leaves(shards), numbers_in_order(shards, order.layers)
-        plan = buckets([leaves[i] for i in of_layers], max(num_bytes // group, 1), cut=False, backwards=True)
-        sharded = [[number for piece in bucket if leaves[number := of_layers[piece.leaf]].ndim] for bucket in plan]
-        return [numbers for numbers in sharded if numbers]
+        return messages(shards, jax.tree.leaves(shards), max(num_bytes // group, 1), order.layers)
 
     def _add_up(shards: Tree) -> Tree:
         leaves, structure = jax.tree.flatten(shards)
