@@ -1,16 +1,18 @@
-"""Writes docs/reference: config keys, commands, exchanges, schedules and models, from the rows that the code reads.
+"""Writes docs/reference: config keys, commands, exchanges, schedules, models and files, from what the code reads.
 
     scripts/python scripts/reference.py
 
 tests/docs/test_reference.py compares the pages with what this script would write.
 """
 
+import ast
 import contextlib
 import importlib
 import io
 import os
 import sys
 import textwrap
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -295,12 +297,38 @@ def model_of(name: str, size: str, task: str) -> models.Model | None:
         return None
 
 
+def files_page() -> str:
+    """Return the page of the configs and cluster files of the repository."""
+    lines = ["# Configs and cluster files", "", NOTE, "", *filled(CONFIGS_HEAD), "| File | What it is |", "|---|---|"]
+    for path in sorted(ROOT.glob("configs/*.py")):
+        about, *_ = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")
+        lines.append(row(f"`{path.relative_to(ROOT)}`", " ".join(about.split())))
+    lines += ["", "## Clusters", "", *filled(CLUSTERS_HEAD)]
+    lines += ["| File | GPUs | Hosts | What it is |", "|---|---|---:|---|"]
+    for path in sorted(ROOT.glob("configs/clusters/*.toml")):
+        one = tomllib.loads(path.read_text())
+        gpus = f"{one['hosts'] * one['gpus_per_host']} x `{one['gpu']}`"
+        lines.append(row(f"`{path.relative_to(ROOT)}`", gpus, f"{one['hosts']}", one["source"]))
+    return "\n".join(lines) + "\n"
+
+
+CONFIGS_HEAD = """
+A config is a Python file whose `get_config` returns the keys that it sets: `--config=FILE`, or `--config=FILE:PRESET`
+where a file has presets. The first lines of a file show its commands.
+"""
+CLUSTERS_HEAD = """
+`jaxpar plan`, `jaxpar compare strategies` and others take a cluster by name, such as `h100:4x8` ([names](models.md#gpus)), or by
+file: `--cluster=FILE`. [Copy a file](../howto/planner.md) to set your own memory, bandwidths or prices.
+"""
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "config": config_page,
     "commands": commands_page,
     "exchanges": exchanges_page,
     "schedules": schedules_page,
     "models": models_page,
+    "files": files_page,
 }
 
 
