@@ -100,7 +100,7 @@ def _check_choices(config: ConfigDict) -> None:
     check_choice("model.dtype", config.model.dtype, DTYPES)
     check_choice("model.remat", config.model.remat, ("none", *REMAT_POLICIES))
     check_choice("model.attention", config.model.attention, ("auto", "xla", "batched", "cudnn"))
-    for key in ("scan_layers", "flatten_positions"):
+    for key in ("scan_layers", "flatten_positions", "recompute_activations"):
         if config.model[key] not in ("auto", True, False):
             raise UserError(f"config.model.{key} is {config.model[key]!r}; it must be True, False or 'auto'")
 

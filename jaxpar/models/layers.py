@@ -5,7 +5,7 @@ and value heads, R query heads per key and value head, K features of a head, V v
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -201,6 +201,56 @@ def _gradient_of_activation(name: str, derivative: jax.Array, slope: jax.Array) 
 activate.defvjp(_activate_and_save, _gradient_of_activation)
 
 
+# The first kernels of an MLP, [D, F], each with its bias or None. SwiGLU has two, first that of the gate.
+_Inner = tuple[tuple[jax.Array, jax.Array | None], ...]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def recomputed_mlp(activation: str, x: jax.Array, inner: _Inner, kernel_FD: jax.Array) -> jax.Array:
+    """Return an MLP of x [..., D] without the last bias. The backward pass reads x and its products with the kernels.
+
+    It computes the activations again, and the gradients of the kernels before earlier layers can use that of x. XLA
+    would hold what it computes them from until the end of the backward pass.
+    """
+    return _mlp_and_products(activation, x, inner, kernel_FD)[0]
+
+
+def _mlp_and_products(activation: str, x: jax.Array, inner: _Inner, kernel_FD: jax.Array) -> tuple[jax.Array, Any]:
+    products = [x @ kernel for kernel, _ in inner]
+    return _activated(activation, products, inner) @ kernel_FD, (x, products, inner, kernel_FD)
+
+
+def _activated(activation: str, products: Sequence[jax.Array], inner: _Inner) -> jax.Array:
+    sums = (x if bias is None else x + _lifted(bias, x) for x, (_, bias) in zip(products, inner, strict=True))
+    first, *rest = sums
+    y = ACTIVATIONS[activation](first)
+    return y * rest[0] if rest else y
+
+
+def _gradients_of_mlp(activation: str, saved: Any, slope: jax.Array) -> tuple[jax.Array, _Inner, jax.Array]:
+    # Without this barrier, XLA would keep the activations of the forward pass.
+    (x, products, inner, kernel_FD), slope = jax.lax.optimization_barrier((saved, slope))
+    y, pullback = jax.vjp(lambda products: _activated(activation, products, inner), products)
+    # Used twice each: without the barrier, XLA computes them in two kernels, and stores the tanh for the second.
+    y, (slopes,) = jax.lax.optimization_barrier((y, pullback(slope @ kernel_FD.T)))
+    examples = tuple(range(x.ndim - 1))
+
+    def of_kernel(x: jax.Array, slope: jax.Array) -> jax.Array:
+        return jnp.tensordot(x, slope, (examples, examples))
+
+    of_x = sum(slope @ kernel.T for slope, (kernel, _) in zip(slopes, inner, strict=True))
+    kernels = [of_kernel(x, slope) for slope in slopes]
+    of_x, kernels, of_last = jax.lax.optimization_barrier((of_x, kernels, of_kernel(y, slope)))
+    biases = (
+        None if bias is None else slope.sum(examples, dtype=jnp.float32).astype(bias.dtype)
+        for slope, (_, bias) in zip(slopes, inner, strict=True)
+    )
+    return of_x, tuple(zip(kernels, biases, strict=True)), of_last
+
+
+recomputed_mlp.defvjp(_mlp_and_products, _gradients_of_mlp)
+
+
 class Embed(nnx.Module):
     """Token, position and segment embeddings: [B, T] -> [B, T, D]. Heads can be tied to the arrays."""
 
@@ -265,12 +315,18 @@ def product_of_rows(linear: nnx.Linear, x: jax.Array, number: int, context: Cont
     if context.group is None:
         y = linear(x)
         return y.reshape(-1, number, y.shape[-1])
-    y = x @ linear.kernel[...].astype(x.dtype)
-    y_BTD = context.group.summed(y.reshape(-1, number, y.shape[-1]))
+    return with_bias(linear, x @ linear.kernel[...].astype(x.dtype), number, context)
+
+
+def with_bias(linear: nnx.Linear, y: jax.Array, number: int, context: Context) -> jax.Array:
+    """Return `product_of_rows` from the product of a device without the bias, [B, T, D] or [B x T, D]."""
+    y_BTD = y.reshape(-1, number, y.shape[-1])
+    if context.group is not None:
+        y_BTD = context.group.summed(y_BTD)
     if linear.bias is None:
         return y_BTD
     # Broadcast before the cast, so that the gradient of the bias is summed over tokens in float32.
-    return y_BTD + jnp.broadcast_to(linear.bias[...], y_BTD.shape).astype(x.dtype)
+    return y_BTD + jnp.broadcast_to(linear.bias[...], y_BTD.shape).astype(y.dtype)
 
 
 def token_logits(
@@ -279,6 +335,11 @@ def token_logits(
     """Return the logits of a language model. The devices of a group have some of the rows and biases."""
     words = None if context.group is None else SplitWords(context.group, spec.vocab_size)
     return TokenLogits(x_BTD, rows_VD.astype(x_BTD.dtype), bias_V, words)
+
+
+def narrow(param: nnx.Param[jax.Array], x: jax.Array) -> jax.Array:
+    """Return a parameter in the dtype of x."""
+    return param[...].astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -337,9 +398,14 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         x_BTD = all_positions(x_BTD, self.spec, context)
-        name, x = self.spec.activation, as_matrix(x_BTD, self.spec)
+        name, x, number = self.spec.activation, as_matrix(x_BTD, self.spec), x_BTD.shape[1]
+        if self.spec.recompute_activations:
+            maps = [self.gate, self.up] if name == "swiglu" else [self.up]
+            inner = tuple((narrow(one.kernel, x), None if one.bias is None else narrow(one.bias, x)) for one in maps)
+            y = recomputed_mlp(name, x, inner, narrow(self.down.kernel, x))
+            return with_bias(self.down, y, number, context)
         y = activate(name, self.gate(x)) * self.up(x) if name == "swiglu" else activate(name, self.up(x))
-        return product_of_rows(self.down, y, x_BTD.shape[1], context)
+        return product_of_rows(self.down, y, number, context)
 
 
 class Block(nnx.Module):

@@ -25,7 +25,7 @@ CHANGEABLE = (
     # Files may move: a checkpoint stores a fingerprint of their contents, and the workdir has a copy of the tokenizer.
     *("data.train", "data.validation", "data.test", "data.tokenizer", "data.num_threads", "data.prefetch"),
     "model.init_from",  # only read at step 0; the sizes are in config.model and the weights in the checkpoint
-    *("model.attention", "model.flatten_positions", "model.remat", "model.scan_layers"),
+    *("model.attention", "model.flatten_positions", "model.recompute_activations", "model.remat", "model.scan_layers"),
     *("optimizer.accumulation_steps", "optimizer.max_skipped_steps", "optimizer.nonfinite"),
 )
 # The first stretches the learning-rate schedule, the second scales the gradients.

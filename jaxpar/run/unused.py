@@ -142,7 +142,7 @@ EFFECTS = (
     ),
     _if_positive(("data.prefetch",), "data.num_threads"),
     Effect(
-        ("model.attention", "model.flatten_positions"),
+        ("model.attention", "model.flatten_positions", "model.recompute_activations"),
         lambda config: config.model.name not in OTHER_MODELS,
         f"a transformer (config.model.name={', '.join(map(repr, TRANSFORMERS))})",
     ),

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxpar.cluster import named_cluster
-from jaxpar.models import attention, gpt, layers
+from jaxpar.models import attention, bert, gpt, layers
 from jaxpar.models.model import Context
 from jaxpar.models.options import AttentionKernel, decide_computation
 from jaxpar.tasks.token_logits import TokenLogits
@@ -191,6 +191,50 @@ def test_products_of_all_tokens(norm: str) -> None:
         return jnp.einsum("btd,vd->btv", module.down(jax.nn.gelu(module.up(x_BTD))), tokens_VD)
 
     check_equal(values_and_gradients(ours, *arguments), values_and_gradients(usual, *arguments))
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize(
+    ("activation", "norm"), [("gelu_tanh", "layernorm"), ("swiglu", "layernorm"), ("relu", "rmsnorm")]
+)
+def test_mlp_with_recomputed_activations(activation: str, norm: str, flatten: bool) -> None:
+    """It has the values and gradients of the usual MLP. Of the wide arrays, it saves only the first products."""
+    values = {"activation": activation, "norm": norm, "flatten_positions": flatten}
+    config = small_config("gpt", "causal_lm", **values, dtype="bfloat16", mlp_size=24)
+    found, wide = [], []
+    for recompute in (True, False):
+        config.model.recompute_activations = recompute
+        spec = gpt.resolve(config, TEXT)[1]
+        graphdef, params = nnx.split(layers.MLP(spec, nnx.Rngs(params=0), out_scale=0.02))
+        params = jax.tree.map(lambda x: x + draw(*x.shape, seed=2), params)  # biases too
+        arguments = params, draw(B, T, spec.hidden_size, seed=0).astype(jnp.bfloat16)
+
+        def mlp(params: Any, x_BTD: Any, graphdef: Any = graphdef) -> Any:
+            return nnx.merge(graphdef, params)(x_BTD, Context({}, None))
+
+        found.append(values_and_gradients(mlp, *arguments))
+        saved = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(mlp, *args)[1], *arguments))
+        wide.append(sum(x.size == B * T * spec.mlp_size for x in saved))
+    check_equal(found[0], found[1], 2e-2)
+    assert wide[0] == (2 if activation == "swiglu" else 1) < wide[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "overrides", "recomputes"),
+    [
+        ("gpt", "cpu", {}, False),
+        ("gpt", "H100", {}, True),
+        ("gpt", "H100", {"activation": "gelu"}, False),
+        ("gpt", "H100", {"recompute_activations": False}, False),
+        ("bert", "H100", {}, False),
+        ("bert", "cpu", {"recompute_activations": True}, True),
+    ],
+)
+def test_recomputation_of_auto(model: str, cluster: str, overrides: dict[str, Any], recomputes: bool) -> None:
+    """GPUs recompute activations, except exact GELUs."""
+    task = {"gpt": "causal_lm", "bert": "classification"}[model]
+    config = decide_computation(small_config(model, task, **overrides), named_cluster(cluster, 1))
+    assert {"gpt": gpt, "bert": bert}[model].resolve(config, TEXT)[1].recompute_activations is recomputes
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,9 @@ def _export(
     config = config.copy_and_resolve_references()
     with config.ignore_type():
         # The fastest on CPUs that also compiles for GPUs. Rematerialization only concerns gradients.
-        config.model.update(attention="batched", scan_layers=False, flatten_positions=True, remat="none")
+        config.model.update(
+            attention="batched", scan_layers=False, flatten_positions=True, recompute_activations=False, remat="none"
+        )
     model = models.build(config, info, named_cluster("cpu", 1))
     names = {path: ".".join(map(str, path)) for path in flatten_dict(model.shapes)}
     assert set(names.values()) == params.keys(), names

@@ -31,7 +31,13 @@ from jaxpar.strategies.groups import check_split
 from jaxpar.tasks import Names, Task
 
 # How a model is computed for prediction: as the devices at hand decide, with nothing stored for a backward pass.
-PREDICTION_OPTIONS = {"remat": "none", "scan_layers": "auto", "flatten_positions": "auto", "attention": "auto"}
+PREDICTION_OPTIONS = {
+    "remat": "none",
+    "scan_layers": "auto",
+    "flatten_positions": "auto",
+    "recompute_activations": "auto",
+    "attention": "auto",
+}
 
 
 @dataclass(frozen=True)

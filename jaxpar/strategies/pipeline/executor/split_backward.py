@@ -30,8 +30,22 @@ ELEMENTWISE = frozenset(
     (
         *("abs", "add", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "cos", "div", "eq", "erf"),
         *("erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log"),
-        *("log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reshape", "round", "rsqrt"),
-        *("select_n", "sign", "sin", "sqrt", "square", "squeeze", "sub", "tan", "tanh", "xor"),
+        *("log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "optimization_barrier", "or", "pow"),
+        *(
+            "reshape",
+            "round",
+            "rsqrt",
+            "select_n",
+            "sign",
+            "sin",
+            "sqrt",
+            "square",
+            "squeeze",
+            "sub",
+            "tan",
+            "tanh",
+            "xor",
+        ),
     )
 )
 
@@ -210,6 +224,8 @@ def evaluate_jaxpr(
 
     wrappers: primitives whose jaxpr is evaluated in this way too, such as CALLS. changed: (name of a primitive, results
     of its equation) -> the results that later equations read.
+
+    A barrier of several arrays, one equation, becomes a barrier of each, so that they can belong to different phases.
     """
     jaxpr = closed.jaxpr
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
@@ -224,6 +240,9 @@ def evaluate_jaxpr(
             inner = equation.params[wrappers[name]]
             inner = inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
             outs = evaluate_jaxpr(inner, [read(var) for var in equation.invars], wrappers, changed)
+            values |= dict(zip(equation.outvars, outs, strict=True))
+        elif name == "optimization_barrier":
+            outs = [jax.lax.optimization_barrier(read(var)) for var in equation.invars]
             values |= dict(zip(equation.outvars, outs, strict=True))
         else:
             invars = list(dict.fromkeys(_variables(equation.invars)))

@@ -14,6 +14,7 @@ import pytest
 from jax.extend import core
 
 from jaxpar.measure.flops import forward_flops
+from jaxpar.models.layers import recomputed_mlp
 from jaxpar.strategies.pipeline.executor.split_backward import Cut, Origin, cut_phases, flatten
 from tests.models.small import fast_jit
 from tests.strategies.pipeline.cuts import flops_of, primitives, run_actions
@@ -73,6 +74,11 @@ def gelu(w: Weights, x_BD: jax.Array) -> jax.Array:
     return jax.nn.gelu(x_BD @ w["up"] + w["bias"][None]) @ w["down"]
 
 
+def recomputed(w: Weights, x_BD: jax.Array) -> jax.Array:
+    """Its backward pass has barriers between what B and what W computes."""
+    return recomputed_mlp("gelu_tanh", x_BD, ((w["up"], w["bias"]),), w["down"])
+
+
 def softmax(w: Weights, x_BD: jax.Array) -> jax.Array:
     return jax.nn.softmax(x_BD @ w["up"]) @ w["down"]
 
@@ -96,6 +102,7 @@ FUNCTIONS = [
     identity,
     without_input,
     gelu,
+    recomputed,
     softmax,
 ]
 SOURCES: list[Origin] = ["free", "free", "free", "free", 0, 1]
@@ -140,7 +147,7 @@ def test_no_product_is_computed_twice(function: Function) -> None:
     counts = flops_of(split(function), SOURCES, [*jax.tree.leaves(w), x_BD, dy_BD])
     again = 4 * D * E * D if function is of_weights else 0  # up @ down in B and in W
     assert sum(counts) == forward_flops(grad, w, x_BD) + again
-    if function is plain:
+    if function in (plain, recomputed):
         assert counts == [4 * B * D * E] * 3
 
 
