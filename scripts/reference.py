@@ -317,7 +317,8 @@ A config is a Python file whose `get_config` returns the keys that it sets: `--c
 where a file has presets. The first lines of a file show its commands.
 """
 CLUSTERS_HEAD = """
-`jaxpar plan`, `jaxpar compare strategies` and others take a cluster by name, such as `h100:4x8` ([names](models.md#gpus)), or by
+`jaxpar plan`, `jaxpar compare strategies` and others take a cluster by
+name, such as `h100:4x8` ([names](models.md#gpus)), or by
 file: `--cluster=FILE`. [Copy a file](../howto/planner.md) to set your own memory, bandwidths or prices.
 """
 

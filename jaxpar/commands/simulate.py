@@ -7,6 +7,7 @@ r"""Simulates a pipeline schedule: makespan, bubble, idle time and memory. Needs
 Each line of the output is a metric: its name, then its value, or one value per device. The span of a device is the time
 from the start of its first action to the end of its last one.
 
+  devices, microbatches how many the schedule has
   makespan              time of a step if every device waits only for its inputs
   lockstep              time of a step if all devices step through the clocks together
   cost                  the longest span of any device
@@ -34,11 +35,13 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse(argv)
     schedule, simulation = options.find_schedule(arguments)
-    metrics = {"schedule": schedule.policy} | {name: getattr(simulation, name) for name in _METRICS}
+    table = schedule.table
+    metrics = {"schedule": schedule.policy, "devices": table.num_devices, "microbatches": table.num_microbatches}
+    metrics |= {name: getattr(simulation, name) for name in _METRICS}
     if schedule.policy in CONTINUOUS:
         metrics["steady_bubble_rate"] = options.steady_bubble(arguments)
     if arguments.objective == "lockstep":
-        metrics["lockstep_bound"] = options.flagged_bound(arguments, schedule.table)
+        metrics["lockstep_bound"] = options.flagged_bound(arguments, table)
     if arguments.json:
         print(json.dumps(metrics))
         return

@@ -132,7 +132,7 @@ def _read_config(directory: Path) -> tuple[Path, Family, Settings]:
     """
     if not directory.is_dir():
         what = f"{str(directory)!r}, which {path_state(directory)}"
-        raise UserError(f"config.model.init_from is {what}; it must be a model directory")
+        raise UserError(f"config.model.init_from is {what}; it must be a model directory (docs/howto/pretrained.md)")
     path = file_of(directory, "config.json")
     given = f"config.model.init_from is {str(path.parent)!r}"
     if not path.is_file():

@@ -1,11 +1,12 @@
 """Generates a pipeline schedule of your own and writes it as CSV: 1F1B with two more forwards at the start.
 
-    scripts/python scripts/examples/own_schedule.py
+    scripts/python scripts/examples/own_schedule.py [FILE]
 
-Writes warm2.csv for 4 stages and 8 microbatches. Change `order`, the order of the actions of one device;
-`place_actions` finds the clocks, and raises ValueError if devices would wait for each other.
+Writes FILE, by default warm2.csv, for 4 stages and 8 microbatches. Copy this script, and change `order`, the order of
+the actions of one device; `place_actions` finds the clocks, and raises ValueError if devices would wait for each other.
 """
 
+import sys
 from collections.abc import Iterator
 
 from jaxpar.strategies.pipeline.tables.table import BW, Action, F, loop_stages, place_actions
@@ -30,7 +31,7 @@ def main() -> int:
     orders = [list(order(device)) for device in range(STAGES)]
     table = place_actions(orders, loop_stages(STAGES, 1), MICROBATCHES)
     check_table(table)
-    write_table(table, "warm2.csv")
+    write_table(table, sys.argv[1] if len(sys.argv) > 1 else "warm2.csv")
     return 0
 
 

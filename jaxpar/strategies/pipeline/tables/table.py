@@ -15,7 +15,7 @@ pipeline that never drains (periodic.py).
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -160,7 +160,10 @@ def place_actions(
       pairs: allow an F and the backward that follows it on the same device in one clock; otherwise a device runs one
         action per clock.
     """
-    devices, last_stage = StageDevices(stages), int(stages.max())
+    devices, last_stage, num_chunks = StageDevices(stages), int(stages.max()), stages.shape[1]
+    for device, order in enumerate(orders):
+        if wrong := [chunk for *_, chunk in order if not 0 <= chunk < num_chunks]:
+            raise ValueError(f"an action of device {device} has chunk {wrong[0]}; it must be less than {num_chunks}")
     made: dict[tuple[int, int, int], int] = {}  # clock by (phase, microbatch, stage)
     nexts = [0] * len(orders)
     rows: list[tuple[int, ...]] = []
@@ -194,19 +197,33 @@ def place_actions(
         new = [(device, kind, stage, microbatch) for _, device, kind, microbatch, _, stage, *_ in rows[before:]]
         received = {devices.receiver(*action) for _, *action in new}
         ready = {device for device, *_ in new} | {device for device in received if device is not None}
-    for device, order in enumerate(orders):
-        if nexts[device] < len(order):
-            kind, microbatch, chunk = order[nexts[device]]
-            stage, name = int(stages[device, chunk]), ACTION_KINDS[kind].name
-            inputs = action_inputs(kind, microbatch, stage, last_stage + 1)
-            phase, _, sender = next(key for key in inputs if key not in made)
-            raise ValueError(
-                f"the orders deadlock: device {device} waits for ever at {name} of microbatch {microbatch}, stage "
-                f"{stage}, which needs {SENDERS[phase]} of stage {sender}"
-            )
+    left = [list(order[number:]) for order, number in zip(orders, nexts, strict=True)]
+    if any(left):
+        raise ValueError(f"the orders deadlock: {_deadlock(left, stages, made)}")
     replicas = tuple(len(devices.of(stage)) for stage in range(last_stage + 1)) if stages.size > last_stage + 1 else ()
     actions = np.array(rows, dtype=ACTION)
     return with_slots(Table(len(orders), stages.shape[1], num_microbatches, actions, replicas=replicas))
+
+
+def _deadlock(left: Sequence[Sequence[Action]], stages: np.ndarray, made: Container[tuple[int, int, int]]) -> str:
+    """Return why no device runs the next of the actions that are left to it: which of them wait for which.
+
+    made: the (phase, microbatch, stage) of the actions that ran.
+    """
+    devices, waits, device = StageDevices(stages), list[str](), next(device for device, of in enumerate(left) if of)
+    seen = set[int]()
+    while device not in seen:
+        seen.add(device)
+        kind, microbatch, chunk = left[device][0]
+        stage = int(stages[device, chunk])
+        inputs = action_inputs(kind, microbatch, stage, int(stages.max()) + 1)
+        phase, _, sender = next(key for key in inputs if key not in made)
+        waiting, device = f"device {device} waits at {ACTION_KINDS[kind].name}", devices.device(sender, microbatch)
+        waits.append(f"{waiting} of microbatch {microbatch} for {SENDERS[phase]} of device {device}")
+        own = ((ACTION_KINDS[kind].phase, number, int(stages[device, chunk])) for kind, number, chunk in left[device])
+        if (phase, microbatch, sender) not in own:
+            return ", ".join([*waits, "whose order lacks it"])
+    return ", ".join(waits)
 
 
 class Stash:

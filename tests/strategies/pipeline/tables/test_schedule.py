@@ -164,11 +164,22 @@ def test_work_grows_with_the_actions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(considered) < 3 * len(table.actions)
 
 
-def test_orders_that_wait_for_each_other_are_refused() -> None:
-    orders = [[Action(F, 0, 0), Action(BW, 0, 0)], [Action(BW, 0, 0), Action(F, 0, 0)]]
-    of_device_0 = "device 0 waits for ever at BW of microbatch 0, stage 0, which needs B or BW of stage 1"
-    with pytest.raises(ValueError, match=of_device_0):
-        place_actions(orders, loop_stages(2, 1), 1)
+ON_0 = "the orders deadlock: device 0 waits at BW of microbatch 0 for B or BW of device 1, device 1 "
+
+
+@pytest.mark.parametrize(
+    ("on_1", "message"),
+    [
+        ([Action(BW, 0, 0), Action(F, 0, 0)], f"{ON_0}waits at BW of microbatch 0 for F of device 1"),
+        ([Action(BW, 0, 0)], f"{ON_0}waits at BW of microbatch 0 for F of device 1, whose order lacks it"),
+        ([Action(F, 0, 0)], ON_0.removesuffix(", device 1 ") + ", whose order lacks it"),
+        ([Action(F, 0, 1)], "an action of device 1 has chunk 1; it must be less than 1"),
+    ],
+)
+def test_orders_that_wait_for_each_other_are_refused(on_1: list[Action], message: str) -> None:
+    """The message names the action that the others wait for."""
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        place_actions([[Action(F, 0, 0), Action(BW, 0, 0)], on_1], loop_stages(2, 1), 1)
 
 
 @pytest.mark.parametrize(
@@ -256,6 +267,7 @@ COLUMNS = "clock, device, kind, microbatch, chunk"
         ),
         ("clock,clock\n", "line 1: column 'clock' occurs twice; it must occur once"),
         (HEADER, "the table has no actions; it must have at least one"),
+        (f"{HEADER}0,0,F,0,0\n1,2,F,0,0\n", "device 1 has no action, but device 2 has; every device must have some"),
         (HEADER + "0,0,F,0,0\n1,0,X,0,0\n", "line 3: kind is 'X'; it must be one of F, B, W, BW, U"),
         (HEADER + "0,0,F,0,0\n\n1.5,0,BW,0,0\n", "line 4: clock is '1.5'; it must be an integer .*"),
         (HEADER + "0,-1,F,0,0\n", "line 2: device is '-1'; it must be an integer between 0 and 999999999"),
