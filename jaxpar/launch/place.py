@@ -204,9 +204,16 @@ def free_ports(number: int) -> int:
 
 
 def own_address(coordinator_address: str) -> str:
-    """Return the IP address from which this machine reaches the coordinator."""
+    """Return the IP address from which this machine reaches the coordinator.
+
+    Raises TrainingError if this machine does not know its name, which a cluster may announce later.
+    """
     host, _, port = coordinator_address.rpartition(":")
-    family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
+    except (socket.gaierror, UnicodeError) as error:
+        given = f"--coordinator_address is {coordinator_address}"
+        raise TrainingError(f"{given}; it must have a host that this machine knows: {error}") from None
     with socket.socket(family, kind) as probe:
         probe.connect(where)  # sends nothing
         return probe.getsockname()[0]

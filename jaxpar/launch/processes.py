@@ -65,14 +65,22 @@ def meet_processes(place: Place | None, elastic_seconds: int = 0) -> None:
 def _reported_wait(place: Place, seconds: int, *, is_elastic: bool) -> Iterator[None]:
     """Within `with`, print for whom this process waits, after WAIT_SECONDS: JAX waits for minutes without a line.
 
-    A process of an elastic run that was lost and is started again waits in vain while the others continue without it.
+    At the end of the wait, JAX aborts the process with a stack trace, so the cause is printed before. A process of an
+    elastic run that was lost and is started again waits in vain while the others continue without it.
     """
     address, number, process, _ = place
     line = f"process 0 waits at {address} for the other processes, {number} in all, for up to {seconds} s"
     if process:
         restart = "; if its run continues without this process, stop process 0 and start it again" * is_elastic
         line = f"process {process} waits for process 0 at {address}, for up to {seconds} s{restart}"
-    with called_after(WAIT_SECONDS, lambda: print(f"jaxpar: {line}", file=sys.stderr, flush=True)):
+    last = f"not all {number} processes have come to {address}; see their errors, and check --num_processes"
+    if process:
+        last = f"process 0 does not answer at {address}; see its errors, and check --coordinator_address"
+
+    def tell(line: str) -> None:
+        print(f"jaxpar: {line}", file=sys.stderr, flush=True)
+
+    with called_after(WAIT_SECONDS, lambda: tell(line)), called_after(0.95 * seconds, lambda: tell(last)):
         yield
 
 

@@ -28,7 +28,7 @@ from jaxpar import config as configs
 from jaxpar.commands import launch as command
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import launcher, processes
-from jaxpar.launch.place import BIND, FLAGS, bind_address, find_place, free_port
+from jaxpar.launch.place import BIND, FLAGS, bind_address, find_place, free_port, own_address
 from jaxpar.run import metrics
 from tests.checkpoint.test_private import VALUES
 from tests.runs import small_arguments, without_texts
@@ -729,14 +729,19 @@ processes.meet_processes(Place(sys.argv[1], 2, int(sys.argv[2])), int(sys.argv[3
 
 
 def test_a_process_that_waits_for_others_prints_for_whom() -> None:
-    """JAX connects without holding the GIL, and ends a process that does not meet the others in time."""
+    """JAX connects without holding the GIL, and ends a process that does not meet the others in time.
+
+    Before, the process prints what to check.
+    """
+    end_of_0 = "not all 2 processes have come to {}; see their errors, and check --num_processes"
+    end_of_1 = "process 0 does not answer at {}; see its errors, and check --coordinator_address"
     restart = "; if its run continues without this process, stop process 0 and start it again"
     cases = [
-        ("0", "0", "process 0 waits at {} for the other processes, 2 in all, for up to 1 s"),
-        ("1", "0", "process 1 waits for process 0 at {}, for up to 1 s"),
-        ("1", "5", f"process 1 waits for process 0 at {{}}, for up to 1 s{restart}"),
+        ("0", "0", "process 0 waits at {} for the other processes, 2 in all, for up to 1 s", end_of_0),
+        ("1", "0", "process 1 waits for process 0 at {}, for up to 1 s", end_of_1),
+        ("1", "5", f"process 1 waits for process 0 at {{}}, for up to 1 s{restart}", end_of_1),
     ]
-    for process, seconds, line in cases:
+    for process, seconds, *lines in cases:
         address = f"localhost:{free_port()}"
         ended = subprocess.run(
             [sys.executable, "-c", WAITS, address, process, seconds],
@@ -744,7 +749,15 @@ def test_a_process_that_waits_for_others_prints_for_whom() -> None:
             capture_output=True,
             text=True,
         )
-        assert f"jaxpar: {line.format(address)}" in ended.stderr.splitlines()
+        printed = [line for line in ended.stderr.splitlines() if line.startswith("jaxpar: ")]
+        assert printed == [f"jaxpar: {line.format(address)}" for line in lines]
+
+
+def test_a_coordinator_without_a_known_name() -> None:
+    with pytest.raises(
+        TrainingError, match=r"^--coordinator_address is no\.host:1; it must have a host that this machine"
+    ):
+        own_address("no.host:1")
 
 
 def test_the_process_that_failed_first_is_reported() -> None:
