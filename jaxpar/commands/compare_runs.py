@@ -69,6 +69,9 @@ def comparison_rows(runs: Sequence[RecordedRun]) -> list[Row]:
     of_result = {"train_loss": "training loss", "skipped_steps": "skipped steps"}
     of_result |= {name: LABELS[name] for name in report.RATES if any(name in result for result in results)}
     rows += [[heading, *_numbers(results, name)] for name, heading in of_result.items()]
+    phases = [result.get("seconds", {}) for result in results]
+    spent = dict.fromkeys(name for of_run in phases for name, value in of_run.items() if value)
+    rows += [[f"seconds of the last start, {name}", *_numbers(phases, name)] for name in spent]
     verdicts = [certificate(run) for run in runs]
     return [*rows, ["certificate", *verdicts]] if any(verdicts) else rows
 

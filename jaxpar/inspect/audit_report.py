@@ -74,7 +74,8 @@ def audit_run(
         audited["memory_bytes"], audited["usable_bytes"] = target.memory_bytes, target.usable_bytes
     if with_program or with_time:
         assert target is not None
-        described = _described(programs, strategy, problem, config, target.cluster)
+        has_memory = 2 * sum(audited["needed"].values()) < target.usable_bytes
+        described = _described(programs, strategy, problem, config, target.cluster, has_memory=has_memory)
         audited |= described if with_program else {"findings": described["findings"]}
     if with_time:
         assert target is not None
@@ -88,9 +89,18 @@ def model_flops(problem: Problem) -> float:
 
 
 def _described(
-    programs: Sequence[CompiledProgram], strategy: Strategy[Any], problem: Problem, config: Any, cluster: Cluster
+    programs: Sequence[CompiledProgram],
+    strategy: Strategy[Any],
+    problem: Problem,
+    config: Any,
+    cluster: Cluster,
+    *,
+    has_memory: bool,
 ) -> dict[str, Any]:
-    """Return the summaries of the programs, and the findings. Without the rates of the GPUs, no time is known."""
+    """Return the summaries of the programs, and the findings. Without the rates of the GPUs, no time is known.
+
+    has_memory: whether half of the memory is free.
+    """
     summaries = [summarize(program) for program in programs]
     can_predict = not is_refused(check_rates, cluster)
     times = [predict_program(program, cluster) if can_predict else NOTHING for program in programs]
@@ -109,7 +119,8 @@ def _described(
     numbers = [program.runs for program in programs]
     run = [*map(findings.RunProgram, summaries, times, numbers, are_on_busiest(programs, times))]
     flops = model_flops(problem)
-    expected, remedies = findings.expectations(config, cluster), findings.remedies(config)
+    expected = findings.expectations(config, cluster, has_memory=has_memory)
+    remedies = findings.remedies(config, has_memory=has_memory)
     found = findings.find(run, step, cluster, expected, remedies, dtype=config.model.dtype, model_flops=flops)
     listed = [one._asdict() | {"is_normal": one.is_normal} for one in found]
     return {"programs": rows, "model_flops": flops, "findings": listed}

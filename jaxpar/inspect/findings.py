@@ -30,6 +30,7 @@ TIME_SHARE = 0.01  # of the time of a step: less is no finding
 LARGE_SHARE = 0.03  # of the time of a step: more is not normal, whatever the strategy
 EXPOSED_SHARE = 0.5  # of the time of a collective: less of it is exposed because of its length, not of its place
 RECOMPUTED_SHARE = 0.1  # of the FLOPs of both passes: cuDNN attention computes its scores again, which is less
+REMAT_SHARE = 0.02  # the same with remat, which is known to compute products again
 
 NEGLIGIBLE = f"at most {LARGE_SHARE:.0%} of the step"
 AT_THE_END = "too little is left to compute when the last gradients are sent, one message after the other"
@@ -108,15 +109,19 @@ def find(
     if number := sum(one.runs * one.summary.synchronizations for one in busiest):
         found.append(Finding("synchronization", f"the host waits for the GPU {format_times(number)}"))
     flops = sum(one.runs * one.summary.num_devices * one.summary.flops for one in programs)
-    if flops > (1 + RECOMPUTED_SHARE) * model_flops:
+    remedy = remedies.get("recomputation", "")
+    if flops > (1 + (REMAT_SHARE if remedy or "recomputation" in expected else RECOMPUTED_SHARE)) * model_flops:
         ratio = f"{flops / model_flops:.2f}"
         text = f"the products have {ratio} times the FLOPs of both passes of the model"
-        found.append(Finding("recomputation", text))
+        found.append(Finding("recomputation", text, remedy=remedy))
     return [one._replace(reason=one.reason or expected.get(one.kind, "")) for one in found]
 
 
-def expectations(config: ConfigDict, cluster: Cluster) -> Mapping[Kind, str]:
-    """Return the kinds of findings that are normal for the config of a run on a cluster, each with the reason."""
+def expectations(config: ConfigDict, cluster: Cluster, *, has_memory: bool = False) -> Mapping[Kind, str]:
+    """Return the kinds of findings that are normal for the config of a run on a cluster, each with the reason.
+
+    has_memory: whether half of the memory is free.
+    """
     expected = {**EXPECTED.get(config.strategy, {}), **EXPECTED.get(config.exchange, {})}
     if config.strategy == "pipeline" and config.exchange in ("zero1", "zero2"):  # its stages keep whole parameters
         expected["exposed"] = AT_THE_END_OF_ZERO
@@ -124,7 +129,8 @@ def expectations(config: ConfigDict, cluster: Cluster) -> Mapping[Kind, str]:
         expected |= {"exposed in a loop": BETWEEN_PRODUCTS, "exposed": expected.get("exposed", BETWEEN_PRODUCTS)}
     section = "pipeline" if config.strategy == "pipeline" else "model"
     if config[section].remat != "none":
-        expected["recomputation"] = f"config.{section}.remat is {config[section].remat!r}; 'none' is faster if it fits"
+        if not has_memory:
+            expected["recomputation"] = f"config.{section}.remat is {config[section].remat!r}"
         if section == "model":
             expected["stacks"] = "with rematerialization, a scan computes the layers and stacks their parameters"
     generation = cluster.compute_capability.partition(".")[0]
@@ -133,9 +139,15 @@ def expectations(config: ConfigDict, cluster: Cluster) -> Mapping[Kind, str]:
     return expected
 
 
-def remedies(config: ConfigDict) -> Mapping[str, str]:
-    """Return what avoids the findings of a run, by the kind of finding or by the collective that the GPU waits for."""
+def remedies(config: ConfigDict, *, has_memory: bool = False) -> Mapping[str, str]:
+    """Return what avoids the findings of a run, by the kind of finding or by the collective that the GPU waits for.
+
+    has_memory: whether half of the memory is free.
+    """
     found, is_pipeline = {}, config.strategy == "pipeline"
+    section = "pipeline" if is_pipeline else "model"
+    if has_memory and config[section].remat != "none":
+        found["recomputation"] = f"config.{section}.remat=none avoids it, and half of the memory is free"
     scans = scans_layers(config.model.scan_layers, config.model.remat) and not is_pipeline
     may_unroll = scans and config.model.remat == "none"  # otherwise, the memory would be that without rematerialization
     if may_unroll:

@@ -205,17 +205,21 @@ activate.defvjp(_activate_and_save, _gradient_of_activation)
 _Inner = tuple[tuple[jax.Array, jax.Array | None], ...]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def recomputed_mlp(activation: str, x: jax.Array, inner: _Inner, kernel_FD: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def recomputed_mlp(
+    activation: str, kernels_first: bool, x: jax.Array, inner: _Inner, kernel_FD: jax.Array
+) -> jax.Array:
     """Return an MLP of x [..., D] without the last bias. The backward pass reads x and its products with the kernels.
 
-    It computes the activations again, and the gradients of the kernels before earlier layers can use that of x. XLA
-    would hold what it computes them from until the end of the backward pass.
+    It computes the activations again. kernels_first: whether it also computes the gradients of the kernels before
+    earlier layers can use that of x; XLA would hold what it computes them from until the end of the backward pass.
     """
-    return _mlp_and_products(activation, x, inner, kernel_FD)[0]
+    return _mlp_and_products(activation, kernels_first, x, inner, kernel_FD)[0]
 
 
-def _mlp_and_products(activation: str, x: jax.Array, inner: _Inner, kernel_FD: jax.Array) -> tuple[jax.Array, Any]:
+def _mlp_and_products(
+    activation: str, _kernels_first: bool, x: jax.Array, inner: _Inner, kernel_FD: jax.Array
+) -> tuple[jax.Array, Any]:
     products = [x @ kernel for kernel, _ in inner]
     return _activated(activation, products, inner) @ kernel_FD, (x, products, inner, kernel_FD)
 
@@ -227,9 +231,12 @@ def _activated(activation: str, products: Sequence[jax.Array], inner: _Inner) ->
     return y * rest[0] if rest else y
 
 
-def _gradients_of_mlp(activation: str, saved: Any, slope: jax.Array) -> tuple[jax.Array, _Inner, jax.Array]:
+def _gradients_of_mlp(
+    activation: str, kernels_first: bool, saved: Any, slope: jax.Array
+) -> tuple[jax.Array, _Inner, jax.Array]:
+    x, products, inner, kernel_FD = saved
     # Without this barrier, XLA would keep the activations of the forward pass.
-    (x, products, inner, kernel_FD), slope = jax.lax.optimization_barrier((saved, slope))
+    products, slope = jax.lax.optimization_barrier((products, slope))
     y, pullback = jax.vjp(lambda products: _activated(activation, products, inner), products)
     # Used twice each: without the barrier, XLA computes them in two kernels, and stores the tanh for the second.
     y, (slopes,) = jax.lax.optimization_barrier((y, pullback(slope @ kernel_FD.T)))
@@ -240,7 +247,9 @@ def _gradients_of_mlp(activation: str, saved: Any, slope: jax.Array) -> tuple[ja
 
     of_x = sum(slope @ kernel.T for slope, (kernel, _) in zip(slopes, inner, strict=True))
     kernels = [of_kernel(x, slope) for slope in slopes]
-    of_x, kernels, of_last = jax.lax.optimization_barrier((of_x, kernels, of_kernel(y, slope)))
+    of_last = of_kernel(y, slope)
+    if kernels_first:
+        of_x, kernels, of_last = jax.lax.optimization_barrier((of_x, kernels, of_last))
     biases = (
         None if bias is None else slope.sum(examples, dtype=jnp.float32).astype(bias.dtype)
         for slope, (_, bias) in zip(slopes, inner, strict=True)
@@ -402,7 +411,8 @@ class MLP(nnx.Module):
         if self.spec.recompute_activations:
             maps = [self.gate, self.up] if name == "swiglu" else [self.up]
             inner = tuple((narrow(one.kernel, x), None if one.bias is None else narrow(one.bias, x)) for one in maps)
-            y = recomputed_mlp(name, x, inner, narrow(self.down.kernel, x))
+            # The devices of a group add up the gradient of x, meanwhile they can compute those of the kernels.
+            y = recomputed_mlp(name, context.group is None, x, inner, narrow(self.down.kernel, x))
             return with_bias(self.down, y, number, context)
         y = activate(name, self.gate(x)) * self.up(x) if name == "swiglu" else activate(name, self.up(x))
         return product_of_rows(self.down, y, number, context)

@@ -380,7 +380,7 @@ def usual(x, up, bias, down):
     return activate("gelu_tanh", x @ up + bias) @ down
 
 def recomputed(x, up, bias, down):
-    return recomputed_mlp("gelu_tanh", x, ((up, bias),), down)
+    return recomputed_mlp("gelu_tanh", True, x, ((up, bias),), down)
 
 def loss(mlp, weights, x):
     for layer in weights:

@@ -110,6 +110,11 @@ def test_expectations() -> None:
     assert kinds(strategy="pipeline") == {"exposed", "other stages", "synchronization"}
     assert kinds(strategy="single", **{"model.remat": "dots"}) == {"recomputation", "stacks"}
     assert kinds(strategy="single", **{"pipeline.remat": "full"}) == set()
+    config.model.remat = "full"
+    assert findings.expectations(config, h100s, has_memory=True).keys() == {"stacks", "exposed"}
+    assert findings.remedies(config, has_memory=True)["recomputation"].startswith("config.model.remat=none avoids it")
+    config.model.remat = "none"
+    assert "recomputation" not in findings.remedies(config, has_memory=True)
     for dtype, more in (("bfloat16", {"float32"}), ("float16", set[str]())):  # V100s multiply float16, not bfloat16
         config.model.dtype = dtype
         assert set(findings.expectations(config, named_cluster("v100", 8))) == {"exposed"} | more

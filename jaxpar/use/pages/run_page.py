@@ -68,6 +68,7 @@ def run_page(run: RecordedRun, plan: Plan[object], num_steps: int, timelines: Ma
     )
     if baseline is not None:
         result += f" Always predicting the most frequent class: {baseline:.2%}."
+    result += _time_spent(run)
     starts = [
         (start.step, f"{before.devices} -> {format_count(start.devices, 'device')} after step {start.step:,}")
         for before, start in itertools.pairwise(run.starts)
@@ -215,6 +216,15 @@ def _confusion_matrix(names: Sequence[str], counts_CC: Sequence[Sequence[int]]) 
         rows.append([name, *(number_cell(count, DARKEST * math.sqrt(count / total)) for count in counts_C)])
     matrix = table(rows, ["", *names], is_matrix=len(names) > MOST_UPRIGHT)
     return paragraph("Rows: actual classes; columns: predicted classes.") + matrix
+
+
+def _time_spent(run: RecordedRun) -> str:
+    """Return the seconds of the last start, and the shares of the phases that took most."""
+    spent = {name: value for name, value in run.result["seconds"].items() if value}
+    total = sum(spent.values())
+    largest = sorted(spent.items(), key=lambda item: -item[1])[:3]
+    shares = ", ".join(f"{name} {value / total:.0%}" for name, value in largest)
+    return f" The last start took {total:,.0f} s: {shares}." if total else ""
 
 
 def _seconds(run: RecordedRun) -> list[str]:

@@ -76,7 +76,7 @@ def gelu(w: Weights, x_BD: jax.Array) -> jax.Array:
 
 def recomputed(w: Weights, x_BD: jax.Array) -> jax.Array:
     """Its backward pass has barriers between what B and what W computes."""
-    return recomputed_mlp("gelu_tanh", x_BD, ((w["up"], w["bias"]),), w["down"])
+    return recomputed_mlp("gelu_tanh", True, x_BD, ((w["up"], w["bias"]),), w["down"])
 
 
 def softmax(w: Weights, x_BD: jax.Array) -> jax.Array:
