@@ -11,6 +11,7 @@ import numpy as np
 from jaxpar import models, strategies
 from jaxpar.choose.auto import choose
 from jaxpar.choose.costs.rates import check_rates
+from jaxpar.choose.report import format_seconds
 from jaxpar.cluster import Cluster
 from jaxpar.cluster.target import FRACTION, Target
 from jaxpar.core.plan import COPY, Plan
@@ -119,8 +120,8 @@ def _described(
     numbers = [program.runs for program in programs]
     run = [*map(findings.RunProgram, summaries, times, numbers, are_on_busiest(programs, times))]
     flops = model_flops(problem)
-    expected = findings.expectations(config, cluster, has_memory=has_memory)
-    remedies = findings.remedies(config, has_memory=has_memory)
+    expected = findings.expectations(config, has_memory=has_memory)
+    remedies = findings.remedies(config, cluster, has_memory=has_memory)
     found = findings.find(run, step, cluster, expected, remedies, dtype=config.model.dtype, model_flops=flops)
     listed = [one._asdict() | {"is_normal": one.is_normal} for one in found]
     return {"programs": rows, "model_flops": flops, "findings": listed}
@@ -206,8 +207,8 @@ def _format_time(time: dict[str, Any]) -> list[str]:
     tokens = f", {time['tokens_per_second']:,.0f} tokens/s" if time["tokens_per_second"] else ""
     exposed = f"{1e3 * time['exposed_seconds']:.3g} ms of it are waits for other GPUs"
     return [
-        f"predicted time of a step: {1e3 * seconds:.3g} ms ({time['examples_per_second']:,.0f} examples/s{tokens}, MFU "
-        f"{time['mfu']:.3f}); {exposed}",
+        f"predicted time of a step: {format_seconds(seconds)} ({time['examples_per_second']:,.0f} examples/s{tokens}, "
+        f"MFU {time['mfu']:.3f}); {exposed}",
         ", ".join(f"{kind} {of_kind / seconds:.1%}" for kind, of_kind in time["by_kind"].items()),
         *(f"{row['seconds'] / seconds:8.1%}  {row['kind']:10} {row['source']}" for row in time["longest"]),
     ]

@@ -99,7 +99,10 @@ def find(
     model_flops: FLOPs of both passes of the model for the global batch.
     """
     busiest = [one for one in programs if one.is_busiest]
-    found = [*_float32_products(programs, dtype), *_moves(busiest, step.seconds, cluster, remedies)]
+    found = [
+        *_float32_products(programs, dtype, remedies.get("float32", "")),
+        *_moves(busiest, step.seconds, cluster, remedies),
+    ]
     found += _exposed(busiest, step.seconds, remedies)
     waiting = step.by_kind().get(WAIT, 0.0)
     if waiting > TIME_SHARE * step.seconds:
@@ -117,8 +120,8 @@ def find(
     return [one._replace(reason=one.reason or expected.get(one.kind, "")) for one in found]
 
 
-def expectations(config: ConfigDict, cluster: Cluster, *, has_memory: bool = False) -> Mapping[Kind, str]:
-    """Return the kinds of findings that are normal for the config of a run on a cluster, each with the reason.
+def expectations(config: ConfigDict, *, has_memory: bool = False) -> Mapping[Kind, str]:
+    """Return the kinds of findings that are normal for the config of a run, each with the reason.
 
     has_memory: whether half of the memory is free.
     """
@@ -133,13 +136,10 @@ def expectations(config: ConfigDict, cluster: Cluster, *, has_memory: bool = Fal
             expected["recomputation"] = f"config.{section}.remat is {config[section].remat!r}"
         if section == "model":
             expected["stacks"] = "with rematerialization, a scan computes the layers and stacks their parameters"
-    generation = cluster.compute_capability.partition(".")[0]
-    if generation.isdigit() and int(generation) < 8 and config.model.dtype == "bfloat16":
-        expected["float32"] = f"{cluster.device_kind} computes bfloat16 in float32"
     return expected
 
 
-def remedies(config: ConfigDict, *, has_memory: bool = False) -> Mapping[str, str]:
+def remedies(config: ConfigDict, cluster: Cluster, *, has_memory: bool = False) -> Mapping[str, str]:
     """Return what avoids the findings of a run, by the kind of finding or by the collective that the GPU waits for.
 
     has_memory: whether half of the memory is free.
@@ -148,6 +148,9 @@ def remedies(config: ConfigDict, *, has_memory: bool = False) -> Mapping[str, st
     section = "pipeline" if is_pipeline else "model"
     if has_memory and config[section].remat != "none":
         found["recomputation"] = f"config.{section}.remat=none avoids it, and half of the memory is free"
+    generation = cluster.compute_capability.partition(".")[0]
+    if generation.isdigit() and int(generation) < 8 and config.model.dtype == "bfloat16":
+        found["float32"] = "these GPUs compute bfloat16 in float32; config.model.dtype=float16 uses their tensor cores"
     scans = scans_layers(config.model.scan_layers, config.model.remat) and not is_pipeline
     may_unroll = scans and config.model.remat == "none"  # otherwise, the memory would be that without rematerialization
     if may_unroll:
@@ -174,13 +177,16 @@ def remedies(config: ConfigDict, *, has_memory: bool = False) -> Mapping[str, st
     return found
 
 
-def _float32_products(programs: Sequence[RunProgram], dtype: str) -> list[Finding]:
-    """Find products in float32 of a model in another dtype, by source."""
+def _float32_products(programs: Sequence[RunProgram], dtype: str, remedy: str) -> list[Finding]:
+    """Find products in float32 of a model in another dtype, by source; with a remedy, all of them together."""
     total = sum(one.runs * one.summary.flops for one in programs)
     flops: dict[str, float] = {}
     for runs, product in ((one.runs, product) for one in programs for product in one.summary.products):
         if product.dtype == "float32" != dtype:
             flops[product.source] = flops.get(product.source, 0.0) + runs * product.per_step * product.flops
+    if remedy and sum(flops.values()) > FLOAT32_SHARE * total:
+        text = f"{sum(flops.values()) / total:.1%} of the FLOPs are products of float32 arrays"
+        return [Finding("float32", text, remedy=remedy)]
     return [
         Finding("float32", f"{part / total:.1%} of the FLOPs are products of float32 arrays in {source}")
         for source, part in flops.items()

@@ -116,6 +116,8 @@ def test_a_gpu_of_known_peaks(tmp_path: Path) -> None:
         "nope.toml:8": "--target is 'nope.toml', which does not exist; it must be the path of a TOML file",
         "h100:8x": "--target is 'h100:8x'; it must end with the number of GPUs, as in h100:8 or h100:16x8",
         "h100:٣": "--target is 'h100:٣'; it must end with the number of GPUs, as in h100:8 or h100:16x8",
+        "8xv100": "Did you mean 'v100'?",
+        "v100-16gb:8": "Did you mean 'v100'?",
         "a100:8": "or the path of a TOML file. Did you mean 'a100-40gb' or 'a100-80gb'?",
         "": "--target is ''; it must be one of",
         "here:8": "--target is 'here:8'; it must be here, without a number of devices",
