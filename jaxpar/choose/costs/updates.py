@@ -20,7 +20,6 @@ from jaxpar.core.step import Metrics, Problem
 from jaxpar.exchange.exchange import DistributedState
 from jaxpar.measure.operations import operations
 from jaxpar.models.model import Model
-from jaxpar.strategies.data_parallel.shard_map import sent_shapes
 from jaxpar.tasks import Sums
 
 SHORT_DEPTHS = (1, 3)  # numbers of the most consecutive equal layers in the models that are traced
@@ -56,23 +55,23 @@ def _exchange_bytes(plan: Plan[Any]) -> float:
     exchange, layouts, problem = plan.details.exchange, plan.layouts, plan.details.group.problem
     mesh = AbstractMesh(tuple(plan.axes.values()), tuple(plan.axes), axis_types=(AxisType.Auto,) * len(plan.axes))
     params, optimizer, private = (layouts[name].local_shapes for name in ("params", "optimizer", "private"))
-    grads = params if exchange.fetch else problem.model.shapes
-    read = sent_shapes(problem.model, problem.batch, exchange)
+    shards = exchange.shards  # stage 3 packs and unpacks as much as the others, layer by layer
+    read = problem.model.narrowed_shapes(problem.batch)
 
     def update(params: Any, optimizer: Any, private: Any, grads: Any) -> Any:
-        if exchange.scatter:
-            grads = exchange.scatter(grads)
+        if shards and (exchange.scatter or exchange.fetch):
+            grads = shards.scatter(grads)
         norm = jnp.zeros(()) if exchange.shows_nonfinite else optax.tree.norm(grads)
         made = exchange.update(grads, DistributedState(optimizer, private), params)
         state = State(jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.uint32), params, made.state)
         norm = norm if made.grad_norm is None else made.grad_norm
         old = state._replace(optimizer=DistributedState(optimizer, private))
         new, _ = steps.apply(old, made.updates, made.state, Metrics(_sums(), norm, jnp.isfinite(norm)))
-        return new, exchange.gather(read, params) if exchange.gather else ()
+        return new, shards.gather(read, params) if shards else ()
 
     whole = PartitionSpec()
     on_mesh = jax.shard_map(update, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    return moved(on_mesh, params, optimizer, private, grads)
+    return moved(on_mesh, params, optimizer, private, problem.model.shapes)
 
 
 def _from_short_models(problem: Problem, key: Any, count: Callable[[Problem], float]) -> float:
