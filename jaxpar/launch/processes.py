@@ -73,7 +73,7 @@ def _reported_wait(place: Place, seconds: int, *, is_elastic: bool) -> Iterator[
     if process:
         restart = "; if its run continues without this process, stop process 0 and start it again" * is_elastic
         line = f"process {process} waits for process 0 at {address}, for up to {seconds} s{restart}"
-    last = f"not all {number} processes have come to {address}; see their errors, and check --num_processes"
+    last = f"not all {number} processes have connected to {address}; see their errors, and check --num_processes"
     if process:
         last = f"process 0 does not answer at {address}; see its errors, and check --coordinator_address"
 

@@ -1232,4 +1232,5 @@ def test_updates(space: Space) -> None:
     assert of_exchange["ddp"][:2] == pytest.approx((0.0, whole))
     assert [of_exchange[name].update for name in ("zero1", "zero3")] == pytest.approx([whole / 8] * 2, rel=0.05)
     # Shards are packed, scattered, gathered and unpacked.
-    assert of_exchange["zero3"].exchange < 1 < 4 < of_exchange["zero1"].exchange < 9
+    assert 4 < of_exchange["zero1"].exchange < 9
+    assert of_exchange["zero3"].exchange == pytest.approx(of_exchange["zero1"].exchange, rel=0.05)

@@ -733,7 +733,7 @@ def test_a_process_that_waits_for_others_prints_for_whom() -> None:
 
     Before, the process prints what to check.
     """
-    end_of_0 = "not all 2 processes have come to {}; see their errors, and check --num_processes"
+    end_of_0 = "not all 2 processes have connected to {}; see their errors, and check --num_processes"
     end_of_1 = "process 0 does not answer at {}; see its errors, and check --coordinator_address"
     restart = "; if its run continues without this process, stop process 0 and start it again"
     cases = [

@@ -198,7 +198,7 @@ def test_products_of_all_tokens(norm: str) -> None:
     ("activation", "norm"), [("gelu_tanh", "layernorm"), ("swiglu", "layernorm"), ("relu", "rmsnorm")]
 )
 def test_mlp_with_recomputed_activations(activation: str, norm: str, flatten: bool) -> None:
-    """It has the values and gradients of the usual MLP. Of the wide arrays, it saves only the first products."""
+    """Values and gradients are those of the usual MLP. Of the wide arrays, only the first products are saved."""
     values = {"activation": activation, "norm": norm, "flatten_positions": flatten}
     config = small_config("gpt", "causal_lm", **values, dtype="bfloat16", mlp_size=24)
     found, wide = [], []

@@ -40,10 +40,10 @@ def test_simulate_prints_a_result_a_line() -> None:
     assert not process.stderr, process.stderr
     lines = {name: values for name, *values in map(str.split, process.stdout.splitlines())}
     assert list(lines) == [
-        *("schedule", "makespan", "cost", "bubble_rate", "lockstep"),
+        *("schedule", "devices", "microbatches", "makespan", "cost", "bubble_rate", "lockstep"),
         *("idle", "idle_in_span", "peak_in_flight", "peak_stashed"),
     ]
-    assert lines["schedule"] == ["zb_h1"]
+    assert [lines[name] for name in ("schedule", "devices", "microbatches")] == [["zb_h1"], ["8"], ["24"]]
     assert round(float(lines["bubble_rate"][0]), 4) == 0.1585  # published, see test_simulate.py
     assert lines["peak_in_flight"] == ["8", "7", "6", "5", "4", "3", "2", "1"]
     assert lines["peak_stashed"] == ["8"] * 8

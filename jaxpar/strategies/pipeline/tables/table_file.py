@@ -51,10 +51,10 @@ def read_table(path: Path | str) -> Table:
             raise ValueError("the table has no actions; it must have at least one")
         rows.sort(key=lambda row: (row["clock"], row["device"], ACTION_KINDS[row["kind"]].phase))
         devices, chunks, microbatches = (max(row[of] for row in rows) + 1 for of in ("device", "chunk", "microbatch"))
-        if idle := sorted(set(range(devices)) - {row["device"] for row in rows}):
-            raise ValueError(
-                f"device {idle[0]} has no action, but device {devices - 1} has; every device must have some"
-            )
+        numbers = {row["device"] for row in rows}
+        if len(numbers) < devices:
+            idle = next(number for number in range(devices) if number not in numbers)
+            raise ValueError(f"device {idle} has no action, but device {devices - 1} has; every device must have some")
         for row in rows:
             row.setdefault("stage", row["chunk"] * devices + row["device"])
         actions = np.array([tuple(row.get(field, 0) for field in FIELDS) for row in rows], dtype=ACTION)
