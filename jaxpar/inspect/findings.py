@@ -147,7 +147,7 @@ def remedies(config: ConfigDict, cluster: Cluster, *, has_memory: bool = False) 
     found, is_pipeline = {}, config.strategy == "pipeline"
     section = "pipeline" if is_pipeline else "model"
     if has_memory and config[section].remat != "none":
-        found["recomputation"] = f"config.{section}.remat=none avoids it, and half of the memory is free"
+        found["recomputation"] = f"config.{section}.remat=none avoids it if it fits, which `jaxpar fit` finds out"
     generation = cluster.compute_capability.partition(".")[0]
     if generation.isdigit() and int(generation) < 8 and config.model.dtype == "bfloat16":
         found["float32"] = "these GPUs compute bfloat16 in float32; config.model.dtype=float16 uses their tensor cores"

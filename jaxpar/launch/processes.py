@@ -75,7 +75,7 @@ def _reported_wait(place: Place, seconds: int, *, is_elastic: bool) -> Iterator[
         line = f"process {process} waits for process 0 at {address}, for up to {seconds} s{restart}"
     last = f"not all {number} processes have connected to {address}; see their errors, and check --num_processes"
     if process:
-        last = f"process 0 does not answer at {address}; see its errors, and check --coordinator_address"
+        last = f"process 0 does not answer at {address}, or not all {number} have connected; see their errors"
 
     def tell(line: str) -> None:
         print(f"jaxpar: {line}", file=sys.stderr, flush=True)

@@ -411,8 +411,10 @@ class MLP(nnx.Module):
         if self.spec.recompute_activations:
             maps = [self.gate, self.up] if name == "swiglu" else [self.up]
             inner = tuple((narrow(one.kernel, x), None if one.bias is None else narrow(one.bias, x)) for one in maps)
-            # The devices of a group add up the gradient of x, meanwhile they can compute those of the kernels.
-            y = recomputed_mlp(name, context.group is None, x, inner, narrow(self.down.kernel, x))
+            # The devices of a group add up the gradient of x; meanwhile they can compute those of the kernels. With
+            # SwiGLU, this order saves 1% of the memory, but exposes the exchange of gradients.
+            kernels_first = context.group is None and name != "swiglu"
+            y = recomputed_mlp(name, kernels_first, x, inner, narrow(self.down.kernel, x))
             return with_bias(self.down, y, number, context)
         y = activate(name, self.gate(x)) * self.up(x) if name == "swiglu" else activate(name, self.up(x))
         return product_of_rows(self.down, y, number, context)

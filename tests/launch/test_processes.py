@@ -734,7 +734,7 @@ def test_a_process_that_waits_for_others_prints_for_whom() -> None:
     Before, the process prints what to check.
     """
     end_of_0 = "not all 2 processes have connected to {}; see their errors, and check --num_processes"
-    end_of_1 = "process 0 does not answer at {}; see its errors, and check --coordinator_address"
+    end_of_1 = "process 0 does not answer at {}, or not all 2 have connected; see their errors"
     restart = "; if its run continues without this process, stop process 0 and start it again"
     cases = [
         ("0", "0", "process 0 waits at {} for the other processes, 2 in all, for up to 1 s", end_of_0),
