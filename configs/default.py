@@ -206,7 +206,7 @@ def get_config() -> ConfigDict:
     # faster without a scan; otherwise True, because without one XLA on GPUs undoes rematerialization
     model.scan_layers = FieldReference("auto", field_type=bool | str)
     # Whether the backward pass of an MLP in a transformer computes its activations again: without remat, a GPT-2
-    # needs 10 to 22% less memory and 1 to 5% more time on 8 H100s. auto: True on GPUs, except with the activation gelu,
+    # needs 13 to 22% less memory and 1 to 9% more time on 8 H100s. auto: True on GPUs, except with the activation gelu,
     # False on CPUs
     model.recompute_activations = FieldReference("auto", field_type=bool | str)
     # Linear maps of transformers multiply one matrix [examples x positions, features]: True, or an array [examples,
