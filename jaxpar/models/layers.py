@@ -324,7 +324,7 @@ def product_of_rows(linear: nnx.Linear, x: jax.Array, number: int, context: Cont
     if context.group is None:
         y = linear(x)
         return y.reshape(-1, number, y.shape[-1])
-    return with_bias(linear, x @ linear.kernel[...].astype(x.dtype), number, context)
+    return with_bias(linear, x @ narrow(linear.kernel, x), number, context)
 
 
 def with_bias(linear: nnx.Linear, y: jax.Array, number: int, context: Context) -> jax.Array:

@@ -218,22 +218,27 @@ def _confusion_matrix(names: Sequence[str], counts_CC: Sequence[Sequence[int]]) 
     return paragraph("Rows: actual classes; columns: predicted classes.") + matrix
 
 
+def _spent(run: RecordedRun) -> dict[str, float]:
+    """Return the seconds of the phases of the last start, the longest first."""
+    spent = {name: value for name, value in run.result["seconds"].items() if value}
+    return dict(sorted(spent.items(), key=lambda item: -item[1]))
+
+
 def _time_spent(run: RecordedRun) -> str:
     """Return the seconds of the last start, and the shares of the phases that took most."""
-    spent = {name: value for name, value in run.result["seconds"].items() if value}
+    spent = _spent(run)
     total = sum(spent.values())
-    largest = sorted(spent.items(), key=lambda item: -item[1])[:3]
-    shares = ", ".join(f"{name} {value / total:.0%}" for name, value in largest)
+    shares = ", ".join(f"{name} {value / total:.0%}" for name, value in list(spent.items())[:3])
     return f" The last start took {total:,.0f} s: {shares}." if total else ""
 
 
 def _seconds(run: RecordedRun) -> list[str]:
     """Return the seconds of the phases of the last start, with bars."""
-    spent = {name: value for name, value in run.result["seconds"].items() if value}
+    spent = _spent(run)
     total = sum(spent.values())
     rows: list[Row] = [
         [name, number_cell(value), Cell(f"{value / total:.1%}", value / total), Cell("", bar=value / total)]
-        for name, value in sorted(spent.items(), key=lambda item: -item[1])
+        for name, value in spent.items()
     ]
     step = run.starts[-1].step if run.starts else 0
     since = f"Seconds of the last start, from step {step + 1:,}." if step else "Seconds by phase."
