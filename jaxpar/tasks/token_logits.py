@@ -4,11 +4,15 @@ The logits of 32 x 1,024 tokens with a vocabulary of 50,304 take 6.6 GB in float
 pass. So the last layer returns the factors, and the loss computes the product for some positions at a time, together
 with its gradient. That needs no more products (Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3.2).
 
+The loss reads logits that are rounded to the dtype of the factors, as autocast of PyTorch does: in 16 bits, that is
+half the traffic of the largest arrays of a step. It computes in float32. Predictions have logits in float32.
+
 Dims: B examples, T positions, D features, V vocabulary; t positions of a chunk.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -61,15 +65,16 @@ class TokenLogits(NamedTuple):
     words: SplitWords | None = None  # None: this device has all words
 
     def whole(self) -> jax.Array:
-        """Return the logits, [B, T, V], with sums in float32."""
-        if self.words is None:
-            return self.own()
-        return self.words.devices.columns(self.own())[..., : self.words.number]
+        """Return the logits, [B, T, V], in float32."""
+        logits = self._of_product(float32_einsum)
+        return logits if self.words is None else self.words.devices.columns(logits)[..., : self.words.number]
 
     def own(self) -> jax.Array:
-        """Return the logits of the words of this device."""
-        x_ND = self.x.reshape(-1, self.x.shape[-1])
-        logits_NV = float32_einsum("nd,vd->nv", x_ND, self.tokens)
+        """Return the logits of the words of this device for the loss: the product in the dtype of x, and the bias."""
+        return self._of_product(jnp.einsum)
+
+    def _of_product(self, einsum: Callable[[str, jax.Array, jax.Array], jax.Array]) -> jax.Array:
+        logits_NV = einsum("nd,vd->nv", self.x.reshape(-1, self.x.shape[-1]), self.tokens)
         logits_BTV = logits_NV.reshape(*self.x.shape[:-1], len(self.tokens))
         return logits_BTV if self.bias is None else logits_BTV + self.bias[None, None, :]
 
@@ -80,7 +85,7 @@ class TokenLogits(NamedTuple):
         It divides the positions, unless that takes more than twice as many chunks; then the last one is padded.
         """
         examples, positions, _ = self.x.shape
-        size = 4 * examples * positions * len(self.tokens)
+        size = self.x.dtype.itemsize * examples * positions * len(self.tokens)
         most = min(positions, MOST_CHUNKS)
         least = min(-(-size // CHUNK_BYTES), most)
         return next((n for n in range(least, min(2 * least, most) + 1) if positions % n == 0), least)
@@ -119,13 +124,14 @@ class _Softmax(NamedTuple):
     correct: jax.Array  # [...], 1.0 if the best logit is that of the label, otherwise 0.0
 
     def derivative(self, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
-        """Return the derivative of the weighted cross entropy by the logits, [..., V]."""
+        """Return the derivative of the weighted cross entropy by the logits, [..., V], in float32."""
         is_label = _indices(logits) == labels[..., None]
-        return (jnp.exp(logits - self.top) / self.total - is_label) * weights[..., None]
+        return (jnp.exp(logits.astype(jnp.float32) - self.top) / self.total - is_label) * weights[..., None]
 
 
 def _sums_and_softmax(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[LossAndCorrect, _Softmax]:
     """Return `weighted_sums` of all words and the softmax. With its derivative, that reads the logits three times."""
+    logits = logits.astype(jnp.float32)
     top = logits.max(axis=-1, keepdims=True)
     of_label = jnp.take_along_axis(logits, labels[..., None], axis=-1)
     total = jnp.exp(logits - top).sum(axis=-1, keepdims=True)
@@ -146,7 +152,7 @@ def _whole_backward(saved: tuple[Any, ...], cotangents: LossAndCorrect) -> tuple
     softmax, logits, labels, weights = saved
     of_loss, of_correct = cotangents
     by_weights = (softmax.losses * of_loss + softmax.correct * of_correct).astype(weights.dtype)
-    return softmax.derivative(logits, labels, weights) * of_loss, None, by_weights
+    return (softmax.derivative(logits, labels, weights) * of_loss).astype(logits.dtype), None, by_weights
 
 
 _whole_sums.defvjp(_whole_forward, _whole_backward)
@@ -155,7 +161,7 @@ _whole_sums.defvjp(_whole_forward, _whole_backward)
 def _of_split_words(logits: jax.Array, labels: jax.Array, words: SplitWords) -> tuple[jax.Array, jax.Array]:
     """Return the cross entropy, and the most likely word, [...], without gathering logits [..., V / size]."""
     devices, number = words.devices, logits.shape[-1]
-    first = devices.index() * number
+    logits, first = logits.astype(jnp.float32), devices.index() * number
     logits = jnp.where(first + _indices(logits) < words.number, logits, jnp.finfo(logits.dtype).min)
     top = devices.maximum(logits.max(axis=-1))
     total = devices.total(jnp.exp(logits - top[..., None]).sum(axis=-1))
