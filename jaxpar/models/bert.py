@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from jaxpar.data import DataInfo
 from jaxpar.errors import check_choice
 from jaxpar.models import layers
+from jaxpar.models.activations import activate
 from jaxpar.models.model import Context, Model
 from jaxpar.models.options import BLOCK_DEFAULTS, Spec, check_task, pick, transformer_spec
 from jaxpar.tasks import Task
@@ -104,6 +105,6 @@ class MaskedLMHead(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(spec.vocab_size))
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> TokenLogits:
-        x_BTD = layers.normalize(self.norm, layers.activate(self.spec.activation, self.transform(x_BTD)))
+        x_BTD = layers.normalize(self.norm, activate(self.spec.activation, self.transform(x_BTD)))
         x_BTD = layers.all_positions(x_BTD, self.spec, context)
         return layers.token_logits(x_BTD, self.tokens[...], self.bias[...], self.spec, context)

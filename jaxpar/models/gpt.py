@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError, check_choice
 from jaxpar.models import layers
+from jaxpar.models.activations import ACTIVATIONS
 from jaxpar.models.model import Context, Model
 from jaxpar.models.options import BLOCK_DEFAULTS, ROTARY, Spec, check_task, pick, transformer_spec
 from jaxpar.tasks import Task
@@ -53,7 +54,7 @@ def resolve(config: ConfigDict, info: DataInfo) -> tuple[Task, Spec]:
     task = check_task(config, info, heads=("causal_lm", "example"), kinds=("text",))
     values = pick(config, SIZES, LM_DEFAULTS if task.head == "causal_lm" else DEFAULTS)
     check_choice("model.norm", values["norm"], ("layernorm", "rmsnorm"))
-    check_choice("model.activation", values["activation"], layers.ACTIVATIONS)
+    check_choice("model.activation", values["activation"], ACTIVATIONS)
     check_choice("model.positions", values["positions"], ("learned", "rotary"))
     if not 0 < values["norm_eps"] < 1:
         raise UserError(f"config.model.norm_eps is {values['norm_eps']}; it must be greater than 0 and less than 1")

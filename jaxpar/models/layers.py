@@ -5,7 +5,6 @@ and value heads, R query heads per key and value head, K features of a head, V v
 """
 
 import math
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
+from jaxpar.models.activations import activate, lifted, recomputed_mlp
 from jaxpar.models.attention import attend, attend_earlier
 from jaxpar.models.bottleneck import Maker, with_bottlenecks
 from jaxpar.models.group import TRANSFORMER_DIMS, TensorSplit
@@ -22,22 +22,6 @@ from jaxpar.models.options import Spec
 from jaxpar.models.rotary import rotate
 from jaxpar.tasks.token_logits import SplitWords, TokenLogits
 
-
-def gelu_tanh(x: jax.Array) -> jax.Array:
-    """Return GELU with an approximation of erf (Hendrycks & Gimpel 2016), as in GPT-2.
-
-    Beyond 10 the tanh is 1, and in float16 the derivative of its argument would overflow.
-    """
-    z = jnp.clip(x, -10, 10)
-    return x * (0.5 * (1.0 + jnp.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))))
-
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": gelu_tanh,
-    "relu": jax.nn.relu,
-    "swiglu": jax.nn.silu,  # applied to the gate
-}
 INIT_SCALE = 0.02  # standard deviation of the initial weights in BERT and GPT-2
 
 
@@ -158,8 +142,8 @@ def _normalize_and_save(
     mean = None if bias_D is None else wide.mean(axis=-1, keepdims=True)
     centered = wide if mean is None else wide - mean
     rate = jax.lax.rsqrt(jnp.square(centered).mean(axis=-1, keepdims=True) + epsilon)
-    y = centered * (rate * _lifted(scale_D, x))
-    y = y if bias_D is None else y + _lifted(bias_D, x)
+    y = centered * (rate * lifted(scale_D, x))
+    y = y if bias_D is None else y + lifted(bias_D, x)
     return y.astype(x.dtype), (x, mean, rate, scale_D)
 
 
@@ -168,7 +152,7 @@ def _gradients_of_norm(_epsilon: float, saved: tuple[Any, ...], slope: jax.Array
     wide = jax.lax.optimization_barrier(x).astype(jnp.float32)  # else XLA may keep it from the forward pass
     normal = (wide if mean is None else wide - mean) * rate
     slope = slope.astype(jnp.float32)
-    of_normal, examples = slope * _lifted(scale_D, x), tuple(range(x.ndim - 1))
+    of_normal, examples = slope * lifted(scale_D, x), tuple(range(x.ndim - 1))
     rest = of_normal - normal * (of_normal * normal).mean(axis=-1, keepdims=True)
     if mean is not None:
         rest -= of_normal.mean(axis=-1, keepdims=True)
@@ -176,88 +160,7 @@ def _gradients_of_norm(_epsilon: float, saved: tuple[Any, ...], slope: jax.Array
     return (rate * rest).astype(x.dtype), (slope * normal).sum(examples), bias_gradient
 
 
-def _lifted(x_D: jax.Array, like: jax.Array) -> jax.Array:
-    return jnp.expand_dims(x_D, tuple(range(like.ndim - 1)))
-
-
 _normalized.defvjp(_normalize_and_save, _gradients_of_norm)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def activate(name: str, x: jax.Array) -> jax.Array:
-    """Apply a function of ACTIVATIONS, and save its derivative instead of x, because reading takes less time."""
-    return ACTIVATIONS[name](x)
-
-
-def _activate_and_save(name: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return jax.jvp(ACTIVATIONS[name], (x,), (jnp.ones_like(x),))
-
-
-def _gradient_of_activation(name: str, derivative: jax.Array, slope: jax.Array) -> tuple[jax.Array]:
-    # Without a barrier, XLA on GPUs saves x and a part of the derivative, which only with swiglu takes less memory.
-    return ((derivative if name == "swiglu" else jax.lax.optimization_barrier(derivative)) * slope,)
-
-
-activate.defvjp(_activate_and_save, _gradient_of_activation)
-
-
-# The first kernels of an MLP, [D, F], each with its bias or None. SwiGLU has two, first that of the gate.
-_Inner = tuple[tuple[jax.Array, jax.Array | None], ...]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def recomputed_mlp(
-    activation: str, kernels_first: bool, x: jax.Array, inner: _Inner, kernel_FD: jax.Array
-) -> jax.Array:
-    """Return an MLP of x [..., D] without the last bias. The backward pass reads x and its products with the kernels.
-
-    It computes the activations again. kernels_first: whether it also computes the gradients of the kernels before
-    earlier layers can use that of x; XLA would hold what it computes them from until the end of the backward pass.
-    """
-    return _mlp_and_products(activation, kernels_first, x, inner, kernel_FD)[0]
-
-
-def _mlp_and_products(
-    activation: str, _kernels_first: bool, x: jax.Array, inner: _Inner, kernel_FD: jax.Array
-) -> tuple[jax.Array, Any]:
-    products = [x @ kernel for kernel, _ in inner]
-    return _activated(activation, products, inner) @ kernel_FD, (x, products, inner, kernel_FD)
-
-
-def _activated(activation: str, products: Sequence[jax.Array], inner: _Inner) -> jax.Array:
-    sums = (x if bias is None else x + _lifted(bias, x) for x, (_, bias) in zip(products, inner, strict=True))
-    first, *rest = sums
-    y = ACTIVATIONS[activation](first)
-    return y * rest[0] if rest else y
-
-
-def _gradients_of_mlp(
-    activation: str, kernels_first: bool, saved: Any, slope: jax.Array
-) -> tuple[jax.Array, _Inner, jax.Array]:
-    x, products, inner, kernel_FD = saved
-    # Without this barrier, XLA would keep the activations of the forward pass.
-    products, slope = jax.lax.optimization_barrier((products, slope))
-    y, pullback = jax.vjp(lambda products: _activated(activation, products, inner), products)
-    # Used twice each: without the barrier, XLA computes them in two kernels, and stores the tanh for the second.
-    y, (slopes,) = jax.lax.optimization_barrier((y, pullback(slope @ kernel_FD.T)))
-    examples = tuple(range(x.ndim - 1))
-
-    def of_kernel(x: jax.Array, slope: jax.Array) -> jax.Array:
-        return jnp.tensordot(x, slope, (examples, examples))
-
-    of_x = sum(slope @ kernel.T for slope, (kernel, _) in zip(slopes, inner, strict=True))
-    kernels = [of_kernel(x, slope) for slope in slopes]
-    of_last = of_kernel(y, slope)
-    if kernels_first:
-        of_x, kernels, of_last = jax.lax.optimization_barrier((of_x, kernels, of_last))
-    biases = (
-        None if bias is None else slope.sum(examples, dtype=jnp.float32).astype(bias.dtype)
-        for slope, (_, bias) in zip(slopes, inner, strict=True)
-    )
-    return of_x, tuple(zip(kernels, biases, strict=True)), of_last
-
-
-recomputed_mlp.defvjp(_mlp_and_products, _gradients_of_mlp)
 
 
 class Embed(nnx.Module):

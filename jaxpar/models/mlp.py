@@ -14,8 +14,9 @@ from ml_collections import ConfigDict
 
 from jaxpar.data import DataInfo
 from jaxpar.errors import check_choice
+from jaxpar.models.activations import ACTIVATIONS
 from jaxpar.models.bottleneck import Maker, with_bottlenecks
-from jaxpar.models.layers import ACTIVATIONS, class_logits, dropout
+from jaxpar.models.layers import class_logits, dropout
 from jaxpar.models.model import Context, Model
 from jaxpar.models.options import BLOCK_DEFAULTS, check_task, pick
 

@@ -381,7 +381,7 @@ ACTIVATED = """
 import functools
 import jax, jax.numpy as jnp
 from jaxpar.cluster.target import find_target
-from jaxpar.models.layers import activate, recomputed_mlp
+from jaxpar.models.activations import activate, recomputed_mlp
 
 def usual(x, up, bias, down):
     return activate("gelu_tanh", x @ up + bias) @ down

@@ -162,19 +162,6 @@ def test_the_bias_of_a_split_layer_is_summed_in_float32() -> None:
     assert re.findall(r":(\w+)\[(?:1,)*3\] = reduce_sum", program) == ["f32"]
 
 
-@pytest.mark.parametrize("name", layers.ACTIVATIONS)
-def test_activations(name: str) -> None:
-    x = 3 * draw(B, T, K, seed=0)
-    usual = {**layers.ACTIVATIONS, "gelu_tanh": jax.nn.gelu}[name]
-    found = values_and_gradients(lambda x: layers.activate(name, x), x)
-    check_equal(found, values_and_gradients(usual, x))
-    far = jnp.array([-6e4, -148, -9, 9, 148, 6e4], "float16")
-    slopes = jax.jit(jax.grad(lambda x: layers.activate(name, x).sum().astype("float32")))(far)
-    check_equal(slopes, [0, 0, 0, 1, 1, 1], 2e-3)
-    saved = jax.eval_shape(lambda x: jax.vjp(lambda x: layers.activate(name, x), x)[1], x.astype("bfloat16"))
-    assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(saved)] == [((B, T, K), jnp.bfloat16)]
-
-
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_products_of_all_tokens(norm: str) -> None:
     """With flatten_positions, an MLP and a decoder on [B x T, D] equal products with a dim for B and one for T."""

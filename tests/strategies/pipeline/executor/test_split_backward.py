@@ -14,7 +14,7 @@ import pytest
 from jax.extend import core
 
 from jaxpar.measure.flops import forward_flops
-from jaxpar.models.layers import recomputed_mlp
+from jaxpar.models.activations import recomputed_mlp
 from jaxpar.strategies.pipeline.executor.split_backward import Cut, Origin, cut_phases, flatten
 from tests.models.small import fast_jit
 from tests.strategies.pipeline.cuts import flops_of, primitives, run_actions
