@@ -49,7 +49,7 @@ class Cluster:
     latencies: Mapping[str, float] = field(default_factory=dict)  # the seconds of a hop on these links, if known
     # by RATE_NAMES, what is reached / the rates above; those that were not measured are missing
     efficiencies: Mapping[str, float] = field(default_factory=dict)
-    launch_seconds: float | None = None  # from the end of a kernel to the start of the next one; None if not measured
+    launch_seconds: float | None = None  # of a kernel, besides its bytes or FLOPs; None if not measured
     price_per_hour: float | None = None  # of a device, in any currency; None if unknown
 
     @property

@@ -127,7 +127,7 @@ def cluster_toml(cluster: Cluster, gpu: str, source: str) -> str:
         f'gpu = "{gpu}"',
         f"hosts = {cluster.num_processes}",
         f"gpus_per_host = {cluster.num_devices // cluster.num_processes}",
-        f"launch_seconds = {cluster.launch_seconds:.4g} # from the end of a kernel to the start of the next one",
+        f"launch_seconds = {cluster.launch_seconds:.4g} # of a kernel, besides its bytes or FLOPs",
         "",
         "[efficiency] # what is reached / the peak FLOP/s, the bandwidth of the memory and that of a link",
         *(f"{name} = {value:.4g}" for name, value in cluster.efficiencies.items()),

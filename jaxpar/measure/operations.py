@@ -208,13 +208,17 @@ def _kernel(one: FlatEquation, flat: FlatJaxpr) -> Iterator[Operation]:
 def _passes(flat: FlatJaxpr, in_memory: set[int], wanted: set[int]) -> Operation:
     """Return what the fused operations move. in_memory: arrays that others wrote; wanted: those that others read."""
     read, written, reduced = set[int](), set[int](), 0
+    writers = {number: one for one in flat.equations for number in one.written}
     for one in flat.equations:
         name = one.equation.primitive.name
         if name in KERNELS:
             continue
         written.update(number for number in one.written if number in wanted)
-        if name in REDUCTIONS:
-            reduced += sum(flat.nbytes[number] for number in one.read)
+        if name in REDUCTIONS:  # reads what its operands are computed from
+            for number in one.read:
+                is_computed = number in writers and number not in in_memory
+                sources = _sources(number, writers, in_memory) if is_computed else {number}
+                reduced += min(flat.nbytes[number], sum(flat.nbytes[source] for source in sources))
         else:
             read.update(number for number in one.read if number in in_memory)
     moved = sum(flat.nbytes[number] for number in (*read, *written)) + reduced

@@ -95,7 +95,7 @@ def test_equal_workers_have_the_rate_of_as_many_devices(free: Space, number: int
     synchronous = predict(free, "strategy=data_parallel", f"mesh.data={number}")
     assert isinstance(synchronous, Candidate)
     # Nothing is assumed of the launches of a server's update.
-    assert found.seconds == pytest.approx(synchronous.costs.seconds, rel=1e-3)
+    assert found.seconds == pytest.approx(synchronous.costs.seconds, rel=2e-3)
     assert (found.mean_staleness, found.max_staleness) == (number - 1, number - 1)
 
 

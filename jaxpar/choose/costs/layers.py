@@ -28,9 +28,10 @@ from jaxpar.tasks import Task
 
 KINDS_OF_REMAT = ("none", "dots", "full")
 SIZES = (4, 8)  # numbers of examples for which layers are traced
-# Kernels into which the passes of a layer are assumed to be fused, forward or backward. Compiled for H100s, unrolled
-# layers of BERT base, GPT and Llama have 18, 21 and 18 forward, and 14, 19 and 8 backward.
-PASS_KERNELS = 15
+# Kernels into which the passes of a layer are assumed to be fused, of F, of B with or without W, and of W. Compiled for
+# H100s, unrolled layers of BERT base, GPT and Llama have 18, 21 and 18 forward, and 14, 19 and 8 backward. In stages, a
+# layer of a GPT has 14, 22 and 7; with a tensor axis, 20 forward and 24 backward.
+PASS_KERNELS = (17, 17, 7)
 # The bytes that passes of a backward pass move / those that are counted, because XLA computes several reductions of an
 # array in one kernel. In the same programs it is 0.44 to 0.49 (forward: 0.85 to 0.95), but stages move more: 0.75 is
 # closest for all programs of scripts/bench/planned_memory.py --large.
@@ -302,12 +303,14 @@ class TracedLayers(Layers):
         """Return the seconds of each phase of each layer."""
         kernels = self._kernels(remat, num_phases)
         shares = [1.0, *[BACKWARD_PASSES] * (num_phases - 1)]
-        seconds = {
-            number: [one.seconds(size, self._cluster, share) for one, share in zip(of_phases, shares, strict=True)]
-            for number, of_phases in kernels.items()
-        }
+
+        def priced(of_phases: list[_Kernels], shares: Sequence[float]) -> list[float]:
+            each = zip(of_phases, PASS_KERNELS, shares, strict=False)
+            return [one.seconds(size, self._cluster, passes, share) for one, passes, share in each]
+
+        seconds = {number: priced(of_phases, shares) for number, of_phases in kernels.items()}
         *numbers, _ = self._programs(SIZES[0], remat, num_phases).numbers
-        of_loss = [one.seconds(size, self._cluster) for one in self._loss_kernels(size, remat, num_phases)]
+        of_loss = priced(self._loss_kernels(size, remat, num_phases), [1.0] * num_phases)
         return [*(seconds[number] for number in numbers), of_loss]
 
     def _kernels(self, remat: str, num_phases: int) -> dict[int, list["_Kernels"]]:
@@ -344,14 +347,14 @@ class _Kernels:
         self._nbytes = np.array([[one.calls * one.nbytes for one in found] for found in (few, many)])
         self._calls = np.array([[one.calls for one in found] for found in (few, many)])
 
-    def seconds(self, size: int, cluster: Cluster, share: float = 1.0) -> float:
-        """Return the time for `size` examples. share: of the bytes of passes that are moved."""
+    def seconds(self, size: int, cluster: Cluster, num_passes: int, share: float) -> float:
+        """Return the time for `size` examples. num_passes: kernels of passes; share: of their bytes that are moved."""
         total, launch = 0.0, launch_seconds(cluster)
         rows = (_at(size, few, many) for few, many in (self._flops, self._nbytes, self._calls))
         for (kind, dtype, head), flops, moved, calls in zip(self._kinds, *rows, strict=True):
             memory = memory_seconds(cluster, float(moved))
             if kind == PASS:
-                total += share * memory + PASS_KERNELS * launch * bool(moved)
+                total += share * memory + num_passes * launch * bool(moved)
             elif kind == SLICE:
                 total += memory + calls * launch
             else:

@@ -55,11 +55,13 @@ def replica_bytes(
     whole = layers.residuals(size, "none")
     # The backward pass of a layer holds, besides what was saved, as much as the layer saves without rematerialization:
     # for gradients, or because it computes it again. The loss of a large vocabulary has computed its gradient in the
-    # forward pass, chunk by chunk.
+    # forward pass, chunk by chunk, in place; not if loops alternate between buffers, as with a scan that gathers.
+    in_place = not (gathers_layers and is_scanned)
     working = [
-        of.looped
-        or max(of.fused, of.score_gradients + of.probabilities * (remat != "none")) + layer.output_bytes + of.chunked
-        for of, layer in zip(whole, profile, strict=True)
+        of.looped - its.fused * in_place
+        if of.looped
+        else max(of.fused, of.score_gradients + of.probabilities * (remat != "none")) + layer.output_bytes + of.chunked
+        for of, its, layer in zip(whole, saved, profile, strict=True)
     ]
     weights = [float(layer.weight_bytes) for layer in profile]
     narrowed = [of.narrowed for of in layers.memory(size, remat, is_split=False)]
@@ -68,8 +70,8 @@ def replica_bytes(
         scans += [run if is_scanned else range(number, number + 1) for number in run]
     share = state.gradients / max(sum(weights), 1.0)
     is_looped = [bool(of.looped) for of in whole]
-    of_weights = _Weights(weights, narrowed, scans, is_looped, share, gathers_whole, scatters_layers)
-    sums = of_weights.gathered() if gathers_layers else of_weights.whole()
+    of_weights = _Weights(weights, narrowed, scans, is_looped, share, gathers_whole, scatters_layers, remat != "none")
+    sums = of_weights.of_gathered_layers() if gathers_layers else of_weights.whole()
     has_scan = any(len(scan) > 1 for scan in scans)
     at_end = of_weights.at_end() if is_sent and has_scan and not (gathers_layers or scatters_layers) else 0.0
     kept = [of.saved if len(scan) > 1 else of.fused for of, scan in zip(saved, scans, strict=True)]
@@ -88,11 +90,17 @@ class _Weights(NamedTuple):
     share: float  # what a device keeps of a scattered gradient
     gathers_whole: bool  # whether all are gathered before the step, in the dtypes in which they are read
     scatters_layers: bool  # whether scans scatter gradients
+    computes_again: bool  # whether the backward pass computes layers again
 
     @property
     def read(self) -> list[float]:
         """The bytes in the dtypes in which layers read them."""
         return [narrow or nbytes for narrow, nbytes in zip(self.narrowed, self.nbytes, strict=True)]
+
+    @property
+    def gathered(self) -> list[float]:
+        """The bytes that stay if all are gathered: the backward pass needs the first layer only to compute it again."""
+        return self.read if self.computes_again else [0.0, *self.read[1:]]
 
     @property
     def gradients(self) -> list[float]:
@@ -115,13 +123,13 @@ class _Weights(NamedTuple):
         All gradients exist of this layer's scan and of later layers. Before a scan scatters that of a layer, it is
         whole.
         """
-        copied = sum(self.read if self.gathers_whole else self.chosen(self.read, self.narrowed))
+        copies = self.gathered if self.gathers_whole else self.chosen(self.read, self.narrowed)
         gradients = self.gradients
         sums = []
         for scan, is_looped, nbytes in zip(self.scans, self.is_looped, self.in_scans, strict=True):
             of_scan = 0.0 if is_looped else sum(gradients[scan.start : scan.stop])
             unscattered = nbytes if self.scatters_layers else 0.0
-            sums.append(copied + sum(gradients[scan.stop :]) + of_scan + unscattered)
+            sums.append(sum(copies[: scan.stop]) + sum(gradients[scan.stop :]) + of_scan + unscattered)
         return sums
 
     def at_end(self) -> float:
@@ -131,7 +139,7 @@ class _Weights(NamedTuple):
         """
         return sum(self.gradients) + sum(self.in_scans) + max(self.nbytes)
 
-    def gathered(self) -> list[float]:
+    def of_gathered_layers(self) -> list[float]:
         """Return the bytes of gathered arrays and of gradients that exist while each layer is computed.
 
         The arrays of this layer and of the one before are gathered, in the dtype in which they are read, and the
