@@ -146,8 +146,8 @@ up to rounding, unless an option changes the result. Pipelines need the executor
 `hsdp`.
 """
 OPTIONS_HEAD = """
-Set `config.exchange_options.KEY`. An option that the exchange lacks is refused. A default of 0 or none leaves the
-choice to the exchange.
+Set `config.exchange_options.KEY`. An option that the exchange lacks is refused. Defaults of 0 or none, except that
+of `momentum`, are automatic.
 """
 
 
@@ -270,7 +270,7 @@ counted with heads for 1,000 image classes, and with the published vocabularies 
 """
 GPUS_HEAD = """
 A cluster is `NAME:GPUs` or `NAME:HOSTSxGPUS`, such as `h100:4x8` for 4 hosts of 8. Rates are those of data sheets: of
-memory, of matrix products by dtype, and of transfers within a host and between hosts. *Reached* is the share of the
+memory, of matrix products by dtype (float32: TF32 if available), and of links. *Reached* is the share of the
 peak that matrix products are assumed to reach.
 """
 SHOWN = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "mlp_size")

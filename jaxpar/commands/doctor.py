@@ -87,5 +87,5 @@ def _examine(place: Place | None, workdir: Path | None, seconds: float) -> int:
     problems = [row for row in rows if row.problem]
     if problems:
         raise UserError("; ".join(f"{row.what}: {row.problem}" for row in problems))
-    print("nothing would break a run", flush=True)
+    print("no problem found", flush=True)
     return 0

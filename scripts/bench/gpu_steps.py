@@ -68,6 +68,8 @@ CASES = {
     "llama_1b": (LLAMA_1B, REMAT),
     "llama_1b, unrolled": (LLAMA_1B, (*REMAT, *UNROLLED)),
     "gpt2, dropout": (GPT2, ("model.dropout=0.1",)),
+    "gpt2, activations stored": (GPT2, ("model.recompute_activations=False",)),
+    "bert_base, activations recomputed": (BERT, ("model.recompute_activations=True",)),
     "bert_base, xla": (BERT, ("model.attention=xla",)),
     "bert_base, float32": (BERT, ("model.dtype=float32",)),
     "gpt2, zero2": (GPT2, ZERO2),

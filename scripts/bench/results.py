@@ -10,7 +10,7 @@ With names, their commands run one after the other, and the rows that they show 
 hardware, the software and the date of this run. All rows of a result have the same columns. Two kinds of commands show
 no rows: if the result names a `table`, a file in Markdown that its commands write, the columns of the result are
 read from it again; otherwise the text that they print is recorded as `output`. What to conclude is for a person to
-write. A benchmark that needs the memory of a GPU must be recorded alone, because this process asks JAX for its devices.
+write.
 
 docs/results has the pages, one for each result, and an index of them; test_reference.py of the tests compares them
 with what this script would write.
@@ -30,8 +30,6 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxpar.command_line import Parser
 from jaxpar.compare.report import BAR, markdown_table
 from jaxpar.errors import UserError, exit_code, nearest
@@ -42,6 +40,12 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "scripts" / "bench" / "results"
 PAGES = ROOT / "docs" / "results"
 WIDTH = 100  # of a line of a document
+GPUS = """
+import jax
+
+devices = jax.devices()
+print(f"{len(devices)} x {devices[0].device_kind}" if devices[0].platform != "cpu" else "")
+"""  # for a process of its own, since a process that has found GPUs keeps most of their memory
 NOTE = "`scripts/python scripts/bench/results.py` generates this page from the recorded results."
 
 
@@ -101,11 +105,9 @@ def read_markdown(path: Path, wanted: Sequence[str]) -> list[dict[str, str]]:
 
 
 def hardware() -> str:
-    """Return the devices of this machine: its GPUs, otherwise its processor and number of cores."""
-    devices = jax.devices()
-    if devices[0].platform != "cpu":
-        return f"{len(devices)} x {devices[0].device_kind}"
-    return processor()
+    """Return the GPUs of this machine, if it has any, and its processor and number of cores."""
+    gpus = subprocess.run([sys.executable, "-c", GPUS], check=True, text=True, stdout=subprocess.PIPE).stdout.strip()
+    return ", ".join(filter(None, [gpus, processor()]))
 
 
 def software() -> str:
