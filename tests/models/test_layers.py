@@ -75,7 +75,8 @@ def test_attention(
         exact = jax.tree.leaves(values_and_gradients(of_jax, *(x.astype(jnp.float32) for x in (q, k, v))))
         for actual, other, true in zip(*map(jax.tree.leaves, (found, expected)), exact, strict=True):
             error, of_other = (np.abs(np.float32(x) - true).mean() for x in (actual, other))
-            assert error <= 1.5 * of_other + 1e-6
+            # Or two units in the last place: JAX 0.11 rounds only the results on some processors.
+            assert error <= max(1.5 * of_other, 2**-7 * np.abs(true).mean()) + 1e-6
     _, saved = jax.make_jaxpr(lambda *args: jax.vjp(ours, *args), return_shape=True)(q, k, v)
     of_scores = [x.dtype for x in jax.tree.leaves(saved) if x.size == B * H * T * T and x.dtype != bool]
     assert of_scores == [dtype]  # the probabilities
