@@ -101,12 +101,12 @@ def _as_json(config: Any, target: Target, sizes: Sizes, fits: list[Fit]) -> dict
 
 def _as_text(config: Any, target: Target, sizes: Sizes, fits: list[Fit]) -> list[str]:
     """Return the result as the lines of a table."""
-    what = "batch_size" if sizes.key == "batch_size" else "microbatch"
+    what, all_of = ("batch_size", "training set") if sizes.key == "batch_size" else ("microbatch", "batch")
     lines = [what_jax_takes(target.usable_bytes, digits=4), ""]
     lines.append(f"{fit.remat_key(config):14} {'largest ' + what:>18} {'needs':>9}  next")
     for one in fits:
         size, needed = (f"{one.largest.size:,}", exact(one.largest.needed_bytes)) if one.largest else ("none", "")
-        following = "this is the largest possible"
+        following = f"the {all_of} has no more examples"
         if one.following is not None:
             following = f"{one.following.size:,} {_outcome(one.following)}"
         lines.append(f"{one.remat:14} {size:>18} {needed:>9}  {following}")
