@@ -23,7 +23,7 @@ the bytes that the busiest device sends in a step.
 
 The cluster is written as in --target of `jaxpar audit`, such as h100:4x8 for 4 hosts of 8 H100s, or is a file
 (configs/clusters). `here` are the devices of this machine, which are measured first: on GPUs, the rates of matrix
-products, of the memory and of links, and the time between kernels, which --save_cluster writes as a cluster file; on
+products, of the memory and of links, and the fixed time of a kernel, which --save_cluster writes as a cluster file; on
 CPUs, layers and links.
 
 With --train_tokens and --hours, prints the least number of GPUs of each cluster that trains on this number of tokens in

@@ -1,10 +1,10 @@
 """Predicts the time of a step that is compiled for GPUs, by a roofline over the instructions of the program.
 
-A kernel takes as long as its FLOPs or its bytes do at the rates of the GPU, whichever is longer, and the time to launch
-it. Kernels run one after the other, in the order of the program. A collective takes the time of a ring algorithm on
-the slowest link that it crosses. If it is asynchronous, it runs at the same time as the kernels between its start and
-its end; the time that the GPU then still waits is exposed. Collectives run one after the other. In a pipeline, each
-clock takes as long as the actions of its slowest device. That the host waits for a value of the GPU costs nothing.
+A kernel takes as long as its FLOPs or its bytes do at the rates of the GPU, whichever is longer, and a fixed time.
+Kernels run one after the other, in the order of the program. A collective takes the time of a ring algorithm on the
+slowest link that it crosses. If it is asynchronous, it runs at the same time as the kernels between its start and its
+end; the time that the GPU then still waits is exposed. Collectives run one after the other. In a pipeline, each clock
+takes as long as the actions of its slowest device. That the host waits for a value of the GPU costs nothing.
 
 The rates are those of jaxpar/choose/costs/rates.py.
 """

@@ -4,15 +4,14 @@ The logits of 32 x 1,024 tokens with a vocabulary of 50,304 take 6.6 GB in float
 pass. So the last layer returns the factors, and the loss computes the product for some positions at a time, together
 with its gradient. That needs no more products (Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3.2).
 
-The loss reads logits that are rounded to the dtype of the factors, as autocast of PyTorch does: in 16 bits, that is
-half the traffic of the largest arrays of a step. It computes in float32. Predictions have logits in float32.
+In training, the logits of such chunks are rounded to the dtype of the factors, as autocast of PyTorch does: in 16 bits,
+that is half the traffic of the largest arrays of a step. The loss computes in float32. All other logits are float32.
 
 Dims: B examples, T positions, D features, V vocabulary; t positions of a chunk.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -21,7 +20,7 @@ import numpy as np
 
 from jaxpar.tasks.einsum import float32_einsum
 
-CHUNK_BYTES = 2**28  # logits of at most this size are whole
+CHUNK_BYTES = 2**28  # float32 logits of at most this size are whole
 MOST_CHUNKS = 32  # with more, a matrix product would be too small
 LossAndCorrect = tuple[Any, Any]  # scalars
 ZEROS = (np.float32(0), np.float32(0))
@@ -66,17 +65,18 @@ class TokenLogits(NamedTuple):
 
     def whole(self) -> jax.Array:
         """Return the logits, [B, T, V], in float32."""
-        logits = self._of_product(float32_einsum)
-        return logits if self.words is None else self.words.devices.columns(logits)[..., : self.words.number]
+        if self.words is None:
+            return self.own()
+        return self.words.devices.columns(self.own())[..., : self.words.number]
 
-    def own(self) -> jax.Array:
-        """Return the logits of the words of this device for the loss: the product in the dtype of x, and the bias."""
-        return self._of_product(jnp.einsum)
-
-    def _of_product(self, einsum: Callable[[str, jax.Array, jax.Array], jax.Array]) -> jax.Array:
+    def own(self, *, is_rounded: bool = False) -> jax.Array:
+        """Return the logits of the words of this device, in float32. is_rounded: in the dtype of x instead."""
+        einsum = jnp.einsum if is_rounded else float32_einsum
         logits_NV = einsum("nd,vd->nv", self.x.reshape(-1, self.x.shape[-1]), self.tokens)
         logits_BTV = logits_NV.reshape(*self.x.shape[:-1], len(self.tokens))
-        return logits_BTV if self.bias is None else logits_BTV + self.bias[None, None, :]
+        if self.bias is None:
+            return logits_BTV
+        return logits_BTV + jnp.broadcast_to(self.bias, logits_BTV.shape).astype(logits_BTV.dtype)
 
     @property
     def num_chunks(self) -> int:
@@ -85,9 +85,10 @@ class TokenLogits(NamedTuple):
         It divides the positions, unless that takes more than twice as many chunks; then the last one is padded.
         """
         examples, positions, _ = self.x.shape
-        size = self.x.dtype.itemsize * examples * positions * len(self.tokens)
-        most = min(positions, MOST_CHUNKS)
-        least = min(-(-size // CHUNK_BYTES), most)
+        number, most = examples * positions * len(self.tokens), min(positions, MOST_CHUNKS)
+        if 4 * number <= CHUNK_BYTES:
+            return 1
+        least = min(max(-(-self.x.dtype.itemsize * number // CHUNK_BYTES), 2), most)
         return next((n for n in range(least, min(2 * least, most) + 1) if positions % n == 0), least)
 
 
@@ -125,7 +126,7 @@ class _Softmax(NamedTuple):
 
     def derivative(self, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
         """Return the derivative of the weighted cross entropy by the logits, [..., V], in float32."""
-        is_label = _indices(logits) == labels[..., None]
+        is_label = (_indices(logits) == labels[..., None]).astype(jnp.float32)
         return (jnp.exp(logits.astype(jnp.float32) - self.top) / self.total - is_label) * weights[..., None]
 
 
@@ -152,7 +153,7 @@ def _whole_backward(saved: tuple[Any, ...], cotangents: LossAndCorrect) -> tuple
     softmax, logits, labels, weights = saved
     of_loss, of_correct = cotangents
     by_weights = (softmax.losses * of_loss + softmax.correct * of_correct).astype(weights.dtype)
-    return (softmax.derivative(logits, labels, weights) * of_loss).astype(logits.dtype), None, by_weights
+    return softmax.derivative(logits, labels, weights) * of_loss, None, by_weights
 
 
 _whole_sums.defvjp(_whole_forward, _whole_backward)
@@ -179,8 +180,9 @@ def _indices(logits: jax.Array) -> jax.Array:
 def chunked_sums(num_chunks: int, logits: TokenLogits, labels_BT: jax.Array, weights_BT: jax.Array) -> LossAndCorrect:
     """Return the weighted sums of the cross entropy and of correct answers, without whole logits.
 
-    The positions are divided, not the examples, because these can be sharded; num_chunks is at most T. Only the loss
-    can be differentiated, by the logits. The factors of its gradient are in their own dtype, and its sums in float32.
+    The positions are divided, not the examples, because these can be sharded; num_chunks is at most T. With a gradient,
+    logits are rounded. Only the loss can be differentiated, by the logits. The factors of its gradient are in their own
+    dtype, and its sums in float32.
     """
 
     def add(sums: LossAndCorrect, chunk: Any) -> tuple[LossAndCorrect, None]:
@@ -198,7 +200,7 @@ def _sums_and_gradient(
 
     def add(carry: tuple[LossAndCorrect, TokenLogits], chunk: Any) -> tuple[Any, jax.Array]:
         (sums, gradient), (x_BtD, labels_Bt, weights_Bt) = carry, chunk
-        logits_BtV = logits._replace(x=x_BtD).own()
+        logits_BtV = logits._replace(x=x_BtD).own(is_rounded=True)
         if logits.words is None:
             more, softmax = _sums_and_softmax(logits_BtV, labels_Bt, weights_Bt)
             dlogits_BtV = softmax.derivative(logits_BtV, labels_Bt, weights_Bt)

@@ -253,7 +253,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         lines = printed.err.splitlines(keepends=True)
         assert "".join(line for line in lines if not line.startswith("planner ")) == (  # its progress, if it is slow
             "measured  float32 products 200 TFLOP/s (40%), bfloat16 products 800 TFLOP/s (81%), memory 2500 GB/s "
-            "(75%), 3 us between kernels, links 200 GB/s and 7 us a hop\n"
+            "(75%), 3 us per kernel, links 200 GB/s and 7 us a hop\n"
             if saved
             else ""
         )

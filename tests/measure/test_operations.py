@@ -33,6 +33,14 @@ def products(found: list[Operation]) -> list[Operation]:
     return [one for one in found if one.kind == PRODUCT]
 
 
+def test_a_reduction_reads_what_its_operand_is_computed_from() -> None:
+    """Its bytes are those of narrow sources, or of the operand, if these are fewer; a pass reads the arguments, too."""
+    narrow = array(100, dtype=BF16)
+    assert passes(operations(lambda x: x.astype(F32).sum(), narrow)) == 200 + 200 + 4
+    assert passes(operations(lambda x, y: (x * y).max(), narrow, narrow)) == 400 + 200 + 2
+    assert passes(operations(lambda x: (x[:10] * 2).sum(), array(100))) == 400 + 40 + 4
+
+
 def test_products_and_passes() -> None:
     """Between two products, the first result is read and the operand of the second is written; views are free."""
 

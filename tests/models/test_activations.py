@@ -47,15 +47,15 @@ FUNCTIONS: dict[str, tuple[Function, Function]] = {
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations(name: str, dtype: str) -> None:
     """Values and derivatives are those in float64, rounded to the dtype once; the JVP and the VJP agree."""
-    x = jnp.concatenate([jnp.linspace(-14, 14, 20_001), jnp.array([-6e4, -148, 148, 6e4])]).astype(dtype)
-    x = x[x != 0]
+    x = jnp.concatenate([jnp.linspace(-14, 14, 20_001), jnp.array([-1e38, -6e4, -148, 148, 6e4, 1e38])]).astype(dtype)
+    x = x[(x != 0) & jnp.isfinite(x)]
     y, pullback = fast_jit(lambda x: jax.vjp(lambda x: activate(name, x), x))(x)
     [slope] = pullback(jnp.ones_like(x))
     forward = fast_jit(lambda x: jax.jvp(ACTIVATIONS[name], (x,), (jnp.ones_like(x),)))(x)
     wide = np.asarray(x, np.float64)
     of_rounding = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-10}[dtype]
     # That of swiglu is JAX's own, which rounds several times.
-    absolute = 8 * of_rounding if name == "swiglu" else 2e-6
+    absolute = 8 * of_rounding if name == "swiglu" else 1e-6 if dtype != "float32" or name == "gelu" else 3e-6
     for found, function in zip((y, slope), FUNCTIONS[name], strict=True):
         assert found.dtype == x.dtype
         np.testing.assert_allclose(np.asarray(found, np.float64), function(wide), rtol=of_rounding, atol=absolute)

@@ -305,7 +305,7 @@ class TracedLayers(Layers):
         shares = [1.0, *[BACKWARD_PASSES] * (num_phases - 1)]
 
         def priced(of_phases: list[_Kernels], shares: Sequence[float]) -> list[float]:
-            each = zip(of_phases, PASS_KERNELS, shares, strict=False)
+            each = zip(of_phases, PASS_KERNELS[:num_phases], shares, strict=True)
             return [one.seconds(size, self._cluster, passes, share) for one, passes, share in each]
 
         seconds = {number: priced(of_phases, shares) for number, of_phases in kernels.items()}

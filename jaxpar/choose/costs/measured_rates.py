@@ -176,7 +176,7 @@ def describe_rates(cluster: Cluster) -> str:
         for dtype, peak in rates.items()
     ]
     parts.append(f"memory {share['memory'] * cluster.memory_bandwidth / 1e9:.4g} GB/s ({share['memory']:.0%})")
-    parts.append(f"{cluster.launch_seconds * 1e6:.3g} us between kernels")
+    parts.append(f"{cluster.launch_seconds * 1e6:.3g} us per kernel")
     if "host" in share:
         rate, hop = cluster.send_rates["host"], cluster.latencies["host"]
         parts.append(f"links {rate / 1e9:.4g} GB/s and {hop * 1e6:.3g} us a hop")

@@ -58,7 +58,7 @@ def replica_bytes(
     # forward pass, chunk by chunk, in place; not if loops alternate between buffers, as with a scan that gathers.
     in_place = not (gathers_layers and is_scanned)
     working = [
-        of.looped - its.fused * in_place
+        max(of.looped - min(its.fused, layer.weight_bytes) * in_place, 0.0)
         if of.looped
         else max(of.fused, of.score_gradients + of.probabilities * (remat != "none")) + layer.output_bytes + of.chunked
         for of, its, layer in zip(whole, saved, profile, strict=True)

@@ -29,8 +29,8 @@ EFFICIENCY_OF = {"8": {"float32": 0.85, "bfloat16": 0.85, "attention": 0.6}}
 # Attention of Hopper with heads below 128, whose softmax takes longer than its products / that with larger heads. Heads
 # of 64 reach 0.25 (1,024 tokens) to 0.33 (4,096 tokens) of the peak: docs/results/gpu/one_gpu.md.
 HOPPER, WIDE_HEAD, OF_NARROW_HEADS = "9", 128, 0.5
-# What a kernel adds to the time of its bytes or FLOPs. On an H200, the next starts 1.9 us after its end, one with few
-# bytes takes 1.8 us, and one with 50 to 150 MB takes 1 to 10 us longer than its bytes (docs/results/gpu/one_gpu.md).
+# What a kernel adds to the time of its bytes or FLOPs. On an H200 (scripts/bench/gpu_steps.py --profile), the next one
+# starts after 1.9 us, one with few bytes takes 1.8 us, and one with 50 to 150 MB 1 to 10 us longer than its bytes.
 LAUNCH_SECONDS = 4e-6
 # Seconds of each message that follows another one. NCCL assumes 1.9 to 3.4 and 4 to 14 us in a ring, with its protocols
 # LL128 and Simple (NVIDIA/nccl at b647562, src/graph/tuning.cc, hwLat).

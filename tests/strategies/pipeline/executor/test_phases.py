@@ -208,6 +208,8 @@ def test_what_is_saved(model: tuple[str, str], dtype: str) -> None:
         pieces = stage.trace(num_phases, "none").cut
         saved = [value for values in pieces.saved.values() for value in values]
         assert all(value.size % B == 0 for value in saved)
+        forward = [value for key, values in pieces.saved.items() if key[0] == 0 for value in values]
+        assert {str(value.dtype) for value in forward if value.size >= B * T * D} == {dtype, "bool"}
         assert Counter((v.shape) for v in saved if v.dtype == bool) == {(B, T, D): 4}
         drawn = [primitives(pieces, stage.origins, stage.leaves, a)["random_bits"] for a in range(num_phases)]
         assert drawn == [4, 0, 0][:num_phases]
