@@ -3,7 +3,6 @@
 Array dims: D features, F features inside the MLP.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -49,7 +48,10 @@ def _gelu_of_16_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     1.5e-7 (Abramowitz & Stegun, "Handbook of Mathematical Functions", 7.1.26). The derivative has the same exponential.
     """
     t, bell = 1 / (1 + 0.3275911 / math.sqrt(2) * jnp.abs(x)), jnp.exp(-0.5 * x * x)
-    tail = functools.reduce(lambda total, c: (total + c) * t, OF_ERF, 0.0) * (0.5 * bell)  # P(X > |x|) of a normal X
+    polynomial = jnp.zeros_like(x)
+    for coefficient in OF_ERF:
+        polynomial = (polynomial + coefficient) * t
+    tail = 0.5 * bell * polynomial  # the probability that a normal variable exceeds |x|
     share = jnp.where(x < 0, tail, 1 - tail)
     return x * share, share + x * bell * (1 / math.sqrt(2 * math.pi))
 
