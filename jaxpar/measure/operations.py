@@ -216,8 +216,7 @@ def _passes(flat: FlatJaxpr, in_memory: set[int], wanted: set[int]) -> Operation
         written.update(number for number in one.written if number in wanted)
         if name in REDUCTIONS:  # reads what its operands are computed from
             for number in one.read:
-                is_computed = number in writers and number not in in_memory
-                sources = _sources(number, writers, in_memory) if is_computed else {number}
+                sources = _sources(number, writers, in_memory)
                 reduced += min(flat.nbytes[number], sum(flat.nbytes[source] for source in sources))
         else:
             read.update(number for number in one.read if number in in_memory)
@@ -302,7 +301,9 @@ def _fused(flat: FlatJaxpr, saved: set[int], ignored: set[int]) -> set[int]:
 
 
 def _sources(number: int, writers: Mapping[int, FlatEquation], in_memory: set[int]) -> set[int]:
-    """Return the arrays in memory from which elementwise operations compute an array."""
+    """Return the arrays in memory from which elementwise operations compute an array, or the array if it is there."""
+    if number in in_memory or number not in writers:
+        return {number}
     sources, seen, left = set[int](), {number}, [number]
     while left:
         for read in writers[left.pop()].read:

@@ -29,8 +29,7 @@ def _with_derivative(function: Callable[[jax.Array], tuple[jax.Array, jax.Array]
     return value
 
 
-@_with_derivative
-def gelu_tanh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _of_gelu_tanh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return GELU with an approximation of erf (Hendrycks & Gimpel 2016), as in GPT-2, and the derivative.
 
     (1 + tanh(a)) / 2 is sigmoid(2 a), which takes GPUs half as many instructions. Beyond 12 it is 0 or 1.
@@ -40,9 +39,8 @@ def gelu_tanh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return x * share, share + x * share * (1 - share) * (of_1 + 3 * of_3 * z * z)
 
 
-@_with_derivative
-def _gelu_of_16_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return GELU and its derivative, with absolute errors below 1e-6.
+def _of_gelu(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return GELU (Hendrycks & Gimpel 2016) and its derivative, with absolute errors below 1e-6.
 
     erf(|x| / sqrt(2)) is 1 - exp(-x^2 / 2) P(t) with t = 1 / (1 + 0.3275911 |x| / sqrt(2)) and a polynomial P, up to
     1.5e-7 (Abramowitz & Stegun, "Handbook of Mathematical Functions", 7.1.26). The derivative has the same exponential.
@@ -56,15 +54,11 @@ def _gelu_of_16_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return x * share, share + x * bell * (1 / math.sqrt(2 * math.pi))
 
 
-def gelu(x: jax.Array) -> jax.Array:
-    """Return GELU (Hendrycks & Gimpel 2016), in 16 bits with a faster erf than that of XLA."""
-    return _gelu_of_16_bits(x) if x.dtype.itemsize == 2 else jax.nn.gelu(x, approximate=False)
-
-
 OF_ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)  # of t^5 to t
+_IN_16_BITS = _with_derivative(_of_gelu)  # with a faster erf than that of XLA
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": gelu,
-    "gelu_tanh": gelu_tanh,
+    "gelu": lambda x: _IN_16_BITS(x) if x.dtype.itemsize == 2 else jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": _with_derivative(_of_gelu_tanh),
     "relu": jax.nn.relu,
     "swiglu": jax.nn.silu,  # applied to the gate
 }
