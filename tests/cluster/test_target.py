@@ -119,6 +119,7 @@ def test_a_gpu_of_known_peaks(tmp_path: Path) -> None:
         "8xv100": "Did you mean 'v100'?",
         "v100-16gb:8": "Did you mean 'v100'?",
         "a100:8": "or the path of a TOML file. Did you mean 'a100-40gb' or 'a100-80gb'?",
+        "dgx-a100:8": "Did you mean 'a100-40gb' or 'a100-80gb'?",
         "": "--target is ''; it must be one of",
         "here:8": "--target is 'here:8'; it must be here, without a number of devices",
         "here": "--target is 'here', on a machine without GPUs that JAX can use; it must be a kind of GPU, such as",

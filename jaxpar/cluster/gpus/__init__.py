@@ -94,9 +94,9 @@ def find_gpu(name: str, key: str = "device kind", others: Sequence[str] = ()) ->
     if name.endswith(".toml") or (name and Path(name).is_dir()):
         return read_gpu(Path(name), key)
     known = [*kinds, *others]
-    begins = [kind for kind in kinds if kind.startswith(name.lower() + "-")]  # a100: one of several sizes
-    begins = begins or [kind for kind in kinds if kind in name.lower()]  # v100-16gb, 8xv100
-    hint = f" Did you mean {' or '.join(map(repr, begins))}?" if begins else nearest(name.lower(), known)
+    words = re.split(r"[^a-z0-9]+|(?<=\d)x", name.lower())  # of v100-16gb, 8xv100, dgx-a100
+    likely = [kind for kind in kinds if any(f"{kind}-".startswith(f"{word}-") for word in words)]
+    hint = f" Did you mean {' or '.join(map(repr, likely))}?" if likely else nearest(name.lower(), known)
     raise UserError(
         f"{key} is {name!r}; it must be one of {', '.join(known)}, or the path of a TOML file{hint and '.' + hint}"
     )
