@@ -218,8 +218,10 @@ def _deadlock(left: Sequence[Sequence[Action]], stages: np.ndarray, made: Contai
         stage = int(stages[device, chunk])
         inputs = action_inputs(kind, microbatch, stage, int(stages.max()) + 1)
         phase, _, sender = next(key for key in inputs if key not in made)
-        waiting, device = f"device {device} waits at {ACTION_KINDS[kind].name}", devices.device(sender, microbatch)
-        waits.append(f"{waiting} of microbatch {microbatch} for {SENDERS[phase]} of device {device}")
+        own_stage, others_stage = (f" in stage {s}" if stages.shape[1] > 1 else "" for s in (stage, sender))
+        waiting = f"device {device} waits at {ACTION_KINDS[kind].name} of microbatch {microbatch}{own_stage}"
+        device = devices.device(sender, microbatch)
+        waits.append(f"{waiting} for {SENDERS[phase]} of device {device}{others_stage}")
         own = ((ACTION_KINDS[kind].phase, number, int(stages[device, chunk])) for kind, number, chunk in left[device])
         if (phase, microbatch, sender) not in own:
             return ", ".join([*waits, "whose order lacks it"])

@@ -182,6 +182,13 @@ def test_orders_that_wait_for_each_other_are_refused(on_1: list[Action], message
         place_actions([[Action(F, 0, 0), Action(BW, 0, 0)], on_1], loop_stages(2, 1), 1)
 
 
+def test_a_deadlock_of_several_chunks_names_the_stages() -> None:
+    orders = [[Action(F, 0, 0), Action(F, 0, 1), Action(BW, 0, 1)], [Action(F, 0, 1), Action(F, 0, 0)]]
+    message = "device 0 waits at F of microbatch 0 in stage 2 for F of device 1 in stage 1, device 1 waits at F of "
+    with pytest.raises(ValueError, match=f"{message}microbatch 0 in stage 3 for F of device 0 in stage 2$"):
+        place_actions(orders, loop_stages(2, 2), 1)
+
+
 @pytest.mark.parametrize(
     ("name", "p", "m", "v", "message"),
     [
