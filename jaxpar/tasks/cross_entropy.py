@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.tasks.task import Prediction, Readable, Sums, mean_loss
-from jaxpar.tasks.token_logits import TokenLogits, chunked_sums, weighted_sums
+from jaxpar.tasks.token_logits import TokenLogits, chunked_sums, unchunked_sums, weighted_sums
 
 TERMS: dict[str, tuple[int, ...]] = {"correct": ()}
 
@@ -25,7 +25,7 @@ def sums(logits: jax.Array | TokenLogits, batch: Mapping[str, jax.Array]) -> Sum
     if isinstance(logits, TokenLogits) and logits.num_chunks > 1:
         loss, correct = chunked_sums(logits.num_chunks, logits, labels, weights)
     elif isinstance(logits, TokenLogits):
-        loss, correct = weighted_sums(logits.own(), labels, weights, logits.words)
+        loss, correct = unchunked_sums(logits, labels, weights)
     else:
         loss, correct = weighted_sums(logits.astype(jnp.float32), labels, weights)
     return Sums(loss, {"correct": correct}, jnp.sum(weights))

@@ -4,8 +4,9 @@ The logits of 32 x 1,024 tokens with a vocabulary of 50,304 take 6.6 GB in float
 pass. So the last layer returns the factors, and the loss computes the product for some positions at a time, together
 with its gradient. That needs no more products (Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3.2).
 
-In training, the logits of such chunks are rounded to the dtype of the factors, as autocast of PyTorch does: in 16 bits,
-that is half the traffic of the largest arrays of a step. The loss computes in float32. All other logits are float32.
+In training, logits are rounded to the dtype of the factors, as autocast of PyTorch does: in 16 bits, that is half the
+traffic of the largest arrays of a step. The loss computes in float32, and logits for evaluation and predictions are
+float32.
 
 Dims: B examples, T positions, D features, V vocabulary; t positions of a chunk.
 """
@@ -20,7 +21,7 @@ import numpy as np
 
 from jaxpar.tasks.einsum import float32_einsum
 
-CHUNK_BYTES = 2**28  # float32 logits of at most this size are whole
+CHUNK_BYTES = 2**28  # logits of at most this size, rounded as in training, are whole
 MOST_CHUNKS = 32  # with more, a matrix product would be too small
 LossAndCorrect = tuple[Any, Any]  # scalars
 ZEROS = (np.float32(0), np.float32(0))
@@ -85,10 +86,8 @@ class TokenLogits(NamedTuple):
         It divides the positions, unless that takes more than twice as many chunks; then the last one is padded.
         """
         examples, positions, _ = self.x.shape
-        number, most = examples * positions * len(self.tokens), min(positions, MOST_CHUNKS)
-        if 4 * number <= CHUNK_BYTES:
-            return 1
-        least = min(max(-(-self.x.dtype.itemsize * number // CHUNK_BYTES), 2), most)
+        nbytes, most = self.x.dtype.itemsize * examples * positions * len(self.tokens), min(positions, MOST_CHUNKS)
+        least = min(-(-nbytes // CHUNK_BYTES), most)
         return next((n for n in range(least, min(2 * least, most) + 1) if positions % n == 0), least)
 
 
@@ -153,7 +152,8 @@ def _whole_backward(saved: tuple[Any, ...], cotangents: LossAndCorrect) -> tuple
     softmax, logits, labels, weights = saved
     of_loss, of_correct = cotangents
     by_weights = (softmax.losses * of_loss + softmax.correct * of_correct).astype(weights.dtype)
-    return softmax.derivative(logits, labels, weights) * of_loss, None, by_weights
+    dlogits = softmax.derivative(logits, labels, weights) * of_loss
+    return dlogits.astype(logits.dtype), None, by_weights
 
 
 _whole_sums.defvjp(_whole_forward, _whole_backward)
@@ -176,13 +176,33 @@ def _indices(logits: jax.Array) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
 
 
+@jax.custom_vjp
+def unchunked_sums(logits: TokenLogits, labels_BT: jax.Array, weights_BT: jax.Array) -> LossAndCorrect:
+    """Return the weighted sums of the cross entropy and of correct answers. With a gradient, logits are rounded.
+
+    Only the loss can be differentiated, by the logits.
+    """
+    return weighted_sums(logits.own(), labels_BT, weights_BT, logits.words)
+
+
+def _rounded_sums(logits: TokenLogits, labels_BT: jax.Array, weights_BT: jax.Array) -> tuple[LossAndCorrect, Any]:
+    """Return `unchunked_sums` of rounded logits, and the function that computes the gradient."""
+
+    def sums(logits: TokenLogits) -> LossAndCorrect:
+        return weighted_sums(logits.own(is_rounded=True), labels_BT, weights_BT, logits.words)
+
+    return jax.vjp(sums, logits)
+
+
+unchunked_sums.defvjp(_rounded_sums, lambda backward, cotangents: (*backward(cotangents), None, None))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def chunked_sums(num_chunks: int, logits: TokenLogits, labels_BT: jax.Array, weights_BT: jax.Array) -> LossAndCorrect:
-    """Return the weighted sums of the cross entropy and of correct answers, without whole logits.
+    """Return `unchunked_sums` without whole logits. num_chunks: at most T.
 
-    The positions are divided, not the examples, because these can be sharded; num_chunks is at most T. With a gradient,
-    logits are rounded. Only the loss can be differentiated, by the logits. The factors of its gradient are in their own
-    dtype, and its sums in float32.
+    The positions are divided, not the examples, because these can be sharded. The factors of the gradient are in their
+    own dtype, and its sums in float32.
     """
 
     def add(sums: LossAndCorrect, chunk: Any) -> tuple[LossAndCorrect, None]:
