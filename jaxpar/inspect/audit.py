@@ -214,12 +214,12 @@ def needed_bytes(programs: Sequence[CompiledProgram], strategy: Strategy[Strateg
         arguments = _arguments(program, plan, of_stage="parameters")
         assigned = max(map(host_bytes_of, arguments.values())) - analysis.host_argument_size_in_bytes
         results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-        # Activations are temporary arrays of the program of a whole step, and none is left for the update of a schedule
-        # with a flush. The results of a call are among what the plan has.
-        planned_results, not_read = results if program.calls else 0, []
+        # Activations are temporary arrays of the program of a whole step, and none is left for the exchange and the
+        # update of a schedule with a flush. The results of a call are among what the plan has.
+        has_none = not program.calls or ("private" in program.arguments and plan.delays is None)
+        planned_results, not_read = results if program.calls and not has_none else 0, []
         for device, planned in zip(strategy.devices, plan.memory, strict=True):
             if device in arguments:
-                has_none = not program.calls or ("optimizer" in arguments[device] and plan.delays is None)
                 kinds = [kind for kind in planned if not (has_none and kind in ACTIVATION_PARTS)]
                 on_device = (kind for kind in kinds if not kind.endswith(ON_HOST))
                 left = sum(max(planned[kind] - arguments[device].get(kind, 0), 0) for kind in on_device)

@@ -538,12 +538,18 @@ def test_state_that_a_program_does_not_read(name: str) -> None:
 
 
 def test_activations_while_a_stage_is_dispatched() -> None:
-    """Planned activations contain the results of F, and none is left for the update."""
+    """Planned activations contain the results of F, and none is left for the exchange and the update."""
     pipeline = ("--config.strategy=pipeline", "--config.pipeline.executor=dispatch", "--config.mesh.stage=2")
     strategy = make(ADAM, WIDE, *pipeline, "--config.mesh.data=1", "--config.pipeline.num_microbatches=2")
-    programs = strategy.compile()
-    for update in (one for one in programs if "optimizer" in one.arguments):
-        assert audit.needed_bytes([update], strategy)["other state"] == 0
+    programs, of_both = strategy.compile(), strategy.plan.memory
+    updates, reductions = (
+        [one for one in programs if "private" in one.arguments and ("optimizer" in one.arguments) is is_update]
+        for is_update in (True, False)
+    )
+    assert [audit.needed_bytes([one], strategy)["other state"] for one in updates] == [0, 0]
+    for one, planned in zip(reductions, of_both, strict=True):
+        others = planned["parameters"] + planned["optimizer"]
+        assert audit.needed_bytes([one], strategy)["other state"] == others
     [forward] = (one for one in programs if one.calls[0].number == 1)
     needed, planned = audit.needed_bytes([forward], strategy), strategy.plan.memory[0]
     assert 0 < needed["results"] <= planned["stashes"] + planned["transfers"]
