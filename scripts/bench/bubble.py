@@ -15,7 +15,7 @@ from jaxpar import data, strategies
 from jaxpar.command_line import Parser, integer, names
 from jaxpar.core import mesh
 from jaxpar.errors import exit_code
-from jaxpar.strategies.pipeline.executor.timeline import measured_bubble_rate
+from jaxpar.strategies.pipeline.executor.timeline import bubble_rate
 from jaxpar.strategies.pipeline.tables.periodic import CONTINUOUS
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES
 from scripts.bench.pipeline_case import CLASSIFIER, Case, Maker
@@ -33,7 +33,7 @@ def bubble(case: Case) -> float:
         state, _ = strategy.step(state, batch)
     jax.block_until_ready(state)
     *_, measured = strategy.timelines().values()
-    return measured_bubble_rate(measured)
+    return bubble_rate(measured)
 
 
 def main() -> None:

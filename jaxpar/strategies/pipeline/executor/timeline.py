@@ -118,11 +118,15 @@ class Timeline:
     def charts(self) -> dict[str, Sequence[Span]]:
         """Return, by title, the simulated actions of a step, and the measured ones if the step has run."""
         simulated = simulate_table(_with_filling(self._table), Times(1, 1, 1)).timeline
-        titles: dict[str, Sequence[Span]] = {f"{self._schedule}, planned, if F, B and W take equal time": simulated}
+        planned = f"{self._schedule}, planned, if F, B and W take equal time"
+        if not self._table.period:  # otherwise, the timeline contains the filling
+            planned += f": {_bubble(simulated)}"
+        titles: dict[str, Sequence[Span]] = {planned: simulated}
         if self.is_measured:
             measured = self.spans()
             seconds = float(max(span.end for span in measured))
-            titles[f"{self._schedule}, measured in step {self._step}: {seconds:.3g} s"] = measured
+            title = f"{self._schedule}, measured in step {self._step}: {seconds:.3g} s, {_bubble(measured)}"
+            titles[title] = measured
         return titles
 
     def report(self, _state: Any, workdir: Path) -> dict[str, Any]:
@@ -141,7 +145,7 @@ class Timeline:
         path, measured = workdir / "timeline.png", self.spans()
         times = measured_times(self._table, measured)
         simulated = simulate_table(_with_filling(self._table), times)
-        rates = [describe_simulated(self._table, times), f"bubble {measured_bubble_rate(measured):.1%}"]
+        rates = [describe_simulated(self._table, times), _bubble(measured)]
         title = f"{self._schedule}, step {self._step}"
         charts = [
             (f"{title}, planned from the measured action times: {rates[0]}", simulated.timeline),
@@ -178,7 +182,7 @@ def describe_simulated(table: Table, times: Times) -> str:
     return f"bubble {simulated.bubble_rate:.1%} (in lockstep {in_lock_step:.1%})"
 
 
-def measured_bubble_rate(timeline: Sequence[Span]) -> float:
+def bubble_rate(timeline: Sequence[Span]) -> float:
     """Return the bubble rate of a timeline: the fraction of the longest device span in which that device waits."""
     rates = []
     for device in {span.device for span in timeline}:
@@ -186,6 +190,10 @@ def measured_bubble_rate(timeline: Sequence[Span]) -> float:
         cost = max(span.end for span in own) - min(span.start for span in own)
         rates.append((cost, 1 - sum(span.end - span.start for span in own) / cost))
     return max(rates)[1]
+
+
+def _bubble(timeline: Sequence[Span]) -> str:
+    return f"bubble {bubble_rate(timeline):.1%}"
 
 
 class _Timed(NamedTuple):

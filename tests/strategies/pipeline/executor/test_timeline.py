@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxpar import training
-from jaxpar.strategies.pipeline.executor.timeline import Timeline, measured_bubble_rate, measured_times
+from jaxpar.strategies.pipeline.executor.timeline import Timeline, bubble_rate, measured_times
 from jaxpar.strategies.pipeline.schedules import EXECUTORS
 from jaxpar.strategies.pipeline.tables import draw
 from jaxpar.strategies.pipeline.tables.periodic import periodic_table
@@ -47,7 +47,7 @@ def test_actions_are_measured_in_an_order_that_their_inputs_allow(
 ) -> None:
     planned, measured = run(tmp_path, 3, monkeypatch, f"pipeline.executor={executor}")
     assert "planned" in planned[0]
-    assert f"bubble {measured_bubble_rate(measured[1]):.1%}" in measured[0]
+    assert f"bubble {bubble_rate(measured[1]):.1%}" in measured[0]
     assert "timeline.png: planned bubble" in capsys.readouterr().out
     table = make_table("zb_h1", num_devices=2, num_microbatches=3, num_chunks=1)
     actions = table.actions[["device", "kind", "microbatch", "chunk"]].tolist()
@@ -57,7 +57,11 @@ def test_actions_are_measured_in_an_order_that_their_inputs_allow(
         assert sum(span.start < span.end for span in spans) > len(spans) / 4  # busy threads lose some lengths
     report = check_alone((tmp_path / "run" / "report.html").read_text())
     seconds = max(span.end for span in measured[1])
-    titles = {"zb_h1, planned, if F, B and W take equal time", f"zb_h1, measured in step 3: {seconds:.3g} s"}
+    bubble = f"bubble {bubble_rate(measured[1]):.1%}"
+    titles = {
+        "zb_h1, planned, if F, B and W take equal time: bubble 10.0%",
+        f"zb_h1, measured in step 3: {seconds:.3g} s, {bubble}",
+    }
     assert titles <= set(report.texts)
     boxes = [re.findall(r"M[\d.]+ \d+h", path or "") for name, path in report.attributes if name == "d"]
     assert len(actions) < sum(map(len, boxes)) <= 2 * len(actions)  # a box without length is not drawn
@@ -102,4 +106,4 @@ def test_a_pipeline_that_fills_lacks_actions() -> None:
 
 def test_bubble_rate_is_that_of_the_longest_span() -> None:
     spans = [Span(0, F, 0, 0, 0.0, 1.0), Span(0, F, 1, 0, 3.0, 4.0), Span(1, F, 0, 0, 1.0, 2.0)]
-    assert measured_bubble_rate(spans) == 0.5
+    assert bubble_rate(spans) == 0.5
