@@ -263,8 +263,8 @@ class ReplicaGroup:
             of_gradient = np.float32 if "norm" in first.shapes else dtype
             rows += [SentArrays("reduce-scatter", TENSOR, np.float32, values, 1 + remat, 1)]
             rows += [SentArrays("all-gather", TENSOR, of_gradient, values, 1, 1)]
-        if "tokens" in last.shapes:  # maxima and sums of the loss, and its derivative; the most likely words
-            rows += [SentArrays("all-reduce", TENSOR, np.float32, examples * positions, 5, 3)]
+        if "tokens" in last.shapes:  # maxima and sums of the loss; the most likely words
+            rows += [SentArrays("all-reduce", TENSOR, np.float32, examples * positions, 3, 3)]
             rows += [SentArrays("all-reduce", TENSOR, np.int32, examples * positions, 1, 1)]
         return rows
 

@@ -87,7 +87,7 @@ class TokenLogits(NamedTuple):
         """
         examples, positions, _ = self.x.shape
         nbytes, most = self.x.dtype.itemsize * examples * positions * len(self.tokens), min(positions, MOST_CHUNKS)
-        least = min(-(-nbytes // CHUNK_BYTES), most)
+        least = max(min(-(-nbytes // CHUNK_BYTES), most), 1)
         return next((n for n in range(least, min(2 * least, most) + 1) if positions % n == 0), least)
 
 
@@ -96,23 +96,16 @@ def whole(outputs: Any) -> jax.Array:
     return outputs.whole() if isinstance(outputs, TokenLogits) else outputs
 
 
+@jax.custom_vjp
 def weighted_sums(
     logits: jax.Array, labels: jax.Array, weights: jax.Array, words: SplitWords | None = None
 ) -> LossAndCorrect:
     """Return the sums of the cross entropy in nats and of correct answers, for logits [..., V].
 
-    words: if they are split, the logits are those of this device.
+    For the backward pass, it saves the logits and nothing else as large. words: if they are split, the logits are those
+    of this device, and each device of the group differentiates the same sums.
     """
-    if words is not None:
-        losses, best = _of_split_words(logits, labels, words)
-        return jnp.sum(losses * weights), jnp.sum((best == labels).astype(jnp.float32) * weights)
-    return _whole_sums(logits, labels, weights)
-
-
-@jax.custom_vjp
-def _whole_sums(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> LossAndCorrect:
-    """Return `weighted_sums` of all words. For the backward pass, it saves the logits and nothing else as large."""
-    return _sums_and_softmax(logits, labels, weights)[0]
+    return _sums_and_softmax(logits, labels, weights, words)[0]
 
 
 class _Softmax(NamedTuple):
@@ -123,86 +116,95 @@ class _Softmax(NamedTuple):
     losses: jax.Array  # [...], the cross entropy
     correct: jax.Array  # [...], 1.0 if the best logit is that of the label, otherwise 0.0
 
-    def derivative(self, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
-        """Return the derivative of the weighted cross entropy by the logits, [..., V], in float32."""
-        is_label = (_indices(logits) == labels[..., None]).astype(jnp.float32)
-        return (jnp.exp(logits.astype(jnp.float32) - self.top) / self.total - is_label) * weights[..., None]
+    def derivative(
+        self, logits: jax.Array, labels: jax.Array, weights: jax.Array, words: SplitWords | None
+    ) -> jax.Array:
+        """Return the derivative of the weighted cross entropy by the logits, [..., V], in float32.
+
+        If words are split, it is that of the sum of what all devices of the group return.
+        """
+        logits, places = _with_places(logits, words)
+        slopes = jnp.exp(logits - self.top) / self.total - (places == labels[..., None]).astype(jnp.float32)
+        return slopes * (weights if words is None else weights * words.devices.size)[..., None]
 
 
-def _sums_and_softmax(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[LossAndCorrect, _Softmax]:
-    """Return `weighted_sums` of all words and the softmax. With its derivative, that reads the logits three times."""
-    logits = logits.astype(jnp.float32)
-    top = logits.max(axis=-1, keepdims=True)
-    of_label = jnp.take_along_axis(logits, labels[..., None], axis=-1)
-    total = jnp.exp(logits - top).sum(axis=-1, keepdims=True)
+def _sums_and_softmax(
+    logits: jax.Array, labels: jax.Array, weights: jax.Array, words: SplitWords | None
+) -> tuple[LossAndCorrect, _Softmax]:
+    """Return `weighted_sums` and the softmax. With its derivative, that reads the logits three times."""
+    logits, places = _with_places(logits, words)
+    top, is_before = logits.max(axis=-1, keepdims=True), places < labels[..., None]
+    if words is None:
+        of_label = jnp.take_along_axis(logits, labels[..., None], axis=-1)
+        total = jnp.exp(logits - top).sum(axis=-1, keepdims=True)
+        is_later = ((logits == top) & is_before).any(axis=-1)
+    else:
+        top = words.devices.maximum(top)
+        of_label = words.devices.total(jnp.where(places == labels[..., None], logits, 0).sum(axis=-1, keepdims=True))
+        total = words.devices.total(jnp.exp(logits - top).sum(axis=-1, keepdims=True))
+        is_later = words.devices.maximum(((logits == top) & is_before).any(axis=-1).astype(jnp.int32)) > 0
     losses = (jnp.log(total) - (of_label - top))[..., 0]
     # The best of equal logits is the first, as in argmax, whose pairs of a logit and a place take longer to reduce.
-    is_before = _indices(logits) < labels[..., None]
-    is_best = (of_label == top)[..., 0] & ~((logits == top) & is_before).any(axis=-1)
-    correct = is_best.astype(jnp.float32)
+    correct = ((of_label == top)[..., 0] & ~is_later).astype(jnp.float32)
     return (jnp.sum(losses * weights), jnp.sum(correct * weights)), _Softmax(top, total, losses, correct)
 
 
-def _whole_forward(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[LossAndCorrect, tuple[Any, ...]]:
-    sums, softmax = _sums_and_softmax(logits, labels, weights)
-    return sums, (softmax, logits, labels, weights)
+def _with_places(logits: jax.Array, words: SplitWords | None) -> tuple[jax.Array, jax.Array]:
+    """Return logits in float32, and the places of their words in the vocabulary. Padding gets the least logit."""
+    logits, places = logits.astype(jnp.float32), jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    if words is None:
+        return logits, places
+    places += words.devices.index() * logits.shape[-1]
+    return jnp.where(places < words.number, logits, jnp.finfo(logits.dtype).min), places
 
 
-def _whole_backward(saved: tuple[Any, ...], cotangents: LossAndCorrect) -> tuple[Any, ...]:
-    softmax, logits, labels, weights = saved
+def _forward(
+    logits: jax.Array, labels: jax.Array, weights: jax.Array, words: SplitWords | None
+) -> tuple[LossAndCorrect, tuple[Any, ...]]:
+    sums, softmax = _sums_and_softmax(logits, labels, weights, words)
+    return sums, (softmax, logits, labels, weights, words)
+
+
+def _backward(saved: tuple[Any, ...], cotangents: LossAndCorrect) -> tuple[Any, ...]:
+    softmax, logits, labels, weights, words = saved
     of_loss, of_correct = cotangents
     by_weights = (softmax.losses * of_loss + softmax.correct * of_correct).astype(weights.dtype)
-    dlogits = softmax.derivative(logits, labels, weights) * of_loss
-    return dlogits.astype(logits.dtype), None, by_weights
+    dlogits = softmax.derivative(logits, labels, weights, words) * of_loss
+    return dlogits.astype(logits.dtype), None, by_weights, None
 
 
-_whole_sums.defvjp(_whole_forward, _whole_backward)
-
-
-def _of_split_words(logits: jax.Array, labels: jax.Array, words: SplitWords) -> tuple[jax.Array, jax.Array]:
-    """Return the cross entropy, and the most likely word, [...], without gathering logits [..., V / size]."""
-    devices, number = words.devices, logits.shape[-1]
-    logits, first = logits.astype(jnp.float32), devices.index() * number
-    logits = jnp.where(first + _indices(logits) < words.number, logits, jnp.finfo(logits.dtype).min)
-    top = devices.maximum(logits.max(axis=-1))
-    total = devices.total(jnp.exp(logits - top[..., None]).sum(axis=-1))
-    own = (labels - first)[..., None]
-    of_label = devices.total(jnp.where(_indices(logits) == own, logits, 0).sum(axis=-1))
-    place = jnp.where(logits.max(axis=-1) == top, first + jnp.argmax(logits, axis=-1), words.number)
-    return jnp.log(total) + top - of_label, -devices.maximum(-place)
-
-
-def _indices(logits: jax.Array) -> jax.Array:
-    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+weighted_sums.defvjp(_forward, _backward)
 
 
 @jax.custom_vjp
 def unchunked_sums(logits: TokenLogits, labels_BT: jax.Array, weights_BT: jax.Array) -> LossAndCorrect:
-    """Return the weighted sums of the cross entropy and of correct answers. With a gradient, logits are rounded.
-
-    Only the loss can be differentiated, by the logits.
-    """
+    """Return the weighted sums of the cross entropy and of correct answers. With a gradient, logits are rounded."""
     return weighted_sums(logits.own(), labels_BT, weights_BT, logits.words)
 
 
 def _rounded_sums(logits: TokenLogits, labels_BT: jax.Array, weights_BT: jax.Array) -> tuple[LossAndCorrect, Any]:
     """Return `unchunked_sums` of rounded logits, and the function that computes the gradient."""
 
-    def sums(logits: TokenLogits) -> LossAndCorrect:
+    def sums(logits: TokenLogits, weights_BT: jax.Array) -> LossAndCorrect:
         return weighted_sums(logits.own(is_rounded=True), labels_BT, weights_BT, logits.words)
 
-    return jax.vjp(sums, logits)
+    return jax.vjp(sums, logits, weights_BT)
 
 
-unchunked_sums.defvjp(_rounded_sums, lambda backward, cotangents: (*backward(cotangents), None, None))
+def _gradient_of_rounded(pullback: Any, cotangents: LossAndCorrect) -> tuple[Any, ...]:
+    dlogits, dweights_BT = pullback(cotangents)
+    return dlogits, None, dweights_BT
+
+
+unchunked_sums.defvjp(_rounded_sums, _gradient_of_rounded)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def chunked_sums(num_chunks: int, logits: TokenLogits, labels_BT: jax.Array, weights_BT: jax.Array) -> LossAndCorrect:
     """Return `unchunked_sums` without whole logits. num_chunks: at most T.
 
-    The positions are divided, not the examples, because these can be sharded. The factors of the gradient are in their
-    own dtype, and its sums in float32.
+    The positions are divided, not the examples, because these can be sharded. Only the loss can be differentiated, by
+    the logits. The factors of the gradient are in their own dtype, and its sums in float32.
     """
 
     def add(sums: LossAndCorrect, chunk: Any) -> tuple[LossAndCorrect, None]:
@@ -221,13 +223,8 @@ def _sums_and_gradient(
     def add(carry: tuple[LossAndCorrect, TokenLogits], chunk: Any) -> tuple[Any, jax.Array]:
         (sums, gradient), (x_BtD, labels_Bt, weights_Bt) = carry, chunk
         logits_BtV = logits._replace(x=x_BtD).own(is_rounded=True)
-        if logits.words is None:
-            more, softmax = _sums_and_softmax(logits_BtV, labels_Bt, weights_Bt)
-            dlogits_BtV = softmax.derivative(logits_BtV, labels_Bt, weights_Bt)
-        else:
-            # The derivative of the sum of what all devices of the group return, each of which returns the same.
-            sums_of = functools.partial(weighted_sums, labels=labels_Bt, weights=weights_Bt, words=logits.words)
-            more, dlogits_BtV = jax.value_and_grad(sums_of, has_aux=True)(logits_BtV)
+        more, softmax = _sums_and_softmax(logits_BtV, labels_Bt, weights_Bt, logits.words)
+        dlogits_BtV = softmax.derivative(logits_BtV, labels_Bt, weights_Bt, logits.words)
         dlogits_NV = dlogits_BtV.reshape(-1, len(logits.tokens)).astype(x_BtD.dtype)
         x_ND = x_BtD.reshape(len(dlogits_NV), -1)
         dtokens_VD = jnp.einsum("nv,nd->vd", dlogits_NV, x_ND, preferred_element_type=jnp.float32)

@@ -173,6 +173,7 @@ def test_number_of_chunks(positions: int, num_chunks: int) -> None:
     x, tokens = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     logits: Any = TokenLogits(x, tokens)  # type: ignore[arg-type]
     assert logits.num_chunks == num_chunks
+    assert logits._replace(x=jax.ShapeDtypeStruct((0, positions, 768), jnp.bfloat16)).num_chunks == 1
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -216,6 +217,50 @@ def test_split_words(num_chunks: int, bias: bool, monkeypatch: pytest.MonkeyPatc
     for got, wanted in zip(jax.tree.leaves(found), expected, strict=True):
         np.testing.assert_allclose(got[: len(wanted)], wanted, rtol=1e-5, atol=1e-6)
         assert not np.any(got[len(wanted) :])
+
+
+class TwoAlike:
+    """A group of two devices with equal words, of which this one is the first."""
+
+    size = 2
+
+    def index(self) -> jax.Array:
+        return jnp.zeros((), jnp.int32)
+
+    def total(self, x: jax.Array) -> jax.Array:
+        return 2 * x
+
+    def maximum(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def columns(self, x: jax.Array) -> jax.Array:
+        return x
+
+
+@pytest.mark.parametrize("words", [None, SplitWords(TwoAlike(), 2 * V - 1)], ids=["all", "split"])
+def test_rounded_logits_are_saved_once(words: SplitWords | None) -> None:
+    """The forward pass of training saves them in 16 bits, and nothing else as large."""
+    logits, batch = make_logits("bfloat16", bias=False)
+    _, backward = jax.vjp(lambda one: cross_entropy.sums(one, batch).loss, logits._replace(words=words))
+    large = [(x.shape, x.dtype) for x in jax.tree.leaves(backward) if x.size >= B * T * V]
+    assert large == [((B, T, V), jnp.bfloat16)]
+
+
+def test_the_gradient_by_the_weights() -> None:
+    logits, batch = make_logits()
+    by_optax = optax.softmax_cross_entropy_with_integer_labels(logits.whole(), batch["labels"])
+    gradient = jax.grad(lambda weights: cross_entropy.sums(logits, {**batch, "weights": weights}).loss)
+    np.testing.assert_allclose(gradient(batch["weights"]), by_optax, rtol=1e-5)
+
+
+def test_full_rematerialization_computes_the_loss_of_rounded_logits() -> None:
+    """F of the last stage, whose results B computes again, rounds logits as B does."""
+    task = Task("gpt", "causal_lm", "sgd", layers=2, dtype="bfloat16")
+    losses = [
+        advance(make(task, *pipeline("1f1b", 2, remat=remat)), task, start(task), 0, 2).losses
+        for remat in ("none", "full")
+    ]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
 
 
 def test_equally_likely_words_on_several_devices() -> None:
