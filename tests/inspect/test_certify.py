@@ -80,7 +80,8 @@ def certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
     def make_shared(config: ConfigDict, problem: Problem) -> Any:
         ignored = ("strategy", "exchange", "mesh", "data_parallel", "pipeline", "asynchronous", "swarm", "data.train")
         values = {k: v for k, v in configs.keys(config).items() if not k.startswith(ignored)}
-        key = repr((values, problem.accumulation_steps, problem.model.shapes))
+        state = jax.eval_shape(problem.optimizer.init, problem.model.shapes)  # in float16, it has the scale of the loss
+        key = repr((values, problem.accumulation_steps, problem.model.shapes, jax.tree.structure(state)))
         if key not in REFERENCES:
             REFERENCES[key] = make_single(config, problem)
         return REFERENCES[key]
@@ -123,6 +124,8 @@ CORRECT = {
     "pipedream, bfloat16": [*MLP, *PIPEDREAM, "model.dtype=bfloat16"],
     "bfloat16": [*BERT, *SHARD_MAP, "model.dtype=bfloat16"],
     "bfloat16, mlp": [*MLP, *SHARD_MAP, "mesh.data=3", "model.dtype=bfloat16"],
+    "float16": [*BERT, *SHARD_MAP, "model.dtype=float16"],
+    "float16, mlp": [*MLP, *SHARD_MAP, "mesh.data=3", "model.dtype=float16"],
 }
 
 
@@ -131,6 +134,7 @@ SLOW += [
     "pipedream, 4 stages, 3 microbatches, clipped",
     "pipedream, bfloat16",
     "bfloat16",
+    "float16",
     "doubled norm",
     "lost work",
     "horovod sends gradients in bfloat16",
@@ -145,7 +149,7 @@ def test_correct_strategies_pass(name: str, certify: Any) -> None:
     compared = {"loss", "gradient norm", "weight", "evaluation loss", "evaluation weight"}
     assert compared <= set(found["metrics"])
     assert all(found["metrics"][metric]["tolerance"] for metric in compared)
-    assert (found["metrics"]["correct"]["tolerance"] is None) == found["model"].endswith("bfloat16")
+    assert (found["metrics"]["correct"]["tolerance"] is None) == found["model"].endswith("float16")
     assert all(list(of) == [*certificate.QUANTITIES] for of in found["layers"].values())
     assert found["tolerance"]["smallest_scale_errors"].keys() == found["layers"].keys()
     assert found["batches"][:2] == [0, 1]
@@ -229,10 +233,10 @@ def key_of_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     changed(monkeypatch, pipeline_engine, dropout_key=lambda key, step: steps.dropout_key(key, step + 1))
 
 
-def scaled_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def scaled_layer(monkeypatch: pytest.MonkeyPatch, error: float = 2e-6) -> None:
     def gradients(*arguments: Any, **options: Any) -> Any:
         grads, sums = steps.gradients(*arguments, **options)
-        return {**grads, "block_1": jax.tree.map(lambda g: g * (1 + 2e-6), grads["block_1"])}, sums
+        return {**grads, "block_1": jax.tree.map(lambda g: g * (1 + error), grads["block_1"])}, sums
 
     changed(monkeypatch, shard_map, gradients=gradients)
 
@@ -335,16 +339,6 @@ def wrong_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
     changed_strategy(monkeypatch, change)
 
 
-def scaled_layer_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make an error in one layer of about the size of the rounding errors in bfloat16."""
-
-    def gradients(*arguments: Any, **options: Any) -> Any:
-        grads, sums = steps.gradients(*arguments, **options)
-        return {**grads, "block_1": jax.tree.map(lambda g: g * (1 + 2**-5), grads["block_1"])}, sums
-
-    changed(monkeypatch, shard_map, gradients=gradients)
-
-
 def earlier_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a pipeline that never drains with a table whose first stage reads the version before the planned one."""
 
@@ -431,11 +425,14 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], list[
         ["gradient norm", "gradient of embed"],  # the backward of block_0 multiplies by newer weights
     ),
     "lost work": (lost_work, [*MLP, *PIPEDREAM], GRADIENTS),
-    "scaled layer, bfloat16": (
-        scaled_layer_bfloat16,
-        [*MLP, *SHARD_MAP, "model.dtype=bfloat16"],
-        ["gradient of block_1"],
-    ),
+    **{  # errors of about the size of the rounding errors
+        f"scaled layer, {dtype}": (
+            partial(scaled_layer, error=error),
+            [*MLP, *SHARD_MAP, f"model.dtype={dtype}"],
+            ["gradient of block_1"],
+        )
+        for dtype, error in (("bfloat16", 2**-5), ("float16", 2**-8))
+    },
 }
 
 
