@@ -4,9 +4,9 @@ The logits of 32 x 1,024 tokens with a vocabulary of 50,304 take 6.6 GB in float
 pass. So the last layer returns the factors, and the loss computes the product for some positions at a time, together
 with its gradient. That needs no more products (Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3.2).
 
-In training, logits are rounded to the dtype of the factors, as autocast of PyTorch does: in 16 bits, that is half the
-traffic of the largest arrays of a step. The loss computes in float32, and logits for evaluation and predictions are
-float32.
+Where the loss is differentiated, logits are rounded to the dtype of the factors, as autocast of PyTorch does: in 16
+bits, that is half the traffic of the largest arrays of a step. The loss computes in float32, and logits for evaluation
+and predictions are float32. So are those of F in a pipeline with full rematerialization, which has no gradient.
 
 Dims: B examples, T positions, D features, V vocabulary; t positions of a chunk.
 """

@@ -253,16 +253,6 @@ def test_the_gradient_by_the_weights() -> None:
     np.testing.assert_allclose(gradient(batch["weights"]), by_optax, rtol=1e-5)
 
 
-def test_full_rematerialization_computes_the_loss_of_rounded_logits() -> None:
-    """F of the last stage, whose results B computes again, rounds logits as B does."""
-    task = Task("gpt", "causal_lm", "sgd", layers=2, dtype="bfloat16")
-    losses = [
-        advance(make(task, *pipeline("1f1b", 2, remat=remat)), task, start(task), 0, 2).losses
-        for remat in ("none", "full")
-    ]
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
-
-
 def test_equally_likely_words_on_several_devices() -> None:
     size, labels, weights = 4, jnp.array([[0, 3, 15]]), jnp.ones((1, 3))
     words, mesh = SplitWords(MeshGroup(size), 16), jax.make_mesh((size,), (TENSOR,), axis_types=(AxisType.Auto,))
