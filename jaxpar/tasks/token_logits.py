@@ -133,19 +133,20 @@ def _sums_and_softmax(
 ) -> tuple[LossAndCorrect, _Softmax]:
     """Return `weighted_sums` and the softmax. With its derivative, that reads the logits three times."""
     logits, places = _with_places(logits, words)
-    top, is_before = logits.max(axis=-1, keepdims=True), places < labels[..., None]
+    top = logits.max(axis=-1, keepdims=True)
+    if words is not None:
+        top = words.devices.maximum(top)
+    total = jnp.exp(logits - top).sum(axis=-1, keepdims=True)
+    # The best of equal logits is the first, as in argmax, whose pairs of a logit and a place take longer to reduce.
+    is_beaten = ((logits == top) & (places < labels[..., None])).any(axis=-1)
     if words is None:
         of_label = jnp.take_along_axis(logits, labels[..., None], axis=-1)
-        total = jnp.exp(logits - top).sum(axis=-1, keepdims=True)
-        is_later = ((logits == top) & is_before).any(axis=-1)
     else:
-        top = words.devices.maximum(top)
         of_label = words.devices.total(jnp.where(places == labels[..., None], logits, 0).sum(axis=-1, keepdims=True))
-        total = words.devices.total(jnp.exp(logits - top).sum(axis=-1, keepdims=True))
-        is_later = words.devices.maximum(((logits == top) & is_before).any(axis=-1).astype(jnp.int32)) > 0
+        total = words.devices.total(total)
+        is_beaten = words.devices.maximum(is_beaten.astype(jnp.int32)) > 0
     losses = (jnp.log(total) - (of_label - top))[..., 0]
-    # The best of equal logits is the first, as in argmax, whose pairs of a logit and a place take longer to reduce.
-    correct = ((of_label == top)[..., 0] & ~is_later).astype(jnp.float32)
+    correct = ((of_label == top)[..., 0] & ~is_beaten).astype(jnp.float32)
     return (jnp.sum(losses * weights), jnp.sum(correct * weights)), _Softmax(top, total, losses, correct)
 
 
