@@ -17,11 +17,12 @@ from jaxpar.command_line import Parser, check_absent, format_rows, output_path, 
 from jaxpar.errors import UserError, printable
 from jaxpar.run import report
 from jaxpar.use.pages.charts import Series, line_chart
-from jaxpar.use.pages.html import Cell, Row, document, number_cell, pictures, section, table
+from jaxpar.use.pages.html import Cell, Row, document, number_cell, paragraph, pictures, section, table
 from jaxpar.use.pages.recorded import RecordedRun, read_run
-from jaxpar.use.pages.run_page import LABELS, as_title, certificate, loss_unit, metric_label
+from jaxpar.use.pages.run_page import LABELS, as_title, certificate, headline, loss_unit, metric_label
 
 CURVES = ("examples_per_second", "mfu")  # curves of the log intervals in the page
+ENVIRONMENT = ("host", "processor", "command", "commit")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -69,6 +70,10 @@ def comparison_rows(runs: Sequence[RecordedRun]) -> list[Row]:
     of_result = {"train_loss": "training loss", "skipped_steps": "skipped steps"}
     of_result |= {name: LABELS[name] for name in report.RATES if any(name in result for result in results)}
     rows += [[heading, *_numbers(results, name)] for name, heading in of_result.items()]
+    rows.append(["parameters", *_numbers(results, "parameters")])
+    sizes = [result.get("splits", {}) for result in results]
+    splits = dict.fromkeys(name for of_run in sizes for name in of_run)
+    rows += [[f"{name} split, examples", *_numbers(sizes, name)] for name in splits]
     phases = [result.get("seconds", {}) for result in results]
     spent = dict.fromkeys(name for of_run in phases for name, value in of_run.items() if value)
     rows += [[f"seconds of the last start, {name}", *_numbers(phases, name)] for name in spent]
@@ -101,15 +106,28 @@ def comparison_page(runs: Sequence[RecordedRun]) -> str:
         for split in ("train", "validation")
     ]
     charts += [_chart(as_title(LABELS[name]), runs, "train", name) for name in CURVES]
-    rows = different_keys(runs)
+    rows, environments = different_keys(runs), [run.result.get("environment", {}) for run in runs]
+    shown: list[Row] = [[name, *(of_run.get(name) or "" for of_run in environments)] for name in ENVIRONMENT]
+    reached = [f"`{run.workdir}` reached {headline(run)}" for run in _best_first(runs)]
     return document(
         f"Comparison of {len(runs)} runs",
         [
-            section("Results", table(comparison_rows(runs), ["", *names])),
+            paragraph("; ".join(reached) + "." if reached else "No run has finished."),
             section("Curves", pictures(charts)),
+            section("Results", table(comparison_rows(runs), ["", *names])),
             section("Config keys that differ", table(rows, ["key", *names]) if rows else ""),
+            section("Environment", table(shown, ["", *names])),
         ],
     )
+
+
+def _best_first(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
+    """Return the finished runs, those with the lowest test loss first if it has the same unit in all."""
+    finished = [run for run in runs if run.result]
+    losses = [run.result.get("test_loss") for run in finished]
+    if None in losses or len({loss_unit(run.task) for run in finished}) > 1:
+        return finished
+    return sorted(finished, key=lambda run: run.result["test_loss"])
 
 
 def _chart(title: str, runs: Sequence[RecordedRun], split: str, metric: str) -> str:

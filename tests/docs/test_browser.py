@@ -13,6 +13,10 @@ from urllib.parse import quote
 
 import pytest
 
+from jaxpar.commands.compare_runs import comparison_page
+from jaxpar.strategies.pipeline.tables.schedule import make_table
+from jaxpar.strategies.pipeline.tables.simulate import Times, simulate_table
+from jaxpar.use.pages.recorded import read_run
 from tests import test_compare
 from tests.docs.prose import ROOT
 from tests.use.pages import test_run_page
@@ -22,11 +26,16 @@ WIDTHS = (390, 1400)
 PAGES = (
     "report.html",
     "compare.html",
+    "runs.html",
     "site/index.html",
     "site/howto/resume.html",
     "site/explanation/pipelines.html",
+    "site/explanation/comparison.html",
+    "site/reference/commands.html",
     "site/reference/config.html",
     "site/reference/exchanges.html",
+    "site/reference/models.html",
+    "site/results/published/bloom.html",
     "site/results/strategies/strategies.html",
 )
 # A picture, a label and a text that are cut, and a table that scrolls.
@@ -60,11 +69,15 @@ class Handler(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def server(site: Path, tmp_path: Path) -> Iterator[Server]:
-    """Return a server of the site, a report and a comparison of strategies."""
+    """Return a server of the site, a report, and comparisons of strategies and of runs."""
     folder = tmp_path / "served"
     folder.mkdir()
     (folder / "site").symlink_to(site)
-    (folder / "report.html").write_text(test_run_page.page_of(write_run(tmp_path / "run"))[0])
+    runs = [write_run(tmp_path / name) for name in ("run", "other")]
+    table = make_table("1f1b", num_devices=4, num_microbatches=16, num_chunks=1)
+    planned = list(simulate_table(table, Times(1, 1, 1)).timeline)
+    (folder / "report.html").write_text(test_run_page.page_of(runs[0], planned=planned)[0])
+    (folder / "runs.html").write_text(comparison_page([read_run(run) for run in runs]))
     (folder / "compare.html").write_text(test_compare.page_of(test_compare.OUTCOMES, test_compare.columns()))
     (folder / "cut.html").write_text(CUT)
     shutil.copy(ROOT / "tests" / "docs" / "measure.html", folder)

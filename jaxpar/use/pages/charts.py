@@ -18,6 +18,7 @@ LETTER, GAP = 7.7, 6  # width of a letter or digit, and space between a label an
 MOST_DIGITS = 1e5  # numbers of an axis that are not written with a prefix of the SI
 NUM_COLORS = 6
 NUM_TICKS = 5  # about, on an axis
+TICK_WIDTH = 120  # about, between the ticks of a timeline
 BUCKETS = 400  # a longer curve is drawn as the minimum and the maximum of this many equal numbers of points
 MOST_HOVERED = 200
 ROW, SIDE, CELL = 20, 30, 20  # height of the row of a device, width of its number, and usual width of an action
@@ -25,6 +26,7 @@ PAGE_WIDTH = 1200  # about, of a timeline that fits the page on a desktop
 MOST_WIDTH = 4000  # width of the actions of a timeline
 MOST_SPANS = 20_000  # actions of a drawn timeline
 NARROWEST_LABEL = 10  # width of an action that shows the number of its microbatch
+MOST_TITLED = 2000  # actions of a timeline in which each shows its times when the pointer is over it
 
 
 class Series(NamedTuple):
@@ -107,9 +109,9 @@ def _range(low: float, high: float) -> tuple[float, float]:
     return low if low == 0 else low - margin, high + margin
 
 
-def ticks(low: float, high: float) -> list[float]:
-    """Return about NUM_TICKS multiples of 1, 2 or 5 times a power of ten between `low` and `high`."""
-    least = (high - low) / NUM_TICKS
+def ticks(low: float, high: float, number: int = NUM_TICKS) -> list[float]:
+    """Return about `number` multiples of 1, 2 or 5 times a power of ten between `low` and `high`."""
+    least = (high - low) / number
     power = 10.0 ** math.floor(math.log10(least))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
@@ -133,6 +135,7 @@ def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, floa
 def timeline_chart(title: str, timeline: Sequence[Span]) -> str:
     """Return a chart of the actions of a step, with a row for each device. Of a very long one, only the first actions.
 
+    The axis below has the unit of the timeline. An action shows its start and length when the pointer is over it.
     Its actions have their usual width, unless the devices are idle for so long that the chart would be wider than the
     page and than the actions side by side. It scrolls in its own box.
     """
@@ -145,6 +148,11 @@ def timeline_chart(title: str, timeline: Sequence[Span]) -> str:
     scale = min(usual, widest / (end - begin))
     num_devices, num_chunks = 1 + max(span.device for span in drawn), 1 + max(span.chunk for span in drawn)
     parts = [_text(SIDE - 6, ROW * device + 14, str(device), "end") for device in range(num_devices)]
+    bottom, width = ROW * num_devices, (end - begin) * scale
+    for time in ticks(0, end - begin, max(1, round(width / TICK_WIDTH))):
+        x, anchor = SIDE + time * scale, "end" if time * scale > width - CELL else "middle"
+        parts.append(f'<line class="grid" x1="{x:.2f}" x2="{x:.2f}" y1="0" y2="{bottom}"/>')
+        parts.append(_text(x, bottom + 15, _axis_number(time), anchor))
     by_kind: dict[tuple[int, int], list[Span]] = defaultdict(list)
     for span in drawn:
         by_kind[span.kind, span.chunk].append(span)
@@ -152,19 +160,26 @@ def timeline_chart(title: str, timeline: Sequence[Span]) -> str:
     for kind, chunk in sorted(by_kind):
         opacity = 1 - 0.6 * chunk / max(1, num_chunks - 1)
         style = f"fill:{ACTION_KINDS[kind].colour};fill-opacity:{opacity:.2f}"
-        boxes = []
+        name = ACTION_KINDS[kind].title + (f", chunk {chunk}" if num_chunks > 1 else "")
+        boxes, texts = [], []
         for span in by_kind[kind, chunk]:
-            left, length = SIDE + (float(span.start) - begin) * scale, float(span.end - span.start) * scale
+            start, lasts = float(span.start) - begin, float(span.end - span.start)
+            left, length = SIDE + start * scale, lasts * scale
             boxes.append(f"M{left:.2f} {ROW * span.device + 1}h{length:.2f}v{ROW - 2}h{-length:.2f}z")
+            texts.append(f"{name}, microbatch {span.microbatch}, at {format_number(start)}: {format_number(lasts)}")
             if length >= NARROWEST_LABEL:
                 labels.append(_text(left + length / 2, ROW * span.device + 14, str(span.microbatch), "middle", "on"))
-        parts.append(f'<path class="span" style="{style}" d="{"".join(boxes)}"/>')
-        name = ACTION_KINDS[kind].title + (f", chunk {chunk}" if num_chunks > 1 else "")
+        look = f'class="span" style="{style}"'
+        if len(drawn) <= MOST_TITLED:
+            titled = zip(boxes, map(escaped_text, texts), strict=True)
+            parts += [f'<path {look} d="{box}"><title>{text}</title></path>' for box, text in titled]
+        else:
+            parts.append(f'<path {look} d="{"".join(boxes)}"/>')
         swatch = f"color:{ACTION_KINDS[kind].colour};opacity:{opacity:.2f}"
         keys.append(f'<li><span class="key" style="{swatch}"></span>{escaped_text(name)}</li>')
     is_cut = len(drawn) == MOST_SPANS < len(timeline)
     rest = f" (the first {len(drawn):,} of {len(timeline):,} actions)" if is_cut else ""
-    size = f'class="wide" width="{SIDE + (end - begin) * scale + 1:.0f}" height="{ROW * num_devices + 1}"'
+    size = f'class="wide" width="{SIDE + width + 1:.0f}" height="{bottom + 20}"'
     picture = _svg(size, title, [*parts, *labels])
     return _figure(title + rest, f'<div class="scroll">{picture}</div>', keys)
 

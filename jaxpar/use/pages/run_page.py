@@ -26,6 +26,7 @@ MOST_OPEN_ROWS = 20  # of a table that is not folded
 MUCH = 0.2  # part of the time of a run that a phase other than training should not exceed
 GOOD = 0.95  # a test accuracy after which a run was long enough
 FLAG_OR_KEY = re.compile(r"(?<![`\w])(?:--[a-z][\w.]*(?:=[^\s,;]*[^\s,;.])?|config\.[\w.]*\w(?!`))")
+SCHEDULE = "Rows: devices; numbers: microbatches; axis: time, planned in units of F, measured in seconds."
 CURVE_SPLITS = ("train", "validation", "test")
 # Metrics of a log interval: their names in metrics.jsonl, and in tables.
 LABELS = {
@@ -91,7 +92,7 @@ def run_page(run: RecordedRun, plan: Plan[object], num_steps: int, timelines: Ma
             section("Numbers", table(_result_rows(run, num_steps))),
             section("Classes", *_classes(run.result)),
             section("Rates", pictures(rates)),
-            section("Schedule", *([paragraph("Rows: devices; numbers: microbatches."), *charts] if charts else [])),
+            section("Schedule", *([paragraph(SCHEDULE), *charts] if charts else [])),
             section("Memory", _memory_table(plan)),
             section("Traffic", traffic_table(plan)),
             section("Starts", _starts(run)),

@@ -116,18 +116,33 @@ def test_a_long_curve_keeps_its_extremes() -> None:
 def test_a_timeline_has_a_box_for_each_action() -> None:
     spans = [Span(0, F, 0, 0, 0, 1), Span(1, F, 0, 0, 1, 2), Span(1, BW, 0, 0, 2, 4), Span(0, BW, 0, 0, 4, 6)]
     picture = svg(timeline_chart("<1f1b>", [*spans, Span(0, U, 0, 0, 6, 6)]))
-    boxes = {
-        path.attrib["style"].partition(";")[0]: re.findall(r"M([\d.]+) (\d+)h([\d.]+)v", path.attrib["d"])
-        for path in picture.iter("path")
-    }
-    unit = float(boxes["fill:#56b4e9"][0][2])
+    boxes = [re.findall(r"M([\d.]+) (\d+)h([\d.]+)v", path.attrib["d"]) for path in picture.iter("path")]
+    unit = min(float(width) for [(_, _, width)] in boxes)
     read = sorted(
-        (int(y) // 20, round((float(x) - 30) / unit, 2), round(float(width) / unit, 2))
-        for of_kind in boxes.values()
-        for x, y, width in of_kind
+        (int(y) // 20, round((float(x) - 30) / unit, 2), round(float(width) / unit, 2)) for [(x, y, width)] in boxes
     )
     assert read == [(0, 0, 1), (0, 4, 2), (1, 1, 1), (1, 2, 2)]
+    assert [title.text for title in picture.iter("title")] == [
+        *("F forward, microbatch 0, at 0: 1", "F forward, microbatch 0, at 1: 1"),
+        *("BW backward, microbatch 0, at 2: 2", "BW backward, microbatch 0, at 4: 2"),
+    ]
     assert picture.attrib["aria-label"] == "<1f1b>"
+
+
+def test_the_axis_of_a_timeline() -> None:
+    spans = [Span(0, F, number, 0, 5 + 0.25 * number, 5.25 + 0.25 * number) for number in range(40)]
+    picture = svg(timeline_chart("measured", spans))  # 800 wide, from 5 to 15
+    *ends, bottom = (float(picture.attrib[name]) for name in ("width", "height"))
+    axis = {
+        float(text.attrib["x"]): text.text for text in picture.iter("text") if float(text.attrib["y"]) > bottom - 20
+    }
+    assert axis == {30 + 80 * at: str(at) for at in range(0, 11, 2)}
+    assert max(axis) < min(ends)
+
+
+def test_the_actions_of_a_long_timeline_share_a_path() -> None:
+    spans = [Span(0, F, number, 0, number, number + 1) for number in range(2001)]
+    assert [len(list(svg(timeline_chart("t", spans)).iter(name))) for name in ("path", "title")] == [1, 0]
 
 
 def test_curves_keep_their_colors_and_the_seventh_is_dashed() -> None:

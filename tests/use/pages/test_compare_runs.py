@@ -30,6 +30,7 @@ def test_the_table_and_the_page(
     page = check_alone(output.read_text())
     assert ["", str(one), str(other)] in page.rows
     assert ["test loss", "0.6094", ""] in page.rows
+    assert f"{one} reached test accuracy 67.19%." in "".join(page.texts)
     assert ["optimizer.lr", "0.001", "0.25"] in page.rows
     assert [text for text in page.texts if "train" in text or "validation" in text] == [
         *("Loss (nats), train", "Loss (nats), validation", "Accuracy, train", "Accuracy, validation")
@@ -38,7 +39,7 @@ def test_the_table_and_the_page(
 
 
 def test_losses_in_different_units_are_in_different_charts(tmp_path: Path) -> None:
-    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", "task=regression")
+    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", "task=regression", finished=False)
     text = comparison_page([read_run(one), read_run(other)])
     of_charts = {}
     for figure in text.split("<figure")[1:]:
