@@ -33,7 +33,7 @@ from typing import Any
 from jaxpar.command_line import Parser
 from jaxpar.compare.report import BAR, markdown_table
 from jaxpar.errors import UserError, exit_code, nearest
-from jaxpar.run.report import processor, versions
+from jaxpar.run.report import commit, processor, versions
 from scripts.bench import tables
 
 ROOT = Path(__file__).parents[2]
@@ -111,8 +111,9 @@ def hardware() -> str:
 
 
 def software() -> str:
-    """Return the versions that a result depends on."""
-    found = versions()
+    """Return the versions that a result depends on, and the commit of jaxpar."""
+    found, of_jaxpar = versions(), commit()
+    found["jaxpar"] += f" at {of_jaxpar[:8]}" if of_jaxpar else ""
     return ", ".join(f"{name} {found[name]}" for name in ("jaxpar", "python", "jax", "jaxlib"))
 
 
