@@ -51,9 +51,6 @@ with a tensor axis meets the goal for the error.
 Three choices depend on published values. SWARM's generated trace was fitted to the first row of its
 table. QAdam's warm-up and the method for BLOOM were chosen after their rows had been seen.
 
-Megatron-Bridge's tables (performance-summary.md at 00b7660b) have no rows here. Its dense models
-compute in FP8, and the others have experts, neither of which jaxpar supports.
-
 `scripts/python scripts/bench/published.py` prints the tables. With `--compute --only=gpipe`, it
 computes those of one paper again, and writes these pages.
 """
