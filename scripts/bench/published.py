@@ -39,9 +39,9 @@ NOTE = "Unless a table names another command, ours is computed ({computed}) by"
 HEAD = """# Published results
 
 Each page has what a paper or a project published, *ours*, and the ratio ours / published. Ours is
-what jaxpar simulates, predicts or trains for the same case. The text below a table explains the
-differences that could be explained. Tables with 0 rows have only our values. A hash of the names
-splits tables of 20 rows or more into *held out* and *others*, with the errors of each.
+what jaxpar simulates, predicts or trains for the same case. Tables with 0 rows have only our
+values. A hash of the names splits tables of 20 rows or more into *held out* and *others*, with the
+errors of each.
 
 The goal is an error of at most 15%: {within} of the {rows} rows of GPipe, PipeDream, SWARM and data
 parallelism reach it. For language models, the goals were a median error of 12% (25% where
