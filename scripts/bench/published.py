@@ -5,8 +5,9 @@
 The facts are in scripts/bench/papers, a JSON file for each paper: its sources, and tables with rows of a name, the
 published value, and ours. `--compute` predicts or simulates ours again, with the module of scripts/bench/papers that a
 table names, and writes the files and the page. Tables without a module are of trained runs: their command is in the
-table. Nothing is fitted to the rows. If a table has at least 20, half of them are held out, by a hash of their names.
-All rows are printed; the page of a table with a key `page_groups` has a row for each value of that key instead.
+table. HEAD names the choices that depend on published values. If a table has at least 20 rows, half of them are held
+out, by a hash of their names. All rows are printed; the page of a table with a key `page_groups` has a row for each
+value of that key instead.
 """
 
 import datetime
@@ -37,31 +38,21 @@ WIDTH = 100  # of a line of a document
 NOTE = "Unless a table names another command, ours is computed ({computed}) by"
 HEAD = """# Published results
 
+Each page has what a paper or a project published, *ours*, and the ratio ours / published. Ours is
+what jaxpar simulates, predicts or trains for the same case. Tables with 0 rows have only our
+values. A hash of the names splits tables of 20 rows or more into *held out* and *others*, with the
+errors of each.
+
 The goal is an error of at most 15%: {within} of the {rows} rows of GPipe, PipeDream, SWARM and data
-parallelism reach it. The largest errors are those of PipeDream's speed-ups, SWARM's latency and
-GPipe's activations. For language models, the goals were a median error of 12% (25% where
+parallelism reach it. For language models, the goals were a median error of 12% (25% where
 computation waits for all-gathers) and a rank correlation (Kendall's tau) of 0.8. Only Megatron-LM
 with a tensor axis meets the goal for the error.
-
-Of the language models, MPT has a median error of 32.2% and a tau of 0.36 (held out: 35.6% and
-0.50). nanotron's best configurations have 19.8% and 0.67 (held out: 15.3% and 0.07; others: 21.9%
-and 1.0). A wider tensor axis has 23.9% and 1.0. BLOOM has 18.0% and 0.32; here, BLOOM's own
-program is predicted from the planner's costs of layers and links.
-
-Each page has what a paper or a project published, *ours*, and the ratio ours / published. Ours is
-what jaxpar simulates, predicts or trains for the same case. The text below a table explains the
-differences that could be explained. Tables with 0 rows have only our values, because no citable
-value was found. A hash of the names splits tables of 20 rows or more into *held out* and *others*,
-with the errors of each.
 
 Three choices depend on published values. SWARM's generated trace was fitted to the first row of its
 table. QAdam's warm-up and the method for BLOOM were chosen after their rows had been seen.
 
-Megatron-Bridge's tables (performance-summary.md at 00b7660b) have no rows here. Its dense models
-compute in FP8, and the others have experts, neither of which jaxpar supports.
-
 `scripts/python scripts/bench/published.py` prints the tables. With `--compute --only=gpipe`, it
-simulates and predicts those of one paper again, and writes these pages.
+computes those of one paper again, and writes these pages.
 """
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import math
 import re
 import shlex
 import signal
@@ -26,16 +27,19 @@ from tests.docs.prose import ROOT
 from tests.docs.test_pages import PAGES, blocks
 
 # Commands of the system that pages use.
-SYSTEM = {"cat", "curl", "mpirun", "printf", "ray", "source", "unzip"}
+SYSTEM = {"cat", "curl", "export", "hf", "mpirun", "pip", "printf", "ray", "source", "srun", "unzip"}
+# Lines of a bash block that are no commands.
+SYNTAX = re.compile(r"$|#|code=|(until|do|case|esac|exit)\b|\S+\)")
 # Flags of curl, pip, mpirun and ray.
 OTHERS = {"json", "no-deps", "dest", "map-by", "head", "port", "address"}
-# Workdirs of commands whose config cannot be checked here.
+# Flags of commands whose config cannot be checked here.
 FROM_OTHERS = {
-    "runs/again": "reads the table of another run",
-    "runs/own": "reads the schedule of the page above it",
-    "runs/minilm": "reads a downloaded model",
-    "runs/mine": "reads the model of the page above it",
-    "runs/swarm": "reads the files of the page above it",
+    "--config=best.py": "is the config that the page's `jaxpar plan` writes",
+    "--config=configs/wordnet_minilm.py": "reads a downloaded model",
+    "--workdir=runs/again": "reads the table of another run",
+    "--workdir=runs/own": "reads the schedule of the page above it",
+    "--workdir=runs/mine": "reads the model of the page above it",
+    "--workdir=runs/swarm": "reads the files of the page above it",
 }
 # Starts of commands whose output is not compared.
 NOT_RUN = {
@@ -78,14 +82,27 @@ class Shown(NamedTuple):
 
 
 def shown(page: str) -> Iterator[Shown]:
-    """Yield the commands of a page."""
+    """Yield the commands of a page with their outputs."""
     for language, text in blocks(page):
         for part in re.split(r"^\$ ", text.replace("\\\n", " "), flags=re.MULTILINE)[1:] * (language == "console"):
             command, _, output = part.partition("\n")
-            yield Shown(" ".join(command.split()).replace("scripts/jaxpar", "jaxpar"), output)
+            yield Shown(one_line(command), output)
 
 
-COMMANDS = sorted({one.command for page in PAGES for one in shown(page)})
+def scripted(page: str) -> Iterator[str]:
+    """Yield the commands of a page's bash blocks, which have no outputs."""
+    for language, text in blocks(page):
+        for line in text.replace("\\\n", " ").splitlines() * (language == "bash"):
+            yield from (one_line(part) for part in line.split("&&") if not SYNTAX.match(part.strip()))
+
+
+def one_line(command: str) -> str:
+    return " ".join(command.split()).replace("scripts/jaxpar", "jaxpar")
+
+
+COMMANDS = sorted(
+    {one.command for page in PAGES for one in shown(page)} | {command for page in PAGES for command in scripted(page)}
+)
 
 
 def split(command: str) -> list[str]:
@@ -153,20 +170,25 @@ def test_overrides_have_the_right_type(path: str) -> None:
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if "--config=" in command])
 def test_values_are_accepted(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All checks before the data is read accept the config, on as many CPUs as it asks for. Its files are made up."""
+    """All checks before the data is read accept the config, on as many CPUs as it or --target asks for.
+
+    Its files are made up.
+    """
     words = split(command)
-    config = config_of(words)
-    if value(words, "--workdir") in FROM_OTHERS:
+    if FROM_OTHERS.keys() & set(words):
         return
+    config = config_of(words)
     monkeypatch.chdir(tmp_path)
     for key in ("train", "validation", "test"):
+        config.data[key] = config.data[key].removeprefix("/")  # a file of this test, not of the machine
         path = Path(config.data[key].replace("*", "0"))
         if path.suffix:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("\n")
         else:
             path.mkdir(parents=True, exist_ok=True)
-    use_cpus(monkeypatch, config.mesh.virtual_cpu_devices or 1)
+    target = math.prod(map(int, re.findall(r"\d+", value(words, "--target").partition(":")[2])))
+    use_cpus(monkeypatch, config.mesh.virtual_cpu_devices or target)
     if config.strategy == AUTO_STRATEGY:  # chooses a strategy for this config, which must be valid for any
         config = with_settings(config, {"strategy": "single", "mesh.data": 1})
     if config.strategy == "pipeline":
@@ -200,7 +222,7 @@ def use_cpus(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 def test_every_reason_is_needed() -> None:
     assert not [start for start in NOT_RUN if not any(command.startswith(start) for command in COMMANDS)]
-    assert not [workdir for workdir in FROM_OTHERS if not any(f"={workdir} " in f"{one} " for one in COMMANDS)]
+    assert not [flag for flag in FROM_OTHERS if not any(flag in split(one) for one in COMMANDS)]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(shown(page))])
