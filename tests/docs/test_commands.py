@@ -27,7 +27,7 @@ from tests.docs.prose import ROOT
 from tests.docs.test_pages import PAGES, blocks
 
 # Commands of the system that pages use.
-SYSTEM = {"cat", "curl", "export", "hf", "mpirun", "pip", "printf", "ray", "source", "srun", "unzip"}
+SYSTEM = {"cat", "cp", "curl", "export", "hf", "mpirun", "pip", "printf", "ray", "source", "srun", "unzip"}
 # Lines of a bash block that are no commands.
 SYNTAX = re.compile(r"$|#|code=|(until|do|case|esac|exit)\b|\S+\)")
 # Flags of curl, pip, mpirun and ray.
@@ -70,6 +70,7 @@ NOT_RUN = {
     "scripts/setup": "installs packages",
     "scripts/train": "trains, unless its output is an error",
     "source": "changes the shell",
+    "cp ": "needs a run",
     "unzip": "needs a download",
 }
 
