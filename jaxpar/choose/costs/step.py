@@ -394,21 +394,20 @@ def stage_times(
     """
     of_stages = []
     for first, end in pairwise(bounds):
-        memory, moved = (
-            work.memory[first:end],
-            [0.0, 0.0, 3.0 * sum(one.weight_bytes for one in work.layers[first:end])],
-        )
+        memory, computed = work.memory[first:end], np.sum(work.seconds[first:end], axis=0)
+        moved = [0.0, 0.0, 3.0 * sum(one.weight_bytes for one in work.layers[first:end])]
         if is_narrow:
             moved[0] -= CASTS_OF_ACTION * sum(of.narrowed for of in memory)
             # The gradient of a loss over a vocabulary is computed with the loss.
             moved[1] -= CASTS_OF_ACTION * sum(of.narrowed for of in memory if not of.looped)
+        if work.remat == "full" and end == bounds[-1]:
+            computed[0], moved[0] = 0.0, 0.0  # F is part of B
         if executor == LOCKSTEP:
             stashes = stashes_of(work, first, end)
             for (made, last), saved in zip(stash_spans(3 if len(stashes) > 1 else 2), stashes, strict=True):
                 for phase in range(made, last + 1):
                     moved[phase] += 2.0 * sum(saved.values())
-        seconds = np.sum(work.seconds[first:end], axis=0) + [machine.moved(nbytes, devices) for nbytes in moved]
-        of_stages.append(seconds.tolist())
+        of_stages.append((computed + [machine.moved(nbytes, devices) for nbytes in moved]).tolist())
     return Times(*map(list, zip(*of_stages, strict=True)))
 
 

@@ -207,12 +207,14 @@ class PipelineEngine:
             self.transfers.zeros(),
             self.transfers.zeros(),
             self.packing.zeros() if self.shape.num_phases > 1 else (),
-            jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), self.programs.sums),
+            jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), self.programs.sums[1]),
         )
 
     def _touched(self, phase: int, carry: Carry) -> dict[str, Any]:
         """Return the fields of the carry that an action of this phase may change: the outputs of its branches."""
-        fields = [["activation", "sums"], ["gradient"], []][phase]
+        fields = [["activation"], ["gradient"], []][phase]
+        if phase == self.programs.sums[0]:
+            fields = [*fields, "sums"]
         if phase == self.shape.num_phases - 1 and phase > 0:
             fields = [*fields, "grads"]
         stashes = {stash: slots for stash, slots in carry.stashes.items() if stash[0] == phase}

@@ -48,7 +48,8 @@ class StageOutputs(NamedTuple):
     """The outputs of one phase. Outputs that a phase does not compute are None."""
 
     y: Activations | None = None  # output of the stage, from F; the last stage returns `sums` instead
-    sums: Sums | None = None  # metric sums of the microbatch, from F of the last stage
+    # metric sums of the microbatch, from F of the last stage; with remat full from its B, and its F computes nothing
+    sums: Sums | None = None
     # gradient of the stage's input, from B. Stage 0 has no sender to return it to. If its B and W are separate, `dx` is
     # the gradient of the input of its second layer, which is discarded.
     dx: Activations | None = None
@@ -110,11 +111,10 @@ class StagePrograms:
         self.programs = [traced[number] for number in range(len(traced))]  # by number
 
     @property
-    def sums(self) -> Sums:
-        """Shapes of the metric sums of a microbatch, an output of the last stage."""
-        sums = self.programs[self._by_stage[-1]].outputs[0].sums
-        assert sums is not None
-        return sums
+    def sums(self) -> tuple[int, Sums]:
+        """The phase of the last stage that returns the metric sums of a microbatch, and their shapes."""
+        outputs = self.programs[self._by_stage[-1]].outputs
+        return next((phase, sums) for phase, of in enumerate(outputs) if (sums := of.sums) is not None)
 
     def kind(self, number: int) -> int:
         """Return the kind of device that runs a program."""
@@ -299,11 +299,14 @@ class _Stage(NamedTuple):
         function = forward if remat in ("none", "full") else jax.checkpoint(forward, policy=REMAT_POLICIES[remat])
         y, pullback, sums = jax.vjp(function, inputs.params, inputs.x, bump, has_aux=True)
         dy = jnp.ones(y.shape, y.dtype) if self.is_last else inputs.dy
-        if remat == "full":  # a separate F: then all of jax.vjp is part of B, which recomputes F
-            y, sums = forward(inputs.params, inputs.x, None)
         dparams, dx, dbump = pullback(dy)
-        dx = dbump if self.is_first else dx
-        return [self._outputs(y, sums), StageOutputs(dx=dx), StageOutputs(dparams=unscaled(dparams, inputs.scale))]
+        of_forward, of_backward = self._outputs(y, sums), StageOutputs(dx=dbump if self.is_first else dx)
+        if remat == "full":  # all of jax.vjp is part of B, which recomputes F; at the last stage, nothing else reads F
+            if self.is_last:
+                of_forward, of_backward = StageOutputs(), of_backward._replace(sums=sums)
+            else:
+                of_forward = self._outputs(*forward(inputs.params, inputs.x, None))
+        return [of_forward, of_backward, StageOutputs(dparams=unscaled(dparams, inputs.scale))]
 
     def _outputs(self, y: Activations, sums: Sums | None) -> StageOutputs:
         return StageOutputs(sums=sums) if self.is_last else StageOutputs(y=y)

@@ -137,16 +137,17 @@ def test_actions_of_a_stage_give_its_gradients(
     this = make_stage(*model, bounds, stage)
     actions = fast_jit(partial(run_actions, this.trace(num_phases, remat).cut, this.origins))(this.leaves)
     is_last, results = stage == len(bounds) - 2, expected(this)
-    num_weights = len(jax.tree.leaves(this.given.params))
-    sizes = (
-        [3 if is_last else 1, num_dx, num_weights] if num_phases == 3 else [3 if is_last else 1, num_dx + num_weights]
-    )
+    num_outputs, num_weights = 3 if is_last else 1, len(jax.tree.leaves(this.given.params))
+    sizes = [num_outputs, num_dx, num_weights]
+    if is_last and remat == "full":  # B also computes what F does
+        sizes = [0, num_outputs + num_dx, num_weights]
+    sizes = sizes if num_phases == 3 else [sizes[0], sum(sizes[1:])]
     assert [len(outputs) for outputs in actions] == sizes
     if num_dx and stage == 0:
         assert actions[1].pop().shape == (B, T, D)
         num_dx = 0
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(this.given.params)]
-    names = [*["output"] * len(actions[0]), *["dX"] * num_dx, *paths]
+    names = [*["output"] * num_outputs, *["dX"] * num_dx, *paths]
     for name, got, wanted in zip(names, [value for outputs in actions for value in outputs], results, strict=True):
         assert got.shape == wanted.shape
         if "['key']['bias']" in name:  # softmax cancels this bias, so its gradient is rounding error
@@ -174,6 +175,17 @@ def test_flops_of_actions(remat: str, again: int, again_in_w: int) -> None:
     assert dw == weights + again_in_w
     fused = flops_of(stage.trace(2, "none").cut, stage.origins, stage.leaves)
     assert fused == [weights + attention, 2 * (weights + attention)]
+
+
+@pytest.mark.parametrize("num_phases", [2, 3])
+def test_the_last_stage_computes_nothing_twice(num_phases: int) -> None:
+    """With full remat, F of the last stage only keeps its input, and B computes the rest."""
+    stage = make_stage(*GPT, BOUNDS, LAST)
+    forward, *backward = flops_of(stage.trace(num_phases, "none").cut, stage.origins, stage.leaves)
+    program = stage.trace(num_phases, "full")
+    nothing, *all_of_it = flops_of(program.cut, stage.origins, stage.leaves)
+    assert (nothing, sum(all_of_it)) == (0, forward + sum(backward))
+    assert [x.shape for key, values in program.cut.saved.items() if key[0] == 0 for x in values] == [(B, T, D)]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

@@ -39,7 +39,7 @@ class Peer:
         self.inputs = StageInputs(held, {}, KEY, jnp.int32(stages.shifts[device, chunk]), WEIGHT)
         self.run = [fast_jit(partial(programs.run, self.number, phase)) for phase in range(programs.num_phases)]
         self.saved: dict[int, dict[tuple[int, int], Any]] = {}
-        self.grads: Any = jax.tree.map(jnp.zeros_like, held)
+        self.loss, self.grads = jnp.zeros(()), jax.tree.map(jnp.zeros_like, held)
 
     def act(self, phase: int, microbatch: int, rows: Any, **received: Any) -> StageOutputs:
         saved = self.saved.setdefault(microbatch, {})
@@ -47,6 +47,8 @@ class Peer:
         outputs: StageOutputs
         outputs, made = self.run[phase](inputs, readable(saved, phase))
         saved |= made
+        if outputs.sums is not None:
+            self.loss += outputs.sums.loss / WEIGHT
         if outputs.dparams is not None:
             self.grads = jax.tree.map(jnp.add, self.grads, outputs.dparams)
             del self.saved[microbatch]
@@ -93,14 +95,11 @@ def test_stages_one_by_one_train_as_one_device(
     stages = Stages(model, BOUNDS, placement, model.inputs(abstract(microbatches[0])), CAUSAL_LM)
     programs = StagePrograms(stages, abstract(microbatches[0]), abstract(KEY), num_phases=num_phases, remat=remat)
     assert len(programs.programs) == num_programs
-    peers, loss = [Peer(programs, params, stage) for stage in range(4)], jnp.zeros(())
+    peers = [Peer(programs, params, stage) for stage in range(4)]
     for number, rows in enumerate(microbatches):
         x = None
         for peer in peers:
-            outputs = peer.act(0, number, rows, x=x)
-            x = outputs.y
-        assert outputs.sums is not None
-        loss += outputs.sums.loss / WEIGHT
+            x = peer.act(0, number, rows, x=x).y
     for number, rows in reversed(list(enumerate(microbatches))):
         dy = None
         for peer in reversed(peers):
@@ -112,7 +111,7 @@ def test_stages_one_by_one_train_as_one_device(
     assert not any(peer.saved for peer in peers)
 
     expected_loss, expected = one_device(model, params)
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    np.testing.assert_allclose(peers[-1].loss, expected_loss, rtol=1e-6)
     total = jax.tree.map(np.zeros_like, params)
     for peer in peers:
         for name, layer in peer.grads.items():
