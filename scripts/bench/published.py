@@ -48,7 +48,7 @@ parallelism reach it. For language models, the goals were a median error of 12% 
 computation waits for all-gathers) and a rank correlation (Kendall's tau) of 0.8. Only Megatron-LM
 with a tensor axis meets the goal for the error.
 
-Three choices depend on published values. SWARM's generated trace was fitted to the first row of its
+These choices depend on published values. SWARM's generated trace was fitted to the first row of its
 table. QAdam's warm-up and the method for BLOOM were chosen after their rows had been seen.
 
 `scripts/python scripts/bench/published.py` prints the tables. With `--compute --only=gpipe`, it
