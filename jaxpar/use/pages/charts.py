@@ -18,7 +18,7 @@ LETTER, GAP = 7.7, 6  # width of a letter or digit, and space between a label an
 MOST_DIGITS = 1e5  # numbers of an axis that are not written with a prefix of the SI
 NUM_COLORS = 6
 NUM_TICKS = 5  # about, on an axis
-TICK_WIDTH = 120  # about, between the ticks of a timeline
+TICK_SPACE = 120  # about, between the ticks of a timeline
 BUCKETS = 400  # a longer curve is drawn as the minimum and the maximum of this many equal numbers of points
 MOST_HOVERED = 200
 ROW, SIDE, CELL = 20, 30, 20  # height of the row of a device, width of its number, and usual width of an action
@@ -149,7 +149,7 @@ def timeline_chart(title: str, timeline: Sequence[Span]) -> str:
     num_devices, num_chunks = 1 + max(span.device for span in drawn), 1 + max(span.chunk for span in drawn)
     parts = [_text(SIDE - 6, ROW * device + 14, str(device), "end") for device in range(num_devices)]
     bottom, width = ROW * num_devices, (end - begin) * scale
-    for time in ticks(0, end - begin, max(1, round(width / TICK_WIDTH))):
+    for time in ticks(0, end - begin, max(1, round(width / TICK_SPACE))):
         x, anchor = SIDE + time * scale, "end" if time * scale > width - CELL else "middle"
         parts.append(f'<line class="grid" x1="{x:.2f}" x2="{x:.2f}" y1="0" y2="{bottom}"/>')
         parts.append(_text(x, bottom + 15, _axis_number(time), anchor))
