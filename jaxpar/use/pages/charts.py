@@ -88,7 +88,8 @@ def line_chart(
         is_marked = one.is_marked or len(placed) == 1
         each = -(-len(placed) // MOST_HOVERED)
         for point, (x, y) in list(zip(points, placed, strict=True))[:: 1 if is_marked else each]:
-            label = f"{one.name}, {x_label} {format_number(point[0])}: {format_number(point[1])}"
+            label = f", {x_label} {format_number(point[0])}: {format_number(point[1])}"
+            label = _ending(one.name, int((right - left) / LETTER) - len(label)) + label
             look = f'style="fill:{color}"' if is_marked else 'class="hover"'
             circle = f'<circle {look} cx="{x:.2f}" cy="{y:.2f}" r="{3 if is_marked else 6}"/>'
             parts.append(_with_value(circle, label, left))
@@ -187,6 +188,11 @@ def timeline_chart(title: str, timeline: Sequence[Span]) -> str:
 def _with_value(element: str, value: str, left: float) -> str:
     """Return an element that shows its value at the top of the chart when it is pointed at or tapped."""
     return f'<g class="point" tabindex="-1">{element}{_text(left + GAP, ABOVE + 8, value, "start", "value")}</g>'
+
+
+def _ending(text: str, most: int) -> str:
+    """Return the end of a text that has more than `most` characters."""
+    return text if len(text) <= most else f"…{text[len(text) - most + 1 :]}"
 
 
 def _svg(attributes: str, title: str, parts: Sequence[str]) -> str:

@@ -104,6 +104,14 @@ def test_curves_without_an_extent(points: list[tuple[float, float]]) -> None:
             assert 0 <= y <= 250
 
 
+def test_the_name_of_a_value_is_as_long_as_fits() -> None:
+    chart = svg(line_chart("t", [Series("a/long/path/" * 9 + "run", [(1, 2.5)])]))
+    [value] = [text.text or "" for text in chart.iter("text") if text.attrib.get("class") == "value"]
+    assert value.startswith("…")
+    assert value.endswith("path/run, step 1: 2.5")
+    assert 40 < len(value) < 50
+
+
 def test_a_long_curve_keeps_its_extremes() -> None:
     points = [(float(x), 0.0) for x in range(100_000)]
     points[12_345], points[77_777] = (12_345.0, -3.0), (77_777.0, 8.0)
