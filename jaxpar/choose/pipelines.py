@@ -21,7 +21,6 @@ from jaxpar.choose.candidates import (
 )
 from jaxpar.choose.costs.layers import LayerWork
 from jaxpar.choose.costs.memory import StateBytes, gathered_bytes, scattered_bytes, splits_backward
-from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.step import PipelineStep, action_costs, pipeline_costs
 from jaxpar.choose.groups import group_sizes, layers_in, named_with_groups
 from jaxpar.core.groups import ReplicaGroup
@@ -156,7 +155,7 @@ def _pipeline_candidates(
     replicas = axes[DATA]
     size = space.config.batch_size // (replicas * table.num_microbatches)
     work = layers_in(space, axes).work(size, remat, is_split=splits_backward(table))
-    bounds = _balanced_bounds(work.layers, table.num_stages)
+    bounds = _balanced_bounds(work, table)
     packing = packing_of(bounds, table)
     params, within, own = float(packing.nbytes), shared(within, 1 / axes[STAGE]), space.config.pipeline.executor
     executors = [own] if own in EXECUTORS else [DISPATCH, LOCKSTEP]
@@ -225,13 +224,20 @@ def update_bytes_of_stage(ratios: StateRatios, params: float, of_state: int, cop
     return ratios.update * params / copies + (4.0 * params if of_state in (1, 2) else 0.0)
 
 
-def _balanced_bounds(layers: Sequence[LayerProfile], num_stages: int) -> tuple[int, ...]:
+def _balanced_bounds(work: LayerWork, table: Table) -> tuple[int, ...]:
     """Return the bounds of stages of nearly equal times. Layers whose output has no gradient stay with the next one."""
-    starts = [0, *(number + 1 for number, layer in enumerate(layers[:-1]) if layer.can_cut)]
-    times = [layer.forward_s + layer.backward_s for layer in layers]
-    merged = [sum(times[start:end]) for start, end in zip(starts, [*starts[1:], len(times)], strict=True)]
-    chosen = _balanced(tuple(round(seconds / NANOSECOND) for seconds in merged), num_stages)
-    return tuple([*starts, len(times)][index] for index in chosen)
+    layers, number = work.layers, len(work.layers)
+    starts = [0, *(layer + 1 for layer in range(number - 1) if layers[layer].can_cut)]
+
+    def merged(seconds: Sequence[float]) -> tuple[int, ...]:
+        spans = zip(starts, [*starts[1:], number], strict=True)
+        return tuple(round(sum(seconds[start:end]) / NANOSECOND) for start, end in spans)
+
+    backward = [layer.backward_s for layer in layers]
+    both = [layer.forward_s + layer.backward_s for layer in layers]
+    has_forward = work.remat != "full" or table.period  # of the last stage (stage_times)
+    chosen = _balanced(merged(both), table.num_stages, () if has_forward else merged(backward))
+    return tuple([*starts, number][index] for index in chosen)
 
 
 def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:

@@ -94,10 +94,10 @@ def best_training(name: str, space: Space, tokens: float, hours: float, *, cheap
         rate = work.tokens / found[0].costs.seconds
         one = Training(name, part, found[0], rate, tokens / rate / SECONDS_PER_HOUR)
         print(f"planner   {one}: {one.hours:.3g} hours", file=sys.stderr, flush=True)
-        if best and (one.gpu_hours >= best.gpu_hours if best.hours <= hours else one.hours >= best.hours):
+        if best and best.hours <= hours and one.gpu_hours >= best.gpu_hours:
             break
-        best = one
-        if one.hours <= hours and not cheapest:
+        best = one if best is None or one.hours < best.hours else best
+        if best.hours <= hours and not cheapest:
             break
     return best
 

@@ -168,8 +168,7 @@ def _stages(config: ConfigDict, problem: Problem, cluster: Cluster, layers: Laye
     details = plan.details
     is_split = details.lowered.shape.num_phases > 2
     work = layers.work(config.batch_size // plan.decision.batch_divisor, details.remat, is_split=is_split)
-    narrow = executor != LOCKSTEP  # the tables have flushes
-    times = stage_times(work, details.stages.bounds, machine, plan.num_devices, executor, is_narrow=narrow)
+    times = stage_times(work, details.stages.bounds, machine, plan.num_devices, executor)
     transfer = send_seconds(machine, details.engine.transfers.nbytes, plan.axes)
     return _Stages(plan, times, transfer, machine, executor)
 

@@ -122,12 +122,12 @@ def comparison_page(runs: Sequence[RecordedRun]) -> str:
 
 
 def _best_first(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
-    """Return the finished runs, those with the lowest test loss first if it has the same unit in all."""
+    """Return the finished runs, those with the highest test metric first if it is the same in all."""
     finished = [run for run in runs if run.result]
-    losses = [run.result.get("test_loss") for run in finished]
-    if None in losses or len({loss_unit(run.task) for run in finished}) > 1:
+    metrics = [run.result.get(f"test_{run.task.curve}") for run in finished]
+    if None in metrics or len({run.task.curve for run in finished}) > 1:
         return finished
-    return sorted(finished, key=lambda run: run.result["test_loss"])
+    return sorted(finished, key=lambda run: -run.result[f"test_{run.task.curve}"])
 
 
 def _chart(title: str, runs: Sequence[RecordedRun], split: str, metric: str) -> str:

@@ -452,12 +452,19 @@ def test_lockstep_copies_stashes() -> None:
     assert np.array(lockstep) - np.array(apart) == pytest.approx(np.array(copied))
 
 
+def test_with_remat_f_of_the_last_stage_is_part_of_b() -> None:
+    work = work_of([layer(0.01)] * 3)._replace(remat="full")
+    flush, none = (stage_times(work, (0, 1, 3), GPUS, 2, DISPATCH, has_flush=x) for x in (True, False))
+    assert (flush.forward, none.forward) == ([0.01, 0.0], [0.01, 0.02])
+    assert flush[1:] == none[1:]
+
+
 def test_narrow_weights_are_not_cast_in_each_action() -> None:
     """Without a flush, weights change within a step. The gradient of a looped loss is computed with the loss."""
     memory = [LayerMemory(0, 1e9), LayerMemory(0, 1e9, looped=1.0)]
     work = work_of([layer(0.01)] * 2, memory)
     table = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1)
-    cast, uncast = (np.array(stage_times(work, (0, 1, 2), GPUS, 2, DISPATCH, is_narrow=x)) for x in (False, True))
+    cast, uncast = (np.array(stage_times(work, (0, 1, 2), GPUS, 2, DISPATCH, has_flush=x)) for x in (False, True))
     once = GPUS.moved(3e9, 1)
     assert cast - uncast == pytest.approx(np.array([[once, once], [once, 0], [0, 0]]))
     case = work, GPUS, {DATA: 8, STAGE: 2}, table, (0, 1, 2), list[Traffic]()
@@ -520,9 +527,14 @@ def test_the_loss_is_not_computed_again() -> None:
     assert costs.compute == pytest.approx(3 * 0.04 + 0.03)
 
 
-@pytest.mark.parametrize(("schedule", "remat"), [("1f1b", "full"), ("gpipe", "none"), ("zb_v", "none")])
+@pytest.mark.parametrize(
+    ("schedule", "remat"), [("1f1b", "full"), ("gpipe", "none"), ("zb_v", "none"), ("zb_h1", "full"), ("zb_v", "full")]
+)
 def test_stashes_are_those_of_the_engine(schedule: str, remat: str, bert: Space) -> None:
-    """The engine allocates what the planner predicts from the layers alone."""
+    """The engine allocates what the planner predicts from the layers alone.
+
+    B of a first stage saves what it computes again of the embedding, which it does not compute for the embedding alone.
+    """
     space = bert
     settings = {"strategy": "pipeline", "mesh.data": 4, "mesh.stage": 2, "pipeline.num_microbatches": 4}
     plan = plan_of(space, {**settings, "pipeline.schedule": schedule, "pipeline.remat": remat})
@@ -530,7 +542,7 @@ def test_stashes_are_those_of_the_engine(schedule: str, remat: str, bert: Space)
     table, bounds = plan.details.table, plan.details.stages.bounds
     work = space.layers.work(16, remat, is_split=splits_backward(table))
     assert stash_bytes(work, table, list(itertools.pairwise(bounds))) == pytest.approx(
-        plan.memory[0]["stashes"], rel=0.01
+        plan.memory[0]["stashes"], rel=0.06 if (schedule, remat) == ("zb_h1", "full") else 0.01
     )
 
 

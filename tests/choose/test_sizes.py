@@ -64,7 +64,7 @@ def test_numbers_of_gpus() -> None:
 
 @pytest.mark.parametrize(
     ("hours", "number", "last"),
-    [(5.0, 2, 2), (4.9, 4, 4), (3.0, 4, 4), (2.0, 8, 8), (1.0, 16, 32)],  # more than 16 do not help
+    [(5.0, 2, 2), (4.9, 4, 4), (3.0, 4, 4), (2.0, 8, 8), (1.0, 16, 64)],  # more than 16 do not help
 )
 def test_the_fewest_gpus(space: Space, tried: list[int], hours: float, number: int, last: int) -> None:
     """3,600 steps take as many hours as a step takes seconds."""
@@ -74,7 +74,7 @@ def test_the_fewest_gpus(space: Space, tried: list[int], hours: float, number: i
     assert one.hours == pytest.approx(SECONDS[number])
     assert one.tokens_per_second == pytest.approx(STEP_TOKENS / SECONDS[number])
     assert one.gpu_hours == pytest.approx(number * SECONDS[number])
-    assert tried == [n for n in (1, *SECONDS) if n <= last]
+    assert tried == [n for n in (1, *SECONDS, 64) if n <= last]
 
 
 def test_numbers_that_are_too_slow_are_not_planned(
@@ -83,7 +83,14 @@ def test_numbers_that_are_too_slow_are_not_planned(
     """Products of three GPU-hours need at least four GPUs to take at most one hour."""
     monkeypatch.setattr(sizes, "product_seconds", lambda *_: 3.0)
     assert best_training("h100:8x8", space, 3600 * STEP_TOKENS, 1.0) is not None
-    assert tried == [4, 8, 16, 32]
+    assert tried == [4, 8, 16, 32, 64]
+
+
+def test_two_hosts_can_be_slower_than_one(space: Space, tried: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SECONDS, 64, 1.5)
+    one = best_training("h100:8x8", space, 3600 * STEP_TOKENS, 1.6)
+    assert one is not None
+    assert (one.cluster.num_devices, tried[-1]) == (64, 64)
 
 
 def test_the_cheapest_number(space: Space, tried: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,7 @@ CORRECT = {
     ],
     "pipedream_vertical_sync": [*MLP, *PIPEDREAM, "pipeline.schedule=pipedream_vertical_sync", "mesh.stage=3"],
     "pipedream_2bw, 2 replicas": [*MLP, *PIPELINE, "pipeline.schedule=pipedream_2bw", "mesh.data=2"],
+    "pipedream, remat": [*MLP, *PIPEDREAM, "pipeline.remat=full"],
     "pipedream, bfloat16": [*MLP, *PIPEDREAM, "model.dtype=bfloat16"],
     "bfloat16": [*BERT, *SHARD_MAP, "model.dtype=bfloat16"],
     "bfloat16, mlp": [*MLP, *SHARD_MAP, "mesh.data=3", "model.dtype=bfloat16"],

@@ -250,9 +250,15 @@ def stash_bytes(work: LayerWork, table: Table, spans: Spans) -> float:
 
 
 def stashes_of(work: LayerWork, first: int, end: int) -> list[Counter[str]]:
-    """Return the bytes that a stage of these layers saves in each stash, by dtype: with remat full, only its input."""
-    layers = work.memory[first : first + 1 if work.remat == "full" else end]
-    return [sum(map(Counter, of_layers), Counter()) for of_layers in zip(*(of.stashes for of in layers), strict=True)]
+    """Return the bytes that a stage of these layers saves in each stash, by dtype.
+
+    With remat full, F only saves the input of the stage. What B computes again for W, it saves, such as other inputs.
+    """
+    by_stash = [list(map(Counter, of)) for of in zip(*(of.stashes for of in work.memory[first:end]), strict=True)]
+    if work.remat == "full":
+        from_forward, handed = by_stash[:2], by_stash[2:]
+        by_stash = [of[:1] for of in from_forward] + [[*of, *from_forward[1][1:]] for of in handed]
+    return [sum(of, Counter()) for of in by_stash]
 
 
 def stash_peaks(table: Table) -> list[Callable[[Sequence[float] | None], np.ndarray]]:

@@ -255,7 +255,7 @@ def action_costs(step: PipelineStep, executor: str = LOCKSTEP) -> ActionCosts:
     work, machine, axes, table, bounds, traffic = step
     devices = math.prod(axes.values())
     transfer = send_seconds(machine, largest_transfer(work.layers, list(pairwise(bounds))), axes)
-    times = stage_times(work, bounds, machine, devices, executor, is_narrow=narrows(table, executor))
+    times = stage_times(work, bounds, machine, devices, executor, has_flush=not table.period)
     busy = clock_seconds(table, times).sum(axis=0)
     # Actions wait for the other devices of a group.
     between = sum(machine.collective(one, axes) for one in traffic if sent_by_layers(one))
@@ -384,24 +384,25 @@ def stage_times(
     devices: int,
     executor: str = LOCKSTEP,
     *,
-    is_narrow: bool = False,
+    has_flush: bool = True,
 ) -> Times:
     """Return the times of F, B and W by stage, if this number of devices compute at the same time.
 
     An action adds the gradients of its weights to those of other microbatches. In lockstep, it also copies what it
-    saves into slots of stashes, and what earlier ones saved out of them. is_narrow: whether F and B read weights that
-    have been narrowed already.
+    saves into slots of stashes, and what earlier ones saved out of them. Dispatched actions read weights that have been
+    narrowed already if the table has a flush.
     """
     of_stages = []
     for first, end in pairwise(bounds):
         memory, computed = work.memory[first:end], np.sum(work.seconds[first:end], axis=0)
         moved = [0.0, 0.0, 3.0 * sum(one.weight_bytes for one in work.layers[first:end])]
-        if is_narrow:
+        joins_f = has_flush and work.remat == "full" and end == bounds[-1]
+        if executor != LOCKSTEP and has_flush:
             moved[0] -= CASTS_OF_ACTION * sum(of.narrowed for of in memory)
             # The gradient of a loss over a vocabulary is computed with the loss.
-            moved[1] -= CASTS_OF_ACTION * sum(of.narrowed for of in memory if not of.looped)
-        if work.remat == "full" and end == bounds[-1]:
-            computed[0], moved[0] = 0.0, 0.0  # F is part of B
+            moved[1] -= CASTS_OF_ACTION * sum(of.narrowed for of in memory if joins_f or not of.looped)
+        if joins_f:  # F is part of B
+            computed[0], moved[0] = 0.0, 0.0
         if executor == LOCKSTEP:
             stashes = stashes_of(work, first, end)
             for (made, last), saved in zip(stash_spans(3 if len(stashes) > 1 else 2), stashes, strict=True):

@@ -154,7 +154,8 @@ class StageDispatcher:
         programs: the same programs; `run` then narrows parameters once, instead of each action.
         """
         self.input_specs, self._has_collectives = input_specs(of_batch), bool(staged.group.axes)
-        stages, self._num_phases, self._remat = staged.stages, num_phases, remat
+        stages, self._num_phases = staged.stages, num_phases
+        self._how = {"num_phases": num_phases, "remat": remat, "has_flush": not table.period}  # of StagePrograms
         self._product_options = product_options(stages.model)
         self._stages, self._columns, self._layouts = stages, columns, staged.params.of_kinds
         # how actions shard what they add up, and gather what they read
@@ -305,8 +306,7 @@ class StageDispatcher:
             x, dy = (arrived if phase == reading else None for reading in (0, 1))
             scale = None if inputs.scaling is None else inputs.scaling.scale
             of_stage = StageInputs(part, microbatch, key, shift, inputs.weight, x, dy, scale)
-            like, phases = steps.abstract((microbatch, key, scale)), self._num_phases
-            programs = StagePrograms(self._stages, *like, num_phases=phases, remat=self._remat)
+            programs = StagePrograms(self._stages, *steps.abstract((microbatch, key, scale)), **self._how)
             if shards and shards.stage == 3:
                 whole = gathered(part, programs.reads(number, phase), shards)
                 of_stage = of_stage._replace(params=with_narrow(part, whole))

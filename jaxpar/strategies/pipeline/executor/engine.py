@@ -121,8 +121,8 @@ class PipelineEngine:
         """
         microbatch, like = steps.abstract(microbatches, 1), steps.abstract(key)
         scale: Any = None if staged.scaling is None else staged.scaling.scale
-        phases = shape.num_phases
-        self.programs = StagePrograms(staged.stages, microbatch, like, scale, num_phases=phases, remat=remat)
+        how = {"num_phases": shape.num_phases, "remat": remat, "has_flush": not shape.num_versions}
+        self.programs = StagePrograms(staged.stages, microbatch, like, scale, **how)
         self.packing, self.shape, self._timeline = staged.params.packing, shape, timeline
         each = self.programs.programs
         self.transfers = Packing([program.y for program in each])  # of stage outputs, by program that computes them

@@ -120,18 +120,19 @@ def layer_flops(model: Model, batch: Batch, inputs: Sequence[Any]) -> list[int]:
     return costs
 
 
-def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
+def balanced(costs: Sequence[int], num_stages: int, last: Sequence[int] = ()) -> tuple[int, ...]:
     """Return the bounds that minimize the cost of the most expensive stage, then the sum of squared stage costs.
 
     Every stage has at least one layer. Uses dynamic programming over (stages, layers), as in Narayanan et al.,
-    PipeDream (SOSP'19), section 3.1.
+    PipeDream (SOSP'19), section 3.1. last: the costs of the layers in the last stage, if they differ.
     """
-    sums = [0, *itertools.accumulate(costs)]
+    sums, in_last = ([0, *itertools.accumulate(of)] for of in (costs, last or costs))
     num_layers = len(costs)
     # best[stop] = (most expensive stage, sum of squares, bounds) of the first `stages` stages over layers[:stop]
     best: dict[int, tuple[int, int, tuple[int, ...]]]
     best = {stop: (sums[stop], sums[stop] ** 2, (0, stop)) for stop in range(1, num_layers + 1)}
     for stages in range(2, num_stages + 1):
+        sums = in_last if stages == num_stages else sums
         best = {
             stop: min(
                 (

@@ -48,8 +48,7 @@ class StageOutputs(NamedTuple):
     """The outputs of one phase. Outputs that a phase does not compute are None."""
 
     y: Activations | None = None  # output of the stage, from F; the last stage returns `sums` instead
-    # metric sums of the microbatch, from F of the last stage; with remat full from its B, and its F computes nothing
-    sums: Sums | None = None
+    sums: Sums | None = None  # metric sums of the microbatch, from F of the last stage; from B if B includes this F
     # gradient of the stage's input, from B. Stage 0 has no sender to return it to. If its B and W are separate, `dx` is
     # the gradient of the input of its second layer, which is discarded.
     dx: Activations | None = None
@@ -82,6 +81,7 @@ class StagePrograms:
         *,
         num_phases: int,
         remat: str,
+        has_flush: bool = True,
     ):
         """Trace the programs.
 
@@ -92,6 +92,8 @@ class StagePrograms:
           scale: shape of the scale of the loss; None if it is not scaled.
           num_phases: 1: F alone; 2: F and a fused backward; 3: F, B and W.
           remat: none, full or dots: which values the forward pass saves for the backward pass.
+          has_flush: whether F and B of a microbatch belong to the same step. Then, with remat full, F of the last stage
+            computes nothing, because B includes it.
         """
         self.stages, self.num_phases = stages, num_phases
         self.numbers = stages.program_numbers  # number of the program that each [device, chunk] runs
@@ -106,7 +108,8 @@ class StagePrograms:
                 params = self.params(number, stages.select(stages.computed.shapes, device))
                 inputs = StageInputs(params, microbatch, key, scalar(jnp.int32), scalar(jnp.float32), x, scale=scale)
                 stage = int(stages.placement[device, self.chunk(number)])
-                traced[number] = trace_stage(stages, stage, inputs, num_phases=num_phases, remat=remat)
+                how = {"num_phases": num_phases, "remat": remat, "has_flush": has_flush}
+                traced[number] = trace_stage(stages, stage, inputs, **how)
             x = traced[number].y
         self.programs = [traced[number] for number in range(len(traced))]  # by number
 
@@ -187,7 +190,9 @@ class StagePrograms:
         return jax.tree.unflatten(jax.tree.structure(program.outputs[phase]), results), made
 
 
-def trace_stage(stages: Stages, stage: int, inputs: StageInputs, *, num_phases: int, remat: str) -> StageProgram:
+def trace_stage(
+    stages: Stages, stage: int, inputs: StageInputs, *, num_phases: int, remat: str, has_flush: bool = True
+) -> StageProgram:
     """Trace the layers of a stage, and cut the trace into phases. inputs: shapes; dy is ignored.
 
     Traces are cached: a stage with the same layers and inputs has one, as do all plans of a model and the
@@ -206,7 +211,8 @@ def trace_stage(stages: Stages, stage: int, inputs: StageInputs, *, num_phases: 
     # No stage needs dX of stage 0, so its whole backward pass would be W. To balance B and W, its B computes dX of its
     # second layer instead.
     is_bumped = num_phases == 3 and computation.is_first and stages.bounds[1] - stages.bounds[0] > 1
-    key = (stage, *computation[1:], avals, structure, is_bumped, remat)
+    joins_f = has_flush and remat == "full" and computation.is_last  # F computes nothing
+    key = (stage, *computation[1:], avals, structure, is_bumped, remat, joins_f)
     found, group = _TRACED.setdefault(stages.computed, {}), list(stages.group_sizes.items())
 
     def trace(function: Callable[[StageInputs], Any]) -> tuple[Any, Any]:
@@ -218,7 +224,7 @@ def trace_stage(stages: Stages, stage: int, inputs: StageInputs, *, num_phases: 
             if not computation.is_last:
                 _, y = trace(lambda inputs: computation.forward(inputs, inputs.params, inputs.x, None)[0])
             inputs = inputs._replace(dy=None if computation.is_last else y)
-            phases = partial(computation.phases, is_bumped=is_bumped, remat=remat)
+            phases = partial(computation.phases, is_bumped=is_bumped, remat=remat, joins_f=joins_f)
             found[key] = inputs, *trace(phases)
         if (*key, num_phases) not in found:
             inputs, closed, outputs = found[key]
@@ -283,8 +289,11 @@ class _Stage(NamedTuple):
         weight = inputs.weight if inputs.scale is None else inputs.weight / inputs.scale
         return mean_loss(sums.loss, weight), sums
 
-    def phases(self, inputs: StageInputs, *, is_bumped: bool, remat: str) -> list[StageOutputs]:
-        """Return the outputs of F, B and W. is_bumped: B computes dX of the second layer."""
+    def phases(self, inputs: StageInputs, *, is_bumped: bool, remat: str, joins_f: bool) -> list[StageOutputs]:
+        """Return the outputs of F, B and W.
+
+        is_bumped: B computes dX of the second layer. joins_f: B also has the outputs of F, which nothing else reads.
+        """
         forward = partial(self.forward, inputs)
         if self.is_evaluation:
             return [self._outputs(*forward(inputs.params, inputs.x, None))]
@@ -301,11 +310,10 @@ class _Stage(NamedTuple):
         dy = jnp.ones(y.shape, y.dtype) if self.is_last else inputs.dy
         dparams, dx, dbump = pullback(dy)
         of_forward, of_backward = self._outputs(y, sums), StageOutputs(dx=dbump if self.is_first else dx)
-        if remat == "full":  # all of jax.vjp is part of B, which recomputes F; at the last stage, nothing else reads F
-            if self.is_last:
-                of_forward, of_backward = StageOutputs(), of_backward._replace(sums=sums)
-            else:
-                of_forward = self._outputs(*forward(inputs.params, inputs.x, None))
+        if joins_f:
+            of_forward, of_backward = StageOutputs(), of_backward._replace(sums=sums)
+        elif remat == "full":  # a separate F: then all of jax.vjp is part of B, which recomputes F
+            of_forward = self._outputs(*forward(inputs.params, inputs.x, None))
         return [of_forward, of_backward, StageOutputs(dparams=unscaled(dparams, inputs.scale))]
 
     def _outputs(self, y: Activations, sums: Sums | None) -> StageOutputs:

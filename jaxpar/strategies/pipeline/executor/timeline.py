@@ -7,6 +7,7 @@ programs, as the host waits for none.
 import sys
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -162,11 +163,14 @@ def _with_filling(table: Table) -> Table:
 
 
 def measured_times(table: Table, measured: Sequence[Span]) -> Times:
-    """Return the median measured times of each device's actions."""
+    """Return the measured times of each device's actions: the sum of the medians of its chunks."""
 
     def times(kind: int) -> list[float]:
-        of_device = [[span.end - span.start for span in measured if span[:2] == (d, kind)] for d in devices]
-        return [float(np.median(lengths or 0.0)) * table.num_chunks for lengths in of_device]
+        lengths: dict[tuple[int, int], list[float]] = defaultdict(list)  # by device and chunk
+        for span in measured:
+            if span.kind == kind:
+                lengths[span.device, span.chunk].append(float(span.end - span.start))
+        return [sum(float(np.median(lengths[d, c] or 0.0)) for c in range(table.num_chunks)) for d in devices]
 
     devices = range(table.num_devices)
     backward = BW if any(span.kind == BW for span in measured) else B

@@ -25,18 +25,20 @@ def test_balanced_is_the_best_of_all() -> None:
     for _ in range(150):
         costs = rng.integers(0, rng.choice([2, 10, 10**9]), rng.integers(1, 9)).tolist()
         for num_stages in range(1, len(costs) + 1):
-            got = balanced(costs, num_stages)
+            last = (rng.integers(0, 5, len(costs))).tolist() if num_stages % 2 == 0 else costs
+            got = balanced(costs, num_stages, last)
             assert (got[0], got[-1], len(got)) == (0, len(costs), num_stages + 1)
-            assert score(costs, got[1:-1]) == min(
-                score(costs, cuts) for cuts in itertools.combinations(range(1, len(costs)), num_stages - 1)
+            assert score(costs, last, got[1:-1]) == min(
+                score(costs, last, cuts) for cuts in itertools.combinations(range(1, len(costs)), num_stages - 1)
             )
 
 
-def score(costs: list[int], cuts: tuple[int, ...]) -> tuple[int, int]:
+def score(costs: list[int], last: list[int], cuts: tuple[int, ...]) -> tuple[int, int]:
     """Return the cost of the most expensive stage and the sum of squared costs; every stage must have a layer."""
     ends = [0, *cuts, len(costs)]
     assert ends == sorted(set(ends))
     stages = [sum(costs[start:stop]) for start, stop in itertools.pairwise(ends)]
+    stages[-1] = sum(last[ends[-2] :])
     return max(stages), sum(cost * cost for cost in stages)
 
 
