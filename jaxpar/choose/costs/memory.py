@@ -254,11 +254,12 @@ def stashes_of(work: LayerWork, first: int, end: int) -> list[Counter[str]]:
 
     With remat full, F only saves the input of the stage. What B computes again for W, it saves, such as other inputs.
     """
-    by_stash = [list(map(Counter, of)) for of in zip(*(of.stashes for of in work.memory[first:end]), strict=True)]
+    of_layers = zip(*(of.stashes for of in work.memory[first:end]), strict=True)
+    by_stash: list[list[Counter[str]]] = [[Counter(one) for one in of_stash] for of_stash in of_layers]
     if work.remat == "full":
         from_forward, handed = by_stash[:2], by_stash[2:]
         by_stash = [of[:1] for of in from_forward] + [[*of, *from_forward[1][1:]] for of in handed]
-    return [sum(of, Counter()) for of in by_stash]
+    return [sum(of_stash, Counter()) for of_stash in by_stash]
 
 
 def stash_peaks(table: Table) -> list[Callable[[Sequence[float] | None], np.ndarray]]:

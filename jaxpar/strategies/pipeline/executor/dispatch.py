@@ -155,7 +155,8 @@ class StageDispatcher:
         """
         self.input_specs, self._has_collectives = input_specs(of_batch), bool(staged.group.axes)
         stages, self._num_phases = staged.stages, num_phases
-        self._how = {"num_phases": num_phases, "remat": remat, "has_flush": not table.period}  # of StagePrograms
+        # how StagePrograms traces
+        self._how: dict[str, Any] = {"num_phases": num_phases, "remat": remat, "has_flush": not table.period}
         self._product_options = product_options(stages.model)
         self._stages, self._columns, self._layouts = stages, columns, staged.params.of_kinds
         # how actions shard what they add up, and gather what they read

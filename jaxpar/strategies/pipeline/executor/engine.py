@@ -121,7 +121,7 @@ class PipelineEngine:
         """
         microbatch, like = steps.abstract(microbatches, 1), steps.abstract(key)
         scale: Any = None if staged.scaling is None else staged.scaling.scale
-        how = {"num_phases": shape.num_phases, "remat": remat, "has_flush": not shape.num_versions}
+        how: dict[str, Any] = {"num_phases": shape.num_phases, "remat": remat, "has_flush": not shape.num_versions}
         self.programs = StagePrograms(staged.stages, microbatch, like, scale, **how)
         self.packing, self.shape, self._timeline = staged.params.packing, shape, timeline
         each = self.programs.programs

@@ -108,7 +108,7 @@ class StagePrograms:
                 params = self.params(number, stages.select(stages.computed.shapes, device))
                 inputs = StageInputs(params, microbatch, key, scalar(jnp.int32), scalar(jnp.float32), x, scale=scale)
                 stage = int(stages.placement[device, self.chunk(number)])
-                how = {"num_phases": num_phases, "remat": remat, "has_flush": has_flush}
+                how: dict[str, Any] = {"num_phases": num_phases, "remat": remat, "has_flush": has_flush}
                 traced[number] = trace_stage(stages, stage, inputs, **how)
             x = traced[number].y
         self.programs = [traced[number] for number in range(len(traced))]  # by number
