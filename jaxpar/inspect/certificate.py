@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.core.loss_scale import LEAST_SCALE
 from jaxpar.core.step import Metrics
 from jaxpar.errors import TrainingError
 from jaxpar.inspect.copies import describe_copies
@@ -233,7 +234,12 @@ def measure(runs: Runs) -> Measured:
     for count, number in enumerate(announced(batches(run))):
         batch, before = run.batches.batch(number), after
         alone, metrics_alone = single.step(alone, single.place(batch))
+        while overflowed(metrics_alone):
+            alone, metrics_alone = single.step(alone, single.place(batch))
         state, metrics = strategy.step(state, strategy.place(batch))
+        while overflowed(metrics):
+            before = snapshot(strategy, state)
+            state, metrics = strategy.step(state, strategy.place(batch))
         check_finite(number, metrics, metrics_alone)
         after = snapshot(strategy, state)
         if not strategy.plan.differs:
@@ -255,6 +261,12 @@ def measure(runs: Runs) -> Measured:
     measured = compared.measured(run, batches(run), differs=bool(strategy.plan.differs))
     copies = () if strategy.plan.differs else describe_copies(run, compared.single, state, before)
     return measured._replace(copies=copies)
+
+
+def overflowed(metrics: Metrics) -> bool:
+    """Return whether a step in float16 was skipped and has halved the scale of the loss, so that it can be repeated."""
+    finite, scale = jax.device_get((metrics.finite, metrics.loss_scale))
+    return scale is not None and not finite and scale > LEAST_SCALE
 
 
 def check_finite(number: int, *metrics: Metrics) -> None:

@@ -26,6 +26,7 @@ from jaxpar import config as configs
 from jaxpar import files, strategies
 from jaxpar.commands import certify as command
 from jaxpar.config import default_config
+from jaxpar.core import loss_scale
 from jaxpar.core import step as steps
 from jaxpar.core.groups import ReplicaGroup
 from jaxpar.core.step import Problem
@@ -154,6 +155,13 @@ def test_correct_strategies_pass(name: str, certify: Any) -> None:
     assert all(list(of) == [*certificate.QUANTITIES] for of in found["layers"].values())
     assert found["tolerance"]["smallest_scale_errors"].keys() == found["layers"].keys()
     assert found["batches"][:2] == [0, 1]
+
+
+def test_a_step_that_overflows_is_repeated(certify: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the scale of the loss changes, from one with which the gradients of the logits exceed 65,504."""
+    monkeypatch.setattr(loss_scale, "FIRST_SCALE", 2.0**24)
+    code, found = certify(*CORRECT["float16, mlp"], "seed=7")
+    assert (code, found["outside"]) == (0, []), found["outside"]
 
 
 def test_one_device_is_bitwise_itself(tmp_path: Path) -> None:
