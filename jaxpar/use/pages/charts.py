@@ -15,6 +15,7 @@ from jaxpar.use.pages.html import escaped_text, format_number, format_si
 CHART_WIDTH, CHART_HEIGHT = 400, 240  # of a line chart, in units of which a letter is 12 high
 RIGHT, ABOVE, BELOW = 12, 8, 36  # margins of a line chart; that on the left follows from the labels
 LETTER, GAP = 7.7, 6  # width of a letter or digit, and space between a label and the axis
+MEAN_LETTER = 6.5  # of a text
 MOST_DIGITS = 1e5  # numbers of an axis that are not written with a prefix of the SI
 NUM_COLORS = 6
 NUM_TICKS = 5  # about, on an axis
@@ -89,7 +90,7 @@ def line_chart(
         each = -(-len(placed) // MOST_HOVERED)
         for point, (x, y) in list(zip(points, placed, strict=True))[:: 1 if is_marked else each]:
             label = f", {x_label} {format_number(point[0])}: {format_number(point[1])}"
-            label = _ending(one.name, int((right - left) / LETTER) - len(label)) + label
+            label = _ending(one.name, int((right - left) / MEAN_LETTER) - len(label)) + label
             look = f'style="fill:{color}"' if is_marked else 'class="hover"'
             circle = f'<circle {look} cx="{x:.2f}" cy="{y:.2f}" r="{3 if is_marked else 6}"/>'
             parts.append(_with_value(circle, label, left))
