@@ -27,7 +27,7 @@ from tests.docs.prose import ROOT
 from tests.docs.test_pages import PAGES, blocks
 
 # Commands of the system that pages use.
-SYSTEM = {"cat", "cp", "curl", "export", "hf", "mpirun", "pip", "printf", "ray", "source", "srun", "unzip"}
+SYSTEM = {"cat", "cd", "cp", "curl", "export", "git", "hf", "mpirun", "pip", "printf", "ray", "source", "srun", "unzip"}
 # Lines of a bash block that are no commands.
 SYNTAX = re.compile(r"$|#|code=|(until|do|case|esac|exit)\b|\S+\)")
 # Flags of curl, pip, mpirun and ray.
