@@ -33,6 +33,7 @@ from jaxpar.exchange.named import EXCHANGES
 from jaxpar.strategies.exchanges import check_gradient_exchange
 from jaxpar.strategies.pipeline.executor.packing import Packing
 from jaxpar.strategies.pipeline.executor.partition import balanced
+from jaxpar.strategies.pipeline.executor.stage_programs import last_joins_f
 from jaxpar.strategies.pipeline.executor.stages import Stages
 from jaxpar.strategies.pipeline.schedules import DISPATCH, EXECUTORS, LOCKSTEP
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle
@@ -235,8 +236,8 @@ def _balanced_bounds(work: LayerWork, table: Table) -> tuple[int, ...]:
 
     backward = [layer.backward_s for layer in layers]
     both = [layer.forward_s + layer.backward_s for layer in layers]
-    has_forward = work.remat != "full" or table.period  # of the last stage (stage_times)
-    chosen = _balanced(merged(both), table.num_stages, () if has_forward else merged(backward))
+    joins_f = last_joins_f(work.remat, has_flush=not table.period)
+    chosen = _balanced(merged(both), table.num_stages, merged(backward) if joins_f else ())
     return tuple([*starts, number][index] for index in chosen)
 
 

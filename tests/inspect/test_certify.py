@@ -160,7 +160,7 @@ def test_correct_strategies_pass(name: str, certify: Any) -> None:
 def test_a_step_that_overflows_is_repeated(certify: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the scale of the loss changes, from one with which the gradients of the logits exceed 65,504."""
     monkeypatch.setattr(loss_scale, "FIRST_SCALE", 2.0**24)
-    code, found = certify(*CORRECT["float16, mlp"], "seed=7")
+    code, found = certify(*CORRECT["float16, mlp"], "seed=7")  # no other certificate shares its programs
     assert (code, found["outside"]) == (0, []), found["outside"]
 
 

@@ -28,6 +28,7 @@ from jaxpar.models.model import Model
 from jaxpar.models.options import scans_layers
 from jaxpar.strategies.pipeline.executor.dispatch_costs import num_calls
 from jaxpar.strategies.pipeline.executor.enqueue import ENQUEUE_SECONDS
+from jaxpar.strategies.pipeline.executor.stage_programs import last_joins_f
 from jaxpar.strategies.pipeline.schedules import LOCKSTEP
 from jaxpar.strategies.pipeline.tables.periodic import num_in_flight, unroll
 from jaxpar.strategies.pipeline.tables.simulate import Times, action_graph, end_times
@@ -295,7 +296,7 @@ def pipeline_costs(
     exchange = sum(seconds_of.values())
     is_packed = actions.executor == LOCKSTEP
     packing = machine.moved(PACKING * max(of.gradients for of in states) * is_packed, devices)
-    if narrows(table, actions.executor):
+    if narrows(actions.executor, has_flush=not table.period):
         narrowed = [sum(of.narrowed for of in work.memory[first:end]) for first, end in pairwise(bounds)]
         update_bytes += CASTS_OF_ACTION * max(sum(narrowed[stage] for stage in stages) for stages in table.stages)
     update = machine.moved(update_bytes, devices) + packing
@@ -372,9 +373,9 @@ def _spans(table: Table, times: Times, transfer: float) -> list[float]:
     return [ends[order[-1]] - ends[order[0]] + durations[order[0]] if order else 0.0 for order in orders]
 
 
-def narrows(table: Table, executor: str) -> bool:
+def narrows(executor: str, *, has_flush: bool) -> bool:
     """Return whether a step narrows the weights once, instead of each action."""
-    return executor != LOCKSTEP and not table.period
+    return executor != LOCKSTEP and has_flush
 
 
 def stage_times(
@@ -389,15 +390,14 @@ def stage_times(
     """Return the times of F, B and W by stage, if this number of devices compute at the same time.
 
     An action adds the gradients of its weights to those of other microbatches. In lockstep, it also copies what it
-    saves into slots of stashes, and what earlier ones saved out of them. Dispatched actions read weights that have been
-    narrowed already if the table has a flush.
+    saves into slots of stashes, and what earlier ones saved out of them. has_flush: whether the table has one.
     """
     of_stages = []
     for first, end in pairwise(bounds):
         memory, computed = work.memory[first:end], np.sum(work.seconds[first:end], axis=0)
         moved = [0.0, 0.0, 3.0 * sum(one.weight_bytes for one in work.layers[first:end])]
-        joins_f = has_flush and work.remat == "full" and end == bounds[-1]
-        if executor != LOCKSTEP and has_flush:
+        joins_f = end == bounds[-1] and last_joins_f(work.remat, has_flush=has_flush)
+        if narrows(executor, has_flush=has_flush):
             moved[0] -= CASTS_OF_ACTION * sum(of.narrowed for of in memory)
             # The gradient of a loss over a vocabulary is computed with the loss.
             moved[1] -= CASTS_OF_ACTION * sum(of.narrowed for of in memory if joins_f or not of.looped)

@@ -92,8 +92,7 @@ class StagePrograms:
           scale: shape of the scale of the loss; None if it is not scaled.
           num_phases: 1: F alone; 2: F and a fused backward; 3: F, B and W.
           remat: none, full or dots: which values the forward pass saves for the backward pass.
-          has_flush: whether F and B of a microbatch belong to the same step. Then, with remat full, F of the last stage
-            computes nothing, because B includes it.
+          has_flush: see `last_joins_f`.
         """
         self.stages, self.num_phases = stages, num_phases
         self.numbers = stages.program_numbers  # number of the program that each [device, chunk] runs
@@ -190,6 +189,15 @@ class StagePrograms:
         return jax.tree.unflatten(jax.tree.structure(program.outputs[phase]), results), made
 
 
+def last_joins_f(remat: str, *, has_flush: bool) -> bool:
+    """Return whether B of the last stage includes its F, which then computes nothing.
+
+    With remat full, nothing but the metrics is read from this F. has_flush: whether F and B of a microbatch belong to
+    the same step, so that metrics from B count in it.
+    """
+    return remat == "full" and has_flush
+
+
 def trace_stage(
     stages: Stages, stage: int, inputs: StageInputs, *, num_phases: int, remat: str, has_flush: bool = True
 ) -> StageProgram:
@@ -211,7 +219,7 @@ def trace_stage(
     # No stage needs dX of stage 0, so its whole backward pass would be W. To balance B and W, its B computes dX of its
     # second layer instead.
     is_bumped = num_phases == 3 and computation.is_first and stages.bounds[1] - stages.bounds[0] > 1
-    joins_f = has_flush and remat == "full" and computation.is_last  # F computes nothing
+    joins_f = computation.is_last and last_joins_f(remat, has_flush=has_flush)
     key = (stage, *computation[1:], avals, structure, is_bumped, remat, joins_f)
     found, group = _TRACED.setdefault(stages.computed, {}), list(stages.group_sizes.items())
 
