@@ -20,7 +20,7 @@ from pathlib import Path
 
 from jaxpar.command_line import Parser, format_rows, integer, number
 from jaxpar.errors import TrainingError, UserError
-from jaxpar.launch import doctor
+from jaxpar.launch.doctor.examination import Examination, answer, guarded
 from jaxpar.launch.launcher import check_capacity, gpus_to_divide, share_of_gpus
 from jaxpar.launch.place import BIND, FLAGS, Place, find_place, free_port
 
@@ -64,13 +64,13 @@ def _start(place: Place, arguments: Namespace, gpus: Sequence[str]) -> "subproce
 
 def _examine(place: Place | None, workdir: Path | None, seconds: float) -> int:
     if place is not None and place.process_id:
-        with doctor.guarded(10 * seconds, lambda: None):
+        with guarded(10 * seconds, lambda: None):
             try:
-                doctor.answer(place, workdir, seconds)
+                answer(place, workdir, seconds)
             except TrainingError as error:
                 raise UserError(str(error)) from None
         return 0
-    examination = doctor.Examination(place, workdir, seconds)
+    examination = Examination(place, workdir, seconds)
 
     def show() -> None:
         table = [["", "found", ""], *([row.what, row.found, row.problem and "PROBLEM"] for row in examination.rows)]
@@ -81,7 +81,7 @@ def _examine(place: Place | None, workdir: Path | None, seconds: float) -> int:
         part = f"the examination of {examination.part} did not end"
         print(f"jaxpar: {part} within {10 * seconds:g} s; the rows above are complete", file=sys.stderr, flush=True)
 
-    with doctor.guarded(10 * seconds, hangs):
+    with guarded(10 * seconds, hangs):
         rows = examination.run()
     show()
     problems = [row for row in rows if row.problem]

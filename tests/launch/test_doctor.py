@@ -12,8 +12,9 @@ import pytest
 
 from jaxpar.commands import doctor as command
 from jaxpar.errors import UserError
-from jaxpar.launch import doctor
-from jaxpar.launch.doctor import Examination, Row
+from jaxpar.launch.doctor import connections, examination, facts
+from jaxpar.launch.doctor.examination import Examination
+from jaxpar.launch.doctor.facts import Row
 from jaxpar.launch.place import Place, free_port
 
 FACTS = {
@@ -42,7 +43,7 @@ def of_version(name: str, version: str) -> dict[str, Any]:
         (of_version("jaxlib", "0.11.1"), False, "jaxlib", "process 1 has 0.11.1, process 0 has 0.11.2"),
         (of_version("jax-cuda13-plugin", "0.11.1"), True, "jax-cuda13-plugin", "must be the same version"),
         (of_version("driver", "575.51.03"), True, "driver", "must be 580 or newer"),
-        (of_version("driver", f"{doctor.NO_DRIVER}: No devices were found"), True, "driver", "must list the GPUs"),
+        (of_version("driver", f"{facts.NO_DRIVER}: No devices were found"), True, "driver", "must list the GPUs"),
         (of_version("nvidia-nccl-cu13", "2.30.7"), True, "nvidia-nccl-cu13", "known to hang"),
         ({"gpus": ["H100"], "host": "b"}, False, "GPUs that nvidia-smi lists", "process 1 on b has 1, process 0 has 2"),
         ({"gpus": ["A100", "A100"]}, False, "GPUs that nvidia-smi lists", "wait for the slowest: A100, H100"),
@@ -53,7 +54,7 @@ def of_version(name: str, version: str) -> dict[str, Any]:
 )
 def test_facts(changes: dict[str, Any], all_change: bool, what: str | None, problem: str) -> None:
     changed = {**FACTS, **changes}
-    found = problems(doctor.judge([changed if all_change else FACTS, changed]))
+    found = problems(facts.judge([changed if all_change else FACTS, changed]))
     assert list(found) == ([what] if what else [])
     assert problem in found.get(what or "", "")
 
@@ -65,7 +66,7 @@ def examine(number: int, workdir: Path | None, *, absent: int = 0, seconds: floa
 
     def answer(process: int) -> None:
         try:
-            doctor.answer(Place(address, number, process), workdir, 20.0)
+            examination.answer(Place(address, number, process), workdir, 20.0)
         except UserError as error:
             refused.append(str(error))
 
@@ -86,8 +87,8 @@ def examine(number: int, workdir: Path | None, *, absent: int = 0, seconds: floa
 def without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads share one JAX, which cannot be several processes."""
     added = {"devices": 3, "kinds": ["cpu"], "seconds": 1.0, "wrong": ""}
-    monkeypatch.setattr(doctor, "add_on_devices", lambda _place: added)
-    monkeypatch.setattr(doctor, "SENT", 2**20)
+    monkeypatch.setattr(examination, "add_on_devices", lambda _place: added)
+    monkeypatch.setattr(connections, "SENT", 2**20)
 
 
 def test_nothing_is_wrong(tmp_path: Path) -> None:
@@ -110,8 +111,8 @@ def test_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_workdir_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    share_files = doctor.share_files
-    monkeypatch.setattr(doctor, "share_files", lambda _, own: share_files(own / "elsewhere", own))
+    share_files = examination.share_files
+    monkeypatch.setattr(examination, "share_files", lambda _, own: share_files(own / "elsewhere", own))
     assert "process 1 on" in (found := problems(examine(2, tmp_path))["workdir"])
     assert "does not see the files of process 0" in found
 
@@ -119,12 +120,12 @@ def test_workdir_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver's port is closed: both processes are named."""
     closed = f"127.0.0.1:{free_port()}"
-    main, rate_to = threading.main_thread(), doctor.rate_to
+    main, rate_to = threading.main_thread(), connections.rate_to
 
     def of_peers(address: str, _: float) -> float:
         return rate_to(address if threading.current_thread() is main else closed, seconds=0.3)
 
-    monkeypatch.setattr(doctor, "rate_to", of_peers)
+    monkeypatch.setattr(examination, "rate_to", of_peers)
     found = problems(examine(2, None))["network"]
     assert "process 1 on" in found
     assert "cannot send to process 0" in found
@@ -136,7 +137,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("no CUDA driver\nmore")
         return {"wrong": ""}
 
-    monkeypatch.setattr(doctor, "add_on_devices", add)
+    monkeypatch.setattr(examination, "add_on_devices", add)
     assert problems(examine(2, None))["devices"].endswith(": no CUDA driver")
 
 
@@ -155,24 +156,24 @@ def test_nvidia_smi_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed, because it has no driver.'\nexit 9\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    found = doctor.facts(None)
+    found = facts.facts(None)
     assert found["versions"]["driver"] == "nvidia-smi fails: NVIDIA-SMI has failed, because it has no driver."
     assert found["gpus"] == []
 
 
 def test_a_process_that_ends() -> None:
     """The lost process is named, whether it is asked or answers, with half a message."""
-    examination = Examination(None, None, 1.0)
-    examination._facts = [FACTS, {**FACTS, "host": "b"}]
+    examined = Examination(None, None, 1.0)
+    examined._facts = [FACTS, {**FACTS, "host": "b"}]
     for sends_half in (False, True):
         own, other = socket.socketpair()
-        examination._peers = {1: doctor.Peer(own)}
+        examined._peers = {1: connections.Peer(own)}
         if sends_half:
             other.sendall(b'{"wro')
         other.close()
-        with pytest.raises(doctor._Broken, match="process 1 on b did not answer"):
-            examination._ask(1, "time")
-        examination._peers[1].close()
+        with pytest.raises(examination._Broken, match="process 1 on b did not answer"):
+            examined._ask(1, "time")
+        examined._peers[1].close()
 
 
 def test_a_file_as_workdir(tmp_path: Path) -> None:
@@ -188,7 +189,7 @@ def test_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "2 x cpu, all-reduce at" in done.stdout
     assert "PROBLEM" not in done.stdout
-    with doctor.listen("127.0.0.1:0") as server:
+    with connections.listen("127.0.0.1:0") as server:
         place = [f"--coordinator_address=127.0.0.1:{server.getsockname()[1]}", "--num_processes=2"]
         with pytest.raises(UserError, match="the port must be free"):
             command.main([*place, "--process_id=0"])

@@ -1,0 +1,1 @@
+"""Examines the processes of a run before it starts."""
