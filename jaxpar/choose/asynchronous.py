@@ -28,7 +28,8 @@ from jaxpar.choose.candidates import (
     with_settings,
 )
 from jaxpar.choose.costs.memory import StateBytes
-from jaxpar.choose.costs.step import StepCosts, UpdateWork, replicas_costs
+from jaxpar.choose.costs.replica_steps import replicas_costs
+from jaxpar.choose.costs.step import StepCosts, UpdateWork
 from jaxpar.choose.planner import candidate_of_plan
 from jaxpar.choose.replicas import settings_of_replicas
 from jaxpar.choose.stages import possible_stages

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxpar.choose.costs.pipeline_steps import clock_seconds, dispatched_seconds
 from jaxpar.choose.costs.profile import LayerProfile
-from jaxpar.choose.costs.step import clock_seconds, dispatched_seconds
 from jaxpar.choose.pipedream import PlannedStage, fastest_cut, spans
 from jaxpar.core.ring import sent_of_operand
 from jaxpar.strategies.pipeline.schedules import LOCKSTEP

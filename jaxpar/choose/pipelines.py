@@ -21,7 +21,7 @@ from jaxpar.choose.candidates import (
 )
 from jaxpar.choose.costs.layers import LayerWork
 from jaxpar.choose.costs.memory import StateBytes, gathered_bytes, scattered_bytes, splits_backward
-from jaxpar.choose.costs.step import PipelineStep, action_costs, pipeline_costs
+from jaxpar.choose.costs.pipeline_steps import PipelineStep, action_costs, pipeline_costs
 from jaxpar.choose.groups import group_sizes, layers_in, named_with_groups
 from jaxpar.core.groups import ReplicaGroup
 from jaxpar.core.mesh import DATA, GROUP_AXES, STAGE

@@ -25,7 +25,8 @@ from jaxpar.choose.candidates import (
 )
 from jaxpar.choose.costs.memory import StateBytes
 from jaxpar.choose.costs.rates import launch_seconds
-from jaxpar.choose.costs.step import REPLICA_KEYS, UpdateWork, replicas_costs
+from jaxpar.choose.costs.replica_steps import REPLICA_KEYS, replicas_costs
+from jaxpar.choose.costs.step import UpdateWork
 from jaxpar.choose.costs.updates import exchange_bytes, update_bytes
 from jaxpar.choose.groups import group_sizes, layers_in, named_with_groups
 from jaxpar.core.mesh import GROUP_AXES, TENSOR

@@ -24,8 +24,8 @@ from jaxpar import strategies
 from jaxpar.choose.candidates import with_values
 from jaxpar.choose.costs.layers import Layers, ProfiledLayers, TracedLayers
 from jaxpar.choose.costs.machine import Machine, machine_of, processors_shared, with_assumed_rates
+from jaxpar.choose.costs.pipeline_steps import actions_seconds, send_seconds, stage_times
 from jaxpar.choose.costs.profile import LayerProfile, read_profile
-from jaxpar.choose.costs.step import actions_seconds, send_seconds, stage_times
 from jaxpar.choose.partition import (
     UNKNOWN_LAYERS,
     UNTIL_CHOSEN,

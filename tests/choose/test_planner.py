@@ -49,23 +49,21 @@ from jaxpar.choose.costs.memory import (
     stash_bytes,
     working_bytes,
 )
-from jaxpar.choose.costs.profile import LayerProfile
-from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS, LAUNCH_SECONDS, collective_seconds
-from jaxpar.choose.costs.step import (
+from jaxpar.choose.costs.pipeline_steps import (
     PACKING,
-    REPLICA_KEYS,
     PipelineStep,
-    StepCosts,
-    UpdateWork,
     action_costs,
     clock_seconds,
     dispatched_seconds,
     narrows,
     pipeline_costs,
-    replicas_costs,
     sending_clocks,
     stage_times,
 )
+from jaxpar.choose.costs.profile import LayerProfile
+from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS, LAUNCH_SECONDS, collective_seconds
+from jaxpar.choose.costs.replica_steps import REPLICA_KEYS, replicas_costs
+from jaxpar.choose.costs.step import StepCosts, UpdateWork
 from jaxpar.choose.pipelines import of_pipelines
 from jaxpar.choose.replicas import combined, of_replicas, update_of
 from jaxpar.cluster import Cluster

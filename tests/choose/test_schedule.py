@@ -14,9 +14,9 @@ from jaxpar import cluster, strategies
 from jaxpar.choose import stages
 from jaxpar.choose.costs.layers import Layers
 from jaxpar.choose.costs.machine import machine_of
+from jaxpar.choose.costs.pipeline_steps import actions_seconds
 from jaxpar.choose.costs.profile import LayerProfile, write_profile
 from jaxpar.choose.costs.rates import EFFICIENCY
-from jaxpar.choose.costs.step import actions_seconds
 from jaxpar.choose.search.lockstep_search import search_lockstep
 from jaxpar.cluster import Cluster
 from jaxpar.config import default_config

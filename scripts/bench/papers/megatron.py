@@ -12,8 +12,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxpar.choose.costs.pipeline_steps import dispatched_seconds
 from jaxpar.choose.costs.rates import collective_seconds, memory_seconds, product_seconds
-from jaxpar.choose.costs.step import dispatched_seconds
 from jaxpar.cluster import Cluster
 from jaxpar.core.ring import PERMUTE, ring_sends
 from jaxpar.strategies.pipeline.tables.schedule import make_table
