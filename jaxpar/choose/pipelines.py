@@ -25,7 +25,7 @@ from jaxpar.choose.costs.pipeline_steps import PipelineStep, action_costs, pipel
 from jaxpar.choose.groups import group_sizes, layers_in, named_with_groups
 from jaxpar.core.groups import ReplicaGroup
 from jaxpar.core.mesh import DATA, GROUP_AXES, STAGE
-from jaxpar.core.plan import Plan, Traffic, ring_traffic
+from jaxpar.core.plan import ACTIVATION_PARTS, Plan, Traffic, ring_traffic
 from jaxpar.core.step import Problem
 from jaxpar.errors import is_refused
 from jaxpar.exchange.exchange import shared
@@ -245,14 +245,15 @@ def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> 
     """Return the candidate of the plan of a pipeline."""
     details, table, staged = plan.details, plan.details.table, plan.details.staged
     in_group = math.prod(plan.axes.get(axis, 1) for axis in GROUP_AXES)  # neighbours that have equal parts of a stage
+    of_columns = plan.memory[: in_group * table.num_devices : in_group]
     states = [
-        StateBytes(parts["parameters"], parts.get("optimizer", 0), parts.get("gradients", parts["parameters"]))
-        for parts in plan.memory[: in_group * table.num_devices : in_group]
+        StateBytes(_held(parts), parts.get("optimizer", 0), parts.get("gradients", parts["parameters"]))
+        for parts in of_columns
     ]
     size = config.batch_size // plan.decision.batch_divisor
     work = layers_in(space, plan.axes).work(size, details.remat, is_split=splits_backward(table))
     step = PipelineStep(work, space.machine, plan.axes, table, details.stages.bounds, plan.traffic)
-    params = max(state.parameters for state in states)
+    params = max(parts["gradients" if table.period else "parameters"] for parts in of_columns)  # of one version
     of_state = STATE_SHARDED.get(config.exchange, 3) if EXCHANGES[config.exchange].shards else 0
     if of_state > 1:
         states = [state._replace(gradients=state.gradients + scattered_bytes(work)) for state in states]
@@ -272,6 +273,11 @@ def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> 
     shown = {"pipeline.num_microbatches": table.num_microbatches, "pipeline.remat": details.remat}
     name = _name(details.schedule, table, plan.axes, config.exchange)
     return Candidate(name, shown, costs, costs.nbytes <= space.usable_bytes)
+
+
+def _held(parts: Mapping[str, int]) -> float:
+    """Return the bytes of parameters on a device, with other parts of its state, such as earlier versions of them."""
+    return sum(parts[name] for name in parts.keys() - {"optimizer", "gradients", *ACTIVATION_PARTS})
 
 
 def _name(schedule: str, table: Table, axes: Mapping[str, int], exchange: str) -> str:

@@ -24,7 +24,6 @@ from jaxpar.choose.candidates import (
     with_settings,
 )
 from jaxpar.choose.costs.memory import StateBytes
-from jaxpar.choose.costs.rates import launch_seconds
 from jaxpar.choose.costs.replica_steps import REPLICA_KEYS, replicas_costs
 from jaxpar.choose.costs.step import UpdateWork
 from jaxpar.choose.costs.updates import exchange_bytes, update_bytes
@@ -132,8 +131,7 @@ def update_of(space: Space, config: ConfigDict, plan: Plan[Any]) -> UpdateWork:
 
 def launching_seconds(space: Space) -> float:
     """Return the seconds in which a GPU launches the kernels of an update."""
-    number = UPDATE_KERNELS * len(jax.tree.leaves(space.problem.model.shapes))
-    return number * launch_seconds(space.machine.cluster) if space.machine.overlaps else 0.0
+    return space.machine.launched(UPDATE_KERNELS * len(jax.tree.leaves(space.problem.model.shapes)))
 
 
 def combined(sent: Traffic, num_replicas: int) -> Traffic:

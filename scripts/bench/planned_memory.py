@@ -104,11 +104,27 @@ GPT_8 = {
     **{"batch_size": 32, "strategy": "pipeline", "pipeline.schedule": "1f1b", "pipeline.num_microbatches": 8},
 }
 IN_LOCKSTEP, DISPATCHED = ({"pipeline.executor": executor} for executor in ("lockstep", "dispatch"))
+NOT_TIED = {"model.tied_embeddings": False}
+SCHEDULES_OF_8: dict[str, dict[str, Any]] = {
+    **{name: {"pipeline.schedule": name} for name in ("gpipe", "eager_1f1b", "zb_h1", "zb_h2", "zb_v")},
+    "interleaved_1f1b": {"pipeline.schedule": "interleaved_1f1b", "pipeline.num_chunks": 2},
+    "1f1b, remat full,": {"pipeline.remat": "full"},
+    **{f"{one}, head not tied,": {"pipeline.schedule": one} | NOT_TIED for one in ("pipedream", "pipedream_2bw")},
+}
+OF_LOCKSTEP = ("eager_1f1b", "zb_v", "1f1b, remat full,", "pipedream_2bw, head not tied,")
+BERT_SHORT: dict[str, Any] = {
+    **{"model.size": "base", "data.max_length": 64, "data.vocab_size": 30522, "model.attention": "xla"},
+    **{"batch_size": 256, "strategy": "pipeline", "mesh.stage": 2, "pipeline.num_microbatches": 4},
+}
 OF_LARGE = ("gpt2_1f1b_lockstep", "gpt2_zb_h1_lockstep", "gpt2_1f1b_dispatch")
 PIPELINES = (large_models.CASES[name].values for name in OF_LARGE)
 PROGRAMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("BERT base", "ddp", large_models.CASES["bert_base"].values),
-    *(("GPT-2 124M", name, GPT2 | {"exchange": name}) for name in ("ddp", "zero1", "zero2", "zero3")),
+    *(
+        ("GPT-2 124M", name, GPT2 | {"exchange": name})
+        for name in ("ddp", "horovod", "byteps", "zero1", "zero2", "zero3")
+    ),
+    ("GPT-2 124M", "hsdp, groups of 4", GPT2 | {"exchange": "hsdp", "exchange_options.group": 4}),
     ("GPT-2 124M, dropout 0.1", "ddp", GPT2 | {"exchange": "ddp", "model.dropout": 0.1}),
     *(("Llama 1B", name, LLAMA_1B | {"exchange": name}) for name in ("ddp", "zero2", "zero3")),
     ("Llama 8B", "zero3", LLAMA_8B | {"exchange": "zero3"}),
@@ -129,12 +145,16 @@ PROGRAMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         for name, sharded in (("zero1", {"exchange": "zero1"}), ("zero2", {"exchange": "zero2"}))
     ),
     *(
-        ("GPT, 8 layers", f"{name} dispatched, 4 stages x 2", GPT_8 | DISPATCHED | {"mesh.stage": 4} | schedule)
-        for name, schedule in (
-            ("gpipe", {"pipeline.schedule": "gpipe"}),
-            ("interleaved_1f1b", {"pipeline.schedule": "interleaved_1f1b", "pipeline.num_chunks": 2}),
-            ("zb_h1", {"pipeline.schedule": "zb_h1"}),
+        ("GPT, 8 layers", f"{name} {how}, 4 stages x 2", GPT_8 | executor | {"mesh.stage": 4} | SCHEDULES_OF_8[name])
+        for how, executor, names in (
+            ("dispatched", DISPATCHED, SCHEDULES_OF_8),
+            ("in lockstep", IN_LOCKSTEP, OF_LOCKSTEP),
         )
+        for name in names
+    ),
+    *(
+        ("BERT base, 256 x 64, XLA's attention", f"1f1b {name}, 2 stages x 4", BERT_SHORT | executor)
+        for name, executor in (("in lockstep", IN_LOCKSTEP), ("dispatched", DISPATCHED))
     ),
     ("GPT, 8 layers", "ddp, context 2 x 4 replicas", GPT_8 | {"strategy": "data_parallel", "mesh.context": 2}),
     ("GPT-2 124M", "zero2, offload", GPT2 | {"exchange": "zero2", "exchange_options.offload": True}),

@@ -258,7 +258,9 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
             else ""
         )
     here, again, assumed = listed
-    assert again == pytest.approx(here, rel=5e-3)  # rounding can reorder events of a swarm
+    assert again.keys() == here.keys()
+    for settings, seconds in here.items():  # rounding can reorder events of a swarm
+        assert again[settings] == pytest.approx(seconds, rel=0.05 if "'strategy': 'swarm'" in settings else 5e-3)
     assert min(here.values()) < 0.95 * min(assumed.values())  # 3 us for a kernel, instead of 4
     assert 'source = "measured on 8 x NVIDIA H100 80GB HBM3 on 20' in path.read_text()
 

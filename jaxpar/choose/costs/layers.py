@@ -9,9 +9,18 @@ from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.choose.costs.layer_programs import BACKWARD, FORWARD, LayerPrograms, kept_by_dtype, kept_bytes, loss_program
+from jaxpar.choose.costs.layer_programs import (
+    BACKWARD,
+    FORWARD,
+    LayerPrograms,
+    kept_by_dtype,
+    kept_bytes,
+    loss_program,
+    stash_spans,
+)
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.rates import launch_seconds, memory_seconds, product_seconds
 from jaxpar.cluster import Cluster
@@ -28,14 +37,15 @@ from jaxpar.tasks import Task
 
 KINDS_OF_REMAT = ("none", "dots", "full")
 SIZES = (4, 8)  # numbers of examples for which layers are traced
-# Kernels into which the passes of a layer are assumed to be fused, of F, of B with or without W, and of W. Compiled for
-# H100s, unrolled layers of BERT base, GPT and Llama have 18, 21 and 18 forward, and 14, 19 and 8 backward. In stages, a
-# layer of a GPT has 14, 22 and 7; with a tensor axis, 20 forward and 24 backward.
-PASS_KERNELS = (17, 17, 7)
+# Kernels into which the passes of a layer with products are assumed to be fused, by the number of phases. Compiled for
+# H100s, unrolled layers of BERT base, GPT and Llama have 18, 21 and 18 forward, and 14, 19 and 8 backward. In stages,
+# layers of BERT base and of a GPT have 16 and 14 forward, and 19 and 12 backward; those of a GPT have 5 in B and 9 in
+# W. Passes of other layers are fused with those of their neighbours.
+PASS_KERNELS = {2: (17, 15), 3: (15, 5, 9)}
+KERNELS_IN_GROUP = (3, 9)  # those that a tensor or context axis adds to F and B: 20 and 24 in the layers of a GPT
 # The bytes that passes of a backward pass move / those that are counted, because XLA computes several reductions of an
-# array in one kernel. In the same programs it is 0.44 to 0.49 (forward: 0.85 to 0.95), but stages move more: 0.75 is
-# closest for all programs of scripts/bench/planned_memory.py --large.
-BACKWARD_PASSES = 0.75
+# array in one kernel. In the same programs of unrolled layers it is 0.44 to 0.49 (forward: 0.85 to 0.95).
+BACKWARD_PASSES = 0.5
 
 
 ALONE = MeshGroup(1)  # a device that computes whole layers
@@ -54,6 +64,9 @@ class LayerMemory(NamedTuple):
     stashes: Stashes = ({},)  # what it saves
     looped: float = 0.0  # bytes with which the loop of a loss over a vocabulary works (Residuals)
     score_gradients: float = 0.0  # bytes of those of attention without a kernel (Residuals)
+    num_weights: int = 0  # arrays of its weights
+    num_saved: tuple[int, ...] = (0,)  # arrays of each stash
+    is_lookup: bool = False  # whether it looks up its weights, so that their gradient is scattered to where it is added
 
 
 class PhaseSeconds(NamedTuple):
@@ -138,8 +151,19 @@ class Layers:
         """Return what each layer holds in addition."""
         stashes = self._stashes(size, remat, 3 if is_split else 2)
         gradients = (_at(size, few, many) for few, many in zip(*map(self._score_gradients, SIZES), strict=True))
-        each = zip(self._sizes(size, "none"), self._narrowed(), stashes, gradients, strict=True)
-        *first, last = [LayerMemory(one.stash_bytes, narrow, of, 0.0, gradient) for one, narrow, of, gradient in each]
+        weights = [len(jax.tree.leaves(layer.shapes)) for layer in self.problem.model.layers]
+        saved = self._num_saved(remat, 3 if is_split else 2)
+        each = zip(
+            self._sizes(size, "none"),
+            self._narrowed(),
+            stashes,
+            gradients,
+            weights,
+            saved,
+            self._lookups(),
+            strict=True,
+        )
+        *first, last = [LayerMemory(one.stash_bytes, narrow, of, 0.0, *rest) for one, narrow, of, *rest in each]
         return [*first, last._replace(looped=self._residual(size, "none", len(first)).looped)]
 
     def _score_gradients(self, size: int) -> list[float]:
@@ -207,6 +231,17 @@ class Layers:
             for pairs in (zip(few, many, strict=True) for few, many in layers)
         ]
         return [*between, kept_by_dtype(self._loss_program(size, remat, num_phases), num_phases)]
+
+    def _lookups(self) -> list[bool]:
+        """Return for each layer whether its inputs are numbers of rows of its weights, such as tokens."""
+        inputs, _, _ = self._inputs(SIZES[0])
+        return [not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(of)) for of in inputs]
+
+    def _num_saved(self, remat: str, num_phases: int) -> list[tuple[int, ...]]:
+        """Return the number of arrays that each layer saves in each stash."""
+        programs = self._programs(SIZES[0], remat, num_phases)
+        saved = [programs.programs.programs[number].cut.saved for number in programs.numbers]
+        return [tuple(len(of.get(span, [])) for span in stash_spans(num_phases)) for of in saved]
 
     def _loss_program(self, size: int, remat: str, num_phases: int) -> StageProgram:
         inputs, batch, _ = self._inputs(size)
@@ -302,11 +337,16 @@ class TracedLayers(Layers):
     def _priced(self, size: int, remat: str, num_phases: int) -> list[list[float]]:
         """Return the seconds of each phase of each layer."""
         kernels = self._kernels(remat, num_phases)
-        shares = [1.0, *[BACKWARD_PASSES] * (num_phases - 1)]
+        shares, passes = [1.0, *[BACKWARD_PASSES] * (num_phases - 1)], [*PASS_KERNELS[num_phases]]
+        if self.group != ALONE:
+            passes[:2] = np.add(passes[:2], KERNELS_IN_GROUP)
 
         def priced(of_phases: list[_Kernels], shares: Sequence[float]) -> list[float]:
-            each = zip(of_phases, PASS_KERNELS[:num_phases], shares, strict=True)
-            return [one.seconds(size, self._cluster, passes, share) for one, passes, share in each]
+            each = zip(of_phases, passes, shares, strict=True)
+            seconds = [one.seconds(size, self._cluster, number, share) for one, number, share in each]
+            if remat != "none":  # B also has the passes of F, with all of their bytes and kernels
+                seconds[1] += of_phases[0].of_passes(size, self._cluster, passes[0], 1 - shares[1])
+            return seconds
 
         seconds = {number: priced(of_phases, shares) for number, of_phases in kernels.items()}
         *numbers, _ = self._programs(SIZES[0], remat, num_phases).numbers
@@ -347,17 +387,24 @@ class _Kernels:
         self._nbytes = np.array([[one.calls * one.nbytes for one in found] for found in (few, many)])
         self._calls = np.array([[one.calls for one in found] for found in (few, many)])
 
+    def of_passes(self, size: int, cluster: Cluster, number: int, share: float) -> float:
+        """Return the time of passes alone. number: of their kernels; share: of their bytes that are moved."""
+        nbytes = sum(
+            _at(size, *moved) for (kind, *_), moved in zip(self._kinds, self._nbytes.T, strict=True) if kind == PASS
+        )
+        return share * memory_seconds(cluster, float(nbytes)) + number * launch_seconds(cluster) * bool(
+            self._flops.any()
+        )
+
     def seconds(self, size: int, cluster: Cluster, num_passes: int, share: float) -> float:
         """Return the time for `size` examples. num_passes: kernels of passes; share: of their bytes that are moved."""
-        total, launch = 0.0, launch_seconds(cluster)
+        total, launch = self.of_passes(size, cluster, num_passes, share), launch_seconds(cluster)
         rows = (_at(size, few, many) for few, many in (self._flops, self._nbytes, self._calls))
         for (kind, dtype, head), flops, moved, calls in zip(self._kinds, *rows, strict=True):
             memory = memory_seconds(cluster, float(moved))
-            if kind == PASS:
-                total += share * memory + num_passes * launch * bool(moved)
-            elif kind == SLICE:
+            if kind == SLICE:
                 total += memory + calls * launch
-            else:
+            elif kind != PASS:
                 total += max(product_seconds(cluster, kind, dtype, float(flops), head), memory) + calls * launch
         return total
 

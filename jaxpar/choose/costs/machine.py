@@ -9,6 +9,7 @@ A machine has these:
   collective(sent, axes)        seconds of the collectives of a traffic; axes: sizes of the mesh axes
   started(num_devices)          seconds that a step takes besides everything else
   moved(nbytes, num_devices)    seconds in which these devices each read or write this number of bytes at the same time
+  launched(number)              seconds in which a device launches this number of kernels
 """
 
 import math
@@ -61,7 +62,7 @@ class GpuMachine(NamedTuple):
     @property
     def clock_seconds(self) -> float:
         """Seconds of the launches of a clock besides those of its actions."""
-        return CLOCK_KERNELS * launch_seconds(self.cluster)
+        return self.launched(CLOCK_KERNELS)
 
     def together(self, seconds: np.ndarray, copies: int = 1) -> np.ndarray:
         """GPUs share nothing."""
@@ -96,6 +97,10 @@ class GpuMachine(NamedTuple):
         """Return the time of one GPU."""
         return memory_seconds(self.cluster, nbytes)
 
+    def launched(self, number: float) -> float:
+        """Return the time of one GPU."""
+        return number * launch_seconds(self.cluster)
+
 
 class SharedCores(NamedTuple):
     """CPU devices that were not measured: those of a process share its cores, and only computing takes time."""
@@ -123,6 +128,10 @@ class SharedCores(NamedTuple):
 
     def moved(self, nbytes: float, num_devices: int) -> float:
         """Memory is free."""
+        return 0.0
+
+    def launched(self, number: float) -> float:
+        """A CPU launches nothing."""
         return 0.0
 
 
@@ -162,6 +171,10 @@ class CpuMachine(NamedTuple):
     def moved(self, nbytes: float, num_devices: int) -> float:
         """Return the time of devices that share the memory."""
         return nbytes * _at(num_devices, self.byte_seconds)
+
+    def launched(self, number: float) -> float:
+        """A CPU launches nothing."""
+        return 0.0
 
     def started(self, num_devices: int) -> float:
         """Return the time that a program takes that computes nothing."""

@@ -17,6 +17,7 @@ import numpy as np
 from jaxpar.choose.costs.layers import Layers, LayerWork
 from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.models.model import Model
+from jaxpar.strategies.pipeline.tables.periodic import num_in_flight, unroll
 from jaxpar.strategies.pipeline.tables.table import Table, W
 from jaxpar.strategies.pipeline.tables.validate import peak_handed, peak_in_flight, peak_stashed
 
@@ -173,9 +174,14 @@ def pipeline_bytes(
     Otherwise, each device allocates what its stages need.
     """
     spans = list(pairwise(bounds))
+    never_drains = bool(table.period)
+    if never_drains:  # a step begins with microbatches in flight
+        table = unroll(table, 3 * num_in_flight(table))
     if in_lockstep:
-        state, stashed = max(states, key=sum), stash_bytes(work, table, spans)
-        return sum(state) + activation_bytes(work, spans, stashed, packed_bytes, in_lockstep=True), state
+        state, stashed, kept = max(states, key=sum), stash_bytes(work, table, spans), 0.0
+        if never_drains:  # stashes stay during updates, which copy parameters and gradients, and unpack their results
+            kept, stashed, packed_bytes = stashed, 0.0, packed_bytes + 3 * state.gradients
+        return sum(state) + kept + activation_bytes(work, spans, stashed, packed_bytes, in_lockstep=True), state
     saved = zip(*(map(Counter.total, stashes_of(work, *span)) for span in spans), strict=True)  # by stash and stage
     stashed_by_device = np.sum([peak(sizes) for peak, sizes in zip(stash_peaks(table), saved, strict=True)], axis=0)
     totals = []

@@ -32,6 +32,8 @@ CASTS_OF_ACTION = CASTS / 2  # of the weights that an action of a pipeline reads
 # Bytes that a lockstep step moves to clear, pack, copy and unpack gradients, for each byte of a device's gradients: of
 # 8-layer GPTs compiled for H100s, 12 on 2 stages (zero1), and 24 on 4 stages whose first and last share an array.
 PACKING = 12.0
+COPIED_OUT = 0.5  # the share of the arrays of a stash that kernels of their own copy out of it, in lockstep
+UPDATE_KERNELS = 4  # that an update launches for each array: of BERT base, compiled for H100s
 
 
 class PipelineStep(NamedTuple):
@@ -103,7 +105,9 @@ def pipeline_costs(
     if narrows(actions.executor, has_flush=not table.period):
         narrowed = [sum(of.narrowed for of in work.memory[first:end]) for first, end in pairwise(bounds)]
         update_bytes += CASTS_OF_ACTION * max(sum(narrowed[stage] for stage in stages) for stages in table.stages)
-    update = machine.moved(update_bytes, devices) + packing
+    arrays = [sum(of.num_weights for of in work.memory[first:end]) for first, end in pairwise(bounds)]
+    launched = UPDATE_KERNELS * max(sum(arrays[stage] for stage in stages) for stages in table.stages)
+    update = machine.moved(update_bytes, devices) + machine.launched(launched) + packing
     seconds = machine.started(devices) + actions.seconds + exchange + update
     nbytes, state = pipeline_bytes(work, table, bounds, states, packed_bytes * is_packed, in_lockstep=is_packed)
     exposed = actions.exposed + exchange
@@ -188,13 +192,15 @@ def stage_times(
 ) -> Times:
     """Return the times of F, B and W by stage, if this number of devices compute at the same time.
 
-    An action adds the gradients of its weights to those of other microbatches. In lockstep, it also copies what it
-    saves into slots of stashes, and what earlier ones saved out of them. has_flush: whether the table has one.
+    An action adds the gradients of its weights to those of other microbatches, array by array. In lockstep, it also
+    copies what it saves into slots of stashes, array by array, and what earlier ones saved out of them. has_flush:
+    whether the table has one.
     """
     of_stages = []
     for first, end in pairwise(bounds):
         memory, computed = work.memory[first:end], np.sum(work.seconds[first:end], axis=0)
-        moved = [0.0, 0.0, 3.0 * sum(one.weight_bytes for one in work.layers[first:end])]
+        adding = [number for number in range(first, end) if not work.memory[number].is_lookup]
+        moved = [0.0, 0.0, 3.0 * sum(work.layers[number].weight_bytes for number in adding)]
         joins_f = end == bounds[-1] and last_joins_f(work.remat, has_flush=has_flush)
         if narrows(executor, has_flush=has_flush):
             moved[0] -= CASTS_OF_ACTION * sum(of.narrowed for of in memory)
@@ -202,12 +208,21 @@ def stage_times(
             moved[1] -= CASTS_OF_ACTION * sum(of.narrowed for of in memory if joins_f or not of.looped)
         if joins_f:  # F is part of B
             computed[0], moved[0] = 0.0, 0.0
+        launched = [0.0, 0.0, sum(work.memory[number].num_weights for number in adding)]
         if executor == LOCKSTEP:
             stashes = stashes_of(work, first, end)
-            for (made, last), saved in zip(stash_spans(3 if len(stashes) > 1 else 2), stashes, strict=True):
+            for number, (made, last) in enumerate(stash_spans(3 if len(stashes) > 1 else 2)):
                 for phase in range(made, last + 1):
-                    moved[phase] += 2.0 * sum(saved.values())
-        of_stages.append((computed + [machine.moved(nbytes, devices) for nbytes in moved]).tolist())
+                    moved[phase] += 2.0 * sum(stashes[number].values())
+                saving = memory[:1] if work.remat == "full" and made == 0 else memory
+                copied = sum(of.num_saved[number] for of in saving)
+                launched[made] += copied
+                launched[last] += copied * COPIED_OUT
+        besides = [
+            machine.moved(nbytes, devices) + machine.launched(number)
+            for nbytes, number in zip(moved, launched, strict=True)
+        ]
+        of_stages.append((computed + besides).tolist())
     return Times(*map(list, zip(*of_stages, strict=True)))
 
 
