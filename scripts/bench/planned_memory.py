@@ -132,9 +132,9 @@ PROGRAMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     *zip(["GPT-2 124M"] * 3, ("1f1b in lockstep", "zb_h1 in lockstep", "1f1b dispatched"), PIPELINES, strict=True),
     ("GPT, 8 layers", "1f1b in lockstep, 4 stages x 2", GPT_8 | IN_LOCKSTEP | {"mesh.stage": 4}),
     ("GPT, 8 layers", "1f1b dispatched, 4 stages x 2", GPT_8 | DISPATCHED | {"mesh.stage": 4}),
-    (
-        *("GPT, 8 layers", "1f1b in lockstep, 2 stages, tensor 4"),
-        GPT_8 | IN_LOCKSTEP | {"mesh.stage": 2, "mesh.tensor": 4},
+    *(
+        ("GPT, 8 layers", f"1f1b {how}, 2 stages, tensor 4", GPT_8 | executor | {"mesh.stage": 2, "mesh.tensor": 4})
+        for how, executor in (("in lockstep", IN_LOCKSTEP), ("dispatched", DISPATCHED))
     ),
     (
         *("GPT, 8 layers", "1f1b in lockstep, 2 stages x 4, zero1"),

@@ -46,7 +46,9 @@ KERNELS_IN_GROUP = (3, 9)  # those that a tensor or context axis adds to F and B
 # The bytes that passes of a backward pass move / those that are counted, because XLA computes several reductions of an
 # array in one kernel. In the same programs of unrolled layers it is 0.44 to 0.49 (forward: 0.85 to 0.95).
 BACKWARD_PASSES = 0.5
-
+# Outputs of all positions that a backward pass on a tensor or context axis holds for each layer, because XLA on GPUs
+# gathers them early, and computes the gradients of weights late: in programs of GPTs compiled for H100s, 2 to 3.
+HELD_IN_GROUP = 2.5
 
 ALONE = MeshGroup(1)  # a device that computes whole layers
 
@@ -67,6 +69,7 @@ class LayerMemory(NamedTuple):
     num_weights: int = 0  # arrays of its weights
     num_saved: tuple[int, ...] = (0,)  # arrays of each stash
     is_lookup: bool = False  # whether it looks up its weights, so that their gradient is scattered to where it is added
+    gathered: float = 0.0  # bytes of outputs of all positions of a group, during the backward pass
 
 
 class PhaseSeconds(NamedTuple):
@@ -149,22 +152,20 @@ class Layers:
 
     def memory(self, size: int, remat: str, *, is_split: bool) -> list[LayerMemory]:
         """Return what each layer holds in addition."""
-        stashes = self._stashes(size, remat, 3 if is_split else 2)
-        gradients = (_at(size, few, many) for few, many in zip(*map(self._score_gradients, SIZES), strict=True))
-        weights = [len(jax.tree.leaves(layer.shapes)) for layer in self.problem.model.layers]
-        saved = self._num_saved(remat, 3 if is_split else 2)
-        each = zip(
-            self._sizes(size, "none"),
-            self._narrowed(),
-            stashes,
-            gradients,
-            weights,
-            saved,
-            self._lookups(),
-            strict=True,
-        )
-        *first, last = [LayerMemory(one.stash_bytes, narrow, of, 0.0, *rest) for one, narrow, of, *rest in each]
-        return [*first, last._replace(looped=self._residual(size, "none", len(first)).looped)]
+        num_phases = 3 if is_split else 2
+        of_fields = {
+            "computed": [one.stash_bytes for one in self._sizes(size, "none")],
+            "narrowed": self._narrowed(),
+            "stashes": self._stashes(size, remat, num_phases),
+            "score_gradients": [_at(size, *sizes) for sizes in zip(*map(self._score_gradients, SIZES), strict=True)],
+            "num_weights": [len(jax.tree.leaves(layer.shapes)) for layer in self.problem.model.layers],
+            "num_saved": self._num_saved(remat, num_phases),
+            "is_lookup": self._lookups(),
+            "gathered": self._gathered(size),
+        }
+        each = zip(*of_fields.values(), strict=True)
+        *layers, last = [LayerMemory(**dict(zip(of_fields, values, strict=True))) for values in each]
+        return [*layers, last._replace(looped=self._residual(size, "none", len(layers)).looped)]
 
     def _score_gradients(self, size: int) -> list[float]:
         return [one.score_gradients for one in self._residuals_alone(size, "none")]
@@ -172,6 +173,9 @@ class Layers:
     def residuals(self, size: int, remat: str) -> list[Residuals]:
         """Return what each layer of a replica holds for the backward pass."""
         found = self._residuals_alone(size, remat)
+        if remat == "none":
+            gathered = zip(found, self._gathered(size), strict=True)
+            found = [of._replace(fused=of.fused + nbytes) for of, nbytes in gathered]
         if self.group.context == 1:
             return found
         *blocks, loss = zip(found, *(self._chunked(one) for one in SIZES), strict=True)
@@ -236,6 +240,10 @@ class Layers:
         """Return for each layer whether its inputs are numbers of rows of its weights, such as tokens."""
         inputs, _, _ = self._inputs(SIZES[0])
         return [not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(of)) for of in inputs]
+
+    def _gathered(self, size: int) -> list[float]:
+        """Return the bytes that the backward pass of each layer holds of outputs of all positions of a group."""
+        return [0.0] * len(self.problem.model.layers)
 
     def _num_saved(self, remat: str, num_phases: int) -> list[tuple[int, ...]]:
         """Return the number of arrays that each layer saves in each stash."""
@@ -319,6 +327,12 @@ class TracedLayers(Layers):
     def _of_group(self, group: MeshGroup) -> "TracedLayers":
         """Return the layers of a device of a group, as they are traced."""
         return TracedLayers(self.problem, self._cluster, group)
+
+    def _gathered(self, size: int) -> list[float]:
+        """Return the bytes that the backward pass of each layer holds of outputs of all positions of a group."""
+        held = HELD_IN_GROUP * self.group.size * self.group.context * (self.group != ALONE)
+        *layers, _ = zip(self._sizes(size, "none"), self._lookups(), strict=True)
+        return [*(0.0 if is_lookup else held * layer.output_bytes for layer, is_lookup in layers), 0.0]
 
     def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
         """Return the seconds of the forward and backward pass of each layer."""

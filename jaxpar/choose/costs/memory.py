@@ -241,7 +241,8 @@ def working_bytes(work: LayerWork, spans: Spans, *, in_lockstep: bool) -> float:
         worked = max(apart, worked) if in_lockstep else apart
     narrowed = [sum(of.narrowed for of in work.memory[first:end]) for first, end in spans]
     narrow = max(narrowed) if in_lockstep else sum(narrowed)  # those of all stages of a device exist
-    return worked + narrow + max(layer.output_bytes for layer in layers)
+    gathered = max(sum(of.gathered for of in work.memory[first:end]) for first, end in spans)
+    return worked + narrow + gathered + max(layer.output_bytes for layer in layers)
 
 
 def stash_bytes(work: LayerWork, table: Table, spans: Spans) -> float:
