@@ -114,7 +114,8 @@ SCHEDULES_OF_8: dict[str, dict[str, Any]] = {
 OF_LOCKSTEP = ("eager_1f1b", "zb_v", "1f1b, remat full,", "pipedream_2bw, head not tied,")
 BERT_SHORT: dict[str, Any] = {
     **{"model.size": "base", "data.max_length": 64, "data.vocab_size": 30522, "model.attention": "xla"},
-    **{"batch_size": 256, "strategy": "pipeline", "mesh.stage": 2, "pipeline.num_microbatches": 4},
+    **{"batch_size": 256, "strategy": "pipeline", "mesh.stage": 2},
+    **{"pipeline.schedule": "1f1b", "pipeline.num_microbatches": 4},
 }
 OF_LARGE = ("gpt2_1f1b_lockstep", "gpt2_zb_h1_lockstep", "gpt2_1f1b_dispatch")
 PIPELINES = (large_models.CASES[name].values for name in OF_LARGE)
