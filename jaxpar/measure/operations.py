@@ -317,6 +317,13 @@ def _sources(number: int, writers: Mapping[int, FlatEquation], in_memory: set[in
     return sources
 
 
+def bytes_gathered(axis: str, function: Callable[..., Any], *args: Any) -> float:
+    """Return the bytes of the results of the all-gathers of a function over an axis."""
+    equations = FlatJaxpr(jax.make_jaxpr(function)(*args).jaxpr).equations
+    of_axis = [one.equation for one in equations if axis in one.equation.params.get("axis_name", ())]
+    return float(sum(_nbytes(x) for one in of_axis if one.primitive.name.startswith("all_gather") for x in one.outvars))
+
+
 def loop_bytes(function: Callable[..., Any], *args: Any) -> float:
     """Return the bytes that the loop of a function holds which needs most: what is computed for it, and its results.
 

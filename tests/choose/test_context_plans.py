@@ -130,6 +130,15 @@ def test_attention_holds_the_keys_of_whole_texts(space: Space) -> None:
     assert not any(of.chunked for of in space.layers.residuals(texts, "none"))
 
 
+def test_keys_and_values_of_whole_texts_are_kept(space: Space) -> None:
+    """By hand, in float32; not if they are gathered again. A lookup gathers none."""
+    group, whole = space.layers.in_group(1, 2), 2 * 4 * TEXTS * TOKENS * KV_WIDTH
+    assert [group._gathered_texts(TEXTS, number) for number in (0, 1)] == [0, whole]
+    for remat, kept in (("none", whole), ("full", 0)):
+        found, alone = group.residuals(TEXTS, remat)[1], group._residual(TEXTS, remat, 1)
+        assert found.fused - alone.fused == kept
+
+
 def test_gradients_are_summed_during_the_backward_pass() -> None:
     """Unlike keys and values, for which attention waits."""
     axes, machine = {DATA: 1, STAGE: 1, CONTEXT: 4}, GpuMachine(clusters.named_cluster("h100", 4))

@@ -50,7 +50,7 @@ from jaxpar.choose.costs.memory import (
 )
 from jaxpar.choose.costs.pipeline_steps import (
     PACKING,
-    UPDATE_KERNELS,
+    STAGE_UPDATE_KERNELS,
     PipelineStep,
     action_costs,
     clock_seconds,
@@ -82,6 +82,7 @@ from jaxpar.exchange.named import EXCHANGES
 from jaxpar.exchange.reduce import Axis
 from jaxpar.inspect import plan_report as planning
 from jaxpar.measure.operations import Residuals
+from jaxpar.run import build
 from jaxpar.strategies.pipeline.schedules import DISPATCH, LOCKSTEP
 from jaxpar.strategies.pipeline.tables.periodic import periodic_table
 from jaxpar.strategies.pipeline.tables.schedule import SCHEDULES, make_table
@@ -459,15 +460,40 @@ def test_lockstep_copies_stashes() -> None:
 def test_the_gradient_of_a_lookup_is_scattered_to_where_it_is_added() -> None:
     lookup = LayerMemory(0, 0, num_weights=2, is_lookup=True)
     work = work_of([layer(0.01)._replace(weight_bytes=1e9)] * 2, [lookup, LayerMemory(0, 0, num_weights=4)])
-    times = stage_times(work, (0, 1, 2), GPUS, 2, DISPATCH)
-    assert times.weight == pytest.approx([0.01, 0.01 + GPUS.moved(3e9, 1) + GPUS.launched(4)])
+    apart, lockstep = (stage_times(work, (0, 1, 2), GPUS, 2, executor) for executor in (DISPATCH, LOCKSTEP))
+    added = [GPUS.moved(3e9, 1) + GPUS.launched(number) for number in (2, 4)]
+    assert apart.weight == pytest.approx([0.01, 0.01 + added[1]])
+    assert lockstep.weight == pytest.approx([0.01 + nbytes for nbytes in added])  # to a vector with other arrays
+
+
+@pytest.mark.parametrize(("name", "is_lookup"), [("bert", True), ("mlp", False)])
+def test_lookups_have_no_products(name: str, is_lookup: bool) -> None:
+    """Both have inputs of integers, but the first layer of an mlp multiplies the pixels of images."""
+    config = configs.load_config("configs/quickstart.py" if name == "bert" else "configs/default.py")
+    config.model.name, config.data.source = name, "synthetic"
+    loaded = build.load_parts(config, Path("runs/none"), H100)
+    found = [of.is_lookup for of in TracedLayers(loaded.problem, H100).memory(4, "none", is_split=False)]
+    assert found == [is_lookup, *[False] * (len(found) - 1)]
+
+
+def test_arrays_of_a_layer_are_counted() -> None:
+    case = cases.Case(8, 16, 512, (*cases.GPT, "model.num_layers=2", "model.hidden_size=32", "model.num_heads=2"))
+    layers = TracedLayers(cases.make_problem(cases.configured(case, ()), case, H100), H100)
+    for is_split, spans in ((False, [(0, 1)]), (True, [(0, 1), (0, 2), (1, 2)])):
+        programs = LayerPrograms(
+            layers.problem, resized(layers.problem.batch, 8), remat="none", num_phases=2 + is_split
+        )
+        saved = [programs.programs.programs[number].cut.saved for number in programs.numbers]
+        found = layers.memory(8, "none", is_split=is_split)
+        assert [of.num_saved for of in found] == [tuple(len(of.get(span, [])) for span in spans) for of in saved]
+        assert [of.num_weights for of in found] == [2, 16, 16, 3]  # of the head, one is the embedding
 
 
 def test_an_update_launches_kernels_for_each_array() -> None:
     table = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1)
     work = work_of([layer(0.01)] * 2, [LayerMemory(0, 0, num_weights=number) for number in (3, 5)])
     costs = costs_of_pipeline(work, GPUS, {DATA: 8, STAGE: 2}, table, (0, 1, 2), [], executor=DISPATCH)
-    assert costs.update == pytest.approx(GPUS.launched(5 * UPDATE_KERNELS))
+    assert costs.update == pytest.approx(GPUS.launched(5 * STAGE_UPDATE_KERNELS))
 
 
 def test_with_remat_f_of_the_last_stage_is_part_of_b() -> None:
@@ -817,25 +843,32 @@ def test_copies_of_tied_arrays_are_counted() -> None:
     assert one.costs.nbytes == pytest.approx(planned.costs.nbytes, rel=0.01)
 
 
-@pytest.mark.parametrize("executor", [DISPATCH, LOCKSTEP])
-def test_pipedream_needs_what_is_in_flight(executor: str) -> None:
-    """That is what the executor counts: earlier versions of the parameters, and the stashes of all batches."""
-    cluster, case = clusters.named_cluster("h100", 2), cases.Case(8, 8, 2000, (*cases.GPT, *SMALL_GPT))
+@pytest.mark.parametrize(
+    ("executor", "tokens", "words", "least"),
+    [(DISPATCH, 8, 2000, 1.0), (DISPATCH, 256, 200, 1.0), (LOCKSTEP, 8, 2000, 1.5), (LOCKSTEP, 256, 200, 1.2)],
+)
+def test_pipedream_needs_what_is_in_flight(executor: str, tokens: int, words: int, least: float) -> None:
+    """The executor counts earlier versions, most of the memory with many words, and stashes, most with many tokens.
+
+    In lockstep, an update copies what it changes, or an action works with a copy of what it reads.
+    """
+    cluster, case = clusters.named_cluster("h100", 2), cases.Case(8, tokens, words, (*cases.GPT, *SMALL_GPT))
     settings = "strategy=pipeline", "mesh.stage=2", "pipeline.schedule=pipedream", f"pipeline.executor={executor}"
     config = cases.configured(case, (*settings, "pipeline.num_microbatches=1"))
     problem = cases.make_problem(config, case, cluster)
     plan = strategies.plan(config, problem, cluster)
     space = Space(config, problem, TracedLayers(problem, cluster), GpuMachine(cluster), 1e12)
     counted = max(sum(parts.values()) for parts in plan.memory)
-    assert counted <= planner.candidate_of_plan(space, config, plan).costs.nbytes < 2 * counted
+    assert least < planner.candidate_of_plan(space, config, plan).costs.nbytes / counted < least + 0.35
 
 
 def test_b_computes_the_passes_of_f_again_with_remat() -> None:
     """A product is as fast in both; passes move as much, and take as many kernels, as in F."""
     case = cases.Case(8, 512, 512, (*cases.GPT, "model.num_layers=3", "model.hidden_size=64", "model.num_heads=2"))
     layers = TracedLayers(cases.make_problem(cases.configured(case, ()), case, H100), H100)
-    (forward, backward), (_, again) = (layers.seconds(8, remat)[1] for remat in ("none", "full"))
-    assert again == pytest.approx(backward + forward, rel=0.15)
+    none, full = (layers.seconds(8, remat) for remat in ("none", "full"))
+    assert full[1][1] == pytest.approx(sum(none[1]), rel=0.15)
+    assert sum(full[-1]) == pytest.approx(sum(none[-1]), rel=0.05)  # F of the loss is part of B
 
 
 def test_a_config_of_the_user_needs_what_the_same_candidate_needs() -> None:

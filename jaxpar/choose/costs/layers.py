@@ -30,8 +30,18 @@ from jaxpar.core.mesh import CONTEXT, DATA, TENSOR
 from jaxpar.core.state import nbytes
 from jaxpar.core.step import Problem, abstract
 from jaxpar.exchange.fetch import AS_STORED, fetched
-from jaxpar.measure.operations import PASS, SLICE, Operation, Residuals, loop_bytes, operations, residuals
+from jaxpar.measure.operations import (
+    PASS,
+    SLICE,
+    Operation,
+    Residuals,
+    bytes_gathered,
+    loop_bytes,
+    operations,
+    residuals,
+)
 from jaxpar.models.model import Model
+from jaxpar.strategies.pipeline.executor.partition import layer_flops
 from jaxpar.strategies.pipeline.executor.stage_programs import StageProgram
 from jaxpar.tasks import Task
 
@@ -44,11 +54,12 @@ SIZES = (4, 8)  # numbers of examples for which layers are traced
 PASS_KERNELS = {2: (17, 15), 3: (15, 5, 9)}
 KERNELS_IN_GROUP = (3, 9)  # those that a tensor or context axis adds to F and B: 20 and 24 in the layers of a GPT
 # The bytes that passes of a backward pass move / those that are counted, because XLA computes several reductions of an
-# array in one kernel. In the same programs of unrolled layers it is 0.44 to 0.49 (forward: 0.85 to 0.95). With 0.6, all
-# steps of scripts/bench/planned_memory.py --large are predicted within 15%.
-BACKWARD_PASSES = 0.6
-# Outputs of all positions that a backward pass on a tensor or context axis holds for each layer, because XLA on GPUs
-# gathers them early, and computes the gradients of weights late: in programs of GPTs compiled for H100s, 2 to 3.
+# array in one kernel. In the same programs of unrolled layers it is 0.44 to 0.49 (forward: 0.85 to 0.95), but steps on
+# a GPU take longer than these programs are predicted to (docs/results/gpu/one_gpu.md). With 0.75, all steps of
+# scripts/bench/planned_memory.py --large are predicted within 15%.
+BACKWARD_PASSES = 0.75
+# Outputs of all positions that B of a stage on a tensor axis holds for each of its layers without rematerialization,
+# because XLA on GPUs gathers them early, and computes the gradients of weights late: 2 to 3 in GPTs compiled for H100s.
 HELD_IN_GROUP = 2.5
 
 ALONE = MeshGroup(1)  # a device that computes whole layers
@@ -60,7 +71,7 @@ Stashes = tuple[Mapping[str, float], ...]  # bytes of each stash by dtype (`stas
 
 
 class LayerMemory(NamedTuple):
-    """Bytes that a layer holds besides its state."""
+    """Bytes that a layer holds besides its state, and numbers of arrays, for which kernels are launched."""
 
     computed: float  # bytes that the forward pass saves without rematerialization, which are recomputed with it
     narrowed: float  # bytes of copies of the weights in the dtype of the computation
@@ -69,8 +80,8 @@ class LayerMemory(NamedTuple):
     score_gradients: float = 0.0  # bytes of those of attention without a kernel (Residuals)
     num_weights: int = 0  # arrays of its weights
     num_saved: tuple[int, ...] = (0,)  # arrays of each stash
-    is_lookup: bool = False  # whether it looks up its weights, so that their gradient is scattered to where it is added
-    gathered: float = 0.0  # bytes of outputs of all positions of a group, during the backward pass
+    is_lookup: bool = False  # whether it only looks up its weights, such as those of tokens
+    gathered: float = 0.0  # bytes of outputs of all positions of a tensor axis, during the backward pass
 
 
 class PhaseSeconds(NamedTuple):
@@ -110,7 +121,7 @@ class Layers:
     cached: tuple[str, ...] = (
         *("profile", "work"),
         *("_programs", "_sizes", "_stashes", "_loss_program", "_residual", "_inputs", "_narrowed"),
-        *("_of_group", "_chunked", "_score_gradients"),
+        *("_of_group", "_chunked", "_score_gradients", "_gathered_texts", "_lookups"),
     )
 
     def __init__(self, problem: Problem, group: MeshGroup = ALONE) -> None:
@@ -152,7 +163,7 @@ class Layers:
         return [layer._replace(forward_s=forward, backward_s=backward) for layer, (forward, backward) in layers]
 
     def memory(self, size: int, remat: str, *, is_split: bool) -> list[LayerMemory]:
-        """Return what each layer holds in addition."""
+        """Return what each layer holds in addition, and its numbers of arrays."""
         num_phases = 3 if is_split else 2
         of_fields = {
             "computed": [one.stash_bytes for one in self._sizes(size, "none")],
@@ -162,7 +173,7 @@ class Layers:
             "num_weights": [len(jax.tree.leaves(layer.shapes)) for layer in self.problem.model.layers],
             "num_saved": self._num_saved(remat, num_phases),
             "is_lookup": self._lookups(),
-            "gathered": self._gathered(size),
+            "gathered": self._gathered(size, remat),
         }
         each = zip(*of_fields.values(), strict=True)
         *layers, last = [LayerMemory(**dict(zip(of_fields, values, strict=True))) for values in each]
@@ -174,20 +185,24 @@ class Layers:
     def residuals(self, size: int, remat: str) -> list[Residuals]:
         """Return what each layer of a replica holds for the backward pass."""
         found = self._residuals_alone(size, remat)
-        if remat == "none":
-            gathered = zip(found, self._gathered(size), strict=True)
-            found = [of._replace(fused=of.fused + nbytes) for of, nbytes in gathered]
         if self.group.context == 1:
             return found
+        if remat == "none":  # keys and values of whole texts stay
+            texts = self._by_layer(partial(self._gathered_texts, size))
+            found = [of._replace(fused=of.fused + nbytes) for of, nbytes in zip(found, texts, strict=True)]
         *blocks, loss = zip(found, *(self._chunked(one) for one in SIZES), strict=True)
         between = [of._replace(looped=0.0, chunked=_at(size, few, many)) for of, few, many in blocks]
         return [*between, loss[0]]
 
     def _residuals_alone(self, size: int, remat: str) -> list[Residuals]:
-        """Return the same without the loops of attention to chunks of texts."""
+        """Return the same without the loops of attention to chunks of texts, and without whole texts."""
+        return self._by_layer(partial(self._residual, size, remat))
+
+    def _by_layer(self, find: Callable[[int], T]) -> list[T]:
+        """Return what a function of the number of a layer returns, by layer: of the first one of equal layers."""
         runs, last = self.problem.model.runs, len(self.problem.model.layers) - 1
         numbers = [min(max(run.start, 1), run.stop - 1) for run in runs for _ in run]
-        return [self._residual(size, remat, number) for number in (0, *numbers[1:last], last)]
+        return [find(number) for number in (0, *numbers[1:last], last)]
 
     def _chunked(self, size: int) -> list[float]:
         """Return the bytes of the loop in the backward pass of each layer: of attention, or of the loss."""
@@ -238,12 +253,14 @@ class Layers:
         return [*between, kept_by_dtype(self._loss_program(size, remat, num_phases), num_phases)]
 
     def _lookups(self) -> list[bool]:
-        """Return for each layer whether its inputs are numbers of rows of its weights, such as tokens."""
-        inputs, _, _ = self._inputs(SIZES[0])
-        return [not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(of)) for of in inputs]
+        """Return for each layer whether its inputs are numbers of rows of its weights, without products."""
+        model, (inputs, _, _) = self.problem.model, self._inputs(SIZES[0])
+        flops = self._traced(layer_flops, model, resized(self.problem.batch, SIZES[0]), inputs)
+        has_floats = [any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(of)) for of in inputs]
+        return [not (of_layer or floats) for of_layer, floats in zip(flops, has_floats, strict=True)]
 
-    def _gathered(self, size: int) -> list[float]:
-        """Return the bytes that the backward pass of each layer holds of outputs of all positions of a group."""
+    def _gathered(self, size: int, remat: str) -> list[float]:
+        """Return the bytes that B of each layer holds of outputs of all positions of a tensor axis."""
         return [0.0] * len(self.problem.model.layers)
 
     def _num_saved(self, remat: str, num_phases: int) -> list[tuple[int, ...]]:
@@ -262,6 +279,12 @@ class Layers:
         task = self.problem.task if number == len(model.layers) - 1 else None
         function = partial(_apply, model, task, number)
         return self._traced(residuals, function, model.layers[number].shapes, inputs[number], (batch, keys_B))
+
+    def _gathered_texts(self, size: int, number: int) -> float:
+        """Return the bytes of keys and values of whole texts that a layer gathers."""
+        model, (inputs, batch, keys_B) = self.problem.model.unrolled(), self._inputs(size)
+        function, weights = partial(_apply, model, None, number), model.layers[number].shapes
+        return self._traced(bytes_gathered, CONTEXT, function, weights, inputs[number], (batch, keys_B))
 
     def _inputs(self, size: int) -> tuple[list[Any], Any, Any]:
         """Return the shapes of the inputs of all layers, of a batch and of its keys."""
@@ -329,9 +352,11 @@ class TracedLayers(Layers):
         """Return the layers of a device of a group, as they are traced."""
         return TracedLayers(self.problem, self._cluster, group)
 
-    def _gathered(self, size: int) -> list[float]:
-        """Return the bytes that the backward pass of each layer holds of outputs of all positions of a group."""
-        held = HELD_IN_GROUP * self.group.size * self.group.context * (self.group != ALONE)
+    def _gathered(self, size: int, remat: str) -> list[float]:
+        """Return the bytes that B of each layer holds of outputs of all positions of a tensor axis."""
+        if self.group.size == 1 or remat != "none":
+            return super()._gathered(size, remat)
+        held = HELD_IN_GROUP * self.group.size
         *layers, _ = zip(self._sizes(size, "none"), self._lookups(), strict=True)
         return [*(0.0 if is_lookup else held * layer.output_bytes for layer, is_lookup in layers), 0.0]
 
@@ -366,6 +391,8 @@ class TracedLayers(Layers):
         seconds = {number: priced(of_phases, shares) for number, of_phases in kernels.items()}
         *numbers, _ = self._programs(SIZES[0], remat, num_phases).numbers
         of_loss = priced(self._loss_kernels(size, remat, num_phases), [1.0] * num_phases)
+        if remat == "full":  # its F is part of B
+            of_loss[1] += passes[0] * launch_seconds(self._cluster)
         return [*(seconds[number] for number in numbers), of_loss]
 
     def _kernels(self, remat: str, num_phases: int) -> dict[int, list["_Kernels"]]:

@@ -23,7 +23,10 @@ from jaxpar.strategies.pipeline.tables.validate import peak_handed, peak_in_flig
 
 
 class StateBytes(NamedTuple):
-    """Bytes of the state on the fullest device: parameters, optimizer, and the gradients that it accumulates."""
+    """Bytes of the state on the fullest device: parameters, optimizer, and the gradients that it accumulates.
+
+    With the parameters count their earlier versions and the private state, such as residuals.
+    """
 
     parameters: float
     optimizer: float

@@ -33,7 +33,9 @@ CASTS_OF_ACTION = CASTS / 2  # of the weights that an action of a pipeline reads
 # 8-layer GPTs compiled for H100s, 12 on 2 stages (zero1), and 24 on 4 stages whose first and last share an array.
 PACKING = 12.0
 COPIED_OUT = 0.5  # the share of the arrays of a stash that kernels of their own copy out of it, in lockstep
-UPDATE_KERNELS = 4  # that an update launches for each array: of BERT base, compiled for H100s
+# Kernels that an update of a stage launches for each array: two more than that of replicas, to average gradients and to
+# unpack them. Of BERT base, compiled for H100s.
+STAGE_UPDATE_KERNELS = 4
 
 
 class PipelineStep(NamedTuple):
@@ -106,7 +108,7 @@ def pipeline_costs(
         narrowed = [sum(of.narrowed for of in work.memory[first:end]) for first, end in pairwise(bounds)]
         update_bytes += CASTS_OF_ACTION * max(sum(narrowed[stage] for stage in stages) for stages in table.stages)
     arrays = [sum(of.num_weights for of in work.memory[first:end]) for first, end in pairwise(bounds)]
-    launched = UPDATE_KERNELS * max(sum(arrays[stage] for stage in stages) for stages in table.stages)
+    launched = STAGE_UPDATE_KERNELS * max(sum(arrays[stage] for stage in stages) for stages in table.stages)
     update = machine.moved(update_bytes, devices) + machine.launched(launched) + packing
     seconds = machine.started(devices) + actions.seconds + exchange + update
     nbytes, state = pipeline_bytes(work, table, bounds, states, packed_bytes * is_packed, in_lockstep=is_packed)
@@ -199,7 +201,8 @@ def stage_times(
     of_stages = []
     for first, end in pairwise(bounds):
         memory, computed = work.memory[first:end], np.sum(work.seconds[first:end], axis=0)
-        adding = [number for number in range(first, end) if not work.memory[number].is_lookup]
+        # Where arrays are apart, the gradient of a lookup is scattered to where it is added.
+        adding = [one for one in range(first, end) if executor == LOCKSTEP or not work.memory[one].is_lookup]
         moved = [0.0, 0.0, 3.0 * sum(work.layers[number].weight_bytes for number in adding)]
         joins_f = end == bounds[-1] and last_joins_f(work.remat, has_flush=has_flush)
         if narrows(executor, has_flush=has_flush):
