@@ -108,7 +108,7 @@ def test_a_device_has_a_part_of_each_layer(space: Space) -> None:
 
 
 def test_the_backward_pass_of_a_stage_holds_outputs_of_all_positions(space: Space) -> None:
-    """Those of the blocks, in float32, on a tensor axis, unless it computes them again."""
+    """Blocks on a tensor axis do, in float32, unless B computes them again."""
     alone, together = (space.layers.in_group(size).memory(4, "none", is_split=False) for size in (1, 2))
     whole = 4 * 4 * TOKENS * WIDTH
     assert [of.gathered for of in together] == [0.0, HELD_IN_GROUP * whole, HELD_IN_GROUP * whole, 0.0]

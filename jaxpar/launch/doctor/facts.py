@@ -1,4 +1,4 @@
-"""What a process knows about itself before a run, and what would make the run fail."""
+"""Finds out what a process knows about itself before a run, and what would make the run fail."""
 
 import importlib.metadata
 import platform
