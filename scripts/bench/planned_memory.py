@@ -103,6 +103,7 @@ GPT_8 = {
     **{"model.num_heads": 16, "model.dropout": 0.0, "data.max_length": 1024, "data.vocab_size": 50257},
     **{"batch_size": 32, "strategy": "pipeline", "pipeline.schedule": "1f1b", "pipeline.num_microbatches": 8},
 }
+GPT_4 = GPT_8 | {"strategy": "data_parallel", "model.num_layers": 4, "model.attention": "xla"}
 IN_LOCKSTEP, DISPATCHED = ({"pipeline.executor": executor} for executor in ("lockstep", "dispatch"))
 NOT_TIED = {"model.tied_embeddings": False}
 SCHEDULES_OF_8: dict[str, dict[str, Any]] = {
@@ -158,6 +159,15 @@ PROGRAMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         for name, executor in (("in lockstep", IN_LOCKSTEP), ("dispatched", DISPATCHED))
     ),
     ("GPT, 8 layers", "ddp, context 2 x 4 replicas", GPT_8 | {"strategy": "data_parallel", "mesh.context": 2}),
+    *(
+        ("GPT, 4 layers, XLA's attention", f"ddp, {name}", GPT_4 | settings)
+        for name, settings in (
+            ("tensor 4 x 2 replicas", {"mesh.tensor": 4}),
+            ("context 2, tensor 4", {"mesh.context": 2, "mesh.tensor": 4}),
+            ("context 8", {"mesh.context": 8}),
+            ("context 8, 1 head of keys", {"mesh.context": 8, "model.num_kv_heads": 1}),
+        )
+    ),
     ("GPT-2 124M", "zero2, offload", GPT2 | {"exchange": "zero2", "exchange_options.offload": True}),
 )
 
