@@ -13,9 +13,10 @@ from ml_collections import ConfigDict
 
 from jaxpar import strategies
 from jaxpar.choose.costs.calibrate import MeasuredLayers, calibrate
-from jaxpar.choose.costs.layers import Layers, TracedLayers
+from jaxpar.choose.costs.layers import Layers
 from jaxpar.choose.costs.machine import GpuMachine, Machine
 from jaxpar.choose.costs.step import StepCosts
+from jaxpar.choose.costs.traced_layers import TracedLayers
 from jaxpar.choose.costs.updates import update_bytes
 from jaxpar.cluster import Cluster
 from jaxpar.core.plan import Plan

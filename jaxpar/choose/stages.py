@@ -22,10 +22,11 @@ from ml_collections import ConfigDict
 
 from jaxpar import strategies
 from jaxpar.choose.candidates import with_values
-from jaxpar.choose.costs.layers import Layers, ProfiledLayers, TracedLayers
+from jaxpar.choose.costs.layers import Layers, ProfiledLayers
 from jaxpar.choose.costs.machine import Machine, machine_of, processors_shared, with_assumed_rates
 from jaxpar.choose.costs.pipeline_steps import actions_seconds, send_seconds, stage_times
 from jaxpar.choose.costs.profile import LayerProfile, read_profile
+from jaxpar.choose.costs.traced_layers import TracedLayers
 from jaxpar.choose.partition import (
     UNKNOWN_LAYERS,
     UNTIL_CHOSEN,

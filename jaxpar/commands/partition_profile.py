@@ -12,8 +12,8 @@ from pathlib import Path
 
 from jaxpar import cluster as clusters
 from jaxpar.choose.auto import measure_layers
-from jaxpar.choose.costs.layers import TracedLayers
 from jaxpar.choose.costs.profile import write_profile
+from jaxpar.choose.costs.traced_layers import TracedLayers
 from jaxpar.choose.stages import until_chosen
 from jaxpar.cluster.gpus import gpu_kinds
 from jaxpar.command_line import check_new_file, choice, format_rows, integer, output_path, writing

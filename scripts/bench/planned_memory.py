@@ -20,9 +20,9 @@ from jaxpar import config as configs
 from jaxpar import models, strategies, tasks
 from jaxpar.choose import planner
 from jaxpar.choose.candidates import Space
-from jaxpar.choose.costs.layers import TracedLayers
 from jaxpar.choose.costs.machine import GpuMachine
 from jaxpar.choose.costs.step import StepCosts
+from jaxpar.choose.costs.traced_layers import TracedLayers
 from jaxpar.cluster import Cluster
 from jaxpar.cluster.target import Target, find_target
 from jaxpar.command_line import Parser

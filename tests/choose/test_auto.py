@@ -14,9 +14,9 @@ from jaxpar import strategies, training
 from jaxpar.choose import auto, planner
 from jaxpar.choose.auto import choose
 from jaxpar.choose.candidates import Candidate, Settings, Space, gpu_space, load_problem, ranked
-from jaxpar.choose.costs.layers import TracedLayers
 from jaxpar.choose.costs.machine import CpuMachine
 from jaxpar.choose.costs.step import StepCosts
+from jaxpar.choose.costs.traced_layers import TracedLayers
 from jaxpar.cluster.target import Target
 from jaxpar.commands import plan as command
 from jaxpar.errors import UserError

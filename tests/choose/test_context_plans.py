@@ -13,9 +13,9 @@ from jaxpar import strategies
 from jaxpar.choose import planner, report
 from jaxpar.choose.auto import check_kept, kept_settings
 from jaxpar.choose.candidates import Candidate, Space, with_settings
-from jaxpar.choose.costs.layers import TracedLayers
 from jaxpar.choose.costs.machine import GpuMachine, SharedCores, axis_groups
 from jaxpar.choose.costs.step import HIDDEN_BETWEEN_PRODUCTS
+from jaxpar.choose.costs.traced_layers import TracedLayers
 from jaxpar.choose.groups import LEAST_POSITIONS, context_sizes
 from jaxpar.choose.replicas import of_replicas
 from jaxpar.cluster import Cluster

@@ -32,14 +32,7 @@ from jaxpar.choose.candidates import (
 )
 from jaxpar.choose.costs import calibrate, updates
 from jaxpar.choose.costs.layer_programs import LayerPrograms
-from jaxpar.choose.costs.layers import (
-    LayerMemory,
-    Layers,
-    LayerWork,
-    PhaseSeconds,
-    TracedLayers,
-    resized,
-)
+from jaxpar.choose.costs.layers import LayerMemory, Layers, LayerWork, PhaseSeconds, resized
 from jaxpar.choose.costs.machine import CpuMachine, GpuMachine, partners
 from jaxpar.choose.costs.memory import (
     StateBytes,
@@ -64,6 +57,7 @@ from jaxpar.choose.costs.profile import LayerProfile
 from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS, LAUNCH_SECONDS, collective_seconds
 from jaxpar.choose.costs.replica_steps import REPLICA_KEYS, replicas_costs
 from jaxpar.choose.costs.step import StepCosts, UpdateWork
+from jaxpar.choose.costs.traced_layers import TracedLayers
 from jaxpar.choose.pipelines import of_pipelines
 from jaxpar.choose.replicas import combined, of_replicas, update_of
 from jaxpar.cluster import Cluster

@@ -12,11 +12,12 @@ from jaxpar.choose import planner, report
 from jaxpar.choose.auto import check_kept, kept_settings
 from jaxpar.choose.candidates import Candidate, Space, plan_of, with_settings
 from jaxpar.choose.costs import updates
-from jaxpar.choose.costs.layers import HELD_IN_GROUP, Layers, PartialLayers, TracedLayers
+from jaxpar.choose.costs.layers import Layers, PartialLayers
 from jaxpar.choose.costs.machine import GpuMachine, SharedCores, axis_groups
 from jaxpar.choose.costs.memory import working_bytes
 from jaxpar.choose.costs.rates import EFFICIENCY, HOP_SECONDS
 from jaxpar.choose.costs.step import HIDDEN_BETWEEN_PRODUCTS, UpdateWork
+from jaxpar.choose.costs.traced_layers import HELD_IN_GROUP, TracedLayers
 from jaxpar.choose.groups import tensor_sizes
 from jaxpar.choose.pipelines import of_pipelines
 from jaxpar.choose.replicas import of_replicas, update_of

@@ -1,7 +1,7 @@
 """The times and sizes of the layers of a model, for any number of examples and each kind of rematerialization.
 
 The sizes are those of the traced layers. The times have one of three sources: the operations of the traced layers at
-the rates of a GPU (rates.py), measurements on this machine, or the file of a profile.
+the rates of a GPU (traced_layers.py), measurements on this machine (calibrate.py), or the file of a profile.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxpar.choose.costs.layer_programs import (
     BACKWARD,
@@ -22,8 +21,6 @@ from jaxpar.choose.costs.layer_programs import (
     stash_spans,
 )
 from jaxpar.choose.costs.profile import LayerProfile
-from jaxpar.choose.costs.rates import launch_seconds, memory_seconds, product_seconds
-from jaxpar.cluster import Cluster
 from jaxpar.core.context import part_shapes
 from jaxpar.core.groups import MeshGroup, ReplicaGroup
 from jaxpar.core.mesh import CONTEXT, DATA, TENSOR
@@ -31,13 +28,9 @@ from jaxpar.core.state import nbytes
 from jaxpar.core.step import Problem, abstract
 from jaxpar.exchange.fetch import AS_STORED, fetched
 from jaxpar.measure.operations import (
-    PASS,
-    SLICE,
-    Operation,
     Residuals,
     bytes_gathered,
     loop_bytes,
-    operations,
     residuals,
 )
 from jaxpar.models.model import Model
@@ -47,21 +40,6 @@ from jaxpar.tasks import Task
 
 KINDS_OF_REMAT = ("none", "dots", "full")
 SIZES = (4, 8)  # numbers of examples for which layers are traced
-# Kernels into which the passes of a layer with products are assumed to be fused, by the number of phases. Compiled for
-# H100s, unrolled layers of BERT base, GPT and Llama have 18, 21 and 18 forward, and 14, 19 and 8 backward. In stages,
-# layers of BERT base and of a GPT have 16 and 14 forward, and 19 and 12 backward; those of a GPT have 5 in B and 9 in
-# W. Passes of other layers are fused with those of their neighbours.
-PASS_KERNELS = {2: (17, 15), 3: (15, 5, 9)}
-KERNELS_IN_GROUP = (3, 9)  # those that a tensor or context axis adds to F and B: 20 and 24 in the layers of a GPT
-# The bytes that passes of a backward pass move / those that are counted, because XLA computes several reductions of an
-# array in one kernel. In the same programs of unrolled layers it is 0.44 to 0.49 (forward: 0.85 to 0.95), but steps on
-# a GPU take longer than these programs are predicted to (docs/results/gpu/one_gpu.md). With 0.75, all steps of
-# scripts/bench/planned_memory.py --large are predicted within 15%.
-BACKWARD_PASSES = 0.75
-# Outputs of all positions that B of a stage on a tensor axis holds for each of its layers without rematerialization,
-# because XLA on GPUs gathers them early, and computes the gradients of weights late: 2 to 3 in GPTs compiled for H100s.
-HELD_IN_GROUP = 2.5
-
 ALONE = MeshGroup(1)  # a device that computes whole layers
 
 T = TypeVar("T")
@@ -169,7 +147,9 @@ class Layers:
             "computed": [one.stash_bytes for one in self._sizes(size, "none")],
             "narrowed": self._narrowed(),
             "stashes": self._stashes(size, remat, num_phases),
-            "score_gradients": [_at(size, *sizes) for sizes in zip(*map(self._score_gradients, SIZES), strict=True)],
+            "score_gradients": [
+                at_size(size, *sizes) for sizes in zip(*map(self._score_gradients, SIZES), strict=True)
+            ],
             "num_weights": [len(jax.tree.leaves(layer.shapes)) for layer in self.problem.model.layers],
             "num_saved": self._num_saved(remat, num_phases),
             "is_lookup": self._lookups(),
@@ -191,7 +171,7 @@ class Layers:
             texts = self._by_layer(partial(self._gathered_texts, size))
             found = [of._replace(fused=of.fused + nbytes) for of, nbytes in zip(found, texts, strict=True)]
         *blocks, loss = zip(found, *(self._chunked(one) for one in SIZES), strict=True)
-        between = [of._replace(looped=0.0, chunked=_at(size, few, many)) for of, few, many in blocks]
+        between = [of._replace(looped=0.0, chunked=at_size(size, few, many)) for of, few, many in blocks]
         return [*between, loss[0]]
 
     def _residuals_alone(self, size: int, remat: str) -> list[Residuals]:
@@ -233,8 +213,8 @@ class Layers:
         *layers, last = zip(*(self._sizes(one, remat) for one in SIZES), strict=True)
         between = [
             few._replace(
-                output_bytes=_at(size, few.output_bytes, many.output_bytes),
-                stash_bytes=_at(size, few.stash_bytes, many.stash_bytes),
+                output_bytes=at_size(size, few.output_bytes, many.output_bytes),
+                stash_bytes=at_size(size, few.stash_bytes, many.stash_bytes),
             )
             for few, many in layers
         ]
@@ -247,7 +227,9 @@ class Layers:
             return [kept_by_dtype(programs.programs.programs[number], num_phases) for number in programs.numbers]
         *layers, _ = zip(*(self._stashes(one, remat, num_phases) for one in SIZES), strict=True)
         between = [
-            tuple({dtype: _at(size, of_few[dtype], of_many[dtype]) for dtype in of_few} for of_few, of_many in pairs)
+            tuple(
+                {dtype: at_size(size, of_few[dtype], of_many[dtype]) for dtype in of_few} for of_few, of_many in pairs
+            )
             for pairs in (zip(few, many, strict=True) for few, many in layers)
         ]
         return [*between, kept_by_dtype(self._loss_program(size, remat, num_phases), num_phases)]
@@ -319,7 +301,7 @@ def _own_positions(size: int, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((x.shape[0], -(-x.shape[1] // size), x.shape[2]), x.dtype)
 
 
-def _at(size: int, few: Any, many: Any) -> Any:
+def at_size(size: int, few: Any, many: Any) -> Any:
     """Return what is linear in the number of examples, for `size` of them, given the values for SIZES."""
     return few + (size - SIZES[0]) / (SIZES[1] - SIZES[0]) * (many - few)
 
@@ -336,119 +318,6 @@ def _apply(model: Model, task: Task | None, number: int, weights: Any, x: Any, o
             params.setdefault(tie.source, {})[tie.source_name] = params[layer.name].pop(tie.name)
     outputs = fetched(model, AS_STORED).apply_layers(params, x, batch, keys_B, number, number + 1)
     return outputs if task is None else task.sums(outputs, batch).loss
-
-
-class TracedLayers(Layers):
-    """Layers on a GPU that need not exist: their operations at its rates."""
-
-    cached = (*Layers.cached, "_kernels", "_loss_kernels")
-
-    def __init__(self, problem: Problem, cluster: Cluster, group: MeshGroup = ALONE) -> None:
-        """Trace nothing yet. cluster: the GPUs."""
-        super().__init__(problem, group)
-        self._cluster = cluster
-
-    def _of_group(self, group: MeshGroup) -> "TracedLayers":
-        """Return the layers of a device of a group, as they are traced."""
-        return TracedLayers(self.problem, self._cluster, group)
-
-    def _gathered(self, size: int, remat: str) -> list[float]:
-        """Return the bytes that B of each layer holds of outputs of all positions of a tensor axis."""
-        if self.group.size == 1 or remat != "none":
-            return super()._gathered(size, remat)
-        held = HELD_IN_GROUP * self.group.size
-        *layers, _ = zip(self._sizes(size, "none"), self._lookups(), strict=True)
-        return [*(0.0 if is_lookup else held * layer.output_bytes for layer, is_lookup in layers), 0.0]
-
-    def seconds(self, size: int, remat: str) -> Sequence[tuple[float, float]]:
-        """Return the seconds of the forward and backward pass of each layer."""
-        return [(forward, backward) for forward, backward in self._priced(size, remat, 2)]
-
-    def phase_seconds(self, size: int, remat: str, *, is_split: bool) -> list[PhaseSeconds]:
-        """Return the seconds of F, B and W of each layer. B writes what it hands to W into a stash."""
-        if not is_split:
-            return super().phase_seconds(size, remat, is_split=False)
-        handed = [memory_seconds(self._cluster, sum(last.values())) for *_, last in self._stashes(size, remat, 3)]
-        return [
-            PhaseSeconds(forward, backward + extra, weight + extra)
-            for (forward, backward, weight), extra in zip(self._priced(size, remat, 3), handed, strict=True)
-        ]
-
-    def _priced(self, size: int, remat: str, num_phases: int) -> list[list[float]]:
-        """Return the seconds of each phase of each layer."""
-        kernels = self._kernels(remat, num_phases)
-        shares, passes = [1.0, *[BACKWARD_PASSES] * (num_phases - 1)], [*PASS_KERNELS[num_phases]]
-        if self.group != ALONE:
-            passes[:2] = np.add(passes[:2], KERNELS_IN_GROUP)
-
-        def priced(of_phases: list[_Kernels], shares: Sequence[float]) -> list[float]:
-            each = zip(of_phases, passes, shares, strict=True)
-            seconds = [one.seconds(size, self._cluster, number, share) for one, number, share in each]
-            if remat != "none":  # B also has the passes of F, with all of their bytes and kernels
-                seconds[1] += of_phases[0].of_passes(size, self._cluster, passes[0], 1 - shares[1])
-            return seconds
-
-        seconds = {number: priced(of_phases, shares) for number, of_phases in kernels.items()}
-        *numbers, _ = self._programs(SIZES[0], remat, num_phases).numbers
-        of_loss = priced(self._loss_kernels(size, remat, num_phases), [1.0] * num_phases)
-        if remat == "full":  # its F is part of B
-            of_loss[1] += passes[0] * launch_seconds(self._cluster)
-        return [*(seconds[number] for number in numbers), of_loss]
-
-    def _kernels(self, remat: str, num_phases: int) -> dict[int, list["_Kernels"]]:
-        """Return the kernels of each phase of each program but the last one."""
-        of_sizes = [self._programs(size, remat, num_phases) for size in SIZES]
-        each = [programs.programs.programs for programs in of_sizes]
-        return {
-            number: [
-                _Kernels([self._traced(_operations, programs[number], phase) for programs in each])
-                for phase in range(num_phases)
-            ]
-            for number in set(of_sizes[0].numbers[:-1])
-        }
-
-    def _loss_kernels(self, size: int, remat: str, num_phases: int) -> list["_Kernels"]:
-        """Return the kernels of each phase of the last layer, which computes the loss of many examples in chunks."""
-        program = self._loss_program(size, remat, num_phases)
-        return [_Kernels([self._traced(_operations, program, phase)] * 2) for phase in range(num_phases)]
-
-
-def _operations(program: StageProgram, phase: int) -> list[Operation]:
-    """Return the operations of a phase of a program."""
-    saved = {span: x for span, x in program.cut.saved.items() if span[0] < phase <= span[1]}
-    return operations(program.cut.run[phase], jax.tree.leaves(program.inputs), saved)
-
-
-class _Kernels:
-    """The operations of a program for SIZES[0] and SIZES[1] examples: kinds, and FLOPs, bytes and calls [size, O]."""
-
-    def __init__(self, of_sizes: list[list[Operation]]) -> None:
-        few, many = of_sizes
-        self._kinds = [(one.kind, one.dtype, one.head) for one in few]
-        self._flops = np.array([[one.calls * one.flops for one in found] for found in (few, many)])
-        self._nbytes = np.array([[one.calls * one.nbytes for one in found] for found in (few, many)])
-        self._calls = np.array([[one.calls for one in found] for found in (few, many)])
-
-    def of_passes(self, size: int, cluster: Cluster, number: int, share: float) -> float:
-        """Return the time of passes alone. number: of their kernels; share: of their bytes that are moved."""
-        nbytes = sum(
-            _at(size, *moved) for (kind, *_), moved in zip(self._kinds, self._nbytes.T, strict=True) if kind == PASS
-        )
-        return share * memory_seconds(cluster, float(nbytes)) + number * launch_seconds(cluster) * bool(
-            self._flops.any()
-        )
-
-    def seconds(self, size: int, cluster: Cluster, num_passes: int, share: float) -> float:
-        """Return the time for `size` examples. num_passes: kernels of passes; share: of their bytes that are moved."""
-        total, launch = self.of_passes(size, cluster, num_passes, share), launch_seconds(cluster)
-        rows = (_at(size, few, many) for few, many in (self._flops, self._nbytes, self._calls))
-        for (kind, dtype, head), flops, moved, calls in zip(self._kinds, *rows, strict=True):
-            memory = memory_seconds(cluster, float(moved))
-            if kind == SLICE:
-                total += memory + calls * launch
-            elif kind != PASS:
-                total += max(product_seconds(cluster, kind, dtype, float(flops), head), memory) + calls * launch
-        return total
 
 
 class ProfiledLayers(Layers):

@@ -105,15 +105,19 @@ def pipeline_costs(
     is_packed = actions.executor == LOCKSTEP
     packing = machine.moved(PACKING * max(of.gradients for of in states) * is_packed, devices)
     if narrows(actions.executor, has_flush=not table.period):
-        narrowed = [sum(of.narrowed for of in work.memory[first:end]) for first, end in pairwise(bounds)]
-        update_bytes += CASTS_OF_ACTION * max(sum(narrowed[stage] for stage in stages) for stages in table.stages)
-    arrays = [sum(of.num_weights for of in work.memory[first:end]) for first, end in pairwise(bounds)]
-    launched = STAGE_UPDATE_KERNELS * max(sum(arrays[stage] for stage in stages) for stages in table.stages)
+        update_bytes += CASTS_OF_ACTION * _most_on_device(step, [of.narrowed for of in work.memory])
+    launched = STAGE_UPDATE_KERNELS * _most_on_device(step, [of.num_weights for of in work.memory])
     update = machine.moved(update_bytes, devices) + machine.launched(launched) + packing
     seconds = machine.started(devices) + actions.seconds + exchange + update
     nbytes, state = pipeline_bytes(work, table, bounds, states, packed_bytes * is_packed, in_lockstep=is_packed)
     exposed = actions.exposed + exchange
     return StepCosts(seconds, actions.compute, actions.waiting, exposed, update, nbytes, state, packing)
+
+
+def _most_on_device(step: PipelineStep, by_layer: Sequence[float]) -> float:
+    """Return the largest sum of a number of each layer over the layers of a device."""
+    of_stages = np.add.reduceat(by_layer, step.bounds[:-1])
+    return float(of_stages[step.table.stages].sum(axis=1).max())
 
 
 def exposed_in_actions(work: LayerWork, table: Table, bounds: Sequence[int], gather: float, reduce: float) -> float:

@@ -4,8 +4,9 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxpar.choose.costs.layers import LayerWork, TracedLayers
+from jaxpar.choose.costs.layers import LayerWork
 from jaxpar.choose.costs.memory import StateBytes, activation_bytes, stashes_of
+from jaxpar.choose.costs.traced_layers import TracedLayers
 from jaxpar.strategies.pipeline.tables.schedule import make_table
 from jaxpar.strategies.pipeline.tables.validate import peak_stashed
 from scripts.bench.papers.planned import predict, problem_of_row

@@ -17,8 +17,8 @@ from jaxpar import config as configs
 from jaxpar import strategies
 from jaxpar.choose import planner
 from jaxpar.choose.candidates import Candidate, Space
-from jaxpar.choose.costs.layers import TracedLayers
 from jaxpar.choose.costs.machine import GpuMachine
+from jaxpar.choose.costs.traced_layers import TracedLayers
 from jaxpar.cluster import Cluster
 from jaxpar.cluster.files import find_named
 from jaxpar.core.step import Problem

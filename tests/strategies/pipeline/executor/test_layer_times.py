@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxpar.choose.costs.layer_programs import LayerPrograms
-from jaxpar.choose.costs.layers import TracedLayers
 from jaxpar.choose.costs.profile import read_profile
 from jaxpar.choose.costs.rates import EFFICIENCY
+from jaxpar.choose.costs.traced_layers import TracedLayers
 from jaxpar.cluster import named_cluster
 from jaxpar.commands import partition_profile
 from tests.runs import run_script, script_error, small_arguments
