@@ -37,7 +37,7 @@ from jax.experimental.multihost_utils import ProcessFailureError, live_devices
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import processes
 from jaxpar.launch.place import BIND, MEET, MEET_SECONDS, SURVIVOR, Place, Survivor, find_survivor
-from jaxpar.launch.signals import SIGNALS, Interrupt
+from jaxpar.launch.signals import SIGNALS, Ending, Interrupt
 
 LOOK_SECONDS = 0.5  # between two calls for the list of processes that are left
 LEAD_SECONDS = 1.0  # by which the others exec before process 0, whose service ends with its program
@@ -74,6 +74,8 @@ class Survival:
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
+        if Ending.has_begun:  # the others received the signal, too: their end is not a loss
+            return
         if not self.is_on:
             if len(self._numbers) > 1 and isinstance(error, jax.errors.JaxRuntimeError):
                 again = "repeat the command in all processes to continue from the last checkpoint"

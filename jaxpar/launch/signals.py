@@ -28,6 +28,8 @@ class Ending:
     SIGHUP stays ignored under `nohup`. It counts only as the first signal, because a closed terminal can send several.
     """
 
+    has_begun = False  # whether the main thread knows of a signal that ends the process, which another thread does
+
     def __init__(self, nth: int, code: int, text: Callable[[], str], *, unblocks: bool = True):
         """unblocks: whether blocked signals arrive from now on, or only in an Ending within this one."""
         self._nth, self._code, self._text, self._unblocks = nth, code, text, unblocks
@@ -54,6 +56,7 @@ class Ending:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal in the main thread. A terminal that was closed is replaced, as writing to it fails."""
+        Ending.has_begun |= self._nth == 1
         if number == signal.SIGHUP:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             for output in self._terminals:

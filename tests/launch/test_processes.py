@@ -649,13 +649,36 @@ if number := os.environ.get("JAXPAR_PROCESS_ID"):
 
     data.load, before, processes.wait = load, processes.wait, wait
 """
+# The wait of process 1 fails, because process 0 has ended, before the thread of its signals runs.
+FIRST_ENDS_FIRST = f"""
+{FIRST_READS_FOR_LONG}
+import threading
+from jaxpar.launch.signals import Ending
+
+has_failed = threading.Event()
+
+def fail(what):
+    try:
+        wait(what)
+    except Exception:
+        has_failed.set()
+        raise
+
+def receive(*arguments):
+    has_failed.wait()
+    time.sleep(1)
+    received(*arguments)
+
+if number == "1":
+    processes.wait, received, Ending._received = fail, Ending._received, receive
+"""
 
 
 @pytest.mark.parametrize(
     ("number", "code", "program", "moment"),
     [
         slow((signal.SIGINT, 0, FIRST_READS_FOR_LONG, {"[0] reads\n", "[1] waits\n"})),
-        (signal.SIGTERM, 75, FIRST_READS_FOR_LONG, {"[0] reads\n", "[1] waits\n"}),
+        (signal.SIGTERM, 75, FIRST_ENDS_FIRST, {"[0] reads\n", "[1] waits\n"}),
         # Takes until JAX detects missing heartbeats of the other process, 100 seconds.
         slow((signal.SIGTERM, 75, ONE_IS_LATE, {"[0] is there\n", "[1] is late\n"})),
     ],
