@@ -13,7 +13,7 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
-from jaxpar.core import mesh
+from jaxpar.core import host, mesh
 from jaxpar.measure.hlo import present_lines
 from tests import raise_sites
 
@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XLA_FLAGS"] = f"{flags} {DEVICE_COUNT}={NUM_DEVICES}"
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # set in xdist workers and in processes that tests start
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(make_cache(config))
-    mesh.keep_freed_memory()
+    host.keep_freed_memory()
     mesh.partition_by_gspmd()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -1,11 +1,9 @@
 """The device mesh and the JAX settings of a run. Only this file defines mesh axes and virtual CPU devices."""
 
-import ctypes
 import math
 import os
 import pkgutil
 import re
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
@@ -19,6 +17,7 @@ from jax.sharding import AxisType, Mesh
 from ml_collections import ConfigDict
 
 from jaxpar.cluster import Cluster
+from jaxpar.core import host
 from jaxpar.errors import UserError
 
 DATA = "data"  # replicas: each one trains on a shard of the batch
@@ -30,10 +29,6 @@ GROUP_AXES = (CONTEXT, TENSOR)  # of the devices of a replica, besides stages
 
 _STARTING = threading.RLock()  # held while a program of several devices is started on them
 
-# malloc.h: M_TRIM_THRESHOLD (-1: nothing is trimmed; the largest int would trim 2 GiB) and M_MMAP_MAX keep freed memory
-# in the process; M_ARENA_MAX shares it between threads.
-GLIBC_MALLOC = {-1: -1, -4: 0, -8: 1}
-
 
 def prepare_jax(config: ConfigDict, cache: Path) -> None:
     """Configure JAX for a run: the number of virtual CPU devices, and `cache` as the compilation cache.
@@ -44,13 +39,15 @@ def prepare_jax(config: ConfigDict, cache: Path) -> None:
     Raises UserError for a number of devices that is out of range, or not that of XLA_FLAGS or of a started JAX.
     """
     if computes_on_cpus(config):
-        keep_freed_memory()
+        host.keep_freed_memory()
     settings = {"jax_compilation_cache_dir": str(cache), "jax_persistent_cache_min_compile_time_secs": 0.1}
     for name, value in settings.items():
         if name.upper() not in os.environ:
             jax.config.update(name, value)
     partition_by_gspmd()
     count = config.mesh.virtual_cpu_devices
+    if count > 1:
+        host.add_threads(count - 1)  # those that wait in a collective for the last device
     if not 0 <= count <= MAX_VIRTUAL_DEVICES:
         raise UserError(f"config.mesh.virtual_cpu_devices is {count}; it must be between 0 and {MAX_VIRTUAL_DEVICES}")
     in_flags = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
@@ -83,20 +80,6 @@ def check_partitioner() -> None:
         raise RuntimeError(
             "call jaxpar.core.mesh.partition_by_gspmd() before building a pipeline; its docstring explains why"
         )
-
-
-def keep_freed_memory() -> None:
-    """Make glibc keep the memory that a step frees, so that the next step reuses it.
-
-    By default each step on a CPU returns its temporary buffers to the system and page-faults zeroed memory in again.
-    For a 2-layer BERT on two virtual devices this took 40% of the time. Call before threads start.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl lacks it
-    if mallopt is not None:
-        for parameter, value in GLIBC_MALLOC.items():
-            mallopt(parameter, value)
 
 
 def has_plugin() -> bool:

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxpar import cluster
-from jaxpar.core import mesh
+from jaxpar.core import host, mesh
 from jaxpar.errors import TrainingError
 from jaxpar.launch.place import MEET, Place, bind_address, free_port, in_address, own_address
 from jaxpar.launch.signals import called_after
@@ -92,14 +92,14 @@ def listen_for_arrays(place: Place | None, num_devices: int) -> None:
     """
     if place is None:
         return
-    host = own_address(place.coordinator_address)
-    shown = in_address(host)
+    address = own_address(place.coordinator_address)
+    shown = in_address(address)
     jax.config.update("jax_force_dcn_cross_host_transfers", True)
-    jax.config.update("jax_cross_host_transfer_socket_address", f"{shown}:{free_port(host)}")
+    jax.config.update("jax_cross_host_transfer_socket_address", f"{shown}:{free_port(address)}")
     jax.config.update("jax_cross_host_transport_addresses", f"{shown}:0")
-    # XLA's number of threads. A collective occupies one for each device while it waits for other processes, which may
-    # wait for an array that this process still sends, in another thread.
-    os.environ.setdefault("NPROC", str((os.cpu_count() or 1) + 2 * max(num_devices, 1)))
+    # A collective occupies a thread for each device while it waits for other processes, which may wait for an array
+    # that this process still sends, in another thread.
+    host.add_threads(2 * max(num_devices, 1))
 
 
 def is_first() -> bool:

@@ -69,7 +69,7 @@ STRATEGIES = {
     ],
 }
 SGD = [f"--config.optimizer.{key}" for key in ("name=sgd", "momentum=0", "weight_decay=0", "clip_norm=0")]
-# Both sides keep the memory that a step frees; see jaxpar.core.mesh.keep_freed_memory.
+# Both sides keep the memory that a step frees; see jaxpar.core.host.keep_freed_memory.
 KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**62), "MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1"}
 
 

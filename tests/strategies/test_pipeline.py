@@ -169,8 +169,8 @@ def test_training_learns_and_dropout_is_on(task: Task) -> None:
 PROCESS = """
 import sys
 import jax
-from jaxpar.core import mesh
-mesh.keep_freed_memory()
+from jaxpar.core import host
+host.keep_freed_memory()
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 16)
 from tests.strategies import test_pipeline
