@@ -46,8 +46,6 @@ def prepare_jax(config: ConfigDict, cache: Path) -> None:
             jax.config.update(name, value)
     partition_by_gspmd()
     count = config.mesh.virtual_cpu_devices
-    if count > 1:
-        host.add_threads(count - 1)  # those that wait in a collective for the last device
     if not 0 <= count <= MAX_VIRTUAL_DEVICES:
         raise UserError(f"config.mesh.virtual_cpu_devices is {count}; it must be between 0 and {MAX_VIRTUAL_DEVICES}")
     in_flags = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
@@ -65,6 +63,8 @@ def prepare_jax(config: ConfigDict, cache: Path) -> None:
                     f"config.mesh.virtual_cpu_devices is {count}; it must be {number} or 0, because JAX has already "
                     "started in this process with that number"
                 ) from None
+        else:
+            host.add_threads(count - 1)  # for the devices that wait in a collective for the last one
 
 
 def partition_by_gspmd() -> None:
