@@ -4,6 +4,7 @@ import ctypes
 import functools
 import os
 import sys
+import threading
 from itertools import pairwise
 
 import jax
@@ -11,17 +12,18 @@ import jax
 # malloc.h: M_TRIM_THRESHOLD (-1: nothing is trimmed; the largest int would trim 2 GiB) and M_MMAP_MAX keep freed memory
 # in the process; M_ARENA_MAX shares it between threads.
 GLIBC_MALLOC = {-1: -1, -4: 0, -8: 1}
-COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event after a compilation
-LONG_COMPILATION = 1.0  # seconds; a shorter one leaves few gaps
+# JAX's events before and after a compilation, and the seconds of one that leaves many gaps. Lowering is part of them.
+LOWERED, COMPILED = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"
+LONG = {LOWERED: 0.1, COMPILED: 1.0}
 GAP, HOLE = 1 << 15, 1 << 18  # bytes: steps are slow because of many free blocks between these sizes
 LARGEST = 1 << 24  # bytes of a block that `close_gaps` allocates
 HEADER = 8  # bytes of a block that malloc_usable_size does not count
 
 
 class _Mallinfo2(ctypes.Structure):
-    """`struct mallinfo2` of malloc.h."""
+    """`struct mallinfo2` of malloc.h: the free bytes of the heap, and those at its end, where it grows."""
 
-    _fields_ = [("others", ctypes.c_size_t * 9), ("keepcost", ctypes.c_size_t)]  # free bytes at the end of the heap
+    _fields_ = [("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
 
 
 @functools.cache
@@ -31,70 +33,114 @@ def keep_freed_memory() -> None:
     By default each step on a CPU returns its temporary buffers to the system and page-faults zeroed memory in again.
     For a 2-layer BERT on two virtual devices this took 40% of the time. Call before threads start.
 
-    Memory that is kept has the gaps that a compilation leaves; see `close_gaps`.
+    After each long compilation, its gaps are closed.
     """
-    libc = _libc()
-    if libc is None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    if mallopt is None:  # musl lacks it
         return
     for parameter, value in GLIBC_MALLOC.items():
-        libc.mallopt(parameter, value)
-    jax.monitoring.register_event_duration_secs_listener(_close_gaps_after)
+        mallopt(parameter, value)
+    if (libc := _glibc()) is not None:
+        jax.monitoring.register_event_duration_secs_listener(Gaps(libc).follow)
 
 
-def close_gaps() -> int:
-    """Allocate the gaps in the heap, for good, and return their number.
+class Gaps:
+    """The gaps in the heap, which are closed by allocating them, except while a program is compiled.
 
     A compilation frees tens of thousands of blocks between others that stay. Steps would search their lists for a
     block that fits, all threads one after another: on 8 virtual devices, a step took twice as long in the process that
-    had compiled it as in one that loaded it from the cache. Holes of at least HOLE bytes stay free for steps.
+    had compiled it as in one that loaded it from the cache.
     """
-    libc = _libc()
-    if libc is None:
-        return 0
-    top = libc.sbrk(0) - libc.mallinfo2().keepcost  # where the heap can grow
-    blocks, size = [], LARGEST
-    while size >= GAP:
-        while (block := libc.malloc(size)) and block < top:
-            blocks.append(block)
-        libc.free(block)
-        size //= 2
-    number, adjacent = 0, []
-    for block, following in pairwise([*sorted(blocks), 0]):
-        adjacent.append(block)
-        end = block + libc.malloc_usable_size(block) + HEADER
-        if end == following:
-            continue
-        if end - adjacent[0] < HOLE:
-            number += 1
-        else:
-            for part in adjacent:
-                libc.free(part)
-        adjacent = []
-    return number
+
+    def __init__(self, libc: ctypes.CDLL):
+        """libc: glibc, with the types of its functions."""
+        self._libc = libc
+        self._blocks: list[int] = []  # addresses of those that close gaps
+        self._lock = threading.Lock()
+        self._were_opened = False  # since they were closed last
+
+    def follow(self, event: str, duration_secs: float, **_: str | int) -> None:
+        """Open the gaps before a compilation of many seconds, and close them afterwards. event: JAX's."""
+        if event not in LONG or jax.default_backend() != "cpu":
+            return
+        is_long = duration_secs >= LONG[event]
+        if event == LOWERED and is_long and self._blocks:
+            self.open()
+        elif event == COMPILED and (is_long or self._were_opened):
+            self.close()
+
+    def open(self) -> None:
+        """Free the gaps."""
+        with self._lock:
+            self._were_opened = True
+            while self._blocks:
+                self._libc.free(self._blocks.pop())
+
+    def close(self) -> None:
+        """Allocate the gaps. Holes of at least HOLE bytes stay free for steps."""
+        with self._lock:
+            self._were_opened = False
+            blocks: list[int] = []
+            try:
+                self._allocate(blocks)
+                self._blocks += self._in_gaps(sorted(blocks))
+            finally:
+                for block in set(blocks).difference(self._blocks):
+                    self._libc.free(block)
+
+    def _allocate(self, blocks: list[int]) -> None:
+        """Allocate what is free below the end of the heap, in blocks of LARGEST to GAP bytes."""
+        info = self._libc.mallinfo2()
+        top, left, size = self._libc.sbrk(0) - info.keepcost, info.fordblks - info.keepcost, LARGEST
+        while size >= GAP:
+            block = self._libc.malloc(size) if left >= size else None
+            if block is not None and block < top:
+                blocks.append(block)
+                left -= size
+            else:
+                self._libc.free(block)
+                size //= 2
+
+    def _in_gaps(self, blocks: list[int]) -> list[int]:
+        """Return the blocks that are not in holes. blocks: in the order of addresses."""
+        found, adjacent = [], []
+        for block, following in pairwise([*blocks, 0]):
+            adjacent.append(block)
+            end = block + self._libc.malloc_usable_size(block) + HEADER
+            if end != following:
+                if end - adjacent[0] < HOLE:
+                    found += adjacent
+                adjacent = []
+        return found
 
 
 def add_threads(number: int) -> None:
-    """Let XLA start at least so many threads besides one for each core on which this process may run.
+    """Let XLA start at least this many threads in addition to one for each core on which this process may run.
 
     Devices share the threads. With two devices on two cores, one that waits for the other in a collective would leave
-    it only one thread. NPROC in the environment stays if it is larger. Call before JAX touches a device.
+    it only one thread. NPROC in the environment, which XLA reads, is the number of cores if the user sets it. Call
+    before JAX touches a device.
     """
-    cores = len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else os.cpu_count() or 1
     given = os.environ.get("NPROC", "")
-    if not given.isdecimal() or int(given) < cores + number:
-        os.environ["NPROC"] = str(cores + number)
-
-
-def _close_gaps_after(event: str, duration_secs: float, **_: str | int) -> None:
-    if event == COMPILED and duration_secs >= LONG_COMPILATION:
-        close_gaps()
+    if number:
+        os.environ["NPROC"] = str(max(_num_cores() + number, int(given) if given.isdecimal() else 0))
 
 
 @functools.cache
-def _libc() -> ctypes.CDLL | None:
-    """Return the C library if it is glibc 2.33 or later."""
+def _num_cores() -> int:
+    given = os.environ.get("NPROC", "")
+    if given.isdecimal():
+        return int(given)
+    return len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else os.cpu_count() or 1
+
+
+def _glibc() -> ctypes.CDLL | None:
+    """Return the C library, with types, if it is glibc 2.33 or later, and if malloc is its own."""
     libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
     if libc is None or not hasattr(libc, "mallinfo2"):
+        return None
+    own = ctypes.CDLL("libc.so.6").malloc
+    if ctypes.cast(libc.malloc, ctypes.c_void_p).value != ctypes.cast(own, ctypes.c_void_p).value:
         return None
     libc.mallinfo2.restype = _Mallinfo2
     libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p

@@ -28,13 +28,14 @@ class Ending:
     SIGHUP stays ignored under `nohup`. It counts only as the first signal, because a closed terminal can send several.
     """
 
-    has_begun = False  # whether the main thread knows of a signal that ends the process, which another thread does
+    has_begun = False  # whether the main thread has handled a signal on which another thread ends the process
 
     def __init__(self, nth: int, code: int, text: Callable[[], str], *, unblocks: bool = True):
         """unblocks: whether blocked signals arrive from now on, or only in an Ending within this one."""
         self._nth, self._code, self._text, self._unblocks = nth, code, text, unblocks
 
     def __enter__(self) -> Self:
+        Ending.has_begun &= self._nth != 1  # of an earlier `with`, whose last moment it was
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._thread = threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True)

@@ -79,10 +79,10 @@ def in_process(arguments: list[str], cache: str) -> str:
 def seconds(row: str, *, without: bool) -> float:
     """Return the median seconds of a step in this process."""
     if without:
-        host.close_gaps = lambda: 0
-        host.add_threads = lambda _: None
-    name, count, settings = ROWS[row]
-    case = CASES[name]
+        for owner, name in ((host.Gaps, "close"), (host, "add_threads")):
+            setattr(owner, name, lambda _: None)
+    model, count, settings = ROWS[row]
+    case = CASES[model]
     config = configured(case, (f"mesh.virtual_cpu_devices={count}", *settings))
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     assert jax.device_count() == count

@@ -26,6 +26,7 @@ from jaxpar.launch.signals import Ending, Interrupt
 with Ending(nth=1, code=75, text=lambda: "stopped"), Interrupt() as interrupt:
     signal.raise_signal(signal.SIGINT)
     assert interrupt.requested == signal.SIGINT
+    assert not Ending.has_begun
     {AWAY}
 """
 AFTER_THE_LOOP = f"""
