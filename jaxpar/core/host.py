@@ -15,9 +15,9 @@ GLIBC_MALLOC = {-1: -1, -4: 0, -8: 1}
 # JAX's events before and after a compilation, and the seconds of one that leaves many gaps. Lowering is part of them.
 LOWERED, COMPILED = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"
 LONG = {LOWERED: 0.1, COMPILED: 1.0}
-GAP, HOLE = 1 << 15, 1 << 18  # bytes: steps are slow because of many free blocks between these sizes
-LARGEST = 1 << 24  # bytes of a block that `close_gaps` allocates
-HEADER = 8  # bytes of a block that malloc_usable_size does not count
+LEAST_GAP, LEAST_HOLE = 1 << 15, 1 << 18  # bytes: steps are slow because of many free blocks between these sizes
+LARGEST_BLOCK = 1 << 24  # bytes of a block that `close_gaps` allocates
+BLOCK_HEADER = 8  # bytes of a block that malloc_usable_size does not count
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -77,7 +77,7 @@ class Gaps:
                 self._libc.free(self._blocks.pop())
 
     def close(self) -> None:
-        """Allocate the gaps. Holes of at least HOLE bytes stay free for steps."""
+        """Allocate the gaps. Holes of at least LEAST_HOLE bytes stay free for steps."""
         with self._lock:
             self._were_opened = False
             blocks: list[int] = []
@@ -89,10 +89,10 @@ class Gaps:
                     self._libc.free(block)
 
     def _allocate(self, blocks: list[int]) -> None:
-        """Allocate what is free below the end of the heap, in blocks of LARGEST to GAP bytes."""
+        """Allocate what is free below the end of the heap, in blocks of LARGEST_BLOCK to LEAST_GAP bytes."""
         info = self._libc.mallinfo2()
-        top, left, size = self._libc.sbrk(0) - info.keepcost, info.fordblks - info.keepcost, LARGEST
-        while size >= GAP:
+        top, left, size = self._libc.sbrk(0) - info.keepcost, info.fordblks - info.keepcost, LARGEST_BLOCK
+        while size >= LEAST_GAP:
             block = self._libc.malloc(size) if left >= size else None
             if block is not None and block < top:
                 blocks.append(block)
@@ -106,9 +106,9 @@ class Gaps:
         found, adjacent = [], []
         for block, following in pairwise([*blocks, 0]):
             adjacent.append(block)
-            end = block + self._libc.malloc_usable_size(block) + HEADER
+            end = block + self._libc.malloc_usable_size(block) + BLOCK_HEADER
             if end != following:
-                if end - adjacent[0] < HOLE:
+                if end - adjacent[0] < LEAST_HOLE:
                     found += adjacent
                 adjacent = []
         return found
