@@ -14,7 +14,7 @@ import jax
 GLIBC_MALLOC = {-1: -1, -4: 0, -8: 1}
 # JAX's events before and after a compilation, and the seconds of one that leaves many gaps. Lowering is part of them.
 LOWERED, COMPILED = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"
-LONG = {LOWERED: 0.1, COMPILED: 1.0}
+LONG_SECONDS = {LOWERED: 0.1, COMPILED: 1.0}
 LEAST_GAP, LEAST_HOLE = 1 << 15, 1 << 18  # bytes: steps are slow because of many free blocks between these sizes
 LARGEST_BLOCK = 1 << 24  # bytes of a block that `close_gaps` allocates
 BLOCK_HEADER = 8  # bytes of a block that malloc_usable_size does not count
@@ -61,9 +61,9 @@ class Gaps:
 
     def follow(self, event: str, duration_secs: float, **_: str | int) -> None:
         """Open the gaps before a compilation of many seconds, and close them afterwards. event: JAX's."""
-        if event not in LONG or jax.default_backend() != "cpu":
+        if event not in LONG_SECONDS or jax.default_backend() != "cpu":
             return
-        is_long = duration_secs >= LONG[event]
+        is_long = duration_secs >= LONG_SECONDS[event]
         if event == LOWERED and is_long and self._blocks:
             self.open()
         elif event == COMPILED and (is_long or self._were_opened):
@@ -122,7 +122,7 @@ def add_threads(number: int) -> None:
     before JAX touches a device.
     """
     given = os.environ.get("NPROC", "")
-    if number:
+    if number > 0:
         os.environ["NPROC"] = str(max(_num_cores() + number, int(given) if given.isdecimal() else 0))
 
 

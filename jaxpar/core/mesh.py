@@ -64,7 +64,8 @@ def prepare_jax(config: ConfigDict, cache: Path) -> None:
                     "started in this process with that number"
                 ) from None
         else:
-            host.add_threads(count - 1)  # for the devices that wait in a collective for the last one
+            # For the devices that wait in a collective for the last one. Stages that are dispatched have their own.
+            host.add_threads(count - (config.mesh.stage if sends_between_cpus(config) else 1))
 
 
 def partition_by_gspmd() -> None:

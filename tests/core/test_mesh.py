@@ -41,6 +41,14 @@ def test_virtual_devices(tmp_path: Path) -> None:
     assert threads == "7"  # two more, for devices that wait
 
 
+@pytest.mark.parametrize(("executor", "threads"), [("lockstep", 8), ("dispatch", 7)])
+def test_threads_for_stages(executor: str, threads: int, tmp_path: Path) -> None:
+    """Dispatched stages do not wait for each other in collectives; their replicas do."""
+    settings = ("mesh.virtual_cpu_devices=4", "mesh.stage=2", "mesh.data=2", f"pipeline.executor={executor}")
+    *_, found = count(tmp_path, *(f"--config.{setting}" for setting in settings)).splitlines()
+    assert int(found) == threads
+
+
 def test_the_count_in_xla_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = "--xla_force_host_platform_device_count=4"
     assert count(tmp_path, "--config.mesh.virtual_cpu_devices=4", xla_flags=flags).startswith("4 ")
