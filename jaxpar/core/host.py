@@ -17,6 +17,7 @@ LOWERED, COMPILED = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/cor
 LONG_SECONDS = {LOWERED: 0.1, COMPILED: 1.0}
 LEAST_GAP, LEAST_HOLE = 1 << 15, 1 << 18  # bytes: steps are slow because of many free blocks between these sizes
 LARGEST_BLOCK = 1 << 24  # bytes of a block that `close_gaps` allocates
+USERS_NPROC = "JAXPAR_USERS_NPROC"  # environment variable: NPROC as it was before `add_threads`
 BLOCK_HEADER = 8  # bytes of a block that malloc_usable_size does not count
 
 
@@ -115,23 +116,15 @@ class Gaps:
 
 
 def add_threads(number: int) -> None:
-    """Let XLA start at least this many threads in addition to one for each core on which this process may run.
+    """Let XLA start this many threads in addition to one for each core on which this process may run.
 
     Devices share the threads. With two devices on two cores, one that waits for the other in a collective would leave
     it only one thread. NPROC in the environment, which XLA reads, is the number of cores if the user sets it. Call
-    before JAX touches a device.
+    before JAX touches a device; the last call counts, also for processes that this one starts, until theirs.
     """
-    given = os.environ.get("NPROC", "")
-    if number > 0:
-        os.environ["NPROC"] = str(max(_num_cores() + number, int(given) if given.isdecimal() else 0))
-
-
-@functools.cache
-def _num_cores() -> int:
-    given = os.environ.get("NPROC", "")
-    if given.isdecimal():
-        return int(given)
-    return len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else os.cpu_count() or 1
+    given = os.environ.setdefault(USERS_NPROC, os.environ.get("NPROC", ""))
+    cores = len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else os.cpu_count() or 1
+    os.environ["NPROC"] = str((int(given) if given.isdecimal() else cores) + max(number, 0))
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -35,7 +35,8 @@ class Ending:
         self._nth, self._code, self._text, self._unblocks = nth, code, text, unblocks
 
     def __enter__(self) -> Self:
-        Ending.has_begun &= self._nth != 1  # of an earlier `with`, whose last moment it was
+        if self._nth == 1:
+            Ending.has_begun = False
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._thread = threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True)
@@ -57,7 +58,8 @@ class Ending:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal in the main thread. A terminal that was closed is replaced, as writing to it fails."""
-        Ending.has_begun |= self._nth == 1
+        if self._nth == 1:
+            Ending.has_begun = True
         if number == signal.SIGHUP:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             for output in self._terminals:

@@ -13,7 +13,7 @@ import pytest
 
 from jaxpar import cluster
 from jaxpar.config import default_config, override
-from jaxpar.core import mesh
+from jaxpar.core import host, mesh
 from jaxpar.errors import UserError
 
 COUNT = """
@@ -30,7 +30,7 @@ print(os.environ.get("NPROC"))
 
 def count(folder: Path, *overrides: str, xla_flags: str = "") -> str:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "XLA_FLAGS": xla_flags}
-    environment["NPROC"] = "5"
+    environment |= {"NPROC": "5", host.USERS_NPROC: "5"}
     command = [sys.executable, "-c", COUNT, str(folder), *overrides]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
 
