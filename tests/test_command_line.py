@@ -89,7 +89,7 @@ MISTAKES: list[tuple[ModuleType, list[str], str]] = [
     (peers, ["--torch_python=nowhere"], "--torch_python is 'nowhere', which does not exist; it must be an interpreter"),
     (
         peers,
-        ["--torch_python=nowhere", "--widths=100"],
+        [f"--torch_python={sys.executable}", "--widths=100"],
         "--widths is '100'; it must be one or more positive multiples of 64, such as 128,256",
     ),
     (pipeline, ["--stages=4,x"], "--stages is '4,x'; it must be one or more positive integers, such as 4,8"),

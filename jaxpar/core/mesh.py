@@ -64,8 +64,10 @@ def prepare_jax(config: ConfigDict, cache: Path) -> None:
                     "started in this process with that number"
                 ) from None
         else:
-            # For the devices that wait in a collective for the last one. Stages that are dispatched have their own.
-            host.add_threads(count - (config.mesh.stage if sends_between_cpus(config) else 1))
+            # For the devices that wait in a collective for the last one. Stages that are dispatched have their own, and
+            # `single` computes on one device, whatever their number.
+            stages = config.mesh.stage if sends_between_cpus(config) else 1
+            host.add_threads(0 if config.strategy == "single" else count - stages)
 
 
 def partition_by_gspmd() -> None:

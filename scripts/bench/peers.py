@@ -5,8 +5,8 @@
 
 The GPT has 8 layers, with LayerNorm and biases or with RMSNorm and no biases. A batch has 32 texts of 128 random
 tokens, and the optimizer of both is SGD without momentum. `single` is one device, `ddp` two replicas, `1f1b` a pipeline
-of two stages with 8 microbatches. jaxpar runs on virtual CPU devices, torch (scripts/bench/peers_torch.py) in one
-process per device, connected by gloo. Both use all cores.
+of two stages with 8 microbatches. jaxpar runs on virtual CPU devices, in a new process for each case, torch
+(scripts/bench/peers_torch.py) in one process per device, connected by gloo. Both use all cores.
 
 The first steps do not count: their losses must be equal to 1e-5. Then the two take turns, and the medians are compared.
 A ratio above 1 means that jaxpar is faster. Overrides of the config change jaxpar, and torch only by the shapes of the
@@ -21,6 +21,7 @@ Make the environment of torch with
     TORCH/bin/pip install torch numpy
 """
 
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -30,6 +31,7 @@ import tempfile
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
@@ -43,7 +45,7 @@ from jaxpar import data, strategies
 from jaxpar.cluster import find_cluster
 from jaxpar.command_line import Parser, integer, names
 from jaxpar.core import mesh
-from jaxpar.errors import TrainingError, UserError, exit_code
+from jaxpar.errors import TrainingError, exit_code
 from jaxpar.tasks import mean_loss
 from scripts.bench.gpu_steps import half_dtype
 from scripts.bench.pipeline_case import MODEL, random_data
@@ -52,20 +54,21 @@ from scripts.bench.tables import show
 
 HEAD = 64  # features of an attention head
 LR = 0.1
-TWO_CPUS = ["--config.mesh.virtual_cpu_devices=2"]
 EQUAL_STEPS = 3
 WARM_STEPS = 5  # more steps that do not count, until no step needs new memory
 TOLERANCE, GPU_TOLERANCE = 1e-5, 1e-2
 GPU_MODEL = {"num_layers": 12, "hidden_size": 768, "num_heads": 12, "max_length": 1024, "vocab_size": 50304}
+TWO_CPUS = "--config.mesh.virtual_cpu_devices=2"
 STRATEGIES = {
     "single": ["--config.strategy=single"],
-    "ddp": ["--config.strategy=data_parallel", "--config.mesh.data=2"],
+    "ddp": ["--config.strategy=data_parallel", "--config.mesh.data=2", TWO_CPUS],
     "1f1b": [
         "--config.strategy=pipeline",
         "--config.pipeline.schedule=1f1b",
         "--config.pipeline.executor=dispatch",  # which `auto`, the default, chooses
         "--config.mesh.data=1",
         "--config.mesh.stage=2",
+        TWO_CPUS,
     ],
 }
 SGD = [f"--config.optimizer.{key}" for key in ("name=sgd", "momentum=0", "weight_decay=0", "clip_norm=0")]
@@ -130,6 +133,9 @@ def contenders(
     of_model = [f"--config.model.{key}={value}" for key, value in model.items()]
     more = ["--config.task=causal_lm", "--config.batch_size=32", *SGD, *of_model, *STRATEGIES[strategy]]
     configs.override(config, [*more, *overrides])
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    if is_on_gpu:
+        configs.override(config, [f"--config.model.dtype={half_dtype(find_cluster())}", *overrides])
     info, batch = random_data(config)
     ours = strategies.make(config, make_problem(config, info, batch, lr=LR))
     state, placed = ours.init(jax.random.key(0)), ours.place(batch)
@@ -153,14 +159,17 @@ def contenders(
         yield found
 
 
-def compare(found: Mapping[str, Contender], rounds: int) -> list[float]:
+def compare(
+    python: str, model: Mapping[str, Any], strategy: str, overrides: Sequence[str], is_on_gpu: bool, rounds: int
+) -> list[float]:
     """Return the median seconds of a step of torch and of jaxpar."""
-    times: dict[str, list[float]] = {name: [] for name in found}
-    for _ in range(WARM_STEPS + rounds):
-        for name, one in found.items():
-            start = time.perf_counter()
-            one.step()
-            times[name].append(time.perf_counter() - start)
+    with contenders(python, model, strategy, overrides, is_on_gpu=is_on_gpu) as found:
+        times: dict[str, list[float]] = {name: [] for name in found}
+        for _ in range(WARM_STEPS + rounds):
+            for name, one in found.items():
+                start = time.perf_counter()
+                one.step()
+                times[name].append(time.perf_counter() - start)
     return [statistics.median(times[name][WARM_STEPS:]) for name in found]
 
 
@@ -180,24 +189,27 @@ def widths(text: str) -> list[int]:
     return values
 
 
+def interpreter(text: str) -> str:
+    """Return the value of --torch_python."""
+    if shutil.which(text) is None:
+        raise ArgumentTypeError(f"{text!r}, which does not exist; it must be an interpreter")
+    return text
+
+
 def peers_parser(description: str | None) -> Parser:
     """Return a parser with the flags that choose the cases."""
-    parser = Parser(description)
-    parser.require("--torch_python", "--torch_python=TORCH/bin/python", help="interpreter of an environment with torch")
+    parser, example = Parser(description), "--torch_python=TORCH/bin/python"
+    parser.require("--torch_python", example, type=interpreter, help="interpreter of an environment with torch")
     parser.add_argument("--widths", type=widths, default=[128, 256, 768], help="widths of the model")
     parser.add_argument("--norms", type=names(["layernorm", "rmsnorm"]), default=["layernorm", "rmsnorm"], help="norms")
     parser.add_argument("--strategies", type=names(STRATEGIES), default=list(STRATEGIES), help="strategies")
     return parser
 
 
-def prepare(torch_python: str, overrides: Sequence[str]) -> None:
-    """Set up JAX for the cases. Raises UserError if there is no such interpreter."""
-    if shutil.which(torch_python) is None:
-        raise UserError(f"--torch_python is {torch_python!r}, which does not exist; it must be an interpreter")
-    config = configs.default_config()
-    configs.override(config, overrides)
-    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
-    mesh.partition_by_gspmd()
+def in_new_process(measure: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of `measure`, a function of a module, in a new process, so that cases share no heap."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure, *arguments).result()
 
 
 def model_of(norm: str, width: int) -> dict[str, Any]:
@@ -211,24 +223,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=integer(1), default=7, help="steps of each, after those that do not count")
     parser.add_argument("--gpu", action="store_true", help="compare on one GPU")
     parsed, overrides = parser.parse_with_overrides()
+    configs.override(configs.default_config(), overrides)  # errors before the first case
     if parsed.gpu:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.4")  # torch needs the rest
-    prepare(parsed.torch_python, [*([] if parsed.gpu else TWO_CPUS), *overrides])
-    if parsed.gpu:
         parsed.widths, parsed.strategies = [GPU_MODEL["hidden_size"]], ["single"]
-        overrides = [f"--config.model.dtype={half_dtype(find_cluster())}", *overrides]
 
-    def compared(strategy: str, norm: str, width: int) -> str:
+    def ratio(strategy: str, norm: str, width: int) -> str:
         model = model_of(norm, width) | (GPU_MODEL if parsed.gpu else {})
-        with contenders(parsed.torch_python, model, strategy, overrides, is_on_gpu=parsed.gpu) as found:
-            torch, ours = compare(found, parsed.rounds)
+        arguments = (parsed.torch_python, model, strategy, overrides, parsed.gpu, parsed.rounds)
+        torch, ours = in_new_process(compare, *arguments)
         return f"{torch:.3f} / {ours:.3f} = {torch / ours:.3f}"
 
     version = "import torch; print('torch', torch.__version__)"
     torch = subprocess.run([parsed.torch_python, "-c", version], stdout=subprocess.PIPE, text=True, check=True).stdout
     columns = [f"strategy ({torch.strip()} / jaxpar, s)", "norm", *(f"width {width}" for width in parsed.widths)]
     cases = product(parsed.strategies, parsed.norms)
-    show(columns, ([*case, *(compared(*case, width) for width in parsed.widths)] for case in cases))
+    show(columns, ([*case, *(ratio(*case, width) for width in parsed.widths)] for case in cases))
 
 
 if __name__ == "__main__":

@@ -22,12 +22,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
+from jaxpar import config as configs
 from jaxpar.command_line import integer
 from jaxpar.errors import TrainingError, exit_code
-from scripts.bench.peers import TWO_CPUS, WARM_STEPS, Contender, contenders, model_of, peers_parser, prepare
+from scripts.bench.peers import WARM_STEPS, Contender, contenders, in_new_process, model_of, peers_parser
 from scripts.bench.tables import show
 
 SAMPLES = 997  # of each thread in a second of its CPU time
@@ -45,18 +48,25 @@ def main() -> None:
     parser.add_argument("--steps", type=integer(1), default=4, help="steps whose time is sampled")
     parsed, overrides = parser.parse_with_overrides()
     os.environ["ONEDNN_JIT_PROFILE"] = "2"  # names of generated code, for perf
-    prepare(parsed.torch_python, [*TWO_CPUS, *overrides])
+    configs.override(configs.default_config(), overrides)  # errors before the first case
 
-    def profiled(strategy: str, norm: str, width: int) -> list[str]:
-        with contenders(parsed.torch_python, model_of(norm, width), strategy, overrides) as found:
-            torch, ours = (cpu_seconds(one, parsed.steps) for one in found.values())
-        kinds = [*KINDS, REST]
-        cells = [f"{torch[kind]:.2f}/{ours[kind]:.2f}" for kind in kinds]
-        return [strategy, norm, f"{width}", *cells, f"{torch.total() / ours.total():.3f}"]
+    def cells(strategy: str, norm: str, width: int) -> list[str]:
+        arguments = (parsed.torch_python, model_of(norm, width), strategy, overrides, parsed.steps)
+        torch, ours = in_new_process(profile, *arguments)
+        found = [f"{torch[kind]:.2f}/{ours[kind]:.2f}" for kind in [*KINDS, REST]]
+        return [strategy, norm, f"{width}", *found, f"{torch.total() / ours.total():.3f}"]
 
     heads = [f"{kind}, torch/jaxpar" for kind in [*KINDS, REST]]
     cases = product(parsed.strategies, parsed.norms, parsed.widths)
-    show(["strategy", "norm", "width", *heads, "total, torch/jaxpar"], (profiled(*case) for case in cases))
+    show(["strategy", "norm", "width", *heads, "total, torch/jaxpar"], (cells(*case) for case in cases))
+
+
+def profile(
+    torch_python: str, model: Mapping[str, Any], strategy: str, overrides: Sequence[str], steps: int
+) -> list[Counter[str]]:
+    """Return the CPU seconds of a step of torch and of jaxpar."""
+    with contenders(torch_python, model, strategy, overrides) as found:
+        return [cpu_seconds(one, steps) for one in found.values()]
 
 
 def cpu_seconds(contender: Contender, steps: int) -> Counter[str]:

@@ -41,11 +41,19 @@ def test_virtual_devices(tmp_path: Path) -> None:
     assert threads == "7"  # two more, for devices that wait
 
 
-@pytest.mark.parametrize(("executor", "threads"), [("lockstep", 8), ("dispatch", 7)])
-def test_threads_for_stages(executor: str, threads: int, tmp_path: Path) -> None:
-    """Dispatched stages do not wait for each other in collectives; their replicas do."""
-    settings = ("mesh.virtual_cpu_devices=4", "mesh.stage=2", "mesh.data=2", f"pipeline.executor={executor}")
-    *_, found = count(tmp_path, *(f"--config.{setting}" for setting in settings)).splitlines()
+@pytest.mark.parametrize(
+    ("settings", "threads"),
+    [
+        ("mesh.stage=2 mesh.data=2 pipeline.executor=lockstep", 8),
+        ("mesh.stage=2 mesh.data=2 pipeline.executor=dispatch", 7),
+        ("strategy=single mesh.data=1", 5),
+    ],
+)
+def test_threads_for_waiting_devices(settings: str, threads: int, tmp_path: Path) -> None:
+    """Dispatched stages do not wait for each other in collectives; their replicas do, and one device never."""
+    *_, found = count(
+        tmp_path, *(f"--config.{setting}" for setting in ["mesh.virtual_cpu_devices=4", *settings.split()])
+    ).splitlines()
     assert int(found) == threads
 
 
