@@ -7,7 +7,8 @@ r"""Simulates a pipeline schedule: makespan, bubble, idle time and memory. Needs
 Each line of the output is a metric: its name, then its value, or one value per device. The span of a device is the time
 from the start of its first action to the end of its last one.
 
-  devices, microbatches  numbers in the schedule
+  devices               number of devices
+  microbatches          number of microbatches
   makespan              time of a step if every device waits only for its inputs
   lockstep              time of a step if all devices step through the clocks together
   cost                  the longest span of any device

@@ -134,7 +134,7 @@ def contenders(
     more = ["--config.task=causal_lm", "--config.batch_size=32", *SGD, *of_model, *STRATEGIES[strategy]]
     configs.override(config, [*more, *overrides])
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
-    if is_on_gpu:
+    if is_on_gpu:  # its dtypes are known only now; overrides take precedence
         configs.override(config, [f"--config.model.dtype={half_dtype(find_cluster())}", *overrides])
     info, batch = random_data(config)
     ours = strategies.make(config, make_problem(config, info, batch, lr=LR))

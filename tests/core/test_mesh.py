@@ -51,9 +51,8 @@ def test_virtual_devices(tmp_path: Path) -> None:
 )
 def test_threads_for_waiting_devices(settings: str, threads: int, tmp_path: Path) -> None:
     """Dispatched stages do not wait for each other in collectives; their replicas do, and one device never."""
-    *_, found = count(
-        tmp_path, *(f"--config.{setting}" for setting in ["mesh.virtual_cpu_devices=4", *settings.split()])
-    ).splitlines()
+    overrides = [f"--config.{setting}" for setting in ["mesh.virtual_cpu_devices=4", *settings.split()]]
+    *_, found = count(tmp_path, *overrides).splitlines()
     assert int(found) == threads
 
 
