@@ -1,11 +1,11 @@
 """Counts false alarms of certificates over all strategies, dtypes and three models, and plants errors to find.
 
     scripts/python scripts/bench/certificates.py [--num_steps=3] [--models=mlp,bert,gpt] [--most=N]
-        [--output=runs/certificates.jsonl]
+        [--output=runs/certificates.jsonl] [--picture=docs/certificates.png]
 
-Each row is a certificate of a tiny model on 8 virtual CPU devices: its verdict, and the largest error relative to its
-tolerance. Then the gradient of one layer is multiplied by a factor that is too large by slightly more, and slightly
-less, than the certificate announces. Rows that are in the output already are not repeated.
+Each line of the output is a certificate of a tiny model on 8 virtual CPU devices: its verdict, and the largest error
+relative to its tolerance. Then the gradient of one layer is multiplied by a factor that is too large by slightly more,
+and slightly less, than the certificate announces. Lines that are in the output already are not measured again.
 """
 
 import itertools
@@ -20,11 +20,14 @@ from typing import Any
 from unittest import mock
 
 import jax
+from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
 from jaxpar import certify
 from jaxpar import config as configs
-from jaxpar.command_line import Parser, integer, names, output_path
+from jaxpar.colors import CURVE_COLORS
+from jaxpar.command_line import Parser, check_new_file, integer, names, output_path
+from jaxpar.compare.pictures import MARKERS
 from jaxpar.core import step as steps
 from jaxpar.core.step import Problem
 from jaxpar.errors import TrainingError, UserError, exit_code
@@ -32,6 +35,7 @@ from jaxpar.inspect import certificate, reference
 from jaxpar.inspect.reference import Reference
 from jaxpar.run.build import Run
 from jaxpar.strategies.data_parallel import shard_map
+from scripts.bench import tables
 
 BASE = """mesh.virtual_cpu_devices=8 data.source=synthetic data.synthetic_examples=420 batch_size=24
   model.hidden_size=16 model.num_layers=2 model.dropout=0.2 optimizer.lr=0.01"""
@@ -83,6 +87,17 @@ STRATEGIES = (
     "mesh.data=2 mesh.tensor=2 exchange=zero1",
     "mesh.data=1 mesh.context=2",
     f"{PIPELINE}=1f1b mesh.tensor=2",
+)
+
+FACTORS = (0.7, 1.5)  # of the smallest scale error that a certificate announces: one to miss, and one to find
+COLUMNS = (
+    "dtype",
+    "certificates",
+    "errors compared",
+    "false alarms",
+    "largest error / tolerance",
+    "announced scale error",
+    *(f"found at {factor:g} times" for factor in FACTORS),
 )
 
 make_single = reference.make_single
@@ -163,17 +178,20 @@ def main() -> None:
     parser.add_argument("--most", type=integer(1), default=1000, help="number of honest configs")
     parser.add_argument("--models", type=names(MODELS), default=[*MODELS], help="models of the configs")
     parser.add_argument("--output", type=output_path, default="runs/certificates.jsonl", help="file of the rows")
-    arguments = parser.parse_args()
+    parser.add_argument("--picture", type=output_path, help="file of the picture, .png or .svg")
+    arguments = parser.parse()
+    if arguments.picture:
+        check_new_file("--picture", arguments.picture, [".png", ".svg"])
     output = Path(arguments.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     rows = {}
     if output.exists():
         rows = {of["case"]: of for of in map(json.loads, output.read_text().splitlines())}
 
-    def measure(case: str, settings: str, *plant: Any) -> dict[str, Any]:
+    def measure(case: str, settings: str, *plant: Any, **about: Any) -> dict[str, Any]:
         if case not in rows:
             begin = time.monotonic()
-            rows[case] = {"case": case, **row(f"{BASE} {settings}", arguments.num_steps, *plant)}
+            rows[case] = {"case": case, **about, **row(f"{BASE} {settings}", arguments.num_steps, *plant)}
             with output.open("a") as file:
                 file.write(json.dumps(rows[case]) + "\n")
             of = rows[case]
@@ -182,20 +200,53 @@ def main() -> None:
         return rows[case]
 
     for model, dtype, strategy in itertools.islice(cases(arguments.models), arguments.most):
-        measure(f"{model}, {dtype}, {strategy}", f"{MODELS[model]} model.dtype={dtype} {strategy}")
-    honest = [of for of in rows.values() if "refused" not in of and "planted" not in of["case"]]
-    alarms = [of["case"] for of in honest if of["outside"]]
-    print(f"{len(honest)} configs, {sum(of['number'] for of in honest)} errors, {len(alarms)} false alarms {alarms}")
-    for dtype in DTYPES:
-        for model in arguments.models:
-            settings = f"{MODELS[model]} model.dtype={dtype} {DDP}"
-            scales = measure(f"{model}, {dtype}, {DDP}", settings)["scale"]
-            found = {}
-            for factor in (0.7, 1.5):
-                error = factor * scales["block_1"]
-                case = f"{model}, {dtype}, {factor:g} x {scales['block_1']:.1e} planted"
-                found[factor] = bool(measure(case, settings, "block_1", error)["outside"])
-            print(f"{model}, {dtype}: tolerance of block_1 {scales['block_1']:.1e}, planted {found}")
+        settings = f"{MODELS[model]} model.dtype={dtype} {strategy}"
+        measure(f"{model}, {dtype}, {strategy}", settings, dtype=dtype, factor=0.0)
+    for dtype, model in itertools.product(DTYPES, arguments.models):
+        settings = f"{MODELS[model]} model.dtype={dtype} {DDP}"
+        scale = measure(f"{model}, {dtype}, {DDP}", settings, dtype=dtype, factor=0.0)["scale"]["block_1"]
+        for factor in FACTORS:
+            case = f"{model}, {dtype}, {factor:g} x {scale:.1e} planted"
+            measure(case, settings, "block_1", factor * scale, dtype=dtype, factor=factor)
+    certified = [of for of in rows.values() if "refused" not in of]
+    tables.show(COLUMNS, [summary(dtype, [of for of in certified if of["dtype"] == dtype]) for dtype in DTYPES])
+    if arguments.picture:
+        draw(arguments.picture, certified)
+
+
+def summary(dtype: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a row of the table. rows: all certificates of a dtype."""
+    honest, below, above = ([of for of in rows if of["factor"] == factor] for factor in (0.0, *FACTORS))
+    scales = [of["scale"]["block_1"] for of in honest if of["case"].endswith(f", {DDP}")]
+    return [
+        dtype,
+        f"{len(honest)}",
+        f"{sum(of['number'] for of in honest)}",
+        f"{sum(bool(of['outside']) for of in honest)}",
+        f"{max(of['ratio'] for of in honest):.2f}",
+        f"{min(scales):.1e} to {max(scales):.1e}",
+        *(f"{sum(bool(of['outside']) for of in some)} of {len(some)}" for some in (below, above)),
+    ]
+
+
+def draw(path: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Draw the largest error of each certificate, relative to its tolerance, by dtype."""
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    axes = figure.subplots()
+    labels = ("nothing planted", *(f"{factor:g} times the announced error planted" for factor in FACTORS))
+    for place, (factor, label) in enumerate(zip((0.0, *FACTORS), labels, strict=True)):
+        for of_dtype, dtype in enumerate(DTYPES):
+            ratios = sorted(of["ratio"] for of in rows if (of["factor"], of["dtype"]) == (factor, dtype))
+            heights = [of_dtype + 0.22 * (place - 1) + 0.03 * (number % 5 - 2) for number in range(len(ratios))]
+            style = {"color": CURVE_COLORS[place], "ms": 5 + 2 * bool(place), "alpha": 0.8}
+            axes.plot(ratios, heights, MARKERS[place], label="" if of_dtype else label, **style)
+    axes.axvline(1, color="black", linestyle=":", linewidth=1)
+    axes.set_yticks(range(len(DTYPES)), DTYPES)
+    axes.set(xscale="log", xlabel="largest error of a certificate / its tolerance", ylim=(len(DTYPES) - 0.4, -0.6))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.grid(alpha=0.3, axis="x")
+    figure.legend(fontsize=9, loc="outside upper center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":
