@@ -238,7 +238,7 @@ def draw(path: str, rows: Sequence[dict[str, Any]]) -> None:
         for of_dtype, dtype in enumerate(DTYPES):
             ratios = sorted(of["ratio"] for of in rows if (of["factor"], of["dtype"]) == (factor, dtype))
             heights = [of_dtype + 0.22 * (place - 1) + 0.03 * (number % 5 - 2) for number in range(len(ratios))]
-            style = {"color": CURVE_COLORS[place], "ms": 5 + 2 * bool(place), "alpha": 0.8}
+            style: dict[str, Any] = {"color": CURVE_COLORS[place], "ms": 5 + 2 * bool(place), "alpha": 0.8}
             axes.plot(ratios, heights, MARKERS[place], label="" if of_dtype else label, **style)
     axes.axvline(1, color="black", linestyle=":", linewidth=1)
     axes.set_yticks(range(len(DTYPES)), DTYPES)
