@@ -49,7 +49,8 @@ computation waits for all-gathers) and a rank correlation (Kendall's tau) of 0.8
 with a tensor axis meets the goal for the error.
 
 These choices depend on published values. SWARM's generated trace was fitted to the first row of its
-table. QAdam's warm-up and the method for BLOOM were chosen after their rows had been seen.
+table. QAdam's warm-up, the method for BLOOM and the matmul efficiency of A100s were chosen after
+their rows had been seen.
 
 `scripts/python scripts/bench/published.py` prints the tables. With `--compute --only=gpipe`, it
 computes those of one paper again, and writes these pages.

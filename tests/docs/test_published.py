@@ -98,7 +98,7 @@ def test_products_of_megatron_are_those_of_its_formula() -> None:
     run.cluster = replace(run.cluster, memory_bandwidth=1e30)
     tokens, features = 2 * 2048, MEGATRON["features"]
     flops = 96 * tokens * features**2 * (1 + 2048 / (6 * features))
-    assert sum(run.block()) * 0.85 * run.cluster.peak_flops["bfloat16"] == pytest.approx(flops)
+    assert sum(run.block()) * 0.8 * run.cluster.peak_flops["bfloat16"] == pytest.approx(flops)
 
 
 def test_a_tensor_axis_repeats_the_passes_over_all_positions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,9 @@ EFFICIENCY = {
     "network": 0.8,
 }
 # By the first digit of the compute capability, if it differs. A100s: matrix products reach 80% to 90% of the peak, and
-# attention 50% to 73% (Dao, "FlashAttention-2", 2023, abstract and section 1).
-EFFICIENCY_OF = {"8": {"float32": 0.85, "bfloat16": 0.85, "attention": 0.6}}
+# attention 50% to 73% (Dao, "FlashAttention-2", 2023, abstract and section 1). The best product of a search reached 87%
+# (stas00/ml-engineering at 744d01e, compute/accelerator/README.md, MAMF), but 80% on an H100, so most reach less.
+EFFICIENCY_OF = {"8": {"float32": 0.8, "bfloat16": 0.8, "attention": 0.6}}
 # Attention of Hopper with heads below 128, whose softmax takes longer than its products / that with larger heads. Heads
 # of 64 reach 0.25 (1,024 tokens) to 0.33 (4,096 tokens) of the peak: docs/results/gpu/one_gpu.md.
 HOPPER, WIDE_HEAD, OF_NARROW_HEADS = "9", 128, 0.5
