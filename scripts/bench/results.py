@@ -145,6 +145,7 @@ FOLDERS = {
     "updates": "Asynchronous updates",
     "swarm": "Swarms, and several runs",
     "plans": "Predicted time and memory",
+    "certificates": "Certificates",
     "faults": "Killed processes",
 }
 INDEX = (
