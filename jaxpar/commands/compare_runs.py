@@ -19,8 +19,18 @@ from jaxpar.run import report
 from jaxpar.use.pages.charts import Series, line_chart
 from jaxpar.use.pages.html import Cell, Row, document, number_cell, paragraph, pictures, section, table
 from jaxpar.use.pages.recorded import RecordedRun, read_run
-from jaxpar.use.pages.run_page import LABELS, as_title, certificate, headline, loss_unit, metric_label
+from jaxpar.use.pages.run_page import (
+    LABELS,
+    advice_of_result,
+    as_sentence,
+    as_title,
+    certificate,
+    headline,
+    loss_unit,
+    metric_label,
+)
 
+SECONDS = "seconds of the last start"  # rows of the page's section on time
 CURVES = ("examples_per_second", "mfu")  # curves of the log intervals in the page
 ENVIRONMENT = ("host", "processor", "command", "commit")
 
@@ -76,7 +86,7 @@ def comparison_rows(runs: Sequence[RecordedRun]) -> list[Row]:
     rows += [[f"{name} split, examples", *_numbers(sizes, name)] for name in splits]
     phases = [result.get("seconds", {}) for result in results]
     spent = dict.fromkeys(name for of_run in phases for name, value in of_run.items() if value)
-    rows += [[f"seconds of the last start, {name}", *_numbers(phases, name)] for name in spent]
+    rows += [[f"{SECONDS}, {name}", *_numbers(phases, name)] for name in spent]
     verdicts = [certificate(run) for run in runs]
     return [*rows, ["certificate", *verdicts]] if any(verdicts) else rows
 
@@ -109,12 +119,18 @@ def comparison_page(runs: Sequence[RecordedRun]) -> str:
     rows, environments = different_keys(runs), [run.result.get("environment", {}) for run in runs]
     shown: list[Row] = [[name, *(of_run.get(name) or "" for of_run in environments)] for name in ENVIRONMENT]
     reached = [f"`{run.workdir}` reached {headline(run)}" for run in _best_first(runs)]
+    all_rows = comparison_rows(runs)
+    rows_of_time = [row for row in all_rows if str(row[0]).startswith(SECONDS)]
+    others = [row for row in all_rows if row not in rows_of_time]
+    advice = [f"`{run.workdir}`: {as_sentence(text)}" for run in runs if run.result for text in advice_of_result(run)]
     return document(
         f"Comparison of {len(runs)} runs",
         [
             paragraph("; ".join(reached) + "." if reached else "No run has finished."),
             section("Curves", pictures(charts)),
-            section("Results", table(comparison_rows(runs), ["", *names])),
+            section("Time", table(rows_of_time, ["", *names]) if rows_of_time else ""),
+            section("What to try", *map(paragraph, advice)),
+            section("Results", table(others, ["", *names])),
             section("Config keys that differ", table(rows, ["key", *names]) if rows else ""),
             section("Environment", table(shown, ["", *names])),
         ],

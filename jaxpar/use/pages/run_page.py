@@ -88,7 +88,7 @@ def run_page(run: RecordedRun, plan: Plan[object], num_steps: int, timelines: Ma
             section("Result", paragraph(result)),
             section("Curves", pictures(curves)),
             section("Time", *_seconds(run)),
-            section("What to try", *(paragraph(_as_sentence(text)) for text in _advice(run, plan, num_steps))),
+            section("What to try", *(paragraph(as_sentence(text)) for text in _advice(run, plan, num_steps))),
             section("Numbers", table(_result_rows(run, num_steps))),
             section("Classes", *_classes(run.result)),
             section("Rates", pictures(rates)),
@@ -248,13 +248,17 @@ def _seconds(run: RecordedRun) -> list[str]:
 
 def _advice(run: RecordedRun, plan: Plan[object], num_steps: int) -> list[str]:
     """Return what to change in the next run, by the plan, the result and the times of this one."""
-    result, spent = run.result, run.result["seconds"]
-    total, found = sum(spent.values()), [plan.advice] if plan.advice else []
-    if "advice" in result:
-        found.append(result["advice"])
-    elif (result.get("test_accuracy") or 0) < GOOD:
+    result, found = run.result, [plan.advice] if plan.advice else []
+    if "advice" not in result and (result.get("test_accuracy") or 0) < GOOD:
         length = advise_length(run.config, result["splits"]["training"], num_steps, plan.decision.batch_divisor)
         found += [length] if length else []
+    return found + advice_of_result(run) + next_steps(run.config)
+
+
+def advice_of_result(run: RecordedRun) -> list[str]:
+    """Return what to change in the next run, by the result and the times of this one."""
+    result, spent = run.result, run.result["seconds"]
+    total, found = sum(spent.values()), [result["advice"]] if "advice" in result else []
     best = result.get("best_step", result["steps"])
     if best < result["steps"]:
         found.append(
@@ -278,10 +282,10 @@ def _advice(run: RecordedRun, plan: Plan[object], num_steps: int) -> list[str]:
         )
     if spent.get("checkpoint", 0) > MUCH * total:
         found.append("Checkpoints took much of the time: raise `config.checkpoint.every_steps`, or use a faster disk.")
-    return found + next_steps(run.config)
+    return found
 
 
-def _as_sentence(phrase: str) -> str:
+def as_sentence(phrase: str) -> str:
     """Return a phrase of the terminal as a sentence, in which flags and keys are code."""
     marked = FLAG_OR_KEY.sub(r"`\g<0>`", phrase)
     return f"{as_title(marked).removesuffix('.')}."

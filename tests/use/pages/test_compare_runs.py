@@ -31,8 +31,10 @@ def test_the_table_and_the_page(
     assert ["", str(one), str(other)] in page.rows
     assert ["test loss", "0.6094", ""] in page.rows
     assert f"{one} reached test accuracy 67.19%." in "".join(page.texts)
+    assert ["seconds of the last start, compile", "2.25", ""] in page.rows
+    assert ": The validation loss was lowest at step 30" in "".join(page.texts)  # in what to try
     assert ["optimizer.lr", "0.001", "0.25"] in page.rows
-    assert [text for text in page.texts if "train" in text or "validation" in text] == [
+    assert [text for text in page.texts if text.endswith(("train", "validation"))] == [
         *("Loss (nats), train", "Loss (nats), validation", "Accuracy, train", "Accuracy, validation")
     ]
     assert page.texts.count(f"{other} ") == 6  # in the legend of each curve
