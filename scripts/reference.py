@@ -211,14 +211,14 @@ def schedules_page() -> str:
 
 
 SCHEDULES_HEAD = f"""
-Set `config.pipeline.schedule`, or leave it at `auto`, which chooses the fastest one that fits the memory. You can also
-[write your own](../howto/schedule.md#write-your-own). [How pipelines work](../explanation/pipelines.md) explains the
-terms.
+Set `config.pipeline.schedule`, or leave it at `auto`, which chooses the fastest one with a flush and one stage per
+device that fits the memory. You can also [write your own](../howto/schedule.md#write-your-own). [How pipelines
+work](../explanation/pipelines.md) explains the terms.
 
 The costs are those of `jaxpar simulate` for {STAGES} devices and {MICROBATCHES} microbatches. A forward pass, the
 gradient of the input and the gradient of the weights take one unit of time each. *Step* is the time of a step if
 devices wait only for their inputs, *in lockstep* if all wait for each other after each clock. *Bubble* is the share of
-time in which a device is idle between its first and its last action, as in the papers. There, a device can begin the
+its step in which the device with the longest step is idle, as in the papers. There, a device can begin the
 next step before the others have finished. Here it cannot, so compare schedules by *Step*. *Microbatches in memory* is
 the largest number of microbatches between their forward and backward passes on a device; on a device with two chunks,
 each counts 0.5.

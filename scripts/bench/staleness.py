@@ -16,19 +16,20 @@ from jaxpar.compare.updates import STALENESS
 from jaxpar.errors import exit_code
 from scripts.bench.results import FOLDER
 
+PICTURE = "docs/staleness.png"
 SHOWN = ("sync", "softsync", "ssp", "async", "async+staleness_aware")
 
 
 def main() -> None:
     """Draw the picture."""
     parser = Parser(__doc__)
-    parser.add_argument("--out", type=output_path, default="docs/staleness.png", help="the picture")
+    parser.add_argument("--out", type=output_path, default=PICTURE, help="the picture")
     arguments = parser.parse()
     check_new_file("--out", arguments.out, [".png", ".svg"])
     result = json.loads((FOLDER / "updates_bert.json").read_text())
     rows = [dict(zip(result["columns"], row, strict=True)) for row in result["rows"]]
     figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
+    axes, drawn = figure.subplots(), {}
     for place, (name, color) in enumerate(zip(SHOWN, CURVE_COLORS, strict=False)):
         for straggler in ("none", "4 times slower"):
             points = [
@@ -36,6 +37,7 @@ def main() -> None:
                 for row in rows
                 if (row["updates"], row["straggler"]) == (name, straggler)
             ]
+            drawn[f"{name}, straggler {straggler}"] = points
             # Later points are smaller, and those with a straggler are hollow, so that equal points do not hide others.
             is_first = straggler == "none"
             style: dict[str, Any] = {"ms": (11 if is_first else 14) - 1.5 * place, "mew": 1.5, "color": color}
@@ -50,7 +52,7 @@ def main() -> None:
     axes.set(xlabel="mean staleness (updates that the weights of a gradient lack)", ylabel="test accuracy (%)", ylim=0)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9, loc="upper center", frameon=False)
-    figure.savefig(arguments.out, dpi=150)
+    figure.savefig(arguments.out, dpi=150, metadata={"Description": json.dumps(drawn)})
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from jaxpar.command_line import Parser, check_new_file, output_path
 from jaxpar.errors import exit_code
 from scripts import reference
 
+PICTURE = "docs/exchanges.png"
 N = reference.REPLICAS
 PLACES = [(-1.0, 1.0), (1.0, 1.0), (1.0, -1.0), (-1.0, -1.0)]
 RADIUS = 0.28
@@ -57,7 +58,7 @@ FAMILIES = (
 def main() -> None:
     """Draw the picture."""
     parser = Parser(__doc__)
-    parser.add_argument("--out", type=output_path, default="docs/exchanges.png", help="the picture")
+    parser.add_argument("--out", type=output_path, default=PICTURE, help="the picture")
     arguments = parser.parse()
     check_new_file("--out", arguments.out, [".png", ".svg"])
     unit = reference.sent("ddp") / (2 * (N - 1) / N)  # the bytes of the parameters, which a ring sends 2 (n - 1) / n of
