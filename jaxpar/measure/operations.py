@@ -29,7 +29,7 @@ BACKWARD_RATIO = 2.5  # products of the backward pass of attention / those of th
 # Operations whose result is their operand in another shape, which a product or a fusion reads as it is.
 VIEWS = (
     *("reshape", "squeeze", "expand_dims", "transpose", "stop_gradient", "copy", "optimization_barrier"),
-    "bitcast_convert_type",
+    *("bitcast_convert_type", "name"),
 )
 SLICING = ("gather", "dynamic_slice")  # a slice at a fixed position is fused
 REDUCTIONS = (  # they end a pass

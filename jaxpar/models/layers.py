@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from ml_collections import ConfigDict
 
 from jaxpar.models.activations import activate, lifted, recomputed_mlp
@@ -19,6 +20,7 @@ from jaxpar.models.bottleneck import Maker, with_bottlenecks
 from jaxpar.models.group import TRANSFORMER_DIMS, TensorSplit
 from jaxpar.models.model import Context, Model, Tie
 from jaxpar.models.options import Spec
+from jaxpar.models.remat import LINEAR_MAP
 from jaxpar.models.rotary import rotate
 from jaxpar.tasks.token_logits import SplitWords, TokenLogits
 
@@ -104,7 +106,43 @@ def linear(
     With norm layernorm, it always has a bias.
     """
     bias, init = bias or spec.norm == "layernorm", nnx.initializers.normal(scale)
-    return nnx.Linear(num_in, num_out, use_bias=bias, dtype=spec.dtype, kernel_init=init, rngs=rngs)
+    product = _linear_map if spec.flatten_positions else jax.lax.dot_general
+    return nnx.Linear(
+        num_in, num_out, use_bias=bias, dtype=spec.dtype, kernel_init=init, dot_general=product, rngs=rngs
+    )
+
+
+def _linear_map(x: jax.Array, kernel_FG: jax.Array, dims: Any, **options: Any) -> jax.Array:
+    """Return the same as `jax.lax.dot_general`; for a float32 matrix x, with the gradient of `_product_of_matrices`."""
+    if x.ndim > 2 or x.dtype != jnp.float32:
+        return jax.lax.dot_general(x, kernel_FG, dims, **options)
+    return checkpoint_name(_product_of_matrices(x, kernel_FG), LINEAR_MAP)
+
+
+@jax.custom_vjp
+def _product_of_matrices(x_NF: jax.Array, kernel_FG: jax.Array) -> jax.Array:
+    return x_NF @ kernel_FG
+
+
+def _gradients_of_product(saved: tuple[jax.Array, jax.Array], slope_NG: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_NF, kernel_FG = saved
+    return slope_NG @ kernel_FG.T, kernel_gradient(x_NF, slope_NG)
+
+
+_product_of_matrices.defvjp(
+    lambda x_NF, kernel_FG: (_product_of_matrices(x_NF, kernel_FG), (x_NF, kernel_FG)), _gradients_of_product
+)
+
+
+def kernel_gradient(x_NF: jax.Array, slope_NG: jax.Array) -> jax.Array:
+    """Return x_NF.T @ slope_NG. The narrower matrix is transposed first.
+
+    XLA on CPUs would otherwise use its slower products: YNNPACK's do not sum over the first dim of both operands.
+    """
+    is_wide = x_NF.shape[1] > slope_NG.shape[1]
+    narrow_NM, wide_NM = (slope_NG, x_NF) if is_wide else (x_NF, slope_NG)
+    product = jax.lax.optimization_barrier(narrow_NM.T) @ wide_NM
+    return jax.lax.optimization_barrier(product).T if is_wide else product
 
 
 def embeddings(rows: int, spec: Spec, rngs: nnx.Rngs) -> nnx.Param[jax.Array]:

@@ -5,10 +5,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+LINEAR_MAP = "linear"  # name of a product whose function has its own gradient, which hides it from the policies
 # Policies for `jax.checkpoint`
 REMAT_POLICIES: dict[str, Any] = {
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(LINEAR_MAP),
+    ),
 }
 
 MOVES = (  # primitives that only gather, move, cast or decompress data

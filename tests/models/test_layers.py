@@ -181,6 +181,25 @@ def test_products_of_all_tokens(norm: str) -> None:
     check_equal(values_and_gradients(ours, *arguments), values_and_gradients(usual, *arguments))
 
 
+@pytest.mark.parametrize(("num_in", "num_out"), [(4, 12), (12, 4)])
+def test_kernel_gradients_of_matrices(num_in: int, num_out: int) -> None:
+    """With flatten_positions, products sum over the second dim of one matrix and the first of the other."""
+    spec = gpt.resolve(small_config("gpt", "causal_lm", flatten_positions=True), TEXT)[1]
+    graphdef, params = nnx.split(layers.linear(num_in, num_out, spec, nnx.Rngs(params=0)))
+    arguments = params, draw(20, num_in, seed=0)
+
+    def ours(params: Any, x_NF: Any) -> Any:
+        return nnx.merge(graphdef, params)(x_NF)
+
+    def usual(params: Any, x_NF: Any) -> Any:
+        return jnp.einsum("nf,fg->ng", x_NF, params.kernel[...]) + layers.lifted(params.bias[...], x_NF)
+
+    check_equal(values_and_gradients(ours, *arguments), values_and_gradients(usual, *arguments))
+    program = jax.jit(jax.grad(lambda *of: ours(*of).sum() ** 2)).lower(*arguments).compile().as_text()
+    assert re.findall(r"rhs_contracting_dims={(\d)}", program) == ["0", "0"]  # of the kernel, and its gradient
+    assert "lhs_contracting_dims={0}" not in program
+
+
 @pytest.mark.parametrize("flatten", [True, False])
 @pytest.mark.parametrize(
     ("activation", "norm"), [("gelu_tanh", "layernorm"), ("swiglu", "layernorm"), ("relu", "rmsnorm")]

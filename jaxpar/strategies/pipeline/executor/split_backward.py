@@ -30,9 +30,9 @@ ELEMENTWISE = frozenset(
     (
         *("abs", "add", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "cos", "div", "eq", "erf"),
         *("erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log"),
-        *("log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "optimization_barrier", "or", "pow"),
-        *("reshape", "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "squeeze", "sub", "tan", "tanh"),
-        "xor",
+        *("log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "not", "optimization_barrier", "or"),
+        *("pow", "reshape", "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "squeeze", "sub", "tan"),
+        *("tanh", "xor"),
     )
 )
 
