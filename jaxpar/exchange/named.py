@@ -91,7 +91,8 @@ class NamedExchange(NamedTuple):
     shards: bool = False
     # whether it computes the update of AdamW itself, from exchanged momentum, so the optimizer must be AdamW
     adamw: bool = False
-    noisy: bool = False  # whether most of what it sends is noise, which error feedback cancels only later
+    # whether, with these options, most of what it sends is noise, which error feedback cancels only later
+    noisy: Callable[[Mapping[str, Any]], bool] = lambda _options: False
     replicas: str = ""  # what the number of replicas must be: a key of REPLICA_NUMBERS
 
     @property
@@ -153,6 +154,7 @@ def _zero(
 # Elements that share a scale (1 bit), or a range (8 bits). The gradient of most rows of an embedding is zero, so the
 # scale of 1-bit gradients should be that of one row or less.
 BYTES_BLOCK, BLOCK, ROW_BLOCK = 4096, 2048, 128
+RANDOM_RATIO = 0.25  # of random elements that are sent; with 0.05, most of what Adam receives is noise
 BYTEPS = {BUCKET_BYTES: 4_096_000, "group": 1, "min_compress_bytes": 65_536}  # the defaults of BytePS
 ZERO = {BUCKET_BYTES: 0, "offload": False}
 SHARDED_PARAMS = {"offload": False, **dict.fromkeys(QUANTIZED, False), "block": BLOCK}
@@ -195,7 +197,7 @@ EXCHANGES: dict[str, NamedExchange] = {
         partial(compressed_byteps, onebit),
         {**BYTEPS, "block": ROW_BLOCK, "momentum": 0.0},
         differs=LOSSY,
-        noisy=True,
+        noisy=lambda options: not 0 < options["block"] <= ROW_BLOCK,
     ),
     "byteps_topk": COMPRESSED(
         "BytePS",
@@ -208,9 +210,9 @@ EXCHANGES: dict[str, NamedExchange] = {
         "BytePS",
         "random gradient elements and their indices, with error feedback",
         partial(compressed_byteps, randomk),
-        {**BYTEPS, "ratio": 0.25, "momentum": 0.0, "seed": 0},
+        {**BYTEPS, "ratio": RANDOM_RATIO, "momentum": 0.0, "seed": 0},
         differs=PARTIAL,
-        noisy=True,
+        noisy=lambda options: options["ratio"] < RANDOM_RATIO,
     ),
     "byteps_dithering": COMPRESSED(
         "BytePS",

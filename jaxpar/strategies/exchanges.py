@@ -81,13 +81,13 @@ def differs(config: ConfigDict, num_replicas: int) -> str:
 def exchange_advice(config: ConfigDict) -> str:
     """Return advice against an exchange that trains badly with the optimizer, for `Plan.advice`."""
     kind = OPTIMIZERS[config.optimizer.name]
-    if not (EXCHANGES[config.exchange].noisy and kind.adaptive):
+    if not (kind.adaptive and EXCHANGES[config.exchange].noisy(chosen(config))):
         return ""
     has_onebit_adam = kind.is_adamw and config.strategy != "pipeline"
     others = "onebit_adam or byteps_topk" if has_onebit_adam else "bagua_bytegrad or byteps_topk"
     return (
-        f"{config.optimizer.name} divides by the size of the noise that {config.exchange} adds, and learns slowly; "
-        f"use exchange {others}, or optimizer sgd"
+        f"{config.optimizer.name} divides by the size of the noise that {name(config)} adds, and learns slowly; "
+        f"use the default options, exchange {others}, or optimizer sgd"
     )
 
 

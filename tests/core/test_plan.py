@@ -391,16 +391,20 @@ def test_messages_of_a_step(name: str) -> None:
 
 
 ASYNC = "strategy=async_data_parallel"
-INSTEAD = "and learns slowly; use exchange"
+INSTEAD = "and learns slowly; use the default options, exchange"
+ONEBIT, RANDOMK = ["exchange=byteps_onebit"], ["exchange=byteps_randomk"]
+COARSE_ONEBIT = [*ONEBIT, "exchange_options.block=2048"]
 # (overrides, part of the advice)
 ADVICE: dict[str, tuple[list[str], str]] = {
-    "onebit": (["exchange=byteps_onebit"], "adamw divides by the size of the noise that byteps_onebit adds"),
-    "randomk": (["exchange=byteps_randomk", "optimizer.name=lamb"], "lamb divides by the size of the noise that"),
-    "onebit_adam instead": (["exchange=byteps_onebit"], f"{INSTEAD} onebit_adam or byteps_topk, or optimizer sgd"),
-    "onebit with muon": (["exchange=byteps_onebit", "optimizer.name=muon"], f"{INSTEAD} bagua_bytegrad or byteps_topk"),
-    "randomk with adafactor": (["exchange=byteps_randomk", "optimizer.name=adafactor"], ""),
-    "onebit with lion": (["exchange=byteps_onebit", "optimizer.name=lion"], ""),
-    "onebit with sgd": (["exchange=byteps_onebit", "optimizer.name=sgd"], ""),
+    "onebit": (ONEBIT, ""),
+    "onebit, large blocks": (COARSE_ONEBIT, "adamw divides by the size of the noise that byteps_onebit block=2048 "),
+    "onebit, whole vectors": ([*ONEBIT, "exchange_options.block=0"], "adamw divides by the size of the noise that"),
+    "randomk": ([*RANDOMK, "optimizer.name=lamb"], ""),
+    "randomk, few": ([*RANDOMK, "optimizer.name=lamb", "exchange_options.ratio=0.05"], "lamb divides by the size of"),
+    "onebit_adam instead": (COARSE_ONEBIT, f"{INSTEAD} onebit_adam or byteps_topk, or optimizer sgd"),
+    "onebit with muon": ([*COARSE_ONEBIT, "optimizer.name=muon"], f"{INSTEAD} bagua_bytegrad or byteps_topk"),
+    "onebit with lion": ([*COARSE_ONEBIT, "optimizer.name=lion"], ""),
+    "onebit with sgd": ([*COARSE_ONEBIT, "optimizer.name=sgd"], ""),
     "topk": (["exchange=byteps_topk"], ""),
     "diloco": ([ASYNC, "asynchronous.policy=diloco"], "config.asynchronous.outer_momentum is 0.9, which is too high"),
     "diloco with less": ([ASYNC, "asynchronous.policy=diloco", "asynchronous.outer_momentum=0.7"], ""),
