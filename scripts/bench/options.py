@@ -8,7 +8,7 @@ OPTION is a choice that a config's `auto` or jaxpar itself makes:
   products  matrix products are XLA's / YNNPACK's
   kernels   products for the gradients of kernels are of transposed copies / of what the backward pass has
 
-Both programs take turns in one process, on random texts. Prints the ratio of the medians of time and of CPU time.
+Both programs take turns in one process, which a cell has for itself, on random texts. Prints the ratio of the medians of time and of CPU time.
 """
 
 import sys
@@ -27,6 +27,7 @@ from jaxpar.errors import check_choice, exit_code
 from jaxpar.models import layers
 from jaxpar.strategies import Strategy, placement
 from scripts.bench.gpu_steps import random_batch
+from scripts.bench.peers import in_new_process
 from scripts.bench.planned_memory import GPT, Case, configured, make_problem
 from scripts.bench.steps import race
 from scripts.bench.tables import show
@@ -76,7 +77,10 @@ def main() -> None:
     show(
         ["model", *PLACES],
         (
-            [name, *(ratios(case, place, arguments.option, arguments.rounds) for place in PLACES.values())]
+            [
+                name,
+                *(in_new_process(ratios, case, place, arguments.option, arguments.rounds) for place in PLACES.values()),
+            ]
             for name, case in CASES.items()
             if arguments.only in name
         ),
