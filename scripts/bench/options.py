@@ -8,7 +8,8 @@ OPTION is a choice that a config's `auto` or jaxpar itself makes:
   products  matrix products are XLA's / YNNPACK's
   kernels   products for the gradients of kernels are of transposed copies / of what the backward pass has
 
-Both programs take turns in one process, which a cell has for itself, on random texts. Prints the ratio of the medians of time and of CPU time.
+Both programs take turns in one process, which each cell has for itself, on random texts. Prints the ratio of the
+medians of time and of CPU time.
 """
 
 import sys
