@@ -30,7 +30,6 @@ from jaxpar.use.pages.run_page import (
     metric_label,
 )
 
-SECONDS = "seconds of the last start"  # rows of the page's section on time
 CURVES = ("examples_per_second", "mfu")  # curves of the log intervals in the page
 ENVIRONMENT = ("host", "processor", "command", "commit")
 
@@ -51,7 +50,8 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(f"the argument RUNS contains {workdir} twice; each workdir must be another one")
     runs = [read_run(workdir) for workdir in workdirs]
     names = ["", *(printable(str(run.workdir)) for run in runs)]
-    results = [[cell if isinstance(cell, str) else cell.text for cell in row] for row in comparison_rows(runs)]
+    shown = [*result_rows(runs), *time_rows(runs), *certificate_rows(runs)]
+    results = [[cell if isinstance(cell, str) else cell.text for cell in row] for row in shown]
     print(format_rows([names, *results]))
     if rows := different_keys(runs):
         print("\n" + format_rows([["config key", *names[1:]], *rows]))
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
         print(f"\npage  {arguments.output}")
 
 
-def comparison_rows(runs: Sequence[RecordedRun]) -> list[Row]:
+def result_rows(runs: Sequence[RecordedRun]) -> list[Row]:
     """Return a row for each property: its name, and its value for each run; empty if a run lacks it."""
     tested, results = [run.tested() for run in runs], [run.result for run in runs]
     devices = [f"{len(result['devices'])} x {result['device_kind']}" if result else "" for result in results]
@@ -83,12 +83,20 @@ def comparison_rows(runs: Sequence[RecordedRun]) -> list[Row]:
     rows.append(["parameters", *_numbers(results, "parameters")])
     sizes = [result.get("splits", {}) for result in results]
     splits = dict.fromkeys(name for of_run in sizes for name in of_run)
-    rows += [[f"{name} split, examples", *_numbers(sizes, name)] for name in splits]
-    phases = [result.get("seconds", {}) for result in results]
+    return rows + [[f"{name} split, examples", *_numbers(sizes, name)] for name in splits]
+
+
+def time_rows(runs: Sequence[RecordedRun]) -> list[Row]:
+    """Return a row for each phase of the last starts: its name, and its seconds in each run."""
+    phases = [run.result.get("seconds", {}) for run in runs]
     spent = dict.fromkeys(name for of_run in phases for name, value in of_run.items() if value)
-    rows += [[f"{SECONDS}, {name}", *_numbers(phases, name)] for name in spent]
+    return [[f"seconds of the last start, {name}", *_numbers(phases, name)] for name in spent]
+
+
+def certificate_rows(runs: Sequence[RecordedRun]) -> list[Row]:
+    """Return a row with the verdict of each run, or none if no run was certified."""
     verdicts = [certificate(run) for run in runs]
-    return [*rows, ["certificate", *verdicts]] if any(verdicts) else rows
+    return [["certificate", *verdicts]] if any(verdicts) else []
 
 
 def _numbers(results: Sequence[Mapping[str, Any]], name: str) -> list[str | Cell]:
@@ -119,18 +127,16 @@ def comparison_page(runs: Sequence[RecordedRun]) -> str:
     rows, environments = different_keys(runs), [run.result.get("environment", {}) for run in runs]
     shown: list[Row] = [[name, *(of_run.get(name) or "" for of_run in environments)] for name in ENVIRONMENT]
     reached = [f"`{run.workdir}` reached {headline(run)}" for run in _best_first(runs)]
-    all_rows = comparison_rows(runs)
-    rows_of_time = [row for row in all_rows if str(row[0]).startswith(SECONDS)]
-    others = [row for row in all_rows if row not in rows_of_time]
+    times = time_rows(runs)
     advice = [f"`{run.workdir}`: {as_sentence(text)}" for run in runs if run.result for text in advice_of_result(run)]
     return document(
         f"Comparison of {len(runs)} runs",
         [
             paragraph("; ".join(reached) + "." if reached else "No run has finished."),
             section("Curves", pictures(charts)),
-            section("Time", table(rows_of_time, ["", *names]) if rows_of_time else ""),
+            section("Time", table(times, ["", *names]) if times else ""),
             section("What to try", *map(paragraph, advice)),
-            section("Results", table(others, ["", *names])),
+            section("Results", table([*result_rows(runs), *certificate_rows(runs)], ["", *names])),
             section("Config keys that differ", table(rows, ["key", *names]) if rows else ""),
             section("Environment", table(shown, ["", *names])),
         ],
