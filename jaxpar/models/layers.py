@@ -114,7 +114,7 @@ def linear(
 
 def _linear_map(x: jax.Array, kernel_FG: jax.Array, dims: Any, **options: Any) -> jax.Array:
     """Return the same as `jax.lax.dot_general`; for a float32 matrix x, with the gradient of `_product_of_matrices`."""
-    if x.ndim > 2 or x.dtype != jnp.float32:
+    if x.ndim != 2 or x.dtype != jnp.float32:
         return jax.lax.dot_general(x, kernel_FG, dims, **options)
     return checkpoint_name(_product_of_matrices(x, kernel_FG), LINEAR_MAP)
 

@@ -403,6 +403,7 @@ ADVICE: dict[str, tuple[list[str], str]] = {
     "randomk, few": ([*RANDOMK, "optimizer.name=lamb", "exchange_options.ratio=0.05"], "lamb divides by the size of"),
     "onebit_adam instead": (COARSE_ONEBIT, f"{INSTEAD} onebit_adam or byteps_topk, or optimizer sgd"),
     "onebit with muon": ([*COARSE_ONEBIT, "optimizer.name=muon"], f"{INSTEAD} bagua_bytegrad or byteps_topk"),
+    "randomk, few, with adafactor": ([*RANDOMK, "optimizer.name=adafactor", "exchange_options.ratio=0.05"], ""),
     "onebit with lion": ([*COARSE_ONEBIT, "optimizer.name=lion"], ""),
     "onebit with sgd": ([*COARSE_ONEBIT, "optimizer.name=sgd"], ""),
     "topk": (["exchange=byteps_topk"], ""),
