@@ -20,15 +20,33 @@ DISK_ERRORS = (
 )
 _OS_ERROR = r"(?:os_error_code='|OS error )(\d+)"  # in tensorstore's messages; the form depends on its version
 
-
-# What a run writes into its workdir.
 MOST_CHARACTERS = 131_072  # of a value in a table of a user
-FOLDERS = ("checkpoints", "ledger", "tensorboard", "profile", "outer")
-FILES = (
-    *("config.json", "data.json", "tokenizer.json", "profile.json", "metrics.jsonl", "result.json"),
-    *("report.html", "starts.jsonl"),
-    *("updates.csv", "routing.csv", "scenario.json", "curves.png", "confusion.png", "timeline.png", ".lock"),
-)
+# What a run writes into its workdir, and what it contains; docs/reference/files.md lists it.
+FOLDERS = {
+    "checkpoints": "[saved steps](checkpoint.md)",
+    "ledger": "the [examples](../explanation/checkpoints.md#ledger) of each step, a file per process",
+    "tensorboard": "event files, with `config.log.tensorboard`",
+    "profile": "the trace of `config.profile`",
+    "outer": "the state of a worker with an [outer step](../howto/diloco.md)",
+}
+FILES = {
+    "config.json": "the config of the last start",
+    "starts.jsonl": "each start: step, date, devices, changed keys, lost processes",
+    "metrics.jsonl": "the metrics of each log interval and evaluation",
+    "result.json": "the [results](report.md)",
+    "report.html": "the same as a page, with curves, times, memory and config",
+    "curves.png": "the loss and the metric of the task",
+    "confusion.png": "the confusion matrix",
+    "timeline.png": "the planned and the measured actions of a pipeline, with `config.pipeline.trace`",
+    "data.json": "sizes, columns and classes of the data",
+    "tokenizer.json": "the tokenizer",
+    "profile.json": "the measured times of the layers, with `config.pipeline.partition=auto`",
+    "updates.csv": "the updates of an asynchronous run",
+    "routing.csv": "the routes of a swarm",
+    "scenario.json": "the peers of an emulated swarm, and when they fail",
+    "certified": "the certified steps, with `config.certify_every`",
+    ".lock": "locked while a process trains",
+}
 
 
 def run_of(path: Path) -> Path | None:

@@ -20,7 +20,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from jaxpar import cluster, commands, config_help, data, models, strategies, tasks
+from jaxpar import cluster, commands, config_help, data, files, models, strategies, tasks
 from jaxpar import config as configs
 from jaxpar.choose.costs.rates import efficiency
 from jaxpar.cluster.gpus import gpu_kinds
@@ -298,8 +298,8 @@ def model_of(name: str, size: str, task: str) -> models.Model | None:
 
 
 def files_page() -> str:
-    """Return the page of the configs and cluster files of the repository."""
-    lines = ["# Configs and cluster files", "", NOTE, "", *filled(CONFIGS_HEAD), "| File | What it is |", "|---|---|"]
+    """Return the page of the configs and cluster files of the repository, and of what a run writes."""
+    lines = ["# Files", "", NOTE, "", "## Configs", "", *filled(CONFIGS_HEAD), "| File | What it is |", "|---|---|"]
     for path in sorted(ROOT.glob("configs/*.py")):
         about, *_ = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")
         lines.append(row(f"`{path.relative_to(ROOT)}`", " ".join(about.split())))
@@ -309,6 +309,9 @@ def files_page() -> str:
         one = tomllib.loads(path.read_text())
         gpus = f"{one['hosts'] * one['gpus_per_host']} x `{one['gpu']}`"
         lines.append(row(f"`{path.relative_to(ROOT)}`", gpus, f"{one['hosts']}", one["source"]))
+    lines += ["", "## Workdir", "", *filled(WORKDIR_HEAD), "| File or folder | Contents |", "|---|---|"]
+    written = {**files.FILES, **files.FOLDERS}
+    lines += [row(f"`{name}`", about) for name, about in written.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -319,7 +322,10 @@ where a file has presets. The first lines of a file show its commands.
 CLUSTERS_HEAD = """
 `jaxpar plan`, `jaxpar compare strategies` and others take a cluster by
 name, such as `h100:4x8` ([names](models.md#gpus)), or by
-file: `--cluster=FILE`. [Copy a file](../howto/planner.md) to set your own memory, bandwidths or prices.
+file: `--cluster=FILE`. [Copy a file](../howto/cluster_file.md) to set your own memory, bandwidths or prices.
+"""
+WORKDIR_HEAD = """
+A run writes into its workdir:
 """
 
 

@@ -4,6 +4,7 @@ import ast
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def python(docs: str, workdir: Path) -> list[str]:
     return result.stdout.splitlines()
 
 
-def docs(heading: str, page: str = "explanation/checkpoints.md") -> str:
+def docs(heading: str, page: str = "reference/checkpoint.md") -> str:
     text = (ROOT / "docs" / page).read_text()
     return text.split(heading)[1]
 
@@ -79,6 +80,12 @@ def test_orbax_reads_it_as_the_docs_say(workdir: Path) -> None:
     assert len(body) + 1 <= 6  # `def` and five lines
     shape = arrays_of(workdir, 8)["params.embed.tokens"].shape
     assert python(block, workdir) == [f"8 {shape}"]
+
+
+def test_the_docs_list_the_keys_of_a_checkpoint(workdir: Path) -> None:
+    """The info of this one has all keys: its exchange has residuals, and step 8 is inside a log interval."""
+    [path] = [one for one in (workdir / "checkpoints" / "8" / "info").iterdir() if one.name == "metadata"]
+    assert set(re.findall(r"^\| `(\w+)` \|", docs("## info"), re.MULTILINE)) == json.loads(path.read_text()).keys()
 
 
 def test_a_program_classifies_as_the_docs_say(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

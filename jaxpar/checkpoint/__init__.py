@@ -5,7 +5,7 @@
     workdir/checkpoints/STEP/info      JSON: format, step, examples, config, data fingerprint, checksums
     workdir/checkpoints/STEP/metrics   JSON: validation_loss; missing if it was not measured at this step
 
-docs/explanation/checkpoints.md specifies the format and explains how to read it without jaxpar.
+docs/reference/checkpoint.md specifies the format and explains how to read it without jaxpar.
 
 A single process copies the arrays to the host and writes them while the next steps compute; several processes each
 write their part. Orbax renames a temporary directory at the end, so a killed process leaves no partial checkpoint.

@@ -1,4 +1,4 @@
-"""Checksums that detect damage to a checkpoint by a disk or a copy; docs/explanation/checkpoints.md specifies them."""
+"""Checksums that detect damage to a checkpoint by a disk or a copy; docs/reference/checkpoint.md specifies them."""
 
 import json
 import zlib

@@ -99,7 +99,7 @@ def _save_state(saved: checkpoint.Checkpoint, file: Path) -> None:
     """Write parameters, optimizer state, step and random key to a file.
 
     The name of an array is its path in the canonical state, joined by dots. The metadata in the header of the file is
-    the info of the checkpoint without its checksums. docs/explanation/checkpoints.md specifies both.
+    the info of the checkpoint without its checksums. docs/reference/checkpoint.md specifies both.
     """
     arrays = {name: np.asarray(x, order="C") for name, x in flatten_dict(saved.tree, sep=".").items()}
     assert len(arrays) == len(jax.tree.leaves(saved.tree)), "array names are not unique"

@@ -41,7 +41,7 @@ from matplotlib.figure import Figure
 from jaxpar import checkpoint
 from jaxpar.colors import CURVE_COLORS
 from jaxpar.command_line import Parser, integer, output_path
-from jaxpar.errors import TrainingError, exit_code
+from jaxpar.errors import TrainingError, exit_code, format_count
 from jaxpar.run.history import LOST_PREFIX, read_starts
 from scripts.bench.tables import show
 
@@ -233,7 +233,8 @@ def draw_throughput(path: Path) -> None:
         "eval.every_steps": 0,
     }
     steps: list[tuple[float, int]] = []  # seconds since the first line of a step, and its number
-    events: list[tuple[float, str]] = []
+    cores = format_count(os.cpu_count() or 1, "core")
+    events = [(0.0, f"3 processes on {cores}")]
     since, killed = 0.0, Kill(1, 15.0, is_late=True)
     with tempfile.TemporaryDirectory() as name:
         command = launch(Path(name) / "run", 3, 30, config)
@@ -244,12 +245,12 @@ def draw_throughput(path: Path) -> None:
             if match := re.match(r"\[0\] step (\d+)/", line):
                 since = since or now
                 steps.append((now - since, int(match[1])))
-                if now - since > killed.seconds and not events:
+                if now - since > killed.seconds and len(events) == 1:
                     kill_worker(process, killed)
                     events.append((time.monotonic() - since, "process 1 is killed"))
-            elif match := re.match(r"\[0\] lost .*; (\d left)|launch: (all 3 processes are started)", line):
-                events.append((now - since, match[1] or match[2]))
-    if process.wait() or len(events) < 3:
+            elif match := re.match(r"\[0\] lost .*; (\d) left|launch: all (3) processes are started", line):
+                events.append((now - since, f"{match[1] or match[2]} processes on {cores}"))
+    if process.wait() or len(events) < 4:
         raise TrainingError(f"the run ended with exit code {process.returncode} and {events}; it must end with 0")
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     axes = figure.subplots()

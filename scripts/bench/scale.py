@@ -35,7 +35,7 @@ TICKS = (0.2, 0.5, 1, 2, 5, 10)  # million tokens/s
 GPUS = (8, 16, 32, 64, 128, 256)
 REMAT = "gpipe"  # the strategy that computes activations again
 PIPELINES = (REMAT, "1f1b", "zb_h1")
-STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", *PIPELINES)
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", *PIPELINES)
 COLUMNS = ("strategy", "H100s", "tokens/s", "memory of a GPU")
 SHOWN = ("ddp", "zero1", "zero3", *PIPELINES)
 

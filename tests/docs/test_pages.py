@@ -23,7 +23,7 @@ PARTS = {
     "docs/howto/certify_functions.md": "part of scripts/examples/certify_functions.py, which was run",
     "docs/howto/predict.md": "reads the checkpoint of a run, as tests/use/inference does",
     "docs/howto/generate.md": "reads the checkpoint of a run, as tests/use/serve does",
-    "docs/explanation/checkpoints.md": "reads the checkpoint of a run, as tests/test_export.py does",
+    "docs/reference/checkpoint.md": "reads the checkpoint of a run, as tests/test_export.py does",
     "docs/howto/export.md": "reads the export of a run, as tests/test_export.py does",
 }
 WIDTH = 100
