@@ -22,6 +22,7 @@ from jaxpar.errors import UserError, format_count, is_refused
 
 HOST_GPUS, MOST_HOSTS = 8, 512  # of a kind of GPU whose number is not given
 SECONDS_PER_HOUR = 3600
+RECOMPUTED = 4 / 3  # the FLOPs of a step that computes all activations again / of one that stores them
 
 
 class Training(NamedTuple):
@@ -71,7 +72,8 @@ def best_training(name: str, space: Space, tokens: float, hours: float, *, cheap
     """Return the run of this number of tokens on the fewest GPUs that take at most `hours`; else the nearest run.
 
     Raises UserError if the inputs of the task are not tokens. Returns None if no plan fits. space: of all GPUs;
-    cheapest: use more GPUs as long as their hours together decrease. hours can be infinite.
+    cheapest: the least GPU-hours. hours can be infinite. The memory of more GPUs saves at most the
+    recomputation of activations, so numbers are tried until one takes longer than the best by more than that.
     """
     work, cluster = report.work_of(space), space.machine.cluster
     per_host = cluster.num_devices // cluster.num_processes
@@ -94,10 +96,10 @@ def best_training(name: str, space: Space, tokens: float, hours: float, *, cheap
         rate = work.tokens / found[0].costs.seconds
         one = Training(name, part, found[0], rate, tokens / rate / SECONDS_PER_HOUR)
         print(f"planner   {one}: {one.hours:.3g} hours", file=sys.stderr, flush=True)
-        if best and best.hours <= hours and one.gpu_hours >= best.gpu_hours:
-            break
-        best = one if best is None or one.hours < best.hours else best
-        if best.hours <= hours and not cheapest:
+        is_in_time = best is not None and best.hours <= hours
+        if best is None or (one.gpu_hours < best.gpu_hours if is_in_time else one.hours < best.hours):
+            best = one
+        if best.hours <= hours and (not cheapest or one.gpu_hours >= RECOMPUTED * best.gpu_hours):
             break
     return best
 

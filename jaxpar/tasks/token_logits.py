@@ -25,6 +25,7 @@ CHUNK_BYTES = 2**28  # logits of at most this size, rounded as in training, are 
 MOST_CHUNKS = 32  # with more, a matrix product would be too small
 LossAndCorrect = tuple[Any, Any]  # scalars
 ZEROS = (np.float32(0), np.float32(0))
+SLOPE_SCALE = 2.0**10  # of the derivatives by float16 logits, -1 to 1 times a weight
 
 
 class Devices(Protocol):
@@ -218,34 +219,41 @@ def chunked_sums(num_chunks: int, logits: TokenLogits, labels_BT: jax.Array, wei
 
 def _sums_and_gradient(
     num_chunks: int, logits: TokenLogits, labels_BT: jax.Array, weights_BT: jax.Array
-) -> tuple[LossAndCorrect, TokenLogits]:
-    """Return `chunked_sums`, and the gradient of the loss."""
+) -> tuple[LossAndCorrect, tuple[TokenLogits, jax.Array]]:
+    """Return `chunked_sums`, the gradient of the loss, and an empty array in the dtype of the factors.
+
+    The gradient is not yet multiplied by the scale of a float16 loss. So float16 slopes, most of which are about 1 / V,
+    are multiplied by a constant, and the sums stay in float32.
+    """
 
     def add(carry: tuple[LossAndCorrect, TokenLogits], chunk: Any) -> tuple[Any, jax.Array]:
         (sums, gradient), (x_BtD, labels_Bt, weights_Bt) = carry, chunk
         logits_BtV = logits._replace(x=x_BtD).own(is_rounded=True)
         more, softmax = _sums_and_softmax(logits_BtV, labels_Bt, weights_Bt, logits.words)
         dlogits_BtV = softmax.derivative(logits_BtV, labels_Bt, weights_Bt, logits.words)
-        dlogits_NV = dlogits_BtV.reshape(-1, len(logits.tokens)).astype(x_BtD.dtype)
+        dlogits_NV = (dlogits_BtV * factor).reshape(-1, len(logits.tokens)).astype(x_BtD.dtype)
         x_ND = x_BtD.reshape(len(dlogits_NV), -1)
-        dtokens_VD = jnp.einsum("nv,nd->vd", dlogits_NV, x_ND, preferred_element_type=jnp.float32)
+        dtokens_VD = jnp.einsum("nv,nd->vd", dlogits_NV, x_ND, preferred_element_type=jnp.float32) / factor
         dbias_V = None if gradient.bias is None else gradient.bias + dlogits_BtV.sum((0, 1))
-        dx_ND = jnp.einsum("nv,vd->nd", dlogits_NV, logits.tokens, preferred_element_type=jnp.float32)
+        dx_ND = jnp.einsum("nv,vd->nd", dlogits_NV, logits.tokens, preferred_element_type=jnp.float32) / factor
         total = gradient._replace(tokens=gradient.tokens + dtokens_VD, bias=dbias_V)
         sums = jax.tree.map(jnp.add, sums, more)
-        return (sums, total), dx_ND.astype(x_BtD.dtype)
+        return (sums, total), dx_ND.astype(dtype)
 
+    is_float16 = logits.x.dtype == jnp.float16
+    factor, dtype = (SLOPE_SCALE, jnp.float32) if is_float16 else (1.0, logits.x.dtype)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), logits._replace(x=jnp.zeros(())))
     chunks = _chunks(num_chunks, (logits.x, labels_BT, weights_BT))
     (sums, gradient), dx = jax.lax.scan(add, (ZEROS, zeros), chunks)
     B, T, D = logits.x.shape
     dx_BTD = jnp.moveaxis(dx.reshape(num_chunks, B, -1, D), 0, 1).reshape(B, -1, D)[:, :T]
-    return sums, gradient._replace(x=dx_BTD)
+    return sums, (gradient._replace(x=dx_BTD), jnp.zeros(0, logits.x.dtype))
 
 
-def _gradient(_num_chunks: int, gradient: TokenLogits, cotangents: LossAndCorrect) -> tuple[Any, ...]:
+def _gradient(_num_chunks: int, saved: tuple[TokenLogits, jax.Array], cotangents: LossAndCorrect) -> tuple[Any, ...]:
+    gradient, empty = saved
     scaled = jax.tree.map(lambda x: x.astype(jnp.float32) * cotangents[0], gradient)
-    dtype = gradient.x.dtype
+    dtype = empty.dtype
     return scaled._replace(x=scaled.x.astype(dtype), tokens=scaled.tokens.astype(dtype)), None, None
 
 

@@ -101,6 +101,24 @@ def test_16_bits(num_chunks: int, dtype: str, bias: bool, monkeypatch: pytest.Mo
     assert products == [narrow, *(["f32", "f32"] if num_chunks > 1 else [narrow, narrow])]
 
 
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_small_slopes_in_float16(num_chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slopes that are 0 in float16 have the gradient of float32, because the loss is scaled."""
+    monkeypatch.setattr(token_logits, "CHUNK_BYTES", 2 * B * T * V // num_chunks)
+    rng, scale = np.random.default_rng(0), 2.0**15
+    tokens = np.concatenate([np.full((1, D), 2.0), rng.normal(0, 0.01, (V - 1, D))])  # logits of 16 and about 0
+    batch = {"labels": np.zeros((B, T), np.int32), "weights": np.ones((B, T), np.float32)}
+    objective = lambda logits: cross_entropy.sums(logits, batch).loss * scale  # noqa: E731
+    got, expected = (
+        jax.grad(objective)(TokenLogits(jnp.ones((B, T, D), dtype), jnp.asarray(tokens, dtype)))
+        for dtype in (jnp.float16, jnp.float32)
+    )
+    assert 0 < float(expected.tokens[1:].max()) / scale / (B * T) < 2**-23  # less than float16 can represent
+    assert got.x.dtype == got.tokens.dtype == jnp.float16
+    for one, other in zip(got[:2], expected[:2], strict=True):
+        np.testing.assert_allclose(one, other, rtol=0.03)
+
+
 def test_equal_logits() -> None:
     """The first of the best logits is the answer of the model, with and without a gradient, as in argmax."""
     x, tokens = jnp.ones((2, 3, 1)), jnp.array([[1.0], [2.0], [2.0], [0.0]])

@@ -41,7 +41,7 @@ class Totals(NamedTuple):
     square: Scalar  # sum of the squared gradient norms of the updates
     num_updates: Scalar  # number of updates that they have made
     finite: Scalar  # whether all of them are finite
-    # the smallest scale of a loss whose gradient made an update that was not finite, otherwise inf; None: no scale
+    # the smallest scale of a loss whose gradient or update was not finite, otherwise inf; None: no scale
     failed_scale: Scalar | None
 
 
@@ -127,20 +127,22 @@ class Programs:
         self, is_first: bool, is_last: bool, params: Params, server: Server, sent: SentGradient, at: Arrival
     ) -> tuple[Params, Server]:
         """Take a gradient, and update the newest weights if it is the last one of its update."""
-        grads, sums, _, read = sent
+        grads, sums, loss_scale, read = sent
         before, after = server.mitigations
         arrived = steps.is_finite(optax.tree.norm(grads), sums)
         details = {"staleness": at.staleness, "read": read, "mean_share": at.mean_share}
         grads, remembered = self.mitigations.gradients.update(grads, before, params, **details)
         before = jax.tree.map(lambda new, old: jnp.where(arrived, new, old), remembered, before)
-        total = jax.tree.map(jnp.add, server.totals.sums, sums)
+        total, failed = jax.tree.map(jnp.add, server.totals.sums, sums), server.totals.failed_scale
+        if failed is not None:
+            failed = jnp.where(arrived, failed, jnp.minimum(failed, loss_scale))
         if not (is_first and is_last):  # a nonfinite gradient or loss invalidates the whole update
             grads = jax.tree.map(lambda g: jnp.where(arrived, g, jnp.nan), grads)
         grads = grads if is_first else jax.tree.map(jnp.add, server.waiting, grads)
-        server = server._replace(mitigations=(before, after), totals=server.totals._replace(sums=total))
+        totals = server.totals._replace(sums=total, failed_scale=failed)
+        server = server._replace(mitigations=(before, after), totals=totals)
         if not is_last:
-            finite = server.totals.finite & arrived
-            return params, server._replace(waiting=grads, totals=server.totals._replace(finite=finite))
+            return params, server._replace(waiting=grads, totals=totals._replace(finite=totals.finite & arrived))
         if not is_first:  # dividing by 1 would change no value, but could change how XLA rounds later operations
             grads = jax.tree.map(lambda x: x / at.size, grads)
         return self._update(params, server, grads, sent, at)
@@ -156,12 +158,13 @@ class Programs:
         optimizer = at_step(server.optimizer, at.step)
         updates, optimizer = self._problem.optimizer.update(grads, optimizer, params, grad_norm=grad_norm)
         finite = steps.is_finite(grad_norm, sums)
+        if (failed := totals.failed_scale) is not None:  # an earlier gradient may have failed at a larger scale
+            loss_scale = jnp.where(finite | jnp.isinf(failed), loss_scale, failed)
+            failed = jnp.where(finite, failed, jnp.minimum(failed, loss_scale))
         updates, remembered = self.mitigations.updates.update(updates, after, params, mean_share=at.mean_share)
         after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), remembered, after)
         state = State(at.step, jnp.zeros(()), params, server.optimizer)
         state, metrics = steps.apply(state, updates, optimizer, Metrics(totals.sums, grad_norm, finite, loss_scale))
-        if (failed := totals.failed_scale) is not None:
-            failed = jnp.where(finite, failed, jnp.minimum(failed, loss_scale))
         totals = Totals(
             totals.sums,
             totals.square + jnp.where(metrics.finite, grad_norm, 0) ** 2,

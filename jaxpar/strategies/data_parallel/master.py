@@ -82,7 +82,7 @@ def build(plan: Plan[str], problem: Problem, given: Sequence[jax.Device]) -> Str
         return add_up(to_master(waiting_sums(jax.device_put(state.params, everywhere), batch)))
 
     def programs() -> list[CompiledProgram]:
-        sent = with_shardings(placed.abstract._replace(optimizer=()), everywhere)
+        sent = with_shardings(placed.abstract._replace(optimizer=find_scale(placed.abstract.optimizer)), everywhere)
         weight = with_shardings(jax.ShapeDtypeStruct((), jnp.float32), everywhere)
         gradient = share.lower(sent, with_shardings(problem.batch, by_replica(mesh)), weight).compile()
         shares = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), gradient.out_info)
