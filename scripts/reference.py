@@ -19,6 +19,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from ml_collections import ConfigDict
 
 from jaxpar import cluster, commands, config_help, data, files, models, strategies, tasks
 from jaxpar import config as configs
@@ -329,6 +330,28 @@ A run writes into its workdir:
 """
 
 
+def resume_page() -> str:
+    """Return the page of what may change when a run resumes."""
+    lines = ["# What may change on resume", "", NOTE, "", *filled(RESUME_HEAD)]
+    lines += ["| Key of `config` | May change | Why |", "|---|---|---|"]
+    named, sections = {key for rule in resume.RULES for key in rule.keys}, configs.default_config()
+    for rule in resume.RULES:
+        names = []
+        for key in rule.keys:
+            other = "other " if any(one.startswith(f"{key}.") for one in named) else ""
+            is_section = "." not in key and isinstance(sections[key], ConfigDict)
+            names.append(f"{other}`{key}.*`" if is_section else f"`{key}`")
+        lines.append(row(", ".join(names), yes(rule.may_change), rule.why))
+    return "\n".join(lines) + "\n"
+
+
+RESUME_HEAD = """
+*How* a run is computed may change when it [resumes](../howto/resume.md); *what* is computed may not. A
+forbidden change ends the run with exit code 2. [Private state](../explanation/checkpoints.md#private-state) is
+restored only with the settings that it depends on.
+"""
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "config": config_page,
     "commands": commands_page,
@@ -336,6 +359,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "schedules": schedules_page,
     "models": models_page,
     "files": files_page,
+    "resume": resume_page,
 }
 
 

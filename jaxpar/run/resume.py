@@ -2,13 +2,14 @@
 
 A workdir contains one training run. Keys that define where and how it is computed may change: strategy, mesh, batch
 layout, logging and file paths. Keys that define the result may not: model, data, optimizer, seed, and the choice of the
-examples of each step. docs/reference/resume.md explains each key.
+examples of each step. docs/reference/resume.md lists the rules.
 
 The paths that a run writes in its workdir are checked here, too, before it starts.
 """
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -17,27 +18,83 @@ from jaxpar import config as configs
 from jaxpar.errors import UserError
 from jaxpar.files import FILES, FOLDERS, run_of
 
-# Keys and whole sections.
-CHANGEABLE = (
-    *("strategy", "planned_for", "chosen", "mesh", "data_parallel", "exchange", "exchange_options", "asynchronous"),
-    *("pipeline", "swarm", "eval", "early_stop", "checkpoint", "log", "profile", "cache_dir"),
-    *("watchdog_seconds", "elastic_seconds", "certify_every", "outer.address", "outer.name"),
-    # Files may move: a checkpoint stores a fingerprint of their contents, and the workdir has a copy of the tokenizer.
-    *("data.train", "data.validation", "data.test", "data.tokenizer", "data.num_threads", "data.prefetch"),
-    "model.init_from",  # only read at step 0; the sizes are in config.model and the weights in the checkpoint
-    *("model.attention", "model.flatten_positions", "model.recompute_activations", "model.remat", "model.scan_layers"),
-    *("optimizer.accumulation_steps", "optimizer.max_skipped_steps", "optimizer.nonfinite"),
+
+class Rule(NamedTuple):
+    """Whether some keys, or whole sections, may change; a rule of a key overrides that of its section."""
+
+    keys: tuple[str, ...]
+    may_change: bool
+    why: str  # in Markdown, with links from docs/reference
+
+
+LOGGED = ("eval", "early_stop", "checkpoint", "log", "watchdog_seconds", "elastic_seconds", "certify_every")
+RULES = (
+    Rule(
+        ("strategy", "planned_for", "chosen", "mesh", "data_parallel", "exchange", "pipeline", "asynchronous", "swarm"),
+        True,
+        "how updates are computed, exactly or not",
+    ),
+    Rule(("outer.address", "outer.name"), True, "only where the server of the [outer step](../howto/diloco.md) is"),
+    Rule(("outer",), False, "different examples or averages"),
+    Rule(("exchange_options.average_aggregated_gradients",), False, "another scale of the gradients"),
+    Rule(("exchange_options.backward_passes_per_step",), False, "another number of updates"),
+    Rule(("exchange_options",), True, "as for `exchange`"),
+    Rule(("optimizer.accumulation_steps",), True, "only how a batch is divided"),
+    Rule(
+        ("optimizer.nonfinite", "optimizer.max_skipped_steps"),
+        True,
+        "only what happens when a loss or a gradient is not finite",
+    ),
+    Rule(("optimizer.name",), False, "a different optimizer state"),
+    Rule(("optimizer",), False, "different updates"),
+    Rule(
+        ("num_steps", "num_epochs"),
+        False,
+        "the learning rate depends on it; with `optimizer.schedule=constant` and `optimizer.warmup=0`, it may change",
+    ),
+    Rule(("batch_size", "seed"), False, "some examples would be used twice, others never"),
+    Rule(("task",), False, "a different loss"),
+    Rule(
+        ("model.init_from",),
+        True,
+        "the folder may move, but its sizes and tokenizer must be the same; the weights come from the checkpoint",
+    ),
+    Rule(
+        (
+            "model.attention",
+            "model.flatten_positions",
+            "model.recompute_activations",
+            "model.remat",
+            "model.scan_layers",
+        ),
+        True,
+        "only how the model is computed",
+    ),
+    Rule(("model.dropout", "model.dtype", "data.class_weights"), False, "different gradients"),
+    Rule(("model",), False, "a different model"),
+    Rule(
+        ("data.train", "data.validation", "data.test", "data.tokenizer"),
+        True,
+        "files may move, but their contents must be the same ([fingerprint](checkpoint.md#info))",
+    ),
+    Rule(("data.num_threads", "data.prefetch"), True, "how batches are loaded, not their contents"),
+    Rule(("data",), False, "different examples"),
+    Rule((*LOGGED, "profile", "cache_dir"), True, "only what is logged and saved, where, and when the run ends"),
 )
-# The first stretches the learning-rate schedule, the second scales the gradients.
-NOT_CHANGEABLE = ("exchange_options.backward_passes_per_step", "exchange_options.average_aggregated_gradients")
-LENGTH = ("num_steps", "num_epochs")  # stretch the schedule too, unless the learning rate is constant
+LENGTH = ("num_steps", "num_epochs")
+
+
+def find_rule(key: str) -> Rule:
+    """Return the rule of a dotted key, or of its section."""
+    rules = {name: rule for rule in RULES for name in rule.keys}
+    return rules[key] if key in rules else rules[key.partition(".")[0]]
 
 
 def may_change(key: str, config: ConfigDict) -> bool:
     """Return whether a run of `config` can resume with a different value of the dotted key."""
     if key in LENGTH:
         return bool(config.optimizer.schedule == "constant" and config.optimizer.warmup == 0)
-    return key not in NOT_CHANGEABLE and any(key == name or key.startswith(name + ".") for name in CHANGEABLE)
+    return find_rule(key).may_change
 
 
 def differences(before: configs.Values, config: ConfigDict) -> dict[str, str]:

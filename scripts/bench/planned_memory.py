@@ -6,7 +6,8 @@ Compiles the step of each config for 8 GPUs, which need not exist. Prints the pr
 program (as `jaxpar audit --time`); the predicted bytes of a device / those of XLA's buffer assignment (arguments +
 temporary arrays + results that reuse no argument, as `jaxpar audit`); and the median error of the bytes and the share
 within 10%. Nothing is computed. It needs the extra `targets`. --held-out takes other models and sizes, with which the
-prediction was not developed, and --large those of PROGRAMS, of which it shows time and memory.
+prediction was not developed, and --large those of OF_LARGE and PROGRAMS, of which it shows time, memory, and the
+waits of the program for collectives.
 """
 
 import statistics
@@ -31,6 +32,7 @@ from jaxpar.core.step import Problem
 from jaxpar.data import DataInfo
 from jaxpar.errors import exit_code, format_bytes
 from jaxpar.inspect import audit, step_time
+from jaxpar.inspect.step_time import StepTime
 from scripts.bench import large_models
 from scripts.bench.large_models import Case as LargeCase
 from scripts.bench.tables import show
@@ -118,10 +120,20 @@ BERT_SHORT: dict[str, Any] = {
     **{"batch_size": 256, "strategy": "pipeline", "mesh.stage": 2},
     **{"pipeline.schedule": "1f1b", "pipeline.num_microbatches": 4},
 }
-OF_LARGE = ("gpt2_1f1b_lockstep", "gpt2_zb_h1_lockstep", "gpt2_1f1b_dispatch")
-PIPELINES = (large_models.CASES[name].values for name in OF_LARGE)
+OF_LARGE = {  # model and plan of each case of large_models.py
+    "bert_base": ("BERT base", "ddp"),
+    "gpt2_xl": ("GPT-2 XL, remat full", "zero3"),
+    "llama_8b_zero3": ("Llama 8B, remat full, 64 GPUs", "zero3"),
+    "gpt2_1f1b_lockstep": ("GPT-2 124M", "1f1b in lockstep"),
+    "gpt2_1f1b_dispatch": ("GPT-2 124M", "1f1b dispatched"),
+    "gpt2_zb_h1_lockstep": ("GPT-2 124M", "zb_h1 in lockstep"),
+    "gpt2_zb_h1_dispatch": ("GPT-2 124M", "zb_h1 dispatched"),
+    "gpt2_xl_lockstep": ("GPT-2 XL, 4 GPUs", "1f1b in lockstep"),
+    "gpt2_xl_dispatch": ("GPT-2 XL, 4 GPUs", "1f1b dispatched"),
+    "llama_8b_lockstep": ("Llama 8B, 64 GPUs", "1f1b, remat full, in lockstep, 8 stages x 8"),
+    "llama_8b_dispatch": ("Llama 8B, 64 GPUs", "1f1b, remat full, dispatched, 8 stages x 8"),
+}
 PROGRAMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("BERT base", "ddp", large_models.CASES["bert_base"].values),
     *(
         ("GPT-2 124M", name, GPT2 | {"exchange": name})
         for name in ("ddp", "horovod", "byteps", "zero1", "zero2", "zero3")
@@ -131,7 +143,6 @@ PROGRAMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     *(("Llama 1B", name, LLAMA_1B | {"exchange": name}) for name in ("ddp", "zero2", "zero3")),
     ("Llama 8B", "zero3", LLAMA_8B | {"exchange": "zero3"}),
     ("GPT-2 medium, 64 x 512, XLA's attention", "ddp, tensor 2 x 4 replicas", GPT2_MEDIUM | {"mesh.tensor": 2}),
-    *zip(["GPT-2 124M"] * 3, ("1f1b in lockstep", "zb_h1 in lockstep", "1f1b dispatched"), PIPELINES, strict=True),
     ("GPT, 8 layers", "1f1b in lockstep, 4 stages x 2", GPT_8 | IN_LOCKSTEP | {"mesh.stage": 4}),
     ("GPT, 8 layers", "1f1b dispatched, 4 stages x 2", GPT_8 | DISPATCHED | {"mesh.stage": 4}),
     *(
@@ -186,21 +197,22 @@ def main() -> None:
         (model, name, arguments.target, case, CONFIGS[name]) for model, case in models_of.items() for name in CONFIGS
     ]
     if arguments.large:
-        rows = [(model, name, "h100:8", *of_large(LargeCase("h100:8", values))) for model, name, values in PROGRAMS]
-
+        large = [(*names, large_models.CASES[case]) for case, names in OF_LARGE.items()]
+        large += [(model, name, LargeCase("h100:8", values)) for model, name, values in PROGRAMS]
+        rows = [(model, name, case.target, *of_large(case)) for model, name, case in large]
     listed, ratios = [], {}
     for model, name, gpus, case, settings in rows:
         if arguments.only in f"{model}: {name}":
-            costs, needed, seconds = compare(case, settings, find_target(gpus))
-            total = sum(needed.values())
+            costs, needed, time = compare(case, settings, find_target(gpus))
+            total, seconds = sum(needed.values()), time.seconds
             errors.append(abs(costs.nbytes / total - 1))
             ratios[name, model] = f"{costs.nbytes / total:.3f}"
             of_time = f"{1e3 * costs.seconds:.1f} / {1e3 * seconds:.1f} ms = {costs.seconds / seconds:.2f}"
-            memory = f"{format_bytes(costs.nbytes)} / {format_bytes(total)} = {costs.nbytes / total:.2f}"
-            listed.append([model, name, of_time, memory])
+            memory = f"{format_bytes(costs.nbytes)} / {format_bytes(total)} = {costs.nbytes / total:.3f}"
+            listed.append([model, name, of_time, memory, f"{time.exposed / seconds:.1%}"])
             print(f"{model:20} {name:24} {of_time}  {memory}", flush=True)
     if arguments.large:
-        show(["model", "plan", "step time, planned / compiled", "memory, planned / compiled"], listed)
+        show(["model", "plan", "step time, planned / compiled", "memory, planned / compiled", "waits"], listed)
     else:
         names = dict.fromkeys(name for name, _ in ratios)
         grid = [[name, *(ratios.get((name, model), "") for model in models_of)] for name in names]
@@ -220,8 +232,8 @@ def of_large(large: LargeCase) -> tuple[Case, tuple[str, ...]]:
     return Case(size, length, words, of_model), others
 
 
-def compare(case: Case, settings: tuple[str, ...], target: Target) -> tuple[StepCosts, dict[str, int], float]:
-    """Return the predicted costs, the parts of the bytes that the compiled step needs, and its seconds."""
+def compare(case: Case, settings: tuple[str, ...], target: Target) -> tuple[StepCosts, dict[str, int], StepTime]:
+    """Return the predicted costs, the parts of the bytes that the compiled step needs, and its predicted time."""
     config, cluster = configured(case, settings), target.cluster
     problem = make_problem(config, case, cluster)
     plan: Any = strategies.plan(config, problem, cluster)
@@ -231,7 +243,7 @@ def compare(case: Case, settings: tuple[str, ...], target: Target) -> tuple[Step
     strategy = strategies.build(plan, problem, target.devices)
     programs = strategy.compile()
     predicted = step_time.predict(programs, cluster, plan.offloaded_bytes)
-    return found.costs, audit.needed_bytes(programs, strategy), predicted.seconds
+    return found.costs, audit.needed_bytes(programs, strategy), predicted
 
 
 def configured(case: Case, settings: tuple[str, ...]) -> Any:

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,33 +28,23 @@ from tests.strategies.pipelines import relative_error
 from tests.test_main import mistake
 from tests.test_train import final_params, stop_at
 
-DOCS = Path(__file__).parents[2] / "docs" / "reference" / "resume.md"
-
-
 # ---- what may change ----------------------------------------------------------------------------
 
 
-def table() -> list[tuple[list[str], str]]:
-    """Return the rows of the table in docs/reference/resume.md: patterns of keys, and whether the keys may change."""
-    text = DOCS.read_text().split("| key | may change | why |")[1].split("\n\n")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
-    return [(re.findall(r"`([^`]+)`", keys), answer) for keys, answer, _ in rows]
+HOW = "exchange exchange_options.group mesh.data pipeline.schedule optimizer.accumulation_steps model.remat data.train"
+WHAT = "exchange_options.backward_passes_per_step num_steps optimizer.lr model.dtype model.num_layers data.source seed"
 
 
-def fits(pattern: str, key: str) -> bool:
-    return key == pattern or (pattern.endswith(".*") and key.startswith(pattern[:-1]))
-
-
-def test_the_docs_contain_every_key() -> None:
-    config, rows = configs.default_config(), table()
-    keys = configs.keys(config)
-    for key in keys:
-        exact = [answer for patterns, answer in rows if key in patterns]
-        answers = exact or [answer for patterns, answer in rows for pattern in patterns if fits(pattern, key)]
-        assert len(answers) == 1, f"{key}: {answers}"
-        assert resume.may_change(key, config) == (answers[0] == "yes"), key
-    for pattern in (pattern for patterns, _ in rows for pattern in patterns):
-        assert any(fits(pattern, key) for key in keys), pattern
+def test_every_key_has_a_rule() -> None:
+    """A rule of its own, or of its section; and every name of a rule is a key or a section."""
+    config = configs.default_config()
+    keys, names = configs.keys(config), Counter(name for rule in resume.RULES for name in rule.keys)
+    sections = {key.partition(".")[0] for key in keys if "." in key}
+    assert max(names.values()) == 1
+    assert names.keys() <= keys.keys() | sections
+    assert all(key in names or key.partition(".")[0] in names.keys() & sections for key in keys)
+    assert [resume.may_change(key, config) for key in HOW.split()] == [True] * 7
+    assert [resume.may_change(key, config) for key in WHAT.split()] == [False] * 7
 
 
 @pytest.mark.parametrize("key", configs.keys(configs.default_config()))

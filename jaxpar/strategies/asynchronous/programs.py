@@ -127,6 +127,7 @@ class Programs:
         self, is_first: bool, is_last: bool, params: Params, server: Server, sent: SentGradient, at: Arrival
     ) -> tuple[Params, Server]:
         """Take a gradient, and update the newest weights if it is the last one of its update."""
+        loss_scale: Any
         grads, sums, loss_scale, read = sent
         before, after = server.mitigations
         arrived = steps.is_finite(optax.tree.norm(grads), sums)
