@@ -29,7 +29,7 @@ CPUs, layers and links.
 With --train_tokens and --hours, prints the least number of GPUs of each cluster that trains on this number of tokens in
 this time, with its fastest plan. --cluster then lists kinds of GPUs, such as h100, and clusters, which have at most
 their GPUs; by default all known kinds. With --budget, prints the cheapest number of GPUs of each cluster, whose file
-must have `price_per_hour`, and is an error if all of them cost more; --hours then need not be set.
+must have `price_per_hour`; if all of them cost more, the command fails. --hours then need not be set.
 """
 
 import argparse

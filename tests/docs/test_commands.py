@@ -38,7 +38,7 @@ FROM_OTHERS = {
     "--config=configs/wordnet_minilm.py": "reads a downloaded model",
     "--workdir=runs/again": "reads the table of another run",
     "--workdir=runs/own": "reads the schedule of the page above it",
-    "--workdir=runs/mine": "reads the model of the page above it",
+    "--workdir=runs/convolutional": "reads the model of the page above it",
     "--workdir=runs/swarm": "reads the files of the page above it",
 }
 # Starts of commands whose output is not compared.
