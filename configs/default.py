@@ -49,7 +49,8 @@ def get_config() -> ConfigDict:
     # Bytes per message: size of a bucket (ddp), fusion buffer or partition. None: the default of the exchange; zero1
     # and zero2 then send 25 MiB for each 8 replicas, zero3 and hsdp a layer if more than 8 replicas share it.
     exchange.bucket_bytes = placeholder(int)
-    # Dtype of gradients in transfers: float16, bfloat16, float8_e4m3fn, float8_e5m2; None: float32.
+    # Dtype of gradients in transfers: float16 (gradients below 3e-8 become 0), bfloat16, float8_e4m3fn, float8_e5m2;
+    # None: float32.
     exchange.wire_dtype = placeholder(str)
     exchange.algorithm = placeholder(str)  # all-reduce algorithm: psum (XLA's), ring (implemented with ppermute)
     exchange.group = placeholder(int)  # replicas per node: average within nodes, then exchange between them

@@ -24,7 +24,7 @@ from jaxpar.core.plan import Decision, Plan, Traffic, state_memory
 from jaxpar.core.state import State, nbytes
 from jaxpar.core.step import Metrics, Problem, with_shardings
 from jaxpar.models.model import Batch
-from jaxpar.strategies.placement import PlacedState, batch_placer, by_replica, on_all
+from jaxpar.strategies.placement import PlacedState, batch_placer, by_replica, on_all, product_options
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
@@ -49,7 +49,7 @@ def build(plan: Plan[str], problem: Problem, given: Sequence[jax.Device]) -> Str
     master = placed.shardings.step  # sharding of everything on the master
     in_shard_map = partial(jax.shard_map, mesh=mesh, out_specs=PartitionSpec(DATA), check_vma=False)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=product_options(problem.model))
     @partial(in_shard_map, in_specs=(PartitionSpec(), PartitionSpec(DATA), PartitionSpec()))
     def share(state: State, batch: Batch, weight: jax.Array) -> Any:
         """Return the gradients and metric sums of each device, with a leading dim over the devices."""
