@@ -334,8 +334,8 @@ def resume_page() -> str:
     """Return the page of what may change when a run resumes."""
     lines = ["# What may change on resume", "", NOTE, "", *filled(RESUME_HEAD)]
     lines += ["| Key of `config` | May change | Why |", "|---|---|---|"]
-    named, sections = {key for rule in resume.RULES for key in rule.keys}, configs.default_config()
-    for rule in resume.RULES:
+    named, sections = {key for rule in resume.RESUME_RULES for key in rule.keys}, configs.default_config()
+    for rule in resume.RESUME_RULES:
         names = []
         for key in rule.keys:
             other = "other " if any(one.startswith(f"{key}.") for one in named) else ""

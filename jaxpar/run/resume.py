@@ -19,7 +19,7 @@ from jaxpar.errors import UserError
 from jaxpar.files import FILES, FOLDERS, run_of
 
 
-class Rule(NamedTuple):
+class ResumeRule(NamedTuple):
     """Whether some keys, or whole sections, may change; a rule of a key overrides that of its section."""
 
     keys: tuple[str, ...]
@@ -28,38 +28,40 @@ class Rule(NamedTuple):
 
 
 LOGGED = ("eval", "early_stop", "checkpoint", "log", "watchdog_seconds", "elastic_seconds", "certify_every")
-RULES = (
-    Rule(
+RESUME_RULES = (
+    ResumeRule(
         ("strategy", "planned_for", "chosen", "mesh", "data_parallel", "exchange", "pipeline", "asynchronous", "swarm"),
         True,
         "how updates are computed, exactly or not",
     ),
-    Rule(("outer.address", "outer.name"), True, "only where the server of the [outer step](../howto/diloco.md) is"),
-    Rule(("outer",), False, "different examples or averages"),
-    Rule(("exchange_options.average_aggregated_gradients",), False, "another scale of the gradients"),
-    Rule(("exchange_options.backward_passes_per_step",), False, "another number of updates"),
-    Rule(("exchange_options",), True, "as for `exchange`"),
-    Rule(("optimizer.accumulation_steps",), True, "only how a batch is divided"),
-    Rule(
+    ResumeRule(
+        ("outer.address", "outer.name"), True, "only where the server of the [outer step](../howto/diloco.md) is"
+    ),
+    ResumeRule(("outer",), False, "different examples or averages"),
+    ResumeRule(("exchange_options.average_aggregated_gradients",), False, "another scale of the gradients"),
+    ResumeRule(("exchange_options.backward_passes_per_step",), False, "another number of updates"),
+    ResumeRule(("exchange_options",), True, "as for `exchange`"),
+    ResumeRule(("optimizer.accumulation_steps",), True, "only how a batch is divided"),
+    ResumeRule(
         ("optimizer.nonfinite", "optimizer.max_skipped_steps"),
         True,
         "only what happens when a loss or a gradient is not finite",
     ),
-    Rule(("optimizer.name",), False, "a different optimizer state"),
-    Rule(("optimizer",), False, "different updates"),
-    Rule(
+    ResumeRule(("optimizer.name",), False, "a different optimizer state"),
+    ResumeRule(("optimizer",), False, "different updates"),
+    ResumeRule(
         ("num_steps", "num_epochs"),
         False,
         "the learning rate depends on it; with `optimizer.schedule=constant` and `optimizer.warmup=0`, it may change",
     ),
-    Rule(("batch_size", "seed"), False, "some examples would be used twice, others never"),
-    Rule(("task",), False, "a different loss"),
-    Rule(
+    ResumeRule(("batch_size", "seed"), False, "some examples would be used twice, others never"),
+    ResumeRule(("task",), False, "a different loss"),
+    ResumeRule(
         ("model.init_from",),
         True,
         "the folder may move, but its sizes and tokenizer must be the same; the weights come from the checkpoint",
     ),
-    Rule(
+    ResumeRule(
         (
             "model.attention",
             "model.flatten_positions",
@@ -70,23 +72,23 @@ RULES = (
         True,
         "only how the model is computed",
     ),
-    Rule(("model.dropout", "model.dtype", "data.class_weights"), False, "different gradients"),
-    Rule(("model",), False, "a different model"),
-    Rule(
+    ResumeRule(("model.dropout", "model.dtype", "data.class_weights"), False, "different gradients"),
+    ResumeRule(("model",), False, "a different model"),
+    ResumeRule(
         ("data.train", "data.validation", "data.test", "data.tokenizer"),
         True,
         "files may move, but their contents must be the same ([fingerprint](checkpoint.md#info))",
     ),
-    Rule(("data.num_threads", "data.prefetch"), True, "how batches are loaded, not their contents"),
-    Rule(("data",), False, "different examples"),
-    Rule((*LOGGED, "profile", "cache_dir"), True, "only what is logged and saved, where, and when the run ends"),
+    ResumeRule(("data.num_threads", "data.prefetch"), True, "how batches are loaded, not their contents"),
+    ResumeRule(("data",), False, "different examples"),
+    ResumeRule((*LOGGED, "profile", "cache_dir"), True, "only what is logged and saved, where, and when the run ends"),
 )
 LENGTH = ("num_steps", "num_epochs")
 
 
-def find_rule(key: str) -> Rule:
+def find_rule(key: str) -> ResumeRule:
     """Return the rule of a dotted key, or of its section."""
-    rules = {name: rule for rule in RULES for name in rule.keys}
+    rules = {name: rule for rule in RESUME_RULES for name in rule.keys}
     return rules[key] if key in rules else rules[key.partition(".")[0]]
 
 

@@ -225,23 +225,26 @@ def _sums_and_gradient(
     The gradient is not yet multiplied by the scale of a float16 loss. So float16 slopes, most of which are about 1 / V,
     are multiplied by a constant, and the sums stay in float32.
     """
+    is_float16 = logits.x.dtype == jnp.float16
+    dtype = jnp.float32 if is_float16 else logits.x.dtype
+
+    def times(x: jax.Array, factor: float) -> jax.Array:
+        return x * factor if is_float16 else x
 
     def add(carry: tuple[LossAndCorrect, TokenLogits], chunk: Any) -> tuple[Any, jax.Array]:
         (sums, gradient), (x_BtD, labels_Bt, weights_Bt) = carry, chunk
         logits_BtV = logits._replace(x=x_BtD).own(is_rounded=True)
         more, softmax = _sums_and_softmax(logits_BtV, labels_Bt, weights_Bt, logits.words)
         dlogits_BtV = softmax.derivative(logits_BtV, labels_Bt, weights_Bt, logits.words)
-        dlogits_NV = (dlogits_BtV * factor).reshape(-1, len(logits.tokens)).astype(x_BtD.dtype)
+        dlogits_NV = times(dlogits_BtV, SLOPE_SCALE).reshape(-1, len(logits.tokens)).astype(x_BtD.dtype)
         x_ND = x_BtD.reshape(len(dlogits_NV), -1)
-        dtokens_VD = jnp.einsum("nv,nd->vd", dlogits_NV, x_ND, preferred_element_type=jnp.float32) / factor
+        dtokens_VD = jnp.einsum("nv,nd->vd", dlogits_NV, x_ND, preferred_element_type=jnp.float32)
         dbias_V = None if gradient.bias is None else gradient.bias + dlogits_BtV.sum((0, 1))
-        dx_ND = jnp.einsum("nv,vd->nd", dlogits_NV, logits.tokens, preferred_element_type=jnp.float32) / factor
-        total = gradient._replace(tokens=gradient.tokens + dtokens_VD, bias=dbias_V)
+        dx_ND = jnp.einsum("nv,vd->nd", dlogits_NV, logits.tokens, preferred_element_type=jnp.float32)
+        total = gradient._replace(tokens=gradient.tokens + times(dtokens_VD, 1 / SLOPE_SCALE), bias=dbias_V)
         sums = jax.tree.map(jnp.add, sums, more)
-        return (sums, total), dx_ND.astype(dtype)
+        return (sums, total), times(dx_ND, 1 / SLOPE_SCALE).astype(dtype)
 
-    is_float16 = logits.x.dtype == jnp.float16
-    factor, dtype = (SLOPE_SCALE, jnp.float32) if is_float16 else (1.0, logits.x.dtype)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), logits._replace(x=jnp.zeros(())))
     chunks = _chunks(num_chunks, (logits.x, labels_BT, weights_BT))
     (sums, gradient), dx = jax.lax.scan(add, (ZEROS, zeros), chunks)

@@ -38,7 +38,7 @@ WHAT = "exchange_options.backward_passes_per_step num_steps optimizer.lr model.d
 def test_every_key_has_a_rule() -> None:
     """A rule of its own, or of its section; and every name of a rule is a key or a section."""
     config = configs.default_config()
-    keys, names = configs.keys(config), Counter(name for rule in resume.RULES for name in rule.keys)
+    keys, names = configs.keys(config), Counter(name for rule in resume.RESUME_RULES for name in rule.keys)
     sections = {key.partition(".")[0] for key in keys if "." in key}
     assert max(names.values()) == 1
     assert names.keys() <= keys.keys() | sections
