@@ -33,7 +33,7 @@ from jaxpar.core.plan import Plan, Traffic
 from jaxpar.core.ring import RING_COLLECTIVES, sent_of_operand
 from jaxpar.core.step import Problem
 from jaxpar.exchange.exchange import Exchange
-from jaxpar.exchange.named import EXCHANGES, exchange_differs
+from jaxpar.exchange.named import EXCHANGES, LAYER_BYTES, exchange_differs
 from jaxpar.exchange.scatter_layers import can_scatter
 from jaxpar.layout import SHARDED
 from jaxpar.models.options import scans_layers
@@ -175,6 +175,7 @@ def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[
         update,
         gathers_whole=gathers_whole,
         gathers_layers=exchange is not None and exchange.fetch is not None,
+        packs_layers=exchange is not None and exchange.fetch is not None and exchange.fetch.num_bytes >= LAYER_BYTES,
         scatters_layers=exchange is not None and exchange.scatter_layers is not None and can_scatter(model),
         sent_alone=_sent_alone(exchange, settings) if exchange else (),
     )

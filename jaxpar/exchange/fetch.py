@@ -23,6 +23,7 @@ class Fetch(NamedTuple):
     # (the same shapes; the arrays as they are stored) -> their packed form. A scan over layers packs all of them before
     # it: XLA then scatters the gradients of a layer, which are packed too, while it computes the next one.
     pack: Callable[[Tree, Tree], Tree] = _as_stored
+    num_bytes: int = 0  # size limit of a message
 
     def __call__(self, shapes: Tree, stored: Tree) -> Tree:
         """Return the arrays of these shapes."""

@@ -365,6 +365,7 @@ def zero(
     fetch = Fetch(
         unpack=lambda shapes, packed: coded_shards(shapes).gather_packed(packed),
         pack=lambda shapes, local: coded_shards(shapes).pack(local),
+        num_bytes=num_bytes,
     )
     scatter_layers = LayerScatter(
         at_end=steps.scatter,

@@ -66,6 +66,11 @@ class FixedSizes(Layers):
         # gradients; its gradient is among what it saved, and exists twice in a loop that alternates between buffers.
         # The embedding: in float32, with its gradient.
         (SCANNED_ZERO3 | {"looped": 2 * LOOPED}, (1 + 5 + 5 + 2) + 2 * STACKED + 2 * LOOPED + 10 + 4 + 8),
+        # With a message for each layer, the packed gradient of the head is a copy, and there is one stack of shards.
+        (
+            SCANNED_ZERO3 | {"packs_layers": True, "looped": 2 * LOOPED},
+            (1 + 5 + 5 + 2) + 2 * STACKED + 2 * LOOPED + 10 + 4 + 4 + 20,
+        ),
         (SCANNED_ZERO3, 1 + (1 + 3) + 2 * 60 + 2 * 4 + (8 + 8 + 20) / 4),
         # The same without stacks.
         ({"gathers_layers": True, "looped": 2 * LOOPED}, (1 + 5 + 5) + 2 * LOOPED + 10 + 4),

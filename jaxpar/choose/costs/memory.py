@@ -45,14 +45,15 @@ def replica_bytes(
     is_sent: bool = False,
     gathers_whole: bool = False,
     gathers_layers: bool = False,
+    packs_layers: bool = False,
     scatters_layers: bool = False,
 ) -> float:
     """Return the bytes of a replica, for microbatches of `size` examples.
 
     is_scanned: whether equal layers are computed by a scan; is_accumulated: whether the gradients of microbatches are
     added up; is_sent: whether gradients are sent; gathers_whole: whether all parameters are gathered before the step
-    (zero1, zero2); gathers_layers: whether they are gathered layer by layer (zero3); scatters_layers: whether a scan
-    scatters the gradients layer by layer (zero2).
+    (zero1, zero2); gathers_layers: whether they are gathered layer by layer (zero3); packs_layers: whether each layer
+    is then one message; scatters_layers: whether a scan scatters the gradients layer by layer (zero2).
     """
     profile = layers.profile(size, remat)
     saved = layers.residuals(size, remat)
@@ -75,7 +76,7 @@ def replica_bytes(
     share = state.gradients / max(sum(weights), 1.0)
     is_looped = [bool(of.looped) for of in whole]
     of_weights = _Weights(weights, narrowed, scans, is_looped, share, gathers_whole, scatters_layers, remat != "none")
-    sums = of_weights.of_gathered_layers() if gathers_layers else of_weights.whole()
+    sums = of_weights.of_gathered_layers(is_packed=packs_layers) if gathers_layers else of_weights.whole()
     has_scan = any(len(scan) > 1 for scan in scans)
     at_end = of_weights.at_end() if is_sent and has_scan and not (gathers_layers or scatters_layers) else 0.0
     kept = [of.saved if len(scan) > 1 else of.fused for of, scan in zip(saved, scans, strict=True)]
@@ -143,18 +144,18 @@ class _Weights(NamedTuple):
         """
         return sum(self.gradients) + sum(self.in_scans) + max(self.nbytes)
 
-    def of_gathered_layers(self) -> list[float]:
+    def of_gathered_layers(self, *, is_packed: bool) -> list[float]:
         """Return the bytes of gathered arrays and of gradients that exist while each layer is computed.
 
         The arrays of this layer and of the one before are gathered, in the dtype in which they are read, and the
-        gradient is whole until it is scattered. The shards of the layers of a scan are stacked, and those of their
-        gradients.
+        gradient is whole until it is scattered. The shards of the layers of a scan are stacked, and, unless each layer
+        is packed, those of their gradients. The packed gradient of a loss that is computed chunk by chunk is a copy.
         """
-        read, stacked = self.read, 2 * self.share * sum(self.in_scans)
+        read, stacked = self.read, (1 if is_packed else 2) * self.share * sum(self.in_scans)
         sums = []
         for number, (scan, nbytes) in enumerate(zip(self.scans, self.nbytes, strict=True)):
             gathered = read[number] + (read[number - 1] if number else 0.0)
-            whole = 0.0 if self.is_looped[number] else nbytes
+            whole = nbytes if is_packed or not self.is_looped[number] else 0.0
             sums.append(stacked + gathered + whole + self.share * sum(self.nbytes[scan.stop :]))
         return sums
 

@@ -50,6 +50,7 @@ def replicas_costs(
     *,
     gathers_whole: bool = False,
     gathers_layers: bool = False,
+    packs_layers: bool = False,
     scatters_layers: bool = False,
     sent_alone: Collection[str] = (),
 ) -> StepCosts:
@@ -57,8 +58,9 @@ def replicas_costs(
 
     traffic, state and moved are what a device sends in a step, holds, and moves in an update. settings: at least those
     of REPLICA_KEYS; gathers_whole: whether all parameters are gathered before the passes (zero1, zero2);
-    gathers_layers: whether they are gathered layer by layer (zero3); scatters_layers: whether a scan scatters the
-    gradients layer by layer (zero2); sent_alone: the kinds of collectives that are sent when nothing can be computed.
+    gathers_layers: whether they are gathered layer by layer (zero3), with packs_layers each in one message;
+    scatters_layers: whether a scan scatters the gradients layer by layer (zero2); sent_alone: the kinds of collectives
+    that are sent when nothing can be computed.
     On a tensor or context axis, layers and model are those of a device of a group, which is a replica.
     """
     accumulation, remat, scan_layers = (settings[key] for key in REPLICA_KEYS)
@@ -68,6 +70,7 @@ def replicas_costs(
     # Without a scan, XLA on GPUs computes again long before the backward pass needs it, and so saves nothing.
     saved = remat if is_scanned or not machine.overlaps else "none"
     flags = {"is_scanned": is_scanned, "is_accumulated": is_accumulated, "is_sent": bool(traffic), **moving}
+    flags["packs_layers"] = packs_layers
     nbytes = replica_bytes(layers, model, state, size, saved, **flags)
     nbytes = max(nbytes, state.parameters + state.optimizer + moved.held)
     # The backward pass does not compute the loss again.
