@@ -107,7 +107,7 @@ def test_small_slopes_in_float16(num_chunks: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(token_logits, "CHUNK_BYTES", 2 * B * T * V // num_chunks)
     rng, scale = np.random.default_rng(0), 2.0**15
     tokens = np.concatenate([np.full((1, D), 2.0), rng.normal(0, 0.01, (V - 1, D))])  # logits of 16 and about 0
-    batch = {"labels": np.zeros((B, T), np.int32), "weights": np.ones((B, T), np.float32)}
+    batch: Any = {"labels": np.zeros((B, T), np.int32), "weights": np.ones((B, T), np.float32)}
     objective = lambda logits: cross_entropy.sums(logits, batch).loss * scale  # noqa: E731
     got, expected = (
         jax.grad(objective)(TokenLogits(jnp.ones((B, T, D), dtype), jnp.asarray(tokens, dtype)))
