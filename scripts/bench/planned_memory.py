@@ -30,7 +30,7 @@ from jaxpar.command_line import Parser
 from jaxpar.core import optimizer
 from jaxpar.core.step import Problem
 from jaxpar.data import DataInfo
-from jaxpar.errors import exit_code, format_bytes
+from jaxpar.errors import exit_code
 from jaxpar.inspect import audit, step_time
 from jaxpar.inspect.step_time import StepTime
 from scripts.bench import large_models
@@ -112,9 +112,9 @@ SCHEDULES_OF_8: dict[str, dict[str, Any]] = {
     **{name: {"pipeline.schedule": name} for name in ("gpipe", "eager_1f1b", "zb_h1", "zb_h2", "zb_v")},
     "interleaved_1f1b": {"pipeline.schedule": "interleaved_1f1b", "pipeline.num_chunks": 2},
     "1f1b, remat full,": {"pipeline.remat": "full"},
-    **{f"{one}, head not tied,": {"pipeline.schedule": one} | NOT_TIED for one in ("pipedream", "pipedream_2bw")},
+    **{f"{one}, untied,": {"pipeline.schedule": one} | NOT_TIED for one in ("pipedream", "pipedream_2bw")},
 }
-OF_LOCKSTEP = ("eager_1f1b", "zb_v", "1f1b, remat full,", "pipedream_2bw, head not tied,")
+OF_LOCKSTEP = ("eager_1f1b", "zb_v", "1f1b, remat full,", "pipedream_2bw, untied,")
 BERT_SHORT: dict[str, Any] = {
     **{"model.size": "base", "data.max_length": 64, "data.vocab_size": 30522, "model.attention": "xla"},
     **{"batch_size": 256, "strategy": "pipeline", "mesh.stage": 2},
@@ -130,8 +130,8 @@ OF_LARGE = {  # model and plan of each case of large_models.py
     "gpt2_zb_h1_dispatch": ("GPT-2 124M", "zb_h1 dispatched"),
     "gpt2_xl_lockstep": ("GPT-2 XL, 4 GPUs", "1f1b in lockstep"),
     "gpt2_xl_dispatch": ("GPT-2 XL, 4 GPUs", "1f1b dispatched"),
-    "llama_8b_lockstep": ("Llama 8B, 64 GPUs", "1f1b, remat full, in lockstep, 8 stages x 8"),
-    "llama_8b_dispatch": ("Llama 8B, 64 GPUs", "1f1b, remat full, dispatched, 8 stages x 8"),
+    "llama_8b_lockstep": ("Llama 8B, 64 GPUs", "1f1b, remat full, in lockstep, 8 x 8"),
+    "llama_8b_dispatch": ("Llama 8B, 64 GPUs", "1f1b, remat full, dispatched, 8 x 8"),
 }
 PROGRAMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     *(
@@ -143,22 +143,22 @@ PROGRAMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     *(("Llama 1B", name, LLAMA_1B | {"exchange": name}) for name in ("ddp", "zero2", "zero3")),
     ("Llama 8B", "zero3", LLAMA_8B | {"exchange": "zero3"}),
     ("GPT-2 medium, 64 x 512, XLA's attention", "ddp, tensor 2 x 4 replicas", GPT2_MEDIUM | {"mesh.tensor": 2}),
-    ("GPT, 8 layers", "1f1b in lockstep, 4 stages x 2", GPT_8 | IN_LOCKSTEP | {"mesh.stage": 4}),
-    ("GPT, 8 layers", "1f1b dispatched, 4 stages x 2", GPT_8 | DISPATCHED | {"mesh.stage": 4}),
+    ("8-layer GPT", "1f1b in lockstep, 4 x 2", GPT_8 | IN_LOCKSTEP | {"mesh.stage": 4}),
+    ("8-layer GPT", "1f1b dispatched, 4 x 2", GPT_8 | DISPATCHED | {"mesh.stage": 4}),
     *(
-        ("GPT, 8 layers", f"1f1b {how}, 2 stages, tensor 4", GPT_8 | executor | {"mesh.stage": 2, "mesh.tensor": 4})
+        ("8-layer GPT", f"1f1b {how}, 2 stages, tensor 4", GPT_8 | executor | {"mesh.stage": 2, "mesh.tensor": 4})
         for how, executor in (("in lockstep", IN_LOCKSTEP), ("dispatched", DISPATCHED))
     ),
     (
-        *("GPT, 8 layers", "1f1b in lockstep, 2 stages x 4, zero1"),
+        *("8-layer GPT", "1f1b in lockstep, 2 x 4, zero1"),
         GPT_8 | IN_LOCKSTEP | {"mesh.stage": 2, "exchange": "zero1"},
     ),
     *(
-        ("GPT, 8 layers", f"1f1b dispatched, 2 stages x 4, {name}", GPT_8 | DISPATCHED | {"mesh.stage": 2} | sharded)
+        ("8-layer GPT", f"1f1b dispatched, 2 x 4, {name}", GPT_8 | DISPATCHED | {"mesh.stage": 2} | sharded)
         for name, sharded in (("zero1", {"exchange": "zero1"}), ("zero2", {"exchange": "zero2"}))
     ),
     *(
-        ("GPT, 8 layers", f"{name} {how}, 4 stages x 2", GPT_8 | executor | {"mesh.stage": 4} | SCHEDULES_OF_8[name])
+        ("8-layer GPT", f"{name} {how}, 4 x 2", GPT_8 | executor | {"mesh.stage": 4} | SCHEDULES_OF_8[name])
         for how, executor, names in (
             ("dispatched", DISPATCHED, SCHEDULES_OF_8),
             ("in lockstep", IN_LOCKSTEP, OF_LOCKSTEP),
@@ -166,17 +166,17 @@ PROGRAMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         for name in names
     ),
     *(
-        ("BERT base, 256 x 64, XLA's attention", f"1f1b {name}, 2 stages x 4", BERT_SHORT | executor)
+        ("BERT base, 256 x 64, XLA's attention", f"1f1b {name}, 2 x 4", BERT_SHORT | executor)
         for name, executor in (("in lockstep", IN_LOCKSTEP), ("dispatched", DISPATCHED))
     ),
-    ("GPT, 8 layers", "ddp, context 2 x 4 replicas", GPT_8 | {"strategy": "data_parallel", "mesh.context": 2}),
+    ("8-layer GPT", "ddp, context 2 x 4 replicas", GPT_8 | {"strategy": "data_parallel", "mesh.context": 2}),
     *(
-        ("GPT, 4 layers, XLA's attention", f"ddp, {name}", GPT_4 | settings)
+        ("4-layer GPT, XLA's attention", f"ddp, {name}", GPT_4 | settings)
         for name, settings in (
             ("tensor 4 x 2 replicas", {"mesh.tensor": 4}),
             ("context 2, tensor 4", {"mesh.context": 2, "mesh.tensor": 4}),
             ("context 8", {"mesh.context": 8}),
-            ("context 8, 1 head of keys", {"mesh.context": 8, "model.num_kv_heads": 1}),
+            ("context 8, 1 key head", {"mesh.context": 8, "model.num_kv_heads": 1}),
         )
     ),
     ("GPT-2 124M", "zero2, offload", GPT2 | {"exchange": "zero2", "exchange_options.offload": True}),
@@ -208,7 +208,7 @@ def main() -> None:
             errors.append(abs(costs.nbytes / total - 1))
             ratios[name, model] = f"{costs.nbytes / total:.3f}"
             of_time = f"{1e3 * costs.seconds:.1f} / {1e3 * seconds:.1f} ms = {costs.seconds / seconds:.2f}"
-            memory = f"{format_bytes(costs.nbytes)} / {format_bytes(total)} = {costs.nbytes / total:.3f}"
+            memory = f"{costs.nbytes / 1e9:.3g} / {total / 1e9:.3g} GB = {costs.nbytes / total:.3f}"
             listed.append([model, name, of_time, memory, f"{time.exposed / seconds:.1%}"])
             print(f"{model:20} {name:24} {of_time}  {memory}", flush=True)
     if arguments.large:
