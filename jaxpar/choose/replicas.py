@@ -160,6 +160,7 @@ def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[
     elif plan.details == "sharding" and space.machine.overlaps:
         traffic = tuple(combined(one, plan.num_replicas) for one in traffic)
     gathers_whole = exchange is not None and exchange.gather is not None
+    fetch = exchange.fetch if exchange else None
     params = plan.memory[0]["parameters"]
     optimizer = plan.device_bytes[0] - params
     gradients = params * (plan.num_replicas if exchange and gathers_whole and not exchange.leaves_shards else 1)
@@ -174,8 +175,8 @@ def _replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[
         StateBytes(params, optimizer, gradients),
         update,
         gathers_whole=gathers_whole,
-        gathers_layers=exchange is not None and exchange.fetch is not None,
-        packs_layers=exchange is not None and exchange.fetch is not None and exchange.fetch.num_bytes >= LAYER_BYTES,
+        gathers_layers=fetch is not None,
+        packs_layers=fetch is not None and fetch.num_bytes >= LAYER_BYTES,
         scatters_layers=exchange is not None and exchange.scatter_layers is not None and can_scatter(model),
         sent_alone=_sent_alone(exchange, settings) if exchange else (),
     )

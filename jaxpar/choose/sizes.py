@@ -72,8 +72,8 @@ def best_training(name: str, space: Space, tokens: float, hours: float, *, cheap
     """Return the run of this number of tokens on the fewest GPUs that take at most `hours`; else the nearest run.
 
     Raises UserError if the inputs of the task are not tokens. Returns None if no plan fits. space: of all GPUs;
-    cheapest: the least GPU-hours. hours can be infinite. The memory of more GPUs saves at most the
-    recomputation of activations, so numbers are tried until one takes longer than the best by more than that.
+    cheapest: the least GPU-hours. As more GPUs save at most what computing activations again costs, the search ends at
+    a number that exceeds the best by more than that. hours can be infinite.
     """
     work, cluster = report.work_of(space), space.machine.cluster
     per_host = cluster.num_devices // cluster.num_processes

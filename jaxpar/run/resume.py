@@ -27,6 +27,7 @@ class ResumeRule(NamedTuple):
     why: str  # in Markdown, with links from docs/reference
 
 
+LENGTH = ("num_steps", "num_epochs")
 LOGGED = ("eval", "early_stop", "checkpoint", "log", "watchdog_seconds", "elastic_seconds", "certify_every")
 RESUME_RULES = (
     ResumeRule(
@@ -50,7 +51,7 @@ RESUME_RULES = (
     ResumeRule(("optimizer.name",), False, "a different optimizer state"),
     ResumeRule(("optimizer",), False, "different updates"),
     ResumeRule(
-        ("num_steps", "num_epochs"),
+        LENGTH,
         False,
         "the learning rate depends on it; with `optimizer.schedule=constant` and `optimizer.warmup=0`, it may change",
     ),
@@ -83,20 +84,14 @@ RESUME_RULES = (
     ResumeRule(("data",), False, "different examples"),
     ResumeRule((*LOGGED, "profile", "cache_dir"), True, "only what is logged and saved, where, and when the run ends"),
 )
-LENGTH = ("num_steps", "num_epochs")
-
-
-def find_rule(key: str) -> ResumeRule:
-    """Return the rule of a dotted key, or of its section."""
-    rules = {name: rule for rule in RESUME_RULES for name in rule.keys}
-    return rules[key] if key in rules else rules[key.partition(".")[0]]
+RULE_OF = {name: rule for rule in RESUME_RULES for name in rule.keys}
 
 
 def may_change(key: str, config: ConfigDict) -> bool:
     """Return whether a run of `config` can resume with a different value of the dotted key."""
     if key in LENGTH:
         return bool(config.optimizer.schedule == "constant" and config.optimizer.warmup == 0)
-    return find_rule(key).may_change
+    return (RULE_OF.get(key) or RULE_OF[key.partition(".")[0]]).may_change
 
 
 def differences(before: configs.Values, config: ConfigDict) -> dict[str, str]:

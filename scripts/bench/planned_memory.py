@@ -2,7 +2,7 @@
 
     scripts/python scripts/bench/planned_memory.py [--target=h100:8] [--held-out] [--large] [--only=TEXT]
 
-Compiles the step of each config for 8 GPUs, which need not exist. Prints the predicted time of a step / that of the
+Compiles the step of each config for GPUs that need not exist. Prints the predicted time of a step / that of the
 program (as `jaxpar audit --time`); the predicted bytes of a device / those of XLA's buffer assignment (arguments +
 temporary arrays + results that reuse no argument, as `jaxpar audit`); and the median error of the bytes and the share
 within 10%. Nothing is computed. It needs the extra `targets`. --held-out takes other models and sizes, with which the
@@ -149,10 +149,7 @@ PROGRAMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("8-layer GPT", f"1f1b {how}, 2 stages, tensor 4", GPT_8 | executor | {"mesh.stage": 2, "mesh.tensor": 4})
         for how, executor in (("in lockstep", IN_LOCKSTEP), ("dispatched", DISPATCHED))
     ),
-    (
-        *("8-layer GPT", "1f1b in lockstep, 2 x 4, zero1"),
-        GPT_8 | IN_LOCKSTEP | {"mesh.stage": 2, "exchange": "zero1"},
-    ),
+    ("8-layer GPT", "1f1b in lockstep, 2 x 4, zero1", GPT_8 | IN_LOCKSTEP | {"mesh.stage": 2, "exchange": "zero1"}),
     *(
         ("8-layer GPT", f"1f1b dispatched, 2 x 4, {name}", GPT_8 | DISPATCHED | {"mesh.stage": 2} | sharded)
         for name, sharded in (("zero1", {"exchange": "zero1"}), ("zero2", {"exchange": "zero2"}))

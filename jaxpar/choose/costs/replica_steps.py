@@ -70,8 +70,7 @@ def replicas_costs(
     # Without a scan, XLA on GPUs computes again long before the backward pass needs it, and so saves nothing.
     saved = remat if is_scanned or not machine.overlaps else "none"
     flags = {"is_scanned": is_scanned, "is_accumulated": is_accumulated, "is_sent": bool(traffic), **moving}
-    flags["packs_layers"] = packs_layers
-    nbytes = replica_bytes(layers, model, state, size, saved, **flags)
+    nbytes = replica_bytes(layers, model, state, size, saved, packs_layers=packs_layers, **flags)
     nbytes = max(nbytes, state.parameters + state.optimizer + moved.held)
     # The backward pass does not compute the loss again.
     profile = [*layers.profile(size, remat)[:-1], layers.profile(size, "none")[-1]]

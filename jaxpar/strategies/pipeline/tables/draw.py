@@ -101,7 +101,7 @@ def _chart(ax: Axes, title: str, timeline: Sequence[Span], length: float, width:
     fonts_N = np.minimum(points * (right_N - left_N), POINTS * row) / 0.72
     is_dark_N = colours_N3 @ (0.299, 0.587, 0.114) <= 0.5
     for span, left, right, font, is_dark in zip(timeline, left_N, right_N, fonts_N, is_dark_N, strict=True):
-        size = min(MAX_FONT, font / max(1.4, len(str(span.microbatch))))
+        size = min(MAX_FONT, font / max(1.4, len(str(span.microbatch))))  # with some space around a single digit
         if size >= MIN_FONT:
             where = ((left + right) / 2, span.device, str(span.microbatch))
             ax.text(*where, color="white" if is_dark else "black", fontsize=size, ha="center", va="center_baseline")
