@@ -22,6 +22,7 @@ from jaxpar.errors import UserError, format_count, is_refused
 
 HOST_GPUS, MOST_HOSTS = 8, 512  # of a kind of GPU whose number is not given
 SECONDS_PER_HOUR = 3600
+REMAT_KEYS = ("model.remat", "pipeline.remat")
 RECOMPUTED = 4 / 3  # the FLOPs of a step that computes all activations again / of one that stores them
 
 
@@ -72,8 +73,8 @@ def best_training(name: str, space: Space, tokens: float, hours: float, *, cheap
     """Return the run of this number of tokens on the fewest GPUs that take at most `hours`; else the nearest run.
 
     Raises UserError if the inputs of the task are not tokens. Returns None if no plan fits. space: of all GPUs;
-    cheapest: the least GPU-hours. As more GPUs save at most what computing activations again costs, the search ends at
-    a number that exceeds the best by more than that. hours can be infinite.
+    cheapest: the least GPU-hours. The search ends at a number that exceeds the best, if the best computes activations
+    again by more than that costs, which the memory of more GPUs could save. hours can be infinite.
     """
     work, cluster = report.work_of(space), space.machine.cluster
     per_host = cluster.num_devices // cluster.num_processes
@@ -99,7 +100,8 @@ def best_training(name: str, space: Space, tokens: float, hours: float, *, cheap
         is_in_time = best is not None and best.hours <= hours
         if best is None or (one.gpu_hours < best.gpu_hours if is_in_time else one.hours < best.hours):
             best = one
-        if best.hours <= hours and (not cheapest or one.gpu_hours >= RECOMPUTED * best.gpu_hours):
+        could_save = RECOMPUTED if any(best.plan.settings.get(key, "none") != "none" for key in REMAT_KEYS) else 1.0
+        if best.hours <= hours and (not cheapest or (one is not best and one.gpu_hours >= could_save * best.gpu_hours)):
             break
     return best
 
