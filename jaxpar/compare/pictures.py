@@ -8,6 +8,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from jaxpar.colors import CURVE_COLORS
 from jaxpar.compare.report import EMULATED, REFERENCE, StrategyOutcome
@@ -47,26 +48,26 @@ def draw_pictures(
 ) -> dict[str, Figure]:
     """Return the pictures by name. kinds: value of config.strategy by strategy."""
     timed = {name: row for name, row in outcomes.items() if row.step_seconds}
-    colors = {name: COLORS[kind] for name, kind in kinds.items()}
     with matplotlib.rc_context(PICTURE_STYLE):
         return {
-            "throughput": _draw_throughput(timed, colors, batch_size),
-            metric: _draw_metric(timed, colors, metric),
+            "throughput": _draw_throughput(timed, kinds, batch_size),
+            metric: _draw_metric(timed, kinds, metric),
             "memory": draw_memory({name: row.memory for name, row in outcomes.items() if row.memory}),
         }
 
 
-def _draw_throughput(timed: Mapping[str, StrategyOutcome], colors: Mapping[str, str], batch_size: int) -> Figure:
+def _draw_throughput(timed: Mapping[str, StrategyOutcome], kinds: Mapping[str, str], batch_size: int) -> Figure:
     """Draw a bar for each strategy: examples per second. The bars of emulations are hatched."""
     figure, axis = _bars(list(timed))
     for place, (name, row) in enumerate(timed.items()):
         assert row.step_seconds
-        rate, color = batch_size / row.step_seconds, colors[name]
+        rate, color = batch_size / row.step_seconds, COLORS[kinds[name]]
         fill = {"fill": False, "hatch": "////", "edgecolor": color} if row.is_emulated else {"color": color}
         bar = axis.barh(place, rate, **fill)
         note = f"  ({EMULATED})" if row.is_emulated else ""
         axis.bar_label(bar, [f"{rate:,.0f}{note}"], padding=3, fontsize=8)
     axis.set_xlabel("examples per second")
+    _add_legend(figure, [kinds[name] for name in timed])
     return figure
 
 
@@ -120,7 +121,7 @@ def curve_panels(outcomes: Mapping[str, StrategyOutcome], kinds: Mapping[str, st
     return panels
 
 
-def _draw_metric(timed: Mapping[str, StrategyOutcome], colors: Mapping[str, str], metric: str) -> Figure:
+def _draw_metric(timed: Mapping[str, StrategyOutcome], kinds: Mapping[str, str], metric: str) -> Figure:
     """Draw the metric against the time of the steps, in a panel for each strategy, with the curve of REFERENCE."""
     drawn = {name: row for name, row in timed.items() if row.curve}
     names = [name for name in drawn if name != REFERENCE] or list(drawn)
@@ -136,15 +137,24 @@ def _draw_metric(timed: Mapping[str, StrategyOutcome], colors: Mapping[str, str]
                 row = drawn[one]
                 assert row.step_seconds
                 points = [(step * row.step_seconds, value) for step, value in row.curve]
-                axis.plot(*zip(*points, strict=True), "o-", color=colors[one], ms=2.5, lw=1.4, label=one)
+                style = {"color": COLORS[kinds[one]], "ms": 2.5, "lw": 1.4, "label": one}
+                axis.plot(*zip(*points, strict=True), "o-", **style)
         axis.set_title(f"{name} ({EMULATED})" if drawn[name].is_emulated else name, fontsize=8)
         axis.grid(alpha=0.3)
     for axis in axes_RC.flat[max(len(names) - columns, 0) : len(names)]:
         axis.tick_params(labelbottom=True)  # also above an empty place
     axes_RC[0, 0].set_xlim(left=0)  # shared by all
-    figure.supxlabel(f"time of the steps (s); grey: {REFERENCE}", fontsize=9)
+    figure.supxlabel("time of the steps (s)", fontsize=9)
     figure.supylabel(f"validation {metric}", fontsize=9)
+    _add_legend(figure, [kinds[name] for name in drawn])
     return figure
+
+
+def _add_legend(figure: Figure, kinds: Sequence[str]) -> None:
+    """Say above the picture which color is which kind of strategy."""
+    patches = [Patch(color=COLORS[kind], label=kind) for kind in dict.fromkeys(kinds)]
+    if patches:
+        figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), frameon=False, fontsize=8)
 
 
 def _bars(names: Sequence[str]) -> tuple[Figure, Axes]:
