@@ -33,6 +33,7 @@ from jaxpar.tasks.classification import CONFUSION
 
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax")
 PROJECT = Path(__file__).parents[2]  # of a clone
+CPUS = Path("/proc/cpuinfo")
 JAX_SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl")
 SPLIT_STYLES = {"train": "-", "validation": "o--", "test": "*"}  # of the curve of each split
 RATES = ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu")
@@ -206,13 +207,17 @@ def python_path(config: ConfigDict) -> str:
 
 
 def processor() -> str:
-    """Return the processor of this machine and its number of cores."""
-    path = Path("/proc/cpuinfo")
-    text = path.read_text() if path.is_file() else ""
-    names = [line.partition(":")[2] for line in text.splitlines() if line.startswith("model name")]
-    vectors = next((name for name in ("avx512f", "avx2") if f" {name} " in text), "")
-    model = " ".join(names[0].split()) if names else platform.machine()
-    return f"{os.cpu_count()} cores of {model}{vectors and f' with {vectors}'}"
+    """Return the processor of this machine and its number of cores.
+
+    Virtual machines often hide the name of the model, but not its numbers.
+    """
+    text = CPUS.read_text() if CPUS.is_file() else ""
+    pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    first = {key.strip(): " ".join(value.split()) for key, _, value in pairs}  # of the first core
+    name = first.get("model name", platform.machine())
+    numbers = ", ".join(f"{key.removeprefix('cpu ')} {first[key]}" for key in ("cpu family", "model") if key in first)
+    vectors = next((flag for flag in ("avx512f", "avx2") if flag in first.get("flags", "").split()), "")
+    return f"{os.cpu_count()} cores of {name}{numbers and f' ({numbers})'}{vectors and f' with {vectors}'}"
 
 
 def commit() -> str | None:

@@ -80,6 +80,21 @@ def test_without_a_validation_split_the_last_step_is_used(tmp_path: Path, capsys
     assert all(text in page for text in (environment["host"], environment["commit"] or "unknown", "training split"))
 
 
+def test_the_processor_is_named_by_its_numbers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual machines hide the name. An ARM processor has other lines."""
+    monkeypatch.setattr(report, "CPUS", tmp_path / "cpuinfo")
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert report.processor() == "2 cores of aarch64"
+    core = "cpu family\t: 25\nmodel\t\t: {}\nmodel name\t: AMD  EPYC\nflags\t\t: fpu {}\n\n"
+    report.CPUS.write_text(core.format(17, "avx2 avx512f") + core.format(18, "avx2"))
+    assert report.processor() == "2 cores of AMD EPYC (family 25, model 17) with avx512f"
+    report.CPUS.write_text(core.format(1, "avx2x avx2"))
+    assert report.processor() == "2 cores of AMD EPYC (family 25, model 1) with avx2"
+    report.CPUS.write_text("processor\t: 0\nFeatures\t: fp asimd\n")
+    assert report.processor() == "2 cores of aarch64"
+
+
 def test_the_command_finds_the_model_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """scripts/python adds the folder of jaxpar itself."""
     own = config("--config.model.name=my_package.my_model")
