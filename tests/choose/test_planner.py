@@ -36,6 +36,7 @@ from jaxpar.choose.costs.layers import LayerMemory, Layers, LayerWork, PhaseSeco
 from jaxpar.choose.costs.machine import CpuMachine, GpuMachine, partners
 from jaxpar.choose.costs.memory import (
     StateBytes,
+    VectorBytes,
     pipeline_bytes,
     splits_backward,
     stash_bytes,
@@ -91,6 +92,7 @@ H100 = clusters.named_cluster("h100", 16, num_processes=2)
 GPUS = GpuMachine(H100)
 HOST, NETWORK = (EFFICIENCY[name] * H100.send_rates[name] for name in ("host", "network"))
 NO_STATE, NO_UPDATE = StateBytes(0, 0, 0), UpdateWork(0, 0)
+NO_VECTORS = VectorBytes(0, 0)
 NOTHING = LayerMemory(0, 0)
 # in which parameters need most of the memory
 SMALL_GPT = ("model.num_layers=3", "model.hidden_size=64", "model.num_heads=2", "model.tied_embeddings=False")
@@ -158,13 +160,13 @@ def costs_of_pipeline(
     bounds: tuple[int, ...],
     traffic: list[Traffic],
     *,
-    packed: float = 0.0,
+    vectors: VectorBytes = NO_VECTORS,
     executor: str = LOCKSTEP,
     state: StateBytes = NO_STATE,
 ) -> StepCosts:
     """Return the costs of a pipeline whose update moves nothing."""
     step = PipelineStep(work, machine, axes, table, bounds, traffic)
-    return pipeline_costs(step, action_costs(step, executor), [state] * table.num_devices, packed, 0.0)
+    return pipeline_costs(step, action_costs(step, executor), [state] * table.num_devices, vectors, 0.0)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -352,7 +354,7 @@ def test_collectives_within_actions(gather: float, exposed: float) -> None:
     sent += [Traffic("reduce-scatter", "float32", DATA, 0.4 * HOST, 0)]
     step = PipelineStep(work_of(layers), GPUS, axes, table, (0, 3, 6), [])
     actions = action_costs(step, DISPATCH)
-    given = (step._replace(traffic=sent), actions, [NO_STATE] * 2, 0.0, 0.0)
+    given = (step._replace(traffic=sent), actions, [NO_STATE] * 2, NO_VECTORS, 0.0)
     within = pipeline_costs(*given, ("reduce-scatter", "all-gather"))
     assert within.exposed - actions.exposed == pytest.approx(exposed, rel=0.01)
     after = pipeline_costs(*given, ("reduce-scatter",))  # the gather follows the actions
@@ -537,7 +539,7 @@ def test_dispatched_stashes_are_as_large_as_their_stages(schedule: str) -> None:
     layers, axes = [layer(0.01)] * 4, (0, 1, 2, 3, 4)
     stashes = [(({"float32": size},) + ({},) * 2) if splits_backward(table) else ({"float32": size},) for size in sizes]
     work = work_of(layers, [LayerMemory(0, 0, of_layer) for of_layer in stashes])
-    found, _ = pipeline_bytes(work, table, axes, [NO_STATE] * 2, 0.0, in_lockstep=False)
+    found, _ = pipeline_bytes(work, table, axes, [NO_STATE] * 2, NO_VECTORS, in_lockstep=False)
     most = 0.0
     for device in range(2):
         held = dict[tuple[int, int], float]()
@@ -620,16 +622,23 @@ def test_what_a_stage_works_with() -> None:
 
 
 def test_the_update_of_a_pipeline_copies_vectors() -> None:
-    """Other arrays are not copied; the vectors need more than the activations of these layers."""
-    table, layers = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1), [layer(0.01)] * 4
-    axes, bounds, state = {DATA: 8, STAGE: 2}, (0, 2, 4), StateBytes(3, 6, 3)
-    for packed in (0.0, 5.0):
-        costs = costs_of_pipeline(work_of(layers), GPUS, axes, table, bounds, [], packed=packed, state=state)
-        assert costs.nbytes == 3 + 6 + 3 + packed
-        apart = costs_of_pipeline(
-            work_of(layers), GPUS, axes, table, bounds, [], packed=packed, state=state, executor=DISPATCH
+    """Other arrays are not copied; the vectors need more than the activations of these layers.
+
+    By hand: 5 of parameters and 10 of moments are new, and apart from them the largest array, 2, and the moments of
+    the other 3 of the vector. If none is larger than the largest array, nothing else is apart.
+    """
+    table = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1)
+    layers = [layer(0.01)._replace(weight_bytes=weights) for weights in (2.0, 1.0, 1.0, 1.0)]
+    axes, bounds, state, work = {DATA: 8, STAGE: 2}, (0, 2, 4), StateBytes(3, 6, 3), work_of(layers)
+    for vectors, copied in ((NO_VECTORS, 2), (VectorBytes(5.0, 10.0), 5 + 10 + 2 + 3 * 2), (VectorBytes(1.0, 2.0), 5)):
+        lockstep, apart = (
+            costs_of_pipeline(
+                work, GPUS, axes, table, bounds, [], vectors=vectors, state=state, executor=executor
+            ).nbytes
+            for executor in (LOCKSTEP, DISPATCH)
         )
-        assert apart.nbytes == 3 + 6 + 3  # nothing is packed
+        assert lockstep == 3 + 6 + 3 + copied
+        assert apart == 3 + 6 + 3 + 2  # nothing is packed
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,23 @@ class StateBytes(NamedTuple):
     gradients: float
 
 
+class VectorBytes(NamedTuple):
+    """Bytes of the vectors in which lockstep packs the arrays that differ between stages, or their shards."""
+
+    parameters: float
+    optimizer: float
+
+    def in_update(self, work: LayerWork, *, has_flush: bool) -> float:
+        """Return the bytes besides the state that an update needs: new vectors, and arrays that are computed apart.
+
+        Apart are the largest array and, of the others in vectors, the optimizer state, which new parameters need too.
+        An update without a flush is that of `pipeline_bytes`.
+        """
+        largest = max(layer.weight_bytes for layer in work.layers)
+        others = max(self.parameters - largest, 0.0) * has_flush
+        return sum(self) + largest + others * self.optimizer / max(self.parameters, 1.0)
+
+
 def replica_bytes(
     layers: Layers,
     model: Model,
@@ -168,7 +185,7 @@ def pipeline_bytes(
     table: Table,
     bounds: Sequence[int],
     states: Sequence[StateBytes],
-    packed_bytes: float,
+    vectors: VectorBytes,
     *,
     in_lockstep: bool = True,
 ) -> tuple[float, StateBytes]:
@@ -183,16 +200,17 @@ def pipeline_bytes(
         table = unroll(table, 3 * num_in_flight(table))
     if in_lockstep:
         state, stashed, kept = max(states, key=sum), stash_bytes(work, table, spans), 0.0
+        updating = vectors.in_update(work, has_flush=not never_drains)
         if never_drains:  # stashes stay during updates, which copy parameters and gradients, and unpack their results
-            kept, stashed, packed_bytes = stashed, 0.0, packed_bytes + 3 * state.gradients
-        return sum(state) + kept + activation_bytes(work, spans, stashed, packed_bytes, in_lockstep=True), state
+            kept, stashed, updating = stashed, 0.0, updating + 3 * state.gradients
+        return sum(state) + kept + max(activation_bytes(work, spans, stashed, in_lockstep=True), updating), state
     saved = zip(*(map(Counter.total, stashes_of(work, *span)) for span in spans), strict=True)  # by stash and stage
     stashed_by_device = np.sum([peak(sizes) for peak, sizes in zip(stash_peaks(table), saved, strict=True)], axis=0)
     totals = []
     for device, stages in enumerate(table.stages.tolist()):
         of_device = [spans[stage] for stage in stages]
         stashed = float(stashed_by_device[device])
-        activations = activation_bytes(work, of_device, stashed, packed_bytes, in_lockstep=False)
+        activations = activation_bytes(work, of_device, stashed, in_lockstep=False)
         totals.append((sum(states[device]) + activations, states[device]))
     return max(totals)
 
@@ -200,14 +218,13 @@ def pipeline_bytes(
 Spans = Sequence[tuple[int, int]]  # the first layer of each stage, and the one after its last
 
 
-def activation_bytes(work: LayerWork, spans: Spans, stashed: float, packed_bytes: float, *, in_lockstep: bool) -> float:
+def activation_bytes(work: LayerWork, spans: Spans, stashed: float, *, in_lockstep: bool) -> float:
     """Return the bytes besides the state of a device that can run each of these stages. stashed: bytes of its stashes.
 
     A device has two inboxes and two outputs for transfers.
     """
     transfers = 4 * largest_transfer(work.layers, spans)
-    computing = stashed + transfers + working_bytes(work, spans, in_lockstep=in_lockstep)
-    return max(computing, packed_bytes + max(layer.weight_bytes for layer in work.layers))
+    return stashed + transfers + working_bytes(work, spans, in_lockstep=in_lockstep)
 
 
 def largest_transfer(layers: Sequence[LayerProfile], spans: Spans) -> float:

@@ -88,7 +88,7 @@ def stage_bytes(
     if not end:
         return sum(state), 0.0
     stashed = num_stashed * sum(saved.total() for saved in stashes_of(work, 0, end))
-    return sum(state), activation_bytes(work, [(0, end)], stashed, 0.0, in_lockstep=False)
+    return sum(state), activation_bytes(work, [(0, end)], stashed, in_lockstep=False)
 
 
 def largest(fits: Callable[[int], bool]) -> int:
