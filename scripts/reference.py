@@ -213,7 +213,7 @@ def schedules_page() -> str:
 
 SCHEDULES_HEAD = f"""
 Set `config.pipeline.schedule`, or leave it at `auto`, which chooses the fastest one with a flush and one stage per
-device that fits the memory. You can also [write your own](../howto/schedule.md#write-your-own). [How pipelines
+device that fits the memory. You can also [write your own](../howto/own_schedule.md). [How pipelines
 work](../explanation/pipelines.md) explains the terms.
 
 The costs are those of `jaxpar simulate` for {STAGES} devices and {MICROBATCHES} microbatches. A forward pass, the

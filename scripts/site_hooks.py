@@ -29,8 +29,8 @@ BREAK = re.compile(r"(?<=[._=/])(?=[a-zA-Z])")  # where long names may break
 CELL = re.compile(r"<t([dh])\b.*?</t\1>", re.DOTALL)
 LONG_NAME = re.compile(r"[\w.=/]{14,}(?=[^<>]*<)")  # in a text, not in a tag
 PICTURE = re.compile(r'<img [^>]*src="([^"]+)"[^>]*>')
-# How much less than guides the pages of a folder count in the search.
-BOOST = {"explanation": 0.02, "reference": 0.01, "results": 0.0001, "source": 0.0001}
+# How much less than guides pages count in the search, by the start of their path: the first that fits.
+BOOST = {"reference/api": 0.0001, "explanation": 0.02, "reference": 0.01, "results": 0.0001, "source": 0.0001}
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", "": "bash"}
 
 
@@ -53,7 +53,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     """
     del config
     uri = page.file.src_uri
-    page.meta["search"] = {"boost": BOOST.get(uri.partition("/")[0], 1)}
+    page.meta["search"] = {"boost": next((boost for start, boost in BOOST.items() if uri.startswith(start)), 1)}
     if WIDE.search(markdown):
         page.meta["hide"] = ["toc"]
     path = uri.removeprefix("source/") if uri.startswith("source/") else f"docs/{uri}"

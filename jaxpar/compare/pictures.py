@@ -151,7 +151,7 @@ def _draw_metric(timed: Mapping[str, StrategyOutcome], kinds: Mapping[str, str],
 
 
 def _add_legend(figure: Figure, kinds: Sequence[str]) -> None:
-    """Say above the picture which color is which kind of strategy."""
+    """Add a legend above the picture: the color of each kind of strategy."""
     patches = [Patch(color=COLORS[kind], label=kind) for kind in dict.fromkeys(kinds)]
     if patches:
         figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), frameon=False, fontsize=8)

@@ -11,9 +11,7 @@ from tests.docs.prose import ROOT
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the site without the Python API, which takes most of the time."""
+    """Return the site."""
     folder = tmp_path_factory.mktemp("site")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("API", "false")
-        build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder)))
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder)))
     return folder

@@ -41,6 +41,10 @@ FIRST = {
     "slow": "howto/slow.html",
     "serve": "howto/serve.html",
     "pipeline": "tutorials/pipeline.html",
+    "fine-tune": "howto/pretrained.html",
+    "finetuning": "howto/pretrained.html",
+    "pretrained": "howto/pretrained.html",
+    "own schedule": "howto/own_schedule.html",
 }
 
 
