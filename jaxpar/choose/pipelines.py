@@ -20,7 +20,7 @@ from jaxpar.choose.candidates import (
     with_settings,
 )
 from jaxpar.choose.costs.layers import LayerWork
-from jaxpar.choose.costs.memory import StateBytes, VectorBytes, gathered_bytes, scattered_bytes, splits_backward
+from jaxpar.choose.costs.memory import Packed, StateBytes, gathered_bytes, scattered_bytes, splits_backward
 from jaxpar.choose.costs.pipeline_steps import PipelineStep, action_costs, pipeline_costs
 from jaxpar.choose.groups import group_sizes, layers_in, named_with_groups
 from jaxpar.core.groups import ReplicaGroup
@@ -174,12 +174,12 @@ def _pipeline_candidates(
         if of_state > 2:
             held = params / copies + gathered_bytes(work)
         states = [StateBytes(held, ratios.optimizer * params / copies, gradients)] * table.num_devices
-        vectors = VectorBytes(packing.vector_bytes / copies, ratios.optimizer * packing.vector_bytes / copies)
+        packed = Packed(packing.vector_bytes, ratios.optimizer * packing.vector_bytes / copies, copies)
         exchanging = step._replace(traffic=[*_sent(of_state, work, table, replicas, params), *within])
         moved = update_bytes_of_stage(ratios, params, of_state, copies)
         in_actions = SENT_IN_ACTIONS[of_state]
         possible = [one for one in actions if of_state < 2 or one.executor == DISPATCH]
-        by_executor = [pipeline_costs(exchanging, one, states, vectors, moved, in_actions) for one in possible]
+        by_executor = [pipeline_costs(exchanging, one, states, packed, moved, in_actions) for one in possible]
         fits = [costs.nbytes <= space.usable_bytes for costs in by_executor]
         best = min(range(len(fits)), key=lambda number: (not fits[number], by_executor[number].seconds))
         costs, executor = by_executor[best], possible[best].executor
@@ -266,7 +266,7 @@ def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> 
         step,
         action_costs(step, details.executor),
         states,
-        VectorBytes(staged.mean_packing.vector_bytes, staged.optimizer.packing.vector_bytes),
+        Packed(staged.params.packing.vector_bytes, staged.optimizer.packing.vector_bytes, copies),
         update_bytes_of_stage(state_ratios(space.problem), params, of_state, copies),
         SENT_IN_ACTIONS[of_state],
     )

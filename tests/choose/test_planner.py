@@ -35,8 +35,8 @@ from jaxpar.choose.costs.layer_programs import LayerPrograms
 from jaxpar.choose.costs.layers import LayerMemory, Layers, LayerWork, PhaseSeconds, resized
 from jaxpar.choose.costs.machine import CpuMachine, GpuMachine, partners
 from jaxpar.choose.costs.memory import (
+    Packed,
     StateBytes,
-    VectorBytes,
     pipeline_bytes,
     splits_backward,
     stash_bytes,
@@ -85,6 +85,7 @@ from jaxpar.strategies.pipeline.tables.simulate import Times, lockstep, simulate
 from jaxpar.strategies.pipeline.tables.table import F, Table, W
 from jaxpar.strategies.pipeline.tables.validate import peak_in_flight
 from scripts.bench import planned_memory as cases
+from tests.cluster.test_target import needs_plugin, run
 from tests.runs import run_script, script_error
 from tests.strategies.pipelines import Task, make_batch, make_config, make_problem
 
@@ -92,7 +93,9 @@ H100 = clusters.named_cluster("h100", 16, num_processes=2)
 GPUS = GpuMachine(H100)
 HOST, NETWORK = (EFFICIENCY[name] * H100.send_rates[name] for name in ("host", "network"))
 NO_STATE, NO_UPDATE = StateBytes(0, 0, 0), UpdateWork(0, 0)
-NO_VECTORS = VectorBytes(0, 0)
+NOT_PACKED = Packed(0, 0)
+FLUSHED = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1)
+NEVER_DRAINED = periodic_table("pipedream_2bw", (1, 1), 4)
 NOTHING = LayerMemory(0, 0)
 # in which parameters need most of the memory
 SMALL_GPT = ("model.num_layers=3", "model.hidden_size=64", "model.num_heads=2", "model.tied_embeddings=False")
@@ -160,13 +163,13 @@ def costs_of_pipeline(
     bounds: tuple[int, ...],
     traffic: list[Traffic],
     *,
-    vectors: VectorBytes = NO_VECTORS,
+    packed: Packed = NOT_PACKED,
     executor: str = LOCKSTEP,
     state: StateBytes = NO_STATE,
 ) -> StepCosts:
     """Return the costs of a pipeline whose update moves nothing."""
     step = PipelineStep(work, machine, axes, table, bounds, traffic)
-    return pipeline_costs(step, action_costs(step, executor), [state] * table.num_devices, vectors, 0.0)
+    return pipeline_costs(step, action_costs(step, executor), [state] * table.num_devices, packed, 0.0)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -354,7 +357,7 @@ def test_collectives_within_actions(gather: float, exposed: float) -> None:
     sent += [Traffic("reduce-scatter", "float32", DATA, 0.4 * HOST, 0)]
     step = PipelineStep(work_of(layers), GPUS, axes, table, (0, 3, 6), [])
     actions = action_costs(step, DISPATCH)
-    given = (step._replace(traffic=sent), actions, [NO_STATE] * 2, NO_VECTORS, 0.0)
+    given = (step._replace(traffic=sent), actions, [NO_STATE] * 2, NOT_PACKED, 0.0)
     within = pipeline_costs(*given, ("reduce-scatter", "all-gather"))
     assert within.exposed - actions.exposed == pytest.approx(exposed, rel=0.01)
     after = pipeline_costs(*given, ("reduce-scatter",))  # the gather follows the actions
@@ -539,7 +542,7 @@ def test_dispatched_stashes_are_as_large_as_their_stages(schedule: str) -> None:
     layers, axes = [layer(0.01)] * 4, (0, 1, 2, 3, 4)
     stashes = [(({"float32": size},) + ({},) * 2) if splits_backward(table) else ({"float32": size},) for size in sizes]
     work = work_of(layers, [LayerMemory(0, 0, of_layer) for of_layer in stashes])
-    found, _ = pipeline_bytes(work, table, axes, [NO_STATE] * 2, NO_VECTORS, in_lockstep=False)
+    found, _ = pipeline_bytes(work, table, axes, [NO_STATE] * 2, NOT_PACKED, in_lockstep=False)
     most = 0.0
     for device in range(2):
         held = dict[tuple[int, int], float]()
@@ -621,24 +624,38 @@ def test_what_a_stage_works_with() -> None:
         assert [apart - 3 * 2.0, lockstep - 2 * 2.0] == expected
 
 
-def test_the_update_of_a_pipeline_copies_vectors() -> None:
-    """Other arrays are not copied; the vectors need more than the activations of these layers.
-
-    By hand: 5 of parameters and 10 of moments are new, and apart from them the largest array, 2, and the moments of
-    the other 3 of the vector. If none is larger than the largest array, nothing else is apart.
-    """
-    table = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1)
+@pytest.mark.parametrize(
+    ("table", "packed", "copied"),
+    [
+        (FLUSHED, NOT_PACKED, 2),  # the largest layer is apart
+        # 5 of parameters and 10 of moments are new. Apart: the largest layer, and the moments of the other 3 of 5.
+        (FLUSHED, Packed(5.0, 10.0), 5 + 10 + 2 + 3 * 2),
+        (FLUSHED, Packed(1.0, 2.0), 1 + 2 + 2),  # no vector is larger than the largest layer
+        # zero1: the stacked shards of the gradients; those that a replica gets, and its part of the largest layer.
+        (FLUSHED, Packed(5.0, 2.5, 4), 3 + (3 + 2) / 4),
+        (NEVER_DRAINED, Packed(5.0, 10.0), 5 + 10 + 2 + 3 * 3),  # three more copies of what has gradients
+    ],
+)
+def test_the_update_of_a_pipeline(table: Table, packed: Packed, copied: float) -> None:
+    """The update needs more than the activations of these layers."""
     layers = [layer(0.01)._replace(weight_bytes=weights) for weights in (2.0, 1.0, 1.0, 1.0)]
     axes, bounds, state, work = {DATA: 8, STAGE: 2}, (0, 2, 4), StateBytes(3, 6, 3), work_of(layers)
-    for vectors, copied in ((NO_VECTORS, 2), (VectorBytes(5.0, 10.0), 5 + 10 + 2 + 3 * 2), (VectorBytes(1.0, 2.0), 5)):
-        lockstep, apart = (
-            costs_of_pipeline(
-                work, GPUS, axes, table, bounds, [], vectors=vectors, state=state, executor=executor
-            ).nbytes
-            for executor in (LOCKSTEP, DISPATCH)
-        )
-        assert lockstep == 3 + 6 + 3 + copied
-        assert apart == 3 + 6 + 3 + 2  # nothing is packed
+    lockstep, apart = (
+        costs_of_pipeline(work, GPUS, axes, table, bounds, [], packed=packed, state=state, executor=executor).nbytes
+        for executor in (LOCKSTEP, DISPATCH)
+    )
+    assert lockstep == 3 + 6 + 3 + copied
+    assert apart == 3 + 6 + 3 + 2  # nothing is packed
+
+
+@needs_plugin
+def test_the_update_of_compiled_pipelines() -> None:
+    """Planned bytes are at most 5% below those of the programs, and 10% above."""
+    done = run(["-m", "tests.absent_updates"])
+    assert done.returncode == 0, done.stderr
+    ratios = json.loads(done.stdout)
+    assert list(ratios) == ["ddp", "zero1"]
+    assert all(0.95 < ratio < 1.1 for ratio in ratios.values()), ratios
 
 
 @pytest.fixture(scope="module")

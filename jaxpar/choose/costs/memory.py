@@ -33,21 +33,12 @@ class StateBytes(NamedTuple):
     gradients: float
 
 
-class VectorBytes(NamedTuple):
-    """Bytes of the vectors in which lockstep packs the arrays that differ between stages, or their shards."""
+class Packed(NamedTuple):
+    """What a device in lockstep packs in vectors, because it differs between stages."""
 
-    parameters: float
-    optimizer: float
-
-    def in_update(self, work: LayerWork, *, has_flush: bool) -> float:
-        """Return the bytes besides the state that an update needs: new vectors, and arrays that are computed apart.
-
-        Apart are the largest array and, of the others in vectors, the optimizer state, which new parameters need too.
-        An update without a flush is that of `pipeline_bytes`.
-        """
-        largest = max(layer.weight_bytes for layer in work.layers)
-        others = max(self.parameters - largest, 0.0) * has_flush
-        return sum(self) + largest + others * self.optimizer / max(self.parameters, 1.0)
+    parameters: float  # bytes
+    optimizer: float  # bytes
+    shards: int = 1  # replicas among which an update and the optimizer state are divided (zero1)
 
 
 def replica_bytes(
@@ -185,7 +176,7 @@ def pipeline_bytes(
     table: Table,
     bounds: Sequence[int],
     states: Sequence[StateBytes],
-    vectors: VectorBytes,
+    packed: Packed,
     *,
     in_lockstep: bool = True,
 ) -> tuple[float, StateBytes]:
@@ -200,9 +191,9 @@ def pipeline_bytes(
         table = unroll(table, 3 * num_in_flight(table))
     if in_lockstep:
         state, stashed, kept = max(states, key=sum), stash_bytes(work, table, spans), 0.0
-        updating = vectors.in_update(work, has_flush=not never_drains)
-        if never_drains:  # stashes stay during updates, which copy parameters and gradients, and unpack their results
-            kept, stashed, updating = stashed, 0.0, updating + 3 * state.gradients
+        if never_drains:  # stashes stay during updates
+            kept, stashed = stashed, 0.0
+        updating = updating_bytes(work, packed, state, has_flush=not never_drains)
         return sum(state) + kept + max(activation_bytes(work, spans, stashed, in_lockstep=True), updating), state
     saved = zip(*(map(Counter.total, stashes_of(work, *span)) for span in spans), strict=True)  # by stash and stage
     stashed_by_device = np.sum([peak(sizes) for peak, sizes in zip(stash_peaks(table), saved, strict=True)], axis=0)
@@ -225,6 +216,22 @@ def activation_bytes(work: LayerWork, spans: Spans, stashed: float, *, in_lockst
     """
     transfers = 4 * largest_transfer(work.layers, spans)
     return stashed + transfers + working_bytes(work, spans, in_lockstep=in_lockstep)
+
+
+def updating_bytes(work: LayerWork, packed: Packed, state: StateBytes, *, has_flush: bool) -> float:
+    """Return the bytes besides the state of an update in lockstep.
+
+    It computes new vectors, and apart from them the largest layer and the optimizer state of the other layers in
+    vectors, which their new parameters need too. Without a flush, it copies parameters and gradients, and unpacks its
+    results. If replicas divide it, it first stacks the shards of all gradients; then it computes only its own shards.
+    """
+    largest, vectors = max(layer.weight_bytes for layer in work.layers), packed.parameters + packed.optimizer
+    if packed.shards > 1:
+        return state.parameters + (state.parameters + largest) / packed.shards
+    if not has_flush:
+        return vectors + largest + 3 * state.gradients
+    others = max(packed.parameters - largest, 0.0)
+    return vectors + largest + (others * packed.optimizer / packed.parameters if others else 0.0)
 
 
 def largest_transfer(layers: Sequence[LayerProfile], spans: Spans) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxpar.choose.costs.layer_programs import stash_spans
 from jaxpar.choose.costs.layers import LayerWork
 from jaxpar.choose.costs.machine import Machine
-from jaxpar.choose.costs.memory import StateBytes, VectorBytes, largest_transfer, pipeline_bytes, stashes_of
+from jaxpar.choose.costs.memory import Packed, StateBytes, largest_transfer, pipeline_bytes, stashes_of
 from jaxpar.choose.costs.step import CASTS, HIDDEN_BETWEEN_PRODUCTS, StepCosts, exposed_of_layers, sent_by_layers
 from jaxpar.core.mesh import STAGE
 from jaxpar.core.plan import Traffic
@@ -81,13 +81,13 @@ def pipeline_costs(
     step: PipelineStep,
     actions: ActionCosts,
     states: Sequence[StateBytes],
-    vectors: VectorBytes,
+    packed: Packed,
     update_bytes: float,
     sent_in_actions: Sequence[str] = (),
 ) -> StepCosts:
     """Return the costs of a pipeline with an exchange of gradients.
 
-    actions: see `action_costs`; states: by device; vectors: of a device in lockstep; update_bytes: what an update moves
+    actions: see `action_costs`; states: by device; packed: of a device in lockstep; update_bytes: what an update moves
     on the fullest device; sent_in_actions: the kinds of collectives that replicas send for each layer in the actions.
     """
     work, machine, axes, table, bounds, traffic = step
@@ -108,7 +108,7 @@ def pipeline_costs(
     launched = STAGE_UPDATE_KERNELS * _most_on_device(step, [of.num_weights for of in work.memory])
     update = machine.moved(update_bytes, devices) + machine.launched(launched) + packing
     seconds = machine.started(devices) + actions.seconds + exchange + update
-    nbytes, state = pipeline_bytes(work, table, bounds, states, vectors, in_lockstep=is_packed)
+    nbytes, state = pipeline_bytes(work, table, bounds, states, packed, in_lockstep=is_packed)
     exposed = actions.exposed + exchange
     return StepCosts(seconds, actions.compute, actions.waiting, exposed, update, nbytes, state, packing)
 
