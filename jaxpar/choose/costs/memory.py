@@ -34,7 +34,7 @@ class StateBytes(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What a device in lockstep packs in vectors, because it differs between stages."""
+    """The vectors of a device in lockstep, which pack what differs between stages."""
 
     parameters: float  # bytes
     optimizer: float  # bytes
