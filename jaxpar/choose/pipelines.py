@@ -20,7 +20,7 @@ from jaxpar.choose.candidates import (
     with_settings,
 )
 from jaxpar.choose.costs.layers import LayerWork
-from jaxpar.choose.costs.memory import Packed, StateBytes, gathered_bytes, scattered_bytes, splits_backward
+from jaxpar.choose.costs.memory import PackedBytes, StateBytes, gathered_bytes, scattered_bytes, splits_backward
 from jaxpar.choose.costs.pipeline_steps import PipelineStep, action_costs, pipeline_costs
 from jaxpar.choose.groups import group_sizes, layers_in, named_with_groups
 from jaxpar.core.groups import ReplicaGroup
@@ -174,7 +174,7 @@ def _pipeline_candidates(
         if of_state > 2:
             held = params / copies + gathered_bytes(work)
         states = [StateBytes(held, ratios.optimizer * params / copies, gradients)] * table.num_devices
-        packed = Packed(packing.vector_bytes, ratios.optimizer * packing.vector_bytes / copies, copies)
+        packed = PackedBytes(packing.vector_bytes, ratios.optimizer * packing.vector_bytes / copies, copies)
         exchanging = step._replace(traffic=[*_sent(of_state, work, table, replicas, params), *within])
         moved = update_bytes_of_stage(ratios, params, of_state, copies)
         in_actions = SENT_IN_ACTIONS[of_state]
@@ -266,7 +266,7 @@ def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> 
         step,
         action_costs(step, details.executor),
         states,
-        Packed(staged.params.packing.vector_bytes, staged.optimizer.packing.vector_bytes, copies),
+        PackedBytes(staged.params.packing.vector_bytes, staged.optimizer.packing.vector_bytes, copies),
         update_bytes_of_stage(state_ratios(space.problem), params, of_state, copies),
         SENT_IN_ACTIONS[of_state],
     )

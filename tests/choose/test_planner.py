@@ -35,7 +35,7 @@ from jaxpar.choose.costs.layer_programs import LayerPrograms
 from jaxpar.choose.costs.layers import LayerMemory, Layers, LayerWork, PhaseSeconds, resized
 from jaxpar.choose.costs.machine import CpuMachine, GpuMachine, partners
 from jaxpar.choose.costs.memory import (
-    Packed,
+    PackedBytes,
     StateBytes,
     pipeline_bytes,
     splits_backward,
@@ -93,7 +93,7 @@ H100 = clusters.named_cluster("h100", 16, num_processes=2)
 GPUS = GpuMachine(H100)
 HOST, NETWORK = (EFFICIENCY[name] * H100.send_rates[name] for name in ("host", "network"))
 NO_STATE, NO_UPDATE = StateBytes(0, 0, 0), UpdateWork(0, 0)
-NOT_PACKED = Packed(0, 0)
+NOT_PACKED = PackedBytes(0, 0)
 FLUSHED = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1)
 NEVER_DRAINED = periodic_table("pipedream_2bw", (1, 1), 4)
 NOTHING = LayerMemory(0, 0)
@@ -163,7 +163,7 @@ def costs_of_pipeline(
     bounds: tuple[int, ...],
     traffic: list[Traffic],
     *,
-    packed: Packed = NOT_PACKED,
+    packed: PackedBytes = NOT_PACKED,
     executor: str = LOCKSTEP,
     state: StateBytes = NO_STATE,
 ) -> StepCosts:
@@ -629,14 +629,14 @@ def test_what_a_stage_works_with() -> None:
     [
         (FLUSHED, NOT_PACKED, 2),  # the largest layer is apart
         # 5 of parameters and 10 of moments are new. Apart: the largest layer, and the moments of the other 3 of 5.
-        (FLUSHED, Packed(5.0, 10.0), 5 + 10 + 2 + 3 * 2),
-        (FLUSHED, Packed(1.0, 2.0), 1 + 2 + 2),  # no vector is larger than the largest layer
+        (FLUSHED, PackedBytes(5.0, 10.0), 5 + 10 + 2 + 3 * 2),
+        (FLUSHED, PackedBytes(1.0, 2.0), 1 + 2 + 2),  # no vector is larger than the largest layer
         # zero1: the stacked shards of the gradients; those that a replica gets, and its part of the largest layer.
-        (FLUSHED, Packed(5.0, 2.5, 4), 3 + (3 + 2) / 4),
-        (NEVER_DRAINED, Packed(5.0, 10.0), 5 + 10 + 2 + 3 * 3),  # three more copies of what has gradients
+        (FLUSHED, PackedBytes(5.0, 2.5, 4), 3 + (3 + 2) / 4),
+        (NEVER_DRAINED, PackedBytes(5.0, 10.0), 5 + 10 + 2 + 3 * 3),  # three more copies of what has gradients
     ],
 )
-def test_the_update_of_a_pipeline(table: Table, packed: Packed, copied: float) -> None:
+def test_the_update_of_a_pipeline(table: Table, packed: PackedBytes, copied: float) -> None:
     """The update needs more than the activations of these layers."""
     layers = [layer(0.01)._replace(weight_bytes=weights) for weights in (2.0, 1.0, 1.0, 1.0)]
     axes, bounds, state, work = {DATA: 8, STAGE: 2}, (0, 2, 4), StateBytes(3, 6, 3), work_of(layers)

@@ -33,11 +33,11 @@ class StateBytes(NamedTuple):
     gradients: float
 
 
-class Packed(NamedTuple):
-    """The vectors of a device in lockstep, which pack what differs between stages."""
+class PackedBytes(NamedTuple):
+    """Bytes of the vectors in which a device in lockstep packs what differs between stages."""
 
-    parameters: float  # bytes
-    optimizer: float  # bytes
+    parameters: float
+    optimizer: float
     shards: int = 1  # replicas among which an update and the optimizer state are divided (zero1)
 
 
@@ -176,7 +176,7 @@ def pipeline_bytes(
     table: Table,
     bounds: Sequence[int],
     states: Sequence[StateBytes],
-    packed: Packed,
+    packed: PackedBytes,
     *,
     in_lockstep: bool = True,
 ) -> tuple[float, StateBytes]:
@@ -218,7 +218,7 @@ def activation_bytes(work: LayerWork, spans: Spans, stashed: float, *, in_lockst
     return stashed + transfers + working_bytes(work, spans, in_lockstep=in_lockstep)
 
 
-def updating_bytes(work: LayerWork, packed: Packed, state: StateBytes, *, has_flush: bool) -> float:
+def updating_bytes(work: LayerWork, packed: PackedBytes, state: StateBytes, *, has_flush: bool) -> float:
     """Return the bytes besides the state of an update in lockstep.
 
     It computes new vectors, and apart from them the largest layer and the optimizer state of the other layers in

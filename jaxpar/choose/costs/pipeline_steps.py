@@ -15,7 +15,7 @@ import numpy as np
 from jaxpar.choose.costs.layer_programs import stash_spans
 from jaxpar.choose.costs.layers import LayerWork
 from jaxpar.choose.costs.machine import Machine
-from jaxpar.choose.costs.memory import Packed, StateBytes, largest_transfer, pipeline_bytes, stashes_of
+from jaxpar.choose.costs.memory import PackedBytes, StateBytes, largest_transfer, pipeline_bytes, stashes_of
 from jaxpar.choose.costs.step import CASTS, HIDDEN_BETWEEN_PRODUCTS, StepCosts, exposed_of_layers, sent_by_layers
 from jaxpar.core.mesh import STAGE
 from jaxpar.core.plan import Traffic
@@ -81,7 +81,7 @@ def pipeline_costs(
     step: PipelineStep,
     actions: ActionCosts,
     states: Sequence[StateBytes],
-    packed: Packed,
+    packed: PackedBytes,
     update_bytes: float,
     sent_in_actions: Sequence[str] = (),
 ) -> StepCosts:
